@@ -152,7 +152,6 @@ class _Look:
         # How long it was waited for before S3 was requested.
         self.waited_s = 0.0
         self.error: Exception | None = None
-        self.size = stop - start
         self._stop = stop
         self._start = start
         self._is_given_up = False
@@ -247,6 +246,18 @@ class _Look:
             if is_slow and not self._is_writing:  # the local disk may take its time
                 self.give_up()
                 await self._ended.wait()
+
+    @property
+    def written(self) -> int:
+        """How many bytes it has written."""
+        return self.position - self._start
+
+    @property
+    def known(self) -> Known:
+        """What it has shown of its block, once it has ended."""
+        if self.outcome is Outcome.BAD:
+            return Known.WRONG
+        return Known.DOUBT if self.is_sent and self.outcome in _DOUBTFUL else Known.NOTHING
 
     def give_up(self) -> None:
         """End it; what it has written stays."""
@@ -393,6 +404,8 @@ class ClusterTier:
             if look.race.winner == "cluster":
                 await look.ends_in_time()
         self._note(look)
+        if look.race.winner == "cluster":
+            self.counted["bytes_read"] += look.written
         if look.error is not None:
             raise look.error
         if error is not None and look.race.winner != "cluster":
@@ -426,7 +439,6 @@ class ClusterTier:
         if look.took_s is not None and outcome is not Outcome.LATE:
             self.deadline.note_first_byte(look.took_s)
         if outcome is Outcome.HIT:
-            self.counted["bytes_read"] += look.size
             self.sampling.note_hit()
             self.breaker.note_success()
         elif outcome is Outcome.MISS:

@@ -62,7 +62,10 @@ METRICS: dict[str, Metric] = {
         "counter", "Sizes of the files that were opened for passthrough; their reads are not seen."
     ),
     "read_bytes_total": Metric(
-        "counter", "Bytes that programs read through the daemon, by their origin.", ("source",)
+        "counter",
+        "Bytes that programs read through the daemon, by their origin: the cache disk, or fetched"
+        " (s3), from S3 or from the cluster cache.",
+        ("source",),
     ),
     "cache_bytes": Metric("gauge", "Bytes on the cache disk."),
     "cache_limit_bytes": Metric("gauge", "Bytes that the cache may use now."),

@@ -240,7 +240,8 @@ async def test_an_answer_that_breaks_off_goes_on_from_s3_where_it_stopped(
     case.blocks.within = failing(failure)
     await case.read(0, BLOCK)
     assert case.source.ranges == [(3 * FRAME, BLOCK)], "of a chunk of 1 MiB three frames are whole"
-    assert case.tier.missed[DOMAIN.block(VERSION, 0).name]
+    assert case.counted("bytes_read") == 3 * FRAME
+    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is Known.DOUBT
 
 
 async def test_bytes_that_were_changed_are_never_written(
@@ -283,9 +284,8 @@ async def test_what_does_not_answer_is_left_alone_until_a_probe_finds_it(
     assert await case.read(0, 1000) == pytest.approx(case.source.delay_s), "no reader waits"
     await trio.sleep(1)
     assert case.tier.breaker.is_closed
-    case.blocks.fill(0)
     await case.read(0, 1000)
-    assert case.counted("hits") == 1
+    assert (case.counted("hits"), case.counted("bytes_read")) == (2, 1000), "none read the probe"
 
 
 async def test_a_bucket_that_is_gone_is_no_miss(case: Case, autojump_clock: MockClock) -> None:
