@@ -21,7 +21,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
 from fusefs.cluster_cache.block import BLOCK, Block, Domain, StoredBlock
-from fusefs.cluster_cache.tier import ClusterTier
+from fusefs.cluster_cache.tier import ClusterTier, Known, Outcome
 from fusefs.store.errors import AttemptError
 from fusefs.store.interface import ObjectVersion
 
@@ -61,15 +61,13 @@ class Store(Protocol):
 class _Fill:
     """A block that is to be stored, from a cache file that has all of it."""
 
-    __slots__ = ("block", "done", "file", "outcome", "overwrites", "version")
+    __slots__ = ("block", "done", "file", "known", "outcome", "version")
 
-    def __init__(
-        self, file: CacheFile, version: ObjectVersion, block: Block, *, overwrites: bool
-    ) -> None:
+    def __init__(self, file: CacheFile, version: ObjectVersion, block: Block, known: Known) -> None:
         self.file = file
         self.version = version
         self.block = block
-        self.overwrites = overwrites
+        self.known = known
         self.outcome = "dropped"
         self.done = trio.Event()
 
@@ -129,8 +127,7 @@ class Filler:
         for at in range(start - start % BLOCK, stop, BLOCK):
             block = self._domain.block(version, at)
             if block.name in self._tier.missed and file.present.covers(block.start, block.stop):
-                overwrites = self._tier.missed.pop(block.name)
-                fill = _Fill(file, version, block, overwrites=overwrites)
+                fill = _Fill(file, version, block, self._tier.missed.pop(block.name))
                 self._queue[block.name] = fill
                 self._has_work.set()
         while len(self._queue) > MOST_QUEUED:
@@ -216,13 +213,19 @@ class Filler:
         return fill.is_stored
 
     async def _put(self, fill: _Fill) -> str:
-        block = fill.block
+        block, overwrites = fill.block, fill.known is Known.WRONG
+        if fill.known is Known.DOUBT:
+            # Not all that answers late is to be sent again: that would keep it busy for good.
+            outcome = await self._tier.look_again(block)
+            if outcome is Outcome.HIT:
+                return "present"
+            overwrites = outcome not in (None, Outcome.MISS)
         async with self._large if block.stop - block.start > SMALL else nullcontext():
             data = await self._read(fill)
             if data is None:
                 return "lost"
             body = StoredBlock(self._domain, block, data)
-            if not await self._store.put(block.name, body, overwrites=fill.overwrites):
+            if not await self._store.put(block.name, body, overwrites=overwrites):
                 return "present"
         self.counted["bytes_stored"] += len(data)
         return "stored"

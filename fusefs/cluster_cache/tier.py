@@ -82,8 +82,21 @@ class Outcome(enum.StrEnum):
 
 # How long it took tells how long others will.
 _TIMED = (Outcome.HIT, Outcome.MISS, Outcome.LATE)
-# What is stored is of no use: it is to be replaced.
-_REPLACED = (Outcome.LATE, Outcome.FAILED, Outcome.REFUSED, Outcome.BAD)
+# What is stored may be of no use.
+_DOUBTFUL = (Outcome.LATE, Outcome.FAILED, Outcome.REFUSED)
+
+
+class Known(enum.IntEnum):
+    """What a look has shown of a block of which something came from S3 then.
+
+    `NOTHING`: it was not there, or no request was sent. `DOUBT`: there was no answer in time, or
+    not all of it, which may be the block's fault, or the server's load. `WRONG`: other bytes
+    than were stored.
+    """
+
+    NOTHING = 0
+    DOUBT = 1
+    WRONG = 2
 
 
 class _LostError(Exception):
@@ -278,8 +291,8 @@ def _judge(error: AttemptError) -> Outcome:
 class ClusterTier:
     """A `Source` that looks into the cluster cache before it. Belongs to the event loop.
 
-    `missed` has the blocks of which something came from `source`, by their names, and
-    whether what is stored under the name has to be replaced.
+    `missed` has the blocks of which something came from `source`, by their names, and what
+    is known of what is stored under the name.
     """
 
     def __init__(
@@ -295,7 +308,7 @@ class ClusterTier:
         self.breaker = Breaker()
         self.sampling = Sampling()
         self.counted: Counter[str] = Counter()
-        self.missed: OrderedDict[str, bool] = OrderedDict()
+        self.missed: OrderedDict[str, Known] = OrderedDict()
         self._next_line = -math.inf
         self._wanted = trio.Event()
         # Why it can't be used at this moment.
@@ -346,26 +359,24 @@ class ClusterTier:
                 version, at, stop, write, priority=priority, in_loop=in_loop
             )
 
-        position, replaced = start, ""
+        position, last = start, None
         while position < stop:
             block = self._domain.block(version, position)
             if not self._wants(block):
                 break
             end = min(block.stop, stop)
-            look = _Look(self._domain, block, position, end, write)
+            look = last = _Look(self._domain, block, position, end, write)
             running = partial(look.run, self._blocks, priority, in_loop=in_loop)
             await self._race(look, running, from_source, write)
-            if look.outcome in _REPLACED:
-                replaced = block.name
             if look.race.winner == "s3":
-                self._note_missed(version, position, stop, replaced)
+                self._note_missed(version, position, stop, last)
                 return
             position = look.position
             if position < end:
                 break
         if position < stop:
             await from_source(position, write)
-            self._note_missed(version, position, stop, replaced)
+            self._note_missed(version, position, stop, last)
 
     async def _race(
         self,
@@ -424,13 +435,24 @@ class ClusterTier:
 
     async def _probe(self, block: Block) -> None:
         """See whether it answers again. No reader waits for that."""
+        self._note(await self._try(block))
+
+    async def look_again(self, block: Block) -> Outcome | None:
+        """Whether a block of which there was no answer can be read; no reader waits for that.
+
+        None, and not known, while the cluster cache is not used: then it is no one block's fault.
+        """
+        return (await self._try(block)).outcome if self.breaker.is_closed else None
+
+    async def _try(self, block: Block) -> _Look:
+        """A look for the beginning of a block, which is written nowhere."""
         stop = min(block.start + FRAME, block.stop)
         look = _Look(self._domain, block, block.start, stop, lambda _offset, _chunk: None)
         with trio.move_on_after(PROBE_S):
             await look.run(self._blocks, lambda: Priority.PREFETCH, in_loop=True)
         if look.outcome is Outcome.CANCELLED:
             look.outcome = Outcome.FAILED
-        self._note(look)
+        return look
 
     def _note(self, look: _Look) -> None:
         """Have what became of a look decide about the next ones."""
@@ -463,10 +485,14 @@ class ClusterTier:
             self.why = ""
             logger.info("the cluster cache is in use again")
 
-    def _note_missed(self, version: ObjectVersion, start: int, stop: int, replaced: str) -> None:
-        """The bytes [start, stop) came from S3."""
+    def _note_missed(
+        self, version: ObjectVersion, start: int, stop: int, last: _Look | None
+    ) -> None:
+        """The bytes [start, stop) came from S3, after the `last` look."""
         for at in range(start - start % BLOCK, stop, BLOCK):
             name = self._domain.block(version, at).name
-            self.missed[name] = self.missed.pop(name, False) or name == replaced
+            is_last = last is not None and last.block.name == name
+            known = last.known if last is not None and is_last else Known.NOTHING
+            self.missed[name] = max(self.missed.pop(name, Known.NOTHING), known)
         while len(self.missed) > MOST_MISSED:
             self.missed.popitem(last=False)

@@ -14,9 +14,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cluster_cache import filler
-from fusefs.cluster_cache.block import BLOCK, Domain, FrameReader, StoredBlock
+from fusefs.cluster_cache.block import BLOCK, Block, Domain, FrameReader, StoredBlock
 from fusefs.cluster_cache.filler import Filler
-from fusefs.cluster_cache.tier import ClusterTier
+from fusefs.cluster_cache.tier import ClusterTier, Known, Outcome
 from fusefs.store.errors import AttemptError, from_status
 from fusefs.store.interface import ObjectVersion
 from tests.support.local_cache import Parts, cache_in, content
@@ -28,9 +28,14 @@ VERSION = ObjectVersion("object", '"etag"', BLOCK + 300_000)
 
 @dataclass
 class FakeTier:
-    missed: OrderedDict[str, bool] = field(default_factory=OrderedDict)
+    missed: OrderedDict[str, Known] = field(default_factory=OrderedDict)
     is_open: bool = True
     tried: trio.Event = field(default_factory=trio.Event)
+    outcome: Outcome | None = None
+
+    async def look_again(self, _block: Block) -> Outcome | None:
+        await trio.lowlevel.checkpoint()
+        return self.outcome
 
 
 @dataclass
@@ -68,10 +73,10 @@ class Case:
     store: FakeStore
     filler: Filler
 
-    async def fetch(self, version: ObjectVersion = VERSION, *, is_replaced: bool = False) -> None:
+    async def fetch(self, version: ObjectVersion = VERSION, known: Known = Known.NOTHING) -> None:
         """Have an object in the cache, of which everything came from S3."""
         for start in range(0, version.size, BLOCK):
-            self.tier.missed[DOMAIN.block(version, start).name] = is_replaced
+            self.tier.missed[DOMAIN.block(version, start).name] = known
         await self.parts.fetch(version)
 
     def names(self, version: ObjectVersion = VERSION) -> list[str]:
@@ -118,7 +123,7 @@ async def test_what_came_from_the_cluster_cache_is_not_stored(case: Case) -> Non
 
 
 async def test_part_of_a_block_is_not_stored(case: Case) -> None:
-    case.tier.missed[case.names()[0]] = False
+    case.tier.missed[case.names()[0]] = Known.NOTHING
     await case.parts.read(VERSION, BLOCK // 2, BLOCK // 2 + 1000)
     await case.parts.quiet()
     await wait_all_tasks_blocked()
@@ -132,9 +137,31 @@ async def test_only_what_is_wrong_is_replaced(case: Case) -> None:
     await case.fetch()
     await eventually(lambda: case.filler.counted["present"] == 2)
     await case.parts.cache.evict(case.parts.cache.find(VERSION))
-    await case.fetch(is_replaced=True)
+    await case.fetch(known=Known.WRONG)
     await eventually(lambda: case.filler.counted["stored"] == 2)
     assert sorted(case.store.replaced) == sorted(case.names())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "attempts", "replaced"),
+    [
+        pytest.param(Outcome.HIT, 0, 0, id="it can be read"),
+        pytest.param(None, 2, 0, id="all are late"),
+        pytest.param(Outcome.MISS, 2, 0, id="it has gone"),
+        pytest.param(Outcome.FAILED, 2, 2, id="it alone hangs"),
+        pytest.param(Outcome.REFUSED, 2, 2, id="its disk is lost"),
+    ],
+)
+async def test_what_was_late_is_replaced_only_if_it_cannot_be_read(
+    case: Case, outcome: Outcome | None, attempts: int, replaced: int
+) -> None:
+    for name in case.names():
+        case.store.blocks[name] = b"as it was stored"
+    case.tier.outcome = outcome
+    await case.fetch(known=Known.DOUBT)
+    ended = "stored" if replaced else "present"
+    await eventually(lambda: case.filler.counted[ended] == 2)
+    assert (case.store.attempts, len(case.store.replaced)) == (attempts, replaced)
 
 
 async def test_two_blocks_are_stored_at_a_time(case: Case) -> None:

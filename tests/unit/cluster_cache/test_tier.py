@@ -13,7 +13,7 @@ from trio.testing import MockClock
 from fusefs.cluster_cache import policy
 from fusefs.cluster_cache.block import BLOCK, FRAME, Domain, StoredBlock
 from fusefs.cluster_cache.policy import State
-from fusefs.cluster_cache.tier import PROBE_S, ClusterTier
+from fusefs.cluster_cache.tier import PROBE_S, ClusterTier, Known, Outcome
 from fusefs.store.errors import (
     AttemptError,
     Failure,
@@ -188,7 +188,7 @@ async def test_from_the_first_block_that_is_missing_on_s3_is_read(
     assert case.source.ranges == [(BLOCK, SIZE)]
     assert (case.counted("hits"), case.counted("misses")) == (1, 1)
     missed = [DOMAIN.block(VERSION, BLOCK).name, DOMAIN.block(VERSION, SIZE - 1).name]
-    assert dict(case.tier.missed) == dict.fromkeys(missed, False)
+    assert dict(case.tier.missed) == dict.fromkeys(missed, Known.NOTHING)
 
 
 async def test_a_late_answer_is_raced_by_s3_after_the_deadline(
@@ -201,7 +201,7 @@ async def test_a_late_answer_is_raced_by_s3_after_the_deadline(
     case.blocks.before = slow(60)
     assert await case.read(0, BLOCK) == pytest.approx(policy.LEAST_S + case.source.delay_s)
     assert case.counted("late") == 1
-    assert case.tier.missed[DOMAIN.block(VERSION, 0).name], "what hangs is replaced"
+    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is Known.DOUBT
 
 
 async def test_the_first_deadline_is_half_a_second(case: Case, autojump_clock: MockClock) -> None:
@@ -230,6 +230,24 @@ async def test_waiting_for_a_connection_counts_to_the_deadline_but_not_as_a_fail
     for _ in range(5):
         assert await case.read(0, 1000) == pytest.approx(policy.MOST_S + case.source.delay_s)
     assert case.tier.breaker.is_closed
+    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is Known.NOTHING, "it was not looked at"
+
+
+async def test_a_block_that_was_late_is_looked_for_again_while_the_others_come(
+    case: Case, autojump_clock: MockClock
+) -> None:
+    block = DOMAIN.block(VERSION, 0)
+    assert await case.tier.look_again(block) is Outcome.MISS
+    case.blocks.fill(0)
+    assert await case.tier.look_again(block) is Outcome.HIT
+    case.blocks.before = trio.sleep_forever
+    assert await case.tier.look_again(block) is Outcome.FAILED
+    assert case.tier.breaker.is_closed
+    for _ in range(3):
+        await case.read(0, 1000)
+    gets = case.blocks.gets
+    assert await case.tier.look_again(block) is None
+    assert case.blocks.gets == gets
 
 
 @pytest.mark.parametrize("failure", [NO_ANSWER, BROKEN], ids=["silent", "broken"])
@@ -255,7 +273,7 @@ async def test_bytes_that_were_changed_are_never_written(
     await case.read(0, BLOCK)
     assert case.source.ranges == [(2 * FRAME, BLOCK)]
     assert case.counted("bad") == 1
-    assert case.tier.missed[name]
+    assert case.tier.missed[name] is Known.WRONG
 
 
 async def test_a_block_that_is_too_short_is_a_bad_one(
@@ -280,6 +298,7 @@ async def test_what_does_not_answer_is_left_alone_until_a_probe_finds_it(
     assert await case.read(0, 1000) == pytest.approx(case.source.delay_s)
     assert case.blocks.gets == gets
     case.blocks.before = at_once
+    case.blocks.fill(0)
     await trio.sleep(policy.OPEN_S)
     assert await case.read(0, 1000) == pytest.approx(case.source.delay_s), "no reader waits"
     await trio.sleep(1)
