@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from csi.daemons import client
+from csi.daemons import main as daemons
 from csi.daemons.client import FdStoreClient
 from csi.daemons.main import FdStoreProcess
 from csi.errors import UnavailableError
@@ -177,3 +179,28 @@ def test_a_descriptor_store_lists_nothing_until_it_has_all_of_the_one_before_it(
         [pid] = service.pids()
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
+
+
+def test_a_node_without_room_for_a_descriptor_store_keeps_its_daemons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = FdStoreProcess(tmp_path / "store.sock")
+    service.start()
+    [pid] = service.pids()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+    def no_fork(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daemons, "_fork", no_fork)
+        for _ in range(2):
+            service.look()
+    assert "no process holds" in caplog.text
+    assert service.pids() == set()
+    service.look()
+    [pid] = service.pids()
+    assert FdStoreClient(tmp_path / "store.sock").names() == frozenset()
+    os.kill(pid, signal.SIGTERM)
+    os.waitpid(pid, 0)
