@@ -69,6 +69,11 @@ BUFFER_SIZE = MAX_WRITE + 4096
 # A READ of 64 KiB with its header, the longest that compiled code answers.
 REPLY_SIZE = (64 << 10) + 4096
 MAX_PAGES = 256
+# The kernel hands out so many reads through its page cache at a time, and the rest waits, also
+# what is on the local disk: so more than may wait for S3. From CONGESTED on it does not read
+# ahead by itself.
+MAX_BACKGROUND = 1024
+CONGESTED = 48
 # Requests between two checkpoints: about 2 ms of them.
 BATCH = 64
 # Between two checkpoints requests are polled for no longer than this.
@@ -555,8 +560,8 @@ class Session(KernelNotifications):
             protocol.MINOR,
             max_readahead,
             self.negotiated & 0xFFFFFFFF,
-            64,
-            48,
+            MAX_BACKGROUND,
+            CONGESTED,
             MAX_WRITE,
             1,
             MAX_PAGES,

@@ -151,6 +151,16 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     assert not (tmp_path / "victim").exists()
 
 
+def test_files_of_a_newer_driver_go_with_their_mount(tmp_path: Path) -> None:
+    files = CredentialFiles(tmp_path / "files")
+    files.store("mount", chosen(KEYS), 12345)
+    (tmp_path / "files/mount/unknown").mkdir()
+    (tmp_path / "files/mount/unknown/file").write_text("later")
+    for _ in range(2):
+        files.remove("mount")
+    assert list((tmp_path / "files").iterdir()) == []
+
+
 def test_domains_have_uids_of_their_own_and_keep_them(tmp_path: Path) -> None:
     domains = Domains(tmp_path / "cache", 2000, 2001)
     one, other = (domains.claim(domains.name_of("domain", part)) for part in "ab")
