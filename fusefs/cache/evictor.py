@@ -16,6 +16,9 @@ SLACK = 0.01
 TEND_EVERY_S = 2.0
 # How often it is read what other mounts keep: where all is in use, each reservation would.
 LEARN_EVERY_S = 2.0
+# What could not be removed is left alone so long: other mounts may use thousands of files, and
+# each reservation would try all of them.
+TRY_AGAIN_AFTER_S = 10.0
 
 
 class Evictor:
@@ -26,6 +29,9 @@ class Evictor:
         self._quota = cache.quota
         self._evicting = trio.Lock()
         self._learned = -math.inf
+        # Those that could not be removed, without a place in the order of eviction until then.
+        self._staying: list[CacheFile] = []
+        self._try_again_at = 0.0
 
     async def reserve(
         self, wanted: int, *, keep_used_since: float = math.inf, is_ahead: bool = False
@@ -95,14 +101,18 @@ class Evictor:
         self, wanted: int, *, is_ahead: bool = False, used_before: float = math.inf
     ) -> None:
         """Evict until `wanted` bytes fit or no file is left that may go."""
-        staying = []
+        if self._staying and self._try_again_at <= trio.current_time():
+            staying, self._staying = self._staying, []
+            for known in staying:
+                self._cache.put_back(known)
         while self._quota.excess(wanted) > 0:
             file = self._cache.next_victim(is_ahead=is_ahead, used_before=used_before)
             if file is None:
                 break
             size = file.present.total
             self._quota.unlinked(await self._cache.evict(file), size)
-            staying.append(file)
-        for file in staying:
-            self._cache.put_back(file)
+            if file.present.total:
+                if not self._staying:
+                    self._try_again_at = trio.current_time() + TRY_AGAIN_AFTER_S
+                self._staying.append(file)
         self._quota.measure_again()

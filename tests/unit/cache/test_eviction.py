@@ -13,6 +13,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from fusefs.cache.disk import Disk
 from fusefs.cache.downloader import NotKeptError
 from tests.support.local_cache import Parts, cache_in, version
 from tests.support.machine.disks import small_disk
@@ -20,6 +21,7 @@ from tests.support.semantics import states
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
+UNLINK = Disk.unlink
 
 
 def kept(parts: Parts, *keys: str, size: int = MIB) -> list[str]:
@@ -229,8 +231,30 @@ async def test_a_file_that_another_mount_has_open_stays(tmp_path: Path) -> None:
         await one.evictor.tend()
         assert len(one.files()) == 1
         other.cache.unpin(file)
+        one.evictor._try_again_at = 0.0  # as if that was ten seconds ago
         await one.evictor.tend()
         assert one.files() == []
+
+
+async def test_what_other_mounts_have_open_is_not_tried_for_each_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def unlink(disk: Disk, name: str, generation: str) -> int | None:
+        tried.append(name)
+        return UNLINK(disk, name, generation)
+
+    monkeypatch.setattr(Disk, "unlink", unlink)
+    async with cache_in(tmp_path) as other, cache_in(tmp_path, limit=8 * MIB) as one:
+        for number in range(8):
+            file = other.cache.pin(version(f"{number}", MIB))
+            await other.fetcher.wait_for(file, 0, MIB)
+        await other.cache.record()
+        await one.cache.record()
+        for _ in range(5):
+            assert not await one.evictor.reserve(MIB)
+        assert len(tried) == 8
 
 
 async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> None:
