@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,38 @@ def test_other_files_are_read_while_one_download_stalls(folder: Folder, faulty: 
         assert reader.poll() is None
         rule.release()
         assert reader.communicate(timeout=LIMIT_S)[0] == SMALL
+
+
+READ_PAGES = """
+import os, sys, threading
+fd = os.open(sys.argv[1], os.O_RDONLY)
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+for at in range(int(sys.argv[2]), int(sys.argv[3]), 4096):
+    threading.Thread(target=os.pread, args=(fd, 1, at)).start()
+"""
+
+
+def test_what_is_cached_is_read_while_many_reads_wait_for_the_server(
+    folder: Folder, faulty: FaultyS3, whole: Mount
+) -> None:
+    """Also by a handle that the daemon serves: it is from before the file was cached."""
+    slow, quick, count = folder.put("slow", BIG), folder.put("quick", OTHER), 100
+    with quick.open("rb", buffering=0) as served, slow.open("rb"):
+        assert hashlib.file_digest(served, "sha1").digest() == hashlib.sha1(OTHER).digest()
+        os.posix_fadvise(served.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        faulty.add("GET", folder.key("slow"), stall=True)
+        start = 8 << 20
+        pages = [str(start), str(start + count * 4096)]
+        with subprocess.Popen([sys.executable, "-c", READ_PAGES, str(slow), *pages]) as readers:
+            until(lambda: whole.status()["requests"]["waiting"] >= 64, "reads that wait")
+            # By another process: one that waits could not be ended.
+            reading = ["dd", f"if=/proc/{os.getpid()}/fd/{served.fileno()}", "bs=4k", "count=1"]
+            try:
+                found = subprocess.run(reading, capture_output=True, timeout=LIMIT_S)
+            finally:
+                faulty.clear()
+            assert found.stdout == OTHER[:4096]
+            assert readers.wait(LIMIT_S) == 0
 
 
 def test_a_failed_read_is_one_line_in_the_log(folder: Folder, faulty: FaultyS3) -> None:
