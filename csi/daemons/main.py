@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         state / SUPERVISOR,
         old=running(state / SUPERVISOR),
         on_look=service.look,
-        on_return=service.start,
+        on_return=service.start_or_retry,
         has_successor_beside=arguments.successor == "beside",
         daemon_template=templates,
         other_children=service.pids,
@@ -185,6 +185,7 @@ class FdStoreProcess:
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             self.helpers.append(self._pid)
+            self._pid = 0
         before = _identity(self._path)
         self._pid = _fork(lambda: fd_store.main(self._path, filling_s))
         deadline = time.monotonic() + START_S
@@ -195,15 +196,26 @@ class FdStoreProcess:
 
     def pids(self) -> set[int]:
         """The children that `look` waits for."""
-        return {self._pid, *self.helpers}
+        return {pid for pid in (self._pid, *self.helpers) if pid}
 
     def look(self) -> None:
         """Start another if it has died, and wait for the processes that have ended."""
         self.helpers = [pid for pid in self.helpers if not os.waitpid(pid, os.WNOHANG)[0]]
-        if os.waitpid(self._pid, os.WNOHANG)[0]:
+        if self._pid and os.waitpid(self._pid, os.WNOHANG)[0]:
             log.warning("what held the descriptors is gone: starting another")
             self._pid = 0
+        if not self._pid:
+            self.start_or_retry()
+
+    def start_or_retry(self) -> None:
+        """As `start`; where it does not come up, `look` tries again.
+
+        A node that lacks memory or process ids for it has daemons that still serve.
+        """
+        try:
             self.start()
+        except OSError as error:
+            log.error("no process holds the mounts' descriptors yet: %s", error)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

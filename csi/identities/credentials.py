@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -314,13 +315,9 @@ class CredentialFiles:
         return variables
 
     def remove(self, mount: str) -> None:
-        """Remove a mount's files. They may be gone already."""
-        directory = self._directory / mount
-        for name in ("keys", "token", _CACHE_CREDENTIALS, _CACHE_KEY):
-            for each in (name, f"{name}.new"):
-                (directory / each).unlink(missing_ok=True)
+        """Remove a mount's files, also those of a newer driver. They may be gone already."""
         with contextlib.suppress(FileNotFoundError):
-            directory.rmdir()
+            shutil.rmtree(self._directory / mount)
 
 
 def _as_profile(keys: Keys) -> str:
