@@ -234,6 +234,8 @@ class CatalogWriter:
         Returns whether there were any. What the disk is too slow for is left to
         the next call.
         """
+        # Not later: what is no longer in `_unsynced` would never be synced.
+        await trio.lowlevel.checkpoint_if_cancelled()
         now = time.monotonic()
         idle = (
             file

@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+import trio
 
 from fusefs.cache import catalog_writer, file_cache
+from fusefs.cache.catalog import Catalog
 from fusefs.cache.disk import Disk
 from tests.support.local_cache import cache_in, version
 from tests.support.semantics import states
@@ -41,3 +43,14 @@ async def test_a_slow_disk_does_not_hold_up_the_end(
         for number in range(FILES):
             await parts.fetch(version(str(number), 100))
         assert parts.bucket.requested == []
+
+
+async def test_what_is_not_safe_yet_when_the_mount_ends_is_made_safe_then(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(version("a", 10_000))
+        await parts.cache.record()
+        with trio.CancelScope() as ending:
+            ending.cancel()
+            await parts.cache._catalog_writer.sync(idle_s=0.0)
+    [row] = Catalog(tmp_path / "catalog.sqlite3", "another boot").rows()
+    assert row.is_synced
