@@ -30,7 +30,7 @@ from fusefs.telemetry.stalls import WaitCause, stage
 AGAIN_WITHIN_S = 5.0
 # The files that were closed last: a program that tries again opens few others meanwhile.
 MOST_CLOSED = 16
-# When more files than this have been tried, the old ones are forgotten.
+# When more files than this have been tried, the first ones are forgotten.
 MOST_TRIED = 4096
 # A program may open one file again and again, which must not cost a probe each
 # time: the next one comes after twenty times the time that the last one took.
@@ -112,14 +112,11 @@ class Probing:
         return False
 
     def _note(self, file: CacheFile, took_s: float) -> None:
-        now = time.monotonic()
-        self._tried[file] = now, min(SHARE * took_s, LONGEST_PAUSE_S)
-        if len(self._tried) > MOST_TRIED:
-            self._tried = {
-                file: tried
-                for file, tried in self._tried.items()
-                if now - tried[0] < ALARMED_EVERY_S
-            }
+        tried = self._tried
+        tried.pop(file, None)
+        tried[file] = time.monotonic(), min(SHARE * took_s, LONGEST_PAUSE_S)
+        while len(tried) > MOST_TRIED:
+            del tried[next(iter(tried))]
 
     def _try(self, name: str, generation: str, size: int) -> OSError | None:
         try:
