@@ -64,11 +64,23 @@ def number_of(fuse_fd: int) -> int:
 
 
 def numbers() -> set[int]:
-    """The connections of the machine; empty where fusectl is not mounted."""
+    """The connections of the machine, by their devices where fusectl is not mounted.
+
+    Of those there may be more, which other file systems have; empty where neither is shown.
+    """
     try:
-        return {int(name) for name in os.listdir(FUSECTL) if name.isdecimal()}
+        return {int(name) for name in os.listdir(FUSECTL) if name.isdecimal()} or _devices()
+    except OSError:
+        return _devices()
+
+
+def _devices() -> set[int]:
+    try:
+        names = os.listdir(_BDI)
     except OSError:
         return set()
+    # A connection's number is the minor one of its device, whose major one is 0.
+    return {int(name[2:]) for name in names if name.startswith("0:") and name[2:].isdecimal()}
 
 
 def is_disconnected(fuse_fd: int) -> bool:

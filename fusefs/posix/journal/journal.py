@@ -406,8 +406,12 @@ def find(directory: Path, connection: int) -> tuple[Path, Path | None]:
         UnusableJournalError, OSError: as for `replay`.
     """
     path, alias = names(directory, connection)
-    if alias is None or not path.exists():
-        return (path if alias is None else alias), None
+    if alias is None:
+        return path, None
+    if not path.exists():
+        # That of an earlier version, which has no other name; else it is another mount's.
+        is_earlier = alias.exists() and alias.stat().st_nlink == 1
+        return (alias if is_earlier else path), None
     if alias.exists() and not os.path.samefile(path, alias):
         # Of another mount, or of this one: an earlier version has rewritten it.
         with contextlib.suppress(UnusableJournalError, OSError):

@@ -308,6 +308,15 @@ def test_each_mount_of_a_mountpoint_has_its_log(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_mount_without_a_log_gets_none_of_another_mount(tmp_path: Path) -> None:
+    """Its own was given up when the disk was full."""
+    old, young = two_mounts(tmp_path)
+    old.close(remove=True)
+    with pytest.raises(FileNotFoundError):
+        Journal.resume(*journal.find(tmp_path, 41))
+    young.close(remove=False)
+
+
 def test_a_log_that_an_earlier_version_has_rewritten_is_found(tmp_path: Path) -> None:
     """It knows the plain name alone."""
     log = Journal(*journal.names(tmp_path, 52))
