@@ -120,8 +120,7 @@ class DeferredAttributes:
 
     `copy` sends them with a token and returns the new version; `landed` is called with
     the old one and the new one, and `lost` if there is no such version any more.
-    Where `is_uncertain`, a late request may be to blame for that, and what it has undone
-    comes back.
+    Where a late request may be to blame for that, the version `may_come_back`.
     """
 
     def __init__(
@@ -132,12 +131,12 @@ class DeferredAttributes:
         copy: Callable[[ObjectInfo, Meta, ChangeToken], Awaitable[ObjectInfo]],
         landed: Callable[[ObjectInfo, ObjectInfo], Awaitable[None]],
         lost: Callable[[ObjectInfo], None],
-        is_uncertain: Callable[[str], bool],
+        may_come_back: Callable[[ObjectInfo], Awaitable[bool]],
     ) -> None:
         self._nursery = nursery
         self._log = log
         self._store = store
-        self._is_uncertain = is_uncertain
+        self._may_come_back = may_come_back
         self._copy = copy
         self._landed = landed
         self._lost = lost
@@ -361,8 +360,7 @@ class DeferredAttributes:
         try:
             info = await self._copied(entry)
         except (NotFoundError, StaleVersionError) as error:
-            if self._is_uncertain(entry.key):
-                self._failed(entry, StoreError(f"a late request may have undone it: {error}"))
+            if await self._is_lost_for_now(entry, error):
                 return
             logger.warning("%s was replaced or removed: its attributes are given up", entry.key)
             if self._by_key.get(entry.key) is entry:  # else they are another version's by now
@@ -375,6 +373,17 @@ class DeferredAttributes:
             with trio.CancelScope(shield=True):
                 await self._landed(entry.info, info)
             self._sent(entry, changes, info)
+
+    async def _is_lost_for_now(self, entry: Deferred, error: StoreError) -> bool:
+        """Whether a version that is gone may come back, or that can't be known now."""
+        try:
+            if not await self._may_come_back(entry.info):
+                return False
+            error = StoreError(f"a late request may have undone it: {error}")
+        except StoreError as unknown:
+            error = unknown
+        self._failed(entry, error)
+        return True
 
     async def _copied(self, entry: Deferred) -> ObjectInfo:
         """Send a change; return the version that it has made.

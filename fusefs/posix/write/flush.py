@@ -17,6 +17,7 @@ import trio
 
 from fusefs.linux.libc import begin_writing
 from fusefs.posix.directory.segment import ABSENT, Absent
+from fusefs.posix.late.requests import Verdict
 from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttributes
 from fusefs.posix.metadata.object_metadata import Meta
@@ -30,6 +31,7 @@ from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.sparse_edit import Editor
 from fusefs.posix.write.uploader import Uploads
+from fusefs.store.errors import NotFoundError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import unattended
@@ -82,7 +84,7 @@ class Flusher:
             self._describe,
             self._attributes_landed,
             self._attributes_lost,
-            self._is_uncertain,
+            self._may_come_back,
         )
         self.removals = removals
         removals.landed = self._removed
@@ -278,8 +280,22 @@ class Flusher:
         if self._late is not None:
             self._late.found_done(info.key, info)
 
-    def _is_uncertain(self, key: str) -> bool:
-        return self._late is not None and self._late.get(key) is not None
+    async def _may_come_back(self, info: ObjectInfo) -> bool:
+        """Whether a version that is gone may be put back, as a late request has undone it.
+
+        Raises:
+            StoreError: the bucket could not tell what is there now.
+        """
+        entry = self._late.get(info.key) if self._late is not None else None
+        if entry is None:
+            return False
+        try:
+            found: ObjectInfo | Absent = await self._store.head(info.key)
+        except NotFoundError:
+            found = ABSENT
+        if isinstance(found, ObjectInfo) and found.etag == info.etag:
+            return True
+        return entry.judge(found) is Verdict.UNDONE
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
         """A version's object has other attributes, and is another version for that."""

@@ -215,8 +215,7 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
     else:
         status = os.fstat(fd)
         os.close(fd)
-        stamp = status.st_size, status.st_mtime_ns
-        has_all = record["uploaded"] is not None and tuple(record["uploaded"]) == stamp
+        has_all = _is_uploaded(record, status)
         if not has_all and record["is_closed"] and not record["is_unlinked"]:
             logger.warning("%s waits in %s for a mount that has the name", record["key"], path)
             return False
@@ -290,9 +289,11 @@ def _give_way(
     writer: Writer, path: Path, fd: int, record: Mapping[str, Any], younger: StagedFile
 ) -> None:
     """Leave a file's name to what was written to it later."""
-    is_same = os.path.samestat(os.fstat(fd), os.fstat(younger.fd))
+    status = os.fstat(fd)
+    # Taken up by a process that was killed before it had ended that, or in the bucket already.
+    is_there = os.path.samestat(status, os.fstat(younger.fd)) or _is_uploaded(record, status)
     os.close(fd)
-    if is_same:  # and taken up by a process that was killed before it had ended that
+    if is_there:
         _unlink(path)
         return
     writer.uploads.abort_later(record["key"], record["upload"], record["begun_ns"])
@@ -300,6 +301,12 @@ def _give_way(
     path.rename(kept)
     path.with_suffix(".json").unlink(missing_ok=True)
     logger.warning("%s was written anew: what it was before is in %s", record["key"], kept)
+
+
+def _is_uploaded(record: Mapping[str, Any], status: os.stat_result) -> bool:
+    """Whether the bucket had a content as it is."""
+    stamp = status.st_size, status.st_mtime_ns
+    return record["uploaded"] is not None and tuple(record["uploaded"]) == stamp
 
 
 def _node(writer: Writer, key: str, etag: str | None, status: os.stat_result) -> Inode | None:

@@ -12,6 +12,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import recovery
 from fusefs.posix.write.exclusive import OPEN_S
 from fusefs.posix.write.staging import Staging
@@ -99,6 +100,30 @@ async def test_what_was_written_last_under_a_name_is_taken_up(mount: MortalMount
         assert mount.store.contents() == {"file": b"new"}
     (kept,) = mount.directory.glob("staging/*/replaced-*")
     assert kept.read_bytes() == b"old"
+
+
+async def test_what_the_bucket_had_before_it_was_written_anew_is_not_kept(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusefs.posix.write.staging_record.TICK_NS", 0)
+    async with mount.serving() as process:
+        fh = await process.create("file", b"old")
+        await process.open("file")
+        await process.close(fh)
+        mutations = process.operations.mutations
+        assert mutations is not None
+        node = await process.node("file")
+        await mutations.setattr(node.nodeid, NewAttributes(mode=0o600))
+        assert node.staged is not None
+        assert node.staged.is_closed
+    mount.store.objects.clear()
+    mount.reboot()
+    await left_by_a_mount(mount, file=b"new")
+    async with mount.serving() as process:
+        assert recovery.adopt(process.writer) == 1
+        await upload_all(process)
+    assert mount.store.contents() == {"file": b"new"}
+    assert not list(mount.directory.glob("staging/*/replaced-*"))
 
 
 async def test_a_mount_of_another_prefix_leaves_them_to_one_of_theirs(

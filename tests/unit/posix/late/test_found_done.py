@@ -13,7 +13,9 @@ import pytest
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.requests import LateRequests, Verdict
+from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import recovery
+from fusefs.store.errors import StoreError
 from tests.support.survival.mortal_mount import DiedError, MortalMount
 
 
@@ -84,3 +86,26 @@ async def test_an_upload(mount: MortalMount) -> None:
             await process.writer.uploads.wait(staged)
     assert mount.store.contents() == {"file": b"content"}
     check(late, "file")
+
+
+@pytest.mark.parametrize("kind", [DELETE, PUT])
+async def test_attributes_are_kept_where_their_object_may_come_back(
+    mount: MortalMount, kind: str
+) -> None:
+    """A DELETE without an answer may have removed it, and then it is put back; a PUT has not."""
+    mount.store.put("file", b"content")
+    late = mount.late = LateRequests(mount.directory / "late", "test", (3600.0,))
+    late.expect(late.note(Change(kind, "file", ("token",))), mount.store.objects["file"].info, None)
+    async with mount.serving() as process:
+        mutations = process.operations.mutations
+        assert mutations is not None
+        inode = await process.node("file")
+        await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+        del mount.store.objects["file"]
+        deferred = process.writer.deferred
+        if kind == DELETE:
+            with pytest.raises(StoreError, match="late"):
+                await deferred.flush("file")
+        else:
+            await deferred.flush("file")
+        assert deferred.has("file") == (kind == DELETE)
