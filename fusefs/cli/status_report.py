@@ -123,9 +123,11 @@ def _hits(cache: Status) -> str:
     hit_bytes, miss_bytes = cache.get("hit_bytes", 0), cache.get("miss_bytes", 0)
     total = hit_bytes + miss_bytes
     share = f" ({hit_bytes / total:.1%})" if total else ""
-    # Reads of files that are open for passthrough are the kernel's alone.
-    opened = cache.get("passthrough_opens", 0)
-    unseen = f"; reads of {_count(opened, 'passthrough open')} are not seen" if opened else ""
+    # Reads of files that are open for passthrough are the kernel's alone: each open stands for one
+    # read of all of the file, however much of it is read.
+    opened, sizes = cache.get("passthrough_opens", 0), human_size(cache.get("passthrough_bytes", 0))
+    unseen = f"; {sizes} of it for {_count(opened, 'passthrough open')}, whose reads are not seen"
+    unseen = unseen if opened else ""
     return (
         f"{human_size(hit_bytes)} of {human_size(total)} read were served locally{share},"
         f" {human_size(miss_bytes)} were fetched for it; {hits:,} of {hits + misses:,} reads"

@@ -307,5 +307,9 @@ def test_a_mount_on_which_nothing_waited_says_so() -> None:
 
 
 def test_the_share_of_hits_names_what_it_cannot_see() -> None:
-    text = status_report.render({**STATUS, "cache": {**STATUS["cache"], "passthrough_opens": 7}})
-    assert "75 of 100 reads; reads of 7 passthrough opens are not seen" in text
+    unseen = {"passthrough_opens": 7, "passthrough_bytes": 1 << 29}
+    text = status_report.render({**STATUS, "cache": {**STATUS["cache"], **unseen}})
+    assert "1.0 GiB of 1.0 GiB read were served locally" in text
+    assert (
+        "75 of 100 reads; 512 MiB of it for 7 passthrough opens, whose reads are not seen" in text
+    )
