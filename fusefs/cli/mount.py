@@ -17,6 +17,7 @@ from fusefs.launch import control, launcher, preflight, users
 from fusefs.launch.control import CommandError
 from fusefs.launch.early_keeper import EarlyKeeper
 from fusefs.launch.mount_requests import keeper_request
+from fusefs.settings.display import shown
 from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, build
 from fusefs.settings.sources import CONFIG_VARIABLE, from_config, from_environment
 
@@ -68,7 +69,7 @@ def upgrade(options: argparse.Namespace) -> None:
         "settings": launcher.daemon_input(present.changed(flags(options)), users.serving(place)),
     }
     answer = keeper_request(place, request, present.retry_time + UPGRADE_TIMEOUT_S)
-    print(f"{place}: daemon {answer['pid']} took over; pause {answer['pause_s']:.1f} s")
+    print(f"{shown(str(place))}: daemon {answer['pid']} took over; pause {answer['pause_s']:.1f} s")
 
 
 def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:

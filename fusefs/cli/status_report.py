@@ -261,9 +261,10 @@ def _survival(status: Status) -> str:
     if keeper is None:
         survival = status.get("survival", {})
         return f"{'on' if survival.get('on') else 'off'} ({survival.get('why', '?')})"
-    restarts = keeper.get("restarts", 0)
+    restarts, upgrades = keeper.get("restarts", 0), keeper.get("upgrades", 0)
     text = f"keeper pid {keeper.get('pid', '?')}, {_count(restarts, 'restart')}"
-    if not restarts:
+    text += f", {_count(upgrades, 'upgrade')}" if upgrades else ""
+    if not restarts and not upgrades:
         return text
     ago = max(0.0, time.time() - keeper.get("last_death_ns", 0) / 1e9)
     standby = f"; standby pid {keeper['standby']}" if keeper.get("standby") else ""

@@ -72,9 +72,9 @@ def _keeper(keeper: dict[str, Any] | None) -> Iterator[Finding]:
         return
     yield advice(
         "restarts",
-        f"the daemon was restarted {restarts} times, the last time since "
-        f"{keeper.get('last_reason', '?')}",
-        "if that was no upgrade, send the output of fusefs report",
+        f"the daemon died, and was restarted, {restarts} times (the last change: "
+        f"{keeper.get('last_reason', '?')})",
+        "see the end of the mount's log, and send the output of fusefs report",
         restarts=restarts,
     )
 

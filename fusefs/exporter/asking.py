@@ -39,7 +39,10 @@ class Target:
 
 @dataclass(slots=True)
 class Answer:
-    """What a mount answered; `metrics` is None where it did not, for which `why` is the reason."""
+    """What a mount answered; `metrics` is None where it did not, for which `why` is the reason.
+
+    There is a reason as well where the daemon has no metrics.
+    """
 
     target: Target
     metrics: Mapping[str, Any] | None = None
@@ -82,7 +85,7 @@ def _ask(answer: Answer, timeout_s: float) -> None:
     try:
         found = control.exchange(answer.target.socket, {"command": "metrics"}, timeout_s)
         answer.taken = time.monotonic()
-        answer.metrics = found["metrics"]
+        answer.metrics, answer.why = found["metrics"], ""
     except NotAnsweringError as error:
         answer.why = str(error)
     except (ControlError, LookupError, TypeError) as error:

@@ -262,7 +262,7 @@ class Keeper:
         if daemon.served is None:
             daemon.served = time.monotonic()
             log(f"{daemon.name} serves, after a pause of {pause_s:.3f} s")
-            if self._state.restarts:
+            if self._state.restarts or self._state.upgrades:
                 self._deposit()
             self._standby.prepare()
         self._answer_upgrade({"ok": True, "pid": daemon.pid, "pause_s": pause_s})
@@ -391,7 +391,7 @@ class Keeper:
         daemon, state = self._processes.incoming, self._state
         assert daemon is not None
         state.fallback, state.program = state.program, daemon.program
-        state.died("upgrade")
+        state.upgraded()
         self._standby.dismiss("an upgrade")
         self._processes.promote()
 

@@ -587,6 +587,7 @@ def describe(
         "broker": daemon.broker.pid if daemon is not None and daemon.broker is not None else None,
         "is_serving": daemon is not None and daemon.served is not None and since is None,
         "restarts": state.restarts,
+        "upgrades": state.upgrades,
         "last_death_ns": state.last_death_ns,
         "last_reason": state.last_reason,
         "pause_s": 0.0 if since is None else time.monotonic() - since,

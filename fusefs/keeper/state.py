@@ -174,7 +174,8 @@ class KeeperState:
         # An id that was about to be given back when its broker was last heard.
         self.doubtful_id = 0
         self.in_flight = 0
-        self.restarts = 0
+        self.restarts = 0  # after a death
+        self.upgrades = 0
         self.quick_deaths = 0
         self.died_at = -math.inf
         # Until when a standby is worth its memory.
@@ -249,6 +250,13 @@ class KeeperState:
 
     def died(self, reason: str) -> None:
         self.restarts += 1
+        self._was_replaced(reason)
+
+    def upgraded(self) -> None:
+        self.upgrades += 1
+        self._was_replaced("upgrade")
+
+    def _was_replaced(self, reason: str) -> None:
         self.last_death_ns = time.time_ns()
         self.last_reason = reason
         self.in_flight = 0

@@ -122,7 +122,9 @@ METRICS: dict[str, Metric] = {
     "wait_seconds_total": Metric(
         "counter", "Waiting time, added up over the requests that waited for this.", ("cause",)
     ),
-    "daemon_restarts_total": Metric("counter", "Daemons that were replaced by another."),
+    "daemon_restarts_total": Metric(
+        "counter", "Daemons that died, and were replaced by another; upgrades do not count."
+    ),
     "daemon_pause_seconds_total": Metric("counter", "Time without a daemon."),
     "daemon_loop_busy_seconds_total": Metric(
         "counter",

@@ -49,6 +49,7 @@ def test_an_upgrade_hands_everything_to_the_new_daemon(kept: Kept) -> None:
     assert answer["pid"] == status["daemon"] != old
     assert answer["pause_s"] == status["longest_pause_s"] > 0
     assert status["last_reason"] == "upgrade"
+    assert (status["restarts"], status["upgrades"]) == (0, 1)
     facts = kept.facts(answer["pid"])
     assert facts["state"] == 2
     assert len(facts["table"]) == 1

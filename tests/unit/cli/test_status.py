@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusefs.cli import status_report
-from fusefs.diagnosis import findings
+from fusefs.diagnosis import findings, mounted
 from fusefs.launch import registry
 from fusefs.linux import mountinfo
 from tests.support.commands import MOUNTINFO, run
@@ -226,6 +226,14 @@ def test_what_is_written_and_renamed_is_shown_with_its_age() -> None:
     assert "1 file, 1.0 MiB, not in the bucket yet" in text
     assert "pending     a: failed, 1.0 MiB, for 1 min 5 s (no answer)" in text
     assert "old/ to new/: copying, 1,200 of 10,000 copied, 0 deleted, for 7" in text
+
+
+def test_upgrades_are_no_restarts_after_a_death() -> None:
+    keeper = {"pid": 1, "restarts": 0, "upgrades": 2, "last_reason": "upgrade"}
+    text = status_report.render({**STATUS, "survival": {}, "keeper": keeper})
+    assert "keeper pid 1, 0 restarts, 2 upgrades, the last " in text
+    (finding,) = (one for one in mounted._keeper(keeper))
+    assert (finding.level, finding.text) == ("ok", "the daemon has not been restarted")
 
 
 def test_a_status_without_some_parts_is_shown_all_the_same() -> None:
