@@ -72,6 +72,11 @@ async def test_a_missing_object_is_not_found(shared: Bucket, faulty: FaultyS3) -
     async with opened(shared, faulty) as store:
         with pytest.raises(NotFoundError):
             await store.head("missing")
+        assert store.counters()["errors"] == 0
+        faulty.add("HEAD", code="AccessDenied")
+        with pytest.raises(AccessDeniedError):
+            await store.head("body")
+        assert store.counters()["errors"] == 1
 
 
 @pytest.mark.parametrize("code", ["NoSuchKey", "NoSuchBucket", "InternalError"])

@@ -388,10 +388,10 @@ class Requester:
 
     def failed(self, operation: str, key: str, failure: Failure) -> StoreError:
         """The error of a request that failed for good, which is counted and logged here."""
-        # That a condition does not hold is what it was sent for.
-        self.counted["errors"] += not issubclass(failure.kind, ConflictError)
-        # A missing object is an answer that many lookups get; so is a conflict.
+        # A missing object is an answer that many lookups get; that a condition does not hold is
+        # what it was sent for.
         is_answer = issubclass(failure.kind, NotFoundError | ConflictError)
+        self.counted["errors"] += not is_answer
         level = logging.DEBUG if is_answer else logging.WARNING
         logger.log(level, "%s failed: %s", operation, self._describe(key, failure))
         request = f" (request {failure.request_id})" if failure.request_id else ""
