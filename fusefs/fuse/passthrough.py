@@ -34,6 +34,7 @@ logger = logging.getLogger("fusefs.passthrough")
 
 # Each keeps a file open in the kernel (about 1 KiB), outside of RLIMIT_NOFILE.
 MOST_IDS = 16384
+_DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Registrar(Protocol):
@@ -93,8 +94,10 @@ class PassthroughFiles:
             with tempfile.TemporaryFile(dir=cache) as probe:
                 self.registrar.close_backing(await self.registrar.open_backing(probe.fileno()))
         except OSError as error:
-            self.why = _explain(error)
-            return
+            # On a full disk the trial fails. Where the last daemon had registered files, it works.
+            if not self.ids or error.errno not in _DISK_REFUSES:
+                self.why = _explain(error)
+                return
         self.is_on = True
         self.why = "the kernel reads cached files itself"
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import tempfile
+from pathlib import Path
 
+import pytest
 import trio
 
 from fusefs.cache.cached_file import CacheFile
@@ -75,6 +79,23 @@ async def test_a_file_that_is_opened_by_two_at_once_gets_one_backing_id() -> Non
             nursery.start_soon(register)
     assert set(got) == given
     assert len(given) == 1
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+async def test_a_mount_that_is_taken_over_on_a_full_disk_keeps_passthrough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_ids: bool
+) -> None:
+    """That works is known from the files that the last daemon had registered."""
+    ids = PassthroughFiles(CountingRegistrar())
+    if has_ids:
+        ids.adopt(CacheFile("file", 1), 7)
+
+    def is_full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", is_full)
+    await ids.turn_on(True, tmp_path)
+    assert ids.is_on == has_ids
 
 
 def test_many_handles_of_many_files_share_their_backing_ids(
