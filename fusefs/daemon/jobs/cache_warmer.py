@@ -422,21 +422,29 @@ class CacheWarmer:
 
     async def _run(self, job: WarmJob) -> None:
         logger.info("warming %r", job.spec.title)
-        with job.scope:
-            send, receive = trio.open_memory_channel[list[ObjectInfo]](PAGES_AHEAD)
-            async with trio.open_nursery() as nursery, receive:
-                nursery.start_soon(self._list, job, send)
-                async for page in receive:
-                    for info in self._in_turn(page):
-                        await self._bring(job, nursery, info)
-            if job.spec.is_pinned:
-                await self._finish_pin(job)
+        try:
+            with job.scope:
+                await self._fetch(job)
+                if job.spec.is_pinned:
+                    await self._finish_pin(job)
+        except Exception as error:
+            # It is on record: what ends this daemon would end each one after it.
+            logger.exception("warming %r", job.spec.title)
+            job.error = f"a fault in fusefs, see the log: {_first_of(error)!r}"
         job.end()
         if job.spec.list_name and not self._is_used(job.spec.list_name):
             with suppress(OSError):  # a bad disk is no reason to end the mount
                 (self._lists / job.spec.list_name).unlink()
         logger.info("warmed %r: %s", job.spec.title, job.describe(self._cache.quota.limit))
         await self._write()
+
+    async def _fetch(self, job: WarmJob) -> None:
+        send, receive = trio.open_memory_channel[list[ObjectInfo]](PAGES_AHEAD)
+        async with trio.open_nursery() as nursery, receive:
+            nursery.start_soon(self._list, job, send)
+            async for page in receive:
+                for info in self._in_turn(page):
+                    await self._bring(job, nursery, info)
 
     async def _finish_pin(self, job: WarmJob) -> None:
         """Let what is not in the bucket any more be evicted, and have the rest on record."""
@@ -584,6 +592,12 @@ class CacheWarmer:
             return
         job.found([info], is_last=job.is_listed)
         await self._bring(job, nursery, info, is_again=True)
+
+
+def _first_of(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _turn(settings: MountSettings) -> float:

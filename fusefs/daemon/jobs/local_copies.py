@@ -8,6 +8,7 @@ Copies of versions that the bucket no longer has are found if this process has u
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cache.retention import covers
 from fusefs.daemon.jobs.selection import Selected, Selector
 from fusefs.store.errors import NotFoundError, StoreError
+
+logger = logging.getLogger("fusefs.daemon.jobs.local_copies")
 
 # Jobs that can still be described after they have ended.
 MOST_ENDED = 100
@@ -189,6 +192,9 @@ class LocalCopies:
                 await self._drop_others(job, key)
         except (StoreError, OSError) as error:
             job.why = str(error)
+        except Exception as error:  # no fault in it is to end the mount
+            logger.exception("looking at the cached copies of %r", job.path)
+            job.why = f"a fault in fusefs, see the log: {error!r}"
         finally:
             job.has_ended = True
 

@@ -113,13 +113,18 @@ class Verifier:
         key = self._prefix + job.path
         try:
             for staged in self._unsent(key):
-                await self._verify_unsent(job, staged)
+                # It may be uploaded, and its file closed, while another one is compared.
+                if staged.inode.staged is staged:
+                    await self._verify_unsent(job, staged)
             await self._verify_listed(job, key, key + "/" if job.path else key)
         except NotFoundError:
             if not job.files:
                 job.why = "there is no such file or directory in the bucket"
         except StoreError as error:
             job.why = str(error)
+        except Exception as error:  # no fault in it is to end the mount
+            logger.exception("verifying %r", job.path)
+            job.why = f"a fault in fusefs, see the log: {error!r}"
         finally:
             job.has_ended = True
 

@@ -1,0 +1,98 @@
+"""Jobs of commands that meet with what they do not expect: the mount goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import trio
+
+from fusefs.daemon.jobs.cache_warmer import CacheWarmer, JobSpec
+from fusefs.daemon.jobs.local_copies import LocalCopies
+from fusefs.daemon.jobs.selection import Selector
+from fusefs.daemon.jobs.verifier import Verifier
+from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.nodes.inode import Inode, StagedFile
+from fusefs.posix.write import staged_sums
+from fusefs.settings.mount import MountSettings, MountSource
+from tests.support.local_cache import Bucket, cache_in, info
+from tests.support.waiting import eventually
+
+FRESH = cast(Any, SimpleNamespace(is_fresh=True))
+
+
+class WideBucket(Bucket):
+    def counters(self) -> dict[str, int]:
+        return {"connections": 8}
+
+
+def faulty(what: str, _key: str) -> None:
+    if what == "LIST":
+        raise AssertionError("a fault")
+
+
+def staged_file(path: Path) -> StagedFile:
+    path.write_bytes(b"content")
+    inode = Inode(20, 20, None, path.name, info(path.name))
+    staged = StagedFile(inode, str(path), os.open(path, os.O_RDWR), Meta(0o600, 0, 0), None)
+    inode.staged = staged
+    return staged
+
+
+async def test_a_file_may_be_uploaded_and_closed_while_another_one_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = staged_file(tmp_path / "one"), staged_file(tmp_path / "other")
+
+    async def check(staged: StagedFile) -> None:
+        assert staged is one
+        os.close(other.fd)
+        other.inode.staged = None
+
+    monkeypatch.setattr(staged_sums, "check", check)
+    async with cache_in(tmp_path / "cache") as parts, trio.open_nursery() as nursery:
+        verifier = Verifier(
+            parts.bucket, parts.cache, parts.fetcher, "", nursery, lambda _key: [one, other]
+        )
+        job = verifier.start("")
+        await eventually(lambda: job.has_ended)
+        assert (job.files, job.lost, job.why) == (1, [], None)
+    os.close(one.fd)
+
+
+async def test_a_fault_ends_a_warm_job_and_not_each_daemon_that_finds_it_on_record(
+    tmp_path: Path,
+) -> None:
+    bucket = WideBucket(["a"])
+    bucket.before = faulty
+    settings = MountSettings(
+        source=MountSource("bucket"), mountpoint=tmp_path / "mnt", cache_dir=tmp_path
+    )
+    async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
+        store = cast(Any, bucket)
+        warmer = CacheWarmer(store, parts.cache, parts.fetcher, settings, Selector(store, ""))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(warmer.run, FRESH, None)
+            job = await warmer.start(JobSpec("a"))
+            await job.ended.wait()
+            assert "fault" in (job.error or "")
+            await eventually(lambda: warmer._record.read_text() == "[]")
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Path) -> None:
+    bucket = WideBucket(["a"])
+    bucket.before = faulty
+    async with (
+        cache_in(tmp_path / "cache", bucket=bucket) as parts,
+        trio.open_nursery() as nursery,
+    ):
+        selector = Selector(bucket, "")
+        copies = LocalCopies(parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0))
+        verifier = Verifier(bucket, parts.cache, parts.fetcher, "", nursery, lambda _key: [])
+        jobs = [copies.job("a", is_new=True), verifier.start("a")]
+        await eventually(lambda: all(job.has_ended for job in jobs))
+        assert ["fault" in (job.why or "") for job in jobs] == [True, True]
