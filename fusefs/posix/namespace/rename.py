@@ -130,7 +130,8 @@ class Changes(Naming):
         self, entry: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
     ) -> None:
         if isinstance(target, Absent):
-            if entry is None and flags & RENAME_NOREPLACE:
+            is_copied = isinstance(entry, ObjectInfo) and entry.etag
+            if not is_copied and flags & RENAME_NOREPLACE:
                 await self._look_again(to, name)
             return
         if flags & RENAME_NOREPLACE:
@@ -145,9 +146,9 @@ class Changes(Naming):
             self._check_deleting(name)
 
     async def _look_again(self, to: Inode, name: str) -> None:
-        """See whether another node has made what a directory must not replace.
+        """See whether another node has made what must not be replaced.
 
-        For a file the copy has a condition; a prefix has none.
+        The copy of a file has a condition; a prefix has none, nor has what was not uploaded yet.
         """
         prefix = self._inodes.key(to)
         below = await self._store.list_page(f"{prefix}{name}/", delimiter="", max_keys=1)
@@ -210,7 +211,9 @@ class Changes(Naming):
                 rival.state = FileState.UNLINKED
             if staged is not None:
                 staged.etag = _etag_under(staged, copied, rival, target)
-                staged.exclusive = None  # it replaces what is there
+                # It replaces what is there, or nothing, which the bucket decides at its upload.
+                is_new = is_strict and staged.etag is None
+                staged.exclusive = self._writer.staging.mark(staged.inode) if is_new else None
                 staged.described_at = trio.current_time()
             self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
             self._record_renamed(staged, rival)

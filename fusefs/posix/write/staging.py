@@ -140,7 +140,7 @@ class Staging:
         """
         staged = StagedFile(inode, self._path(inode), fd, meta, etag)
         staged.base = base
-        staged.exclusive = self._mark(inode) if is_exclusive else None
+        staged.exclusive = self.mark(inode) if is_exclusive else None
         if is_unlinked:
             staged.state = FileState.UNLINKED
         staged.charged = staged.free = staged.size()
@@ -271,7 +271,7 @@ class Staging:
             now.has_record_file = True
             self.record(now)
 
-    def _mark(self, inode: Inode) -> str:
+    def mark(self, inode: Inode) -> str:
         """What tells the reservation of a file from another node's."""
         return f"{self.directory.name}-{inode.nodeid}"
 
@@ -316,7 +316,7 @@ class Staging:
         staged.is_rewrite = record["etag"] is not None
         staged.begun_ns = record["begun_ns"]
         mark = record.get("exclusive")
-        staged.exclusive = self._mark(inode) if mark == staging_record.UNDECIDED else mark
+        staged.exclusive = self.mark(inode) if mark == staging_record.UNDECIDED else mark
         if record["uploaded"] and tuple(record["uploaded"]) == staged.stamp():
             staged.uploaded = staged.changes
         if record["upload"] is not None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import trio
 
 from fusefs.posix.metadata.deferred_attributes import OwnObjects
+from fusefs.posix.nodes import names
 from fusefs.posix.nodes.edit_base import Base
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.sparse_edit import Editor
@@ -50,6 +51,8 @@ IN_PARTS = 8 << 20
 COPIES_AT_ONCE = 8
 # The metadata that marks the empty object by which a name was reserved (exclusive.py).
 CREATED_BY = "created-by"
+# So many contents are kept apart from one key within a second.
+MOST_APART = 100
 # S3 tells when an upload was begun in whole seconds, and by its own clock.
 CLOCKS_NS = 5_000_000_000
 
@@ -350,20 +353,35 @@ class Sender:
         theirs = await self.give_up(staged)
         if theirs is not None and _is_content_of(theirs, staged):
             return theirs, theirs
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        key = f"{staged.key}.conflict-{os.uname().nodename}-{stamp}"
         if staged.base is not None:
             await self._editor.fill(staged.base, staged.fd, 0, staged.size())
-        info = await self._store.put_file(
-            key,
-            staged.fd,
-            staged.size(),
-            metadata=staged.metadata(),
-            content_type=content_type(staged.key),
-            condition=Expect(None),
-        )
+        for key in _keys_apart(staged.key):
+            with suppress(ConflictError):  # another mount of this machine was as late
+                info = await self._store.put_file(
+                    key,
+                    staged.fd,
+                    staged.size(),
+                    metadata=staged.metadata(),
+                    content_type=content_type(staged.key),
+                    condition=IF_ABSENT,
+                )
+                break
+        else:
+            raise ConflictError(f"{staged.key}: there are many of its conflicts already")
         logger.error("%s was replaced by somebody else: this content is in %s", staged.key, key)
         return theirs, info
+
+
+def _keys_apart(key: str) -> Iterator[str]:
+    """Keys for a content beside that of a key, which names can express: long ones are cut."""
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    name = key[key.rfind("/") + 1 :]
+    prefix = key.removesuffix(name)
+    longest = min(names.NAME_MAX, names.LONGEST_KEY - len(prefix.encode()))
+    for number in range(1, MOST_APART + 1):
+        ending = f".conflict-{os.uname().nodename}-{stamp}" + (f"-{number}" if number > 1 else "")
+        room = max(1, longest - len(ending.encode()))
+        yield prefix + name.encode()[:room].decode(errors="ignore") + ending
 
 
 def _is_content_of(info: ObjectInfo, staged: StagedFile) -> bool:

@@ -1,0 +1,95 @@
+"""Contents that are kept beside another client's object."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+
+import pytest
+
+from tests.support.semantics import states
+from tests.support.survival.mortal_mount import MortalMount, Process
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> MortalMount:
+    return MortalMount(tmp_path)
+
+
+async def create(process: Process, name: str, data: bytes) -> int:
+    """A new file that is created with O_EXCL and not reserved."""
+    process.writer.exclusive.made("")
+    root, flags = process.operations.inodes.root, os.O_RDWR | os.O_EXCL
+    await process.listing()
+    made = process.writer.create(root, name, stat.S_IFREG | 0o644, flags, process.caller())
+    _, opened = await made if isinstance(made, Awaitable) else made
+    await process.write(opened.fh, 0, data)
+    return opened.fh
+
+
+async def lose(process: Process, fh: int) -> None:
+    with pytest.raises(OSError, match="another node") as caught:
+        await process.close(fh)
+    assert caught.value.errno == errno.EEXIST
+
+
+async def test_a_content_that_is_kept_apart_has_a_name_that_is_shown(mount: MortalMount) -> None:
+    """The names of files have 255 bytes at most."""
+    name = "ä" * 125
+    async with mount.serving() as process:
+        fh = await create(process, name, b"ours")
+        mount.store.put(name, b"theirs")
+        await lose(process, fh)
+        theirs, ours = sorted(await process.listing())
+        if theirs != name:
+            theirs, ours = ours, theirs
+        assert ours.startswith("ää")
+        assert ".conflict-" in ours
+        assert await process.load(ours) == b"ours"
+    assert mount.store.contents() == {name: b"theirs", ours: b"ours"}
+
+
+@states(
+    "Otherwise the content is put alone, on the condition that there is no object: `close` and"
+    " `fsync` fail with EEXIST if there is, and the content is kept as NAME.conflict-HOST-TIME."
+)
+async def test_contents_of_one_machine_and_one_second_are_kept_apart_from_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many mounts, as the pods of a training job have."""
+    monkeypatch.setattr(time, "strftime", lambda *_: "20000101T000000")
+    first, second = MortalMount(tmp_path / "1"), MortalMount(tmp_path / "2")
+    second.store = first.store
+    async with first.serving() as one, second.serving() as two:
+        handles = [await create(one, "file", b"1"), await create(two, "file", b"2")]
+        first.store.put("file", b"theirs")
+        await lose(one, handles[0])
+        await lose(two, handles[1])
+    assert sorted(first.store.contents().values()) == [b"1", b"2", b"theirs"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@states("Where the store has conditional copies, RENAME_NOREPLACE replaces no other node's file.")
+async def test_what_is_not_uploaded_yet_is_renamed_over_no_other_nodes_file(
+    mount: MortalMount, when: str
+) -> None:
+    async with mount.serving(is_local=True) as process:
+        await process.listing()
+        await process.save("tmp", b"ours")
+        (staged,) = process.writer.staging
+        if when == "before":
+            mount.store.put("file", b"theirs")
+            with pytest.raises(FileExistsError):
+                await process.rename("tmp", "file", flags=1)
+            await process.writer.uploads.wait(staged)
+        else:
+            await process.rename("tmp", "file", flags=1)
+            mount.store.put("file", b"theirs")
+            with pytest.raises(FileExistsError):
+                await process.writer.uploads.wait(staged)
+    kept = "tmp" if when == "before" else staged.key
+    assert mount.store.contents() == {"file": b"theirs", kept: b"ours"}
