@@ -127,12 +127,18 @@ class Filler:
         for at in range(start - start % BLOCK, stop, BLOCK):
             block = self._domain.block(version, at)
             if block.name in self._tier.missed and file.present.covers(block.start, block.stop):
+                if block.name in self._queue:  # of a file that has gone since
+                    self._drop(self._queue.pop(block.name))
                 fill = _Fill(file, version, block, self._tier.missed.pop(block.name))
                 self._queue[block.name] = fill
                 self._has_work.set()
         while len(self._queue) > MOST_QUEUED:
-            self._queue.popitem(last=False)
-            self.counted["dropped"] += 1
+            self._drop(self._queue.popitem(last=False)[1])
+
+    def _drop(self, fill: _Fill) -> None:
+        """Not store a block."""
+        self.counted["dropped"] += 1
+        fill.done.set()
 
     async def run(self) -> None:
         """Store what is queued, until cancelled."""
@@ -181,28 +187,33 @@ class Filler:
             return 0
         await self._tier.tried.wait()
         for at in range(start - start % BLOCK, stop, BLOCK):
-            name = self._domain.block(version, at).name
-            under_way = self._under_way.get(name)
-            if under_way is not None:
-                failed += not await under_way.ended()
-            async with self._job_slots:
-                fill = self._queue.pop(name, None) if self._may_store else None
-                if fill is not None:
-                    failed += not await self._bring(fill)
-                else:
-                    failed += name in self._queue
+            failed += not await self._finish(self._domain.block(version, at).name)
         return failed
+
+    async def _finish(self, name: str) -> bool:
+        """Store a block now if it is to be stored; False if it could not be."""
+        fill = self._under_way.get(name) or self._queue.get(name)
+        if fill is None:
+            return True
+        if name not in self._under_way:
+            async with self._job_slots:
+                if self._queue.get(name) is fill and name not in self._under_way:
+                    return self._may_store and await self._bring(self._queue.pop(name))
+            # Another one has begun with it, or it was dropped.
+            fill = self._under_way.get(name, fill)
+        return await fill.ended()
 
     async def _bring(self, fill: _Fill) -> bool:
         """Store one block; False if that failed."""
         name = fill.block.name
         if name in self._under_way:  # it was fetched once more meanwhile
-            self.counted["dropped"] += 1
-            return True
+            self._drop(fill)
+            return False
         self._under_way[name] = fill
         try:
             fill.outcome = await self._put(fill)
-            self._failures = 0
+            if fill.is_stored:
+                self._failures = 0
         except Exception as error:  # whatever it is, the block is in S3
             fill.outcome = "failed"
             self._note_failure(error)

@@ -276,3 +276,76 @@ async def test_a_job_learns_what_was_not_taken_and_does_not_wait_for_the_next_ti
     assert await case.filler.finish(other, 0, 1000) == 1
     case.parts.cache.unpin(file)
     case.parts.cache.unpin(other)
+
+
+class Job:
+    """Has the only place of a job once `begun`, until `end` is called."""
+
+    def __init__(self, case: Case, nursery: trio.Nursery) -> None:
+        self._case = case
+        self._slots = trio.Semaphore(0)
+        case.filler._job_slots = self._slots
+        self._nursery = nursery
+        self.failed: int | None = None
+
+    async def waits_for(self, version: ObjectVersion) -> None:
+        file = self._case.pinned(version)
+
+        async def run() -> None:
+            self.failed = await self._case.filler.finish(file, 0, version.size)
+            self._case.parts.cache.unpin(file)
+
+        self._nursery.start_soon(run)
+        await wait_all_tasks_blocked()
+
+    async def gets_its_place(self) -> None:
+        self._slots.release()
+        await wait_all_tasks_blocked()
+
+
+SMALL = [ObjectVersion(f"small{number}", '"etag"', 1000) for number in range(4)]
+
+
+async def test_a_job_waits_for_a_block_that_the_filler_began_meanwhile(
+    case: Case, nursery: trio.Nursery
+) -> None:
+    first = case.store.gate = trio.Event()
+    for version in SMALL[:3]:
+        await case.fetch(version)
+    await eventually(lambda: case.store.under_way == 2)
+    job = Job(case, nursery)
+    await job.waits_for(SMALL[2])
+    case.store.gate = trio.Event()
+    first.set()
+    await eventually(lambda: case.store.attempts == 3)
+    await job.gets_its_place()
+    assert job.failed is None, "it is being stored"
+    case.store.error = AttemptError(from_status(500, "InternalError", ""))
+    case.store.gate.set()
+    await eventually(lambda: job.failed == 1)
+
+
+async def test_a_job_learns_that_its_block_was_dropped(
+    case: Case, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filler, "MOST_QUEUED", 1)
+    case.store.gate = trio.Event()
+    for version in SMALL[:3]:
+        await case.fetch(version)
+    job = Job(case, nursery)
+    await job.waits_for(SMALL[2])
+    await case.fetch(SMALL[3])
+    assert case.filler.counted["dropped"] == 1
+    await job.gets_its_place()
+    assert job.failed == 1
+
+
+async def test_what_was_passed_over_is_no_success(case: Case) -> None:
+    """Each failure in a row doubles the pause, whatever has left the local disk in between."""
+    await case.parts.fetch(SMALL[0])
+    file = case.parts.cache.find(SMALL[0])
+    assert file is not None
+    await case.parts.cache.evict(file)
+    case.filler._failures = 3
+    await case.filler._bring(filler._Fill(file, SMALL[0], DOMAIN.block(SMALL[0], 0), Known.NOTHING))
+    assert (case.filler.counted["lost"], case.filler._failures) == (1, 3)
