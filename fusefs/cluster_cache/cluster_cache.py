@@ -31,6 +31,13 @@ class Clearing:
         self.error: str | None = None
         self.has_ended = False
 
+    def note(self, blocks: list[tuple[str, int]], failed: set[str]) -> None:
+        """These names and sizes were to be removed, and some could not be."""
+        removed = [size for name, size in blocks if name not in failed]
+        self.blocks += len(removed)
+        self.bytes += sum(removed)
+        self.failed += len(blocks) - len(removed)
+
     def describe(self) -> dict[str, Any]:
         """It as JSON can hold it."""
         return {
@@ -106,10 +113,7 @@ class ClusterCache:
         try:
             async for blocks in self._remote.names(self._domain.prefix):
                 names = [name for name, _ in blocks]
-                failed = await self._remote.delete(names) if names else 0
-                clearing.blocks += len(names) - failed
-                clearing.bytes += sum(size for _, size in blocks)
-                clearing.failed += failed
+                clearing.note(blocks, await self._remote.delete(names) if names else set())
         except Exception as error:  # a library's, too: it ends this removal alone
             clearing.error = str(error) if isinstance(error, StoreError) else repr(error)
         clearing.has_ended = True

@@ -216,10 +216,11 @@ class Remote:
                 return
             last = page.last
 
-    async def delete(self, names: list[str]) -> int:
-        """Delete blocks; returns how many could not be deleted.
+    async def delete(self, names: list[str]) -> set[str]:
+        """Delete blocks; returns those that could not be deleted.
 
         Raises:
             StoreError: none could.
         """
-        return len(await self._store.delete_many(self._prefix + name for name in names))
+        failures = await self._store.delete_many(self._prefix + name for name in names)
+        return {failure.key.removeprefix(self._prefix) for failure in failures}

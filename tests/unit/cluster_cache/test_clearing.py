@@ -1,0 +1,13 @@
+"""What `fusefs cluster-cache clear` reports."""
+
+from __future__ import annotations
+
+from fusefs.cluster_cache.cluster_cache import Clearing
+
+
+def test_what_could_not_be_removed_is_not_counted_as_removed() -> None:
+    clearing = Clearing()
+    clearing.note([("a", 3), ("b", 5)], {"b"})
+    clearing.note([("c", 7)], set())
+    found = clearing.describe()
+    assert (found["blocks"], found["bytes"], found["failed"]) == (2, 10, 1)
