@@ -123,6 +123,7 @@ _THROTTLING = {
     "ThrottlingException",
     "RequestLimitExceeded",
     "ServiceUnavailable",
+    "KMS.ThrottlingException",  # with status 400
 }
 # Credentials that their source or its administrator will renew.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
@@ -199,7 +200,8 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
     # The answer to a HEAD has no body, and so no code.
     if status in (429, 503) or code in _THROTTLING:
         return failure(ThrottledError, "S3 asks to slow down", is_retryable=True)
-    if status >= 500:
+    # 408 is a proxy's, to a request that took too long to come, or met the end of a connection.
+    if status >= 500 or status == 408:
         return failure(UnreachableError, f"S3 failed with status {status}", is_retryable=True)
     if status == 404:
         return failure(NotFoundError, "there is no such object")

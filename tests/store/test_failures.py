@@ -115,6 +115,23 @@ async def test_a_list_that_fails_once_is_requested_again(
         assert store.counters()["retries"] == 1
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [{"status": 408, "body": b""}, {"status": 400, "code": "KMS.ThrottlingException"}],
+    ids=["timed-out", "kms"],
+)
+@pytest.mark.parametrize("in_loop", [True, False])
+async def test_a_read_that_a_proxy_or_the_key_service_refuses_for_now_is_sent_again(
+    bucket: Bucket, faulty: FaultyS3, fault: dict[str, Any], *, in_loop: bool
+) -> None:
+    bucket.put("file", BODY[:1000])
+    async with opened(bucket, faulty) as store:
+        await store.check("")
+        info = await store.head("file")
+        faulty.add("GET", times=2, **fault)
+        assert await download(store, info, in_loop=in_loop) == BODY[:1000]
+
+
 async def test_a_redirected_list_is_left_to_botocore(shared: Bucket, faulty: FaultyS3) -> None:
     async with opened(shared, faulty) as store:
         await store.list_page("")
