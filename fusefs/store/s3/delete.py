@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fusefs.store.errors import (
@@ -103,7 +104,10 @@ async def delete(
                 raise
             fence.note_unsupported(name)
             continue
-        except (ConflictError, NotFoundError):
+        except NotFoundError:
+            if sent is None:
+                return None  # Google's store says so of what is gone already
+        except ConflictError:
             if sent is None:
                 raise
         may_be_done |= one.may_be_done
@@ -115,7 +119,9 @@ async def delete(
             return None
         # A server that refuses the ETag that it gives gets the request without one.
         etag = None if there.etag == sent else there.etag
-    return await _Delete(key, None).send(requester)
+    with suppress(NotFoundError):
+        await _Delete(key, None).send(requester)
+    return None
 
 
 async def delete_many(

@@ -464,6 +464,8 @@ def classify(operation: str, failure: Failure) -> Failure:
     if operation == "LIST" and failure.kind is NotFoundError:
         # A LIST asks for no object.
         return replace(failure, kind=StoreError, sentence="there is no such bucket")
+    if operation == "DELETE" and failure.code == "NoSuchBucket":
+        return replace(failure, kind=StoreError)  # which does not say that it is deleted
     if operation in _WRITES and failure.kind is CredentialsError:
         # What has been written must not be lost because an administrator rotates keys.
         return replace(failure, is_retryable=True, has_expired=True)

@@ -11,6 +11,7 @@ from fusefs.store.errors import (
     AccessDeniedError,
     ConflictError,
     CredentialsError,
+    StoreError,
     ThrottledError,
     UnsupportedError,
 )
@@ -245,6 +246,18 @@ async def test_a_delete_is_tried_again(bucket: Bucket, faulty: FaultyS3) -> None
     async with opened(bucket, faulty.endpoint_url) as store:
         await store.delete("one")
     assert keys(bucket) == []
+
+
+async def test_what_is_gone_already_is_deleted(bucket: Bucket, faulty: FaultyS3) -> None:
+    """AWS says nothing of it; Google's store does."""
+    faulty.add("DELETE", code="NoSuchKey")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await store.delete("gone")
+        await store.delete("dir/")
+        faulty.clear()
+        faulty.add("DELETE", code="NoSuchBucket")
+        with pytest.raises(StoreError, match="no such bucket"):
+            await store.delete("there")
 
 
 async def test_of_many_deletes_only_those_that_failed_are_tried_again(
