@@ -103,7 +103,7 @@ def test_a_daemon_is_a_user_without_rights_in_the_other_container(
 def test_daemons_are_forked_from_one_template_that_learns_nothing_of_their_mounts(
     node: Node, target: Path, shared: Bucket
 ) -> None:
-    with daemons_of(node, "first") as first:
+    with daemons_of(node, "forked") as first:  # with a log of its own
         until(lambda: "template of the daemons is ready" in first.log.read_text(), "it is up")
         shared.put("prefix-of-the-first/hello", b"hello")
         node.publish("first", target, bucket=shared.name, prefix="prefix-of-the-first")
