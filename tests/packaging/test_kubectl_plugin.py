@@ -67,6 +67,12 @@ def test_a_node_can_be_chosen(kubectl: Path) -> None:
     assert "no driver runs on node none" in run(kubectl, "status", "none").stderr
 
 
+def test_a_flag_is_no_node(kubectl: Path) -> None:
+    done = run(kubectl, "status", "--json")
+    assert (done.returncode, done.stdout) == (0, "== node-a\n[]\n== node-b\n[]\n"), done.stderr
+    assert "-- fusefs status --json" in (kubectl / "log").read_text()
+
+
 @pytest.mark.parametrize("arguments", [[], ["lists"], ["list", "--yaml"]])
 def test_a_wrong_command_line_shows_the_usage(kubectl: Path, arguments: list[str]) -> None:
     done = run(kubectl, *arguments)
