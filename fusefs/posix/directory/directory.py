@@ -122,4 +122,6 @@ class Directory:
 
     def is_empty(self, now: float) -> bool:
         """Whether it is known that nothing is in it."""
-        return self.is_complete(now) and not any(segment.entries for segment in self.segments)
+        return self.is_complete(now) and not any(
+            segment.entries or segment.has_hidden for segment in self.segments
+        )

@@ -50,10 +50,21 @@ def is_stored(entry: Entry | Absent) -> bool:
 class Segment:
     """All names of a directory at positions in (start, stop].
 
-    `stop` None means up to the end. Times are seconds of the monotonic clock.
+    `stop` None means up to the end. Times are seconds of the monotonic clock. With
+    `has_hidden` there may be keys that are not shown.
     """
 
-    __slots__ = ("doubtful", "entries", "expires", "fetched", "ordered", "pending", "start", "stop")
+    __slots__ = (
+        "doubtful",
+        "entries",
+        "expires",
+        "fetched",
+        "has_hidden",
+        "ordered",
+        "pending",
+        "start",
+        "stop",
+    )
 
     def __init__(self, start: str, stop: str | None, entries: dict[str, Entry]) -> None:
         self.start = start
@@ -62,6 +73,7 @@ class Segment:
         self.ordered = sorted(entries, key=names.position)
         self.pending: Carried | None = {}  # None if it is not known
         self.doubtful: set[str] = set()
+        self.has_hidden = False
         self.fetched = 0.0
         self.expires = 0.0
 
@@ -103,6 +115,7 @@ class Segment:
         part = Segment(start, stop, {name: self.entries[name] for name in self.ordered[low:high]})
         part.doubtful = {name for name in self.doubtful if part.holds(names.position(name))}
         part.pending = self.pending if stop == self.stop else None
+        part.has_hidden = self.has_hidden
         part.fetched, part.expires = self.fetched, self.expires
         return part
 
@@ -138,12 +151,14 @@ def segment_from(
         unlisted = (name for name in _not_listed_from(start) if not _why_hidden(prefix, name))
         carried = dict.fromkeys(unlisted)
     files = dict(carried)
+    has_hidden = False
     for info in page.objects:
         name = info.key[cut:]
         why = _why_hidden(prefix, name)
         if not why:
             files[name] = info
         elif name:
+            has_hidden = True
             hidden.note(info.key, why)
     late = {*_sorting_before(stop), stop} & files.keys() if stop is not None else set()
     pending = {name: files.pop(name) for name in late}
@@ -153,15 +168,18 @@ def segment_from(
         name = key[cut:-1]
         why = _why_hidden(prefix, name)
         if why:
+            has_hidden = True
             if name != PROBE_NAME:
                 hidden.note(key, why)
         elif names.position(name) > start:
             file = entries.get(name)
             if file is not None:
+                has_hidden = True
                 hidden.note(file.key, "it is also a directory")
             entries[name] = None
     segment = Segment(start, stop, entries)
     segment.pending = pending
+    segment.has_hidden = has_hidden
     segment.doubtful = doubtful - entries.keys()
     return segment
 
