@@ -61,9 +61,12 @@ test-fsspec: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
+# A test that hangs fails; where no signal ends its wait, the run ends with what it waits for.
+TEST_LIMITS := --timeout 240 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
+
 # Most of the tests' time is waiting, so more run at once than there are processors.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(TEST_LIMITS)
 
 # Each process has a cluster of its own, with everything in memory.
 test-ceph: $(STAMP)

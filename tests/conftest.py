@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from tests.support.survival.keeping import Kept, kept_mount
 
 TESTS = Path(__file__).parent
 MOUNTING = [TESTS / name for name in ("mounted", "survival", "csi/node", "csi/identities")]
+LOG_CHARS = 4000
 STORES = {"seaweedfs": S3Server, "ceph": CephServer}
 
 
@@ -47,6 +48,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.geteuid() != 0 and item.get_closest_marker("root"):
         pytest.skip("needs root")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With a failure, the ends of the logs that its mounts wrote."""
+    report = yield
+    if report.failed and (place := getattr(item, "funcargs", {}).get("tmp_path")):
+        for log in sorted(place.glob("*.log")):
+            report.sections.append((log.name, log.read_text(errors="replace")[-LOG_CHARS:]))
+    return report
 
 
 @pytest.fixture(scope="session")
