@@ -54,11 +54,16 @@ class Moving:
                 time.sleep(EVERY_S)
 
     def _left(self) -> int:
-        """How many daemons the old supervisor has."""
+        """How many daemons the old supervisor has; at least one where it does not answer in time.
+
+        On a busy node that may take long, and its daemons would end with it, unmoved.
+        """
         try:
             return supervisor_protocol.ask(
                 self._old, supervisor_protocol.pack(supervisor_protocol.COUNT)
             ).a
+        except TimeoutError:
+            return 1  # the answer may still come, and is the next question's then
         except OSError:
             return 0  # it has ended, and they with it
 
