@@ -250,7 +250,7 @@ _COMMANDS = (
         "unpin",
         "let pinned files be evicted",
         "Let the files that are pinned at and below PATH be evicted when the cache "
-        "needs their room. Pins that fusefs pin is still fetching are cancelled.",
+        f"needs their room. Pins that fusefs pin is still fetching are cancelled. {_PATTERNS}",
         (_argument("paths", metavar="PATH", nargs="+", help="a path that is pinned, or above"),),
     ),
     _Command(

@@ -18,7 +18,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.retention import covers
-from fusefs.daemon.jobs.selection import Selected, Selector
+from fusefs.daemon.jobs.selection import Selected, Selector, is_pattern, matches
 from fusefs.store.errors import NotFoundError, StoreError
 
 logger = logging.getLogger("fusefs.daemon.jobs.local_copies")
@@ -123,13 +123,16 @@ class LocalCopies:
         return job
 
     async def unpin(self, path: str) -> list[str]:
-        """Take the pins at and below a path off the record; return which those are.
+        """Take the pins at and below a path, or of a pattern, off the record; return which.
 
         Raises:
             OSError: the record can't be written.
         """
         await self._cache.refresh_pins()
         pins = self._pins_within(self._key(path))
+        if not pins and is_pattern(path):
+            within = self._pins_within(self._key(""))
+            pins = [pin for pin in within if matches(path, self._shown(pin))]
         if pins:
             await self._cache.remove_pins(pins)
         return [self._shown(pin) for pin in pins]

@@ -71,6 +71,11 @@ def is_pattern(path: str) -> bool:
     return any(character in path for character in "*?[")
 
 
+def matches(pattern: str, path: str) -> bool:
+    """Whether a path, or a directory that it is in, matches a pattern."""
+    return bool(_matched(path.split("/"), [_compiled(part) for part in pattern.split("/")]))
+
+
 class Selector:
     """Finds the objects of one mount, whose keys begin with `prefix`. For the event loop."""
 

@@ -97,6 +97,9 @@ def test_a_pin_that_does_not_fit_fails_and_makes_room_by_evicting_the_rest(
     assert run("pin", here.path / "no-such").returncode == 1
     assert local(here.path / "*")["pins"] == 0
     assert here.status()["pins"]["paths"] == 5
+    assert run("unpin", here.path / "f[0-3]").returncode == 0
+    assert "is not pinned" in run("unpin", here.path / "f[0-3]").stderr
+    assert here.status()["pins"]["paths"] == 1
 
 
 @states(
