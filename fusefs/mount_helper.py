@@ -124,11 +124,11 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
             paths.append(word)
-        elif word in ("-o", "-t", "-N"):
-            if not rest:
+        elif word[:2] in ("-o", "-t", "-N"):
+            if not word[2:] and not rest:
                 raise OptionError(f"{word} needs a value")
-            value = rest.pop(0)
-            options += value.split(",") if word == "-o" else []
+            value = word[2:] or rest.pop(0)
+            options += value.split(",") if word[:2] == "-o" else []
         else:
             letters += word[1:]
     return paths, letters, [option for option in options if option]

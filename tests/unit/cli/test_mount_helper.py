@@ -75,7 +75,14 @@ def test_a_sloppy_mount_leaves_out_what_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["s3://bucket"], ["s3://b", "/data", "-o"], ["a", "b", "c"]]
+    "arguments",
+    [
+        [],
+        ["s3://bucket"],
+        ["s3://b", "/data", "-o"],
+        ["a", "b", "c"],
+        ["s3://b", "/data", "-ofile_mode=0644,bogus"],
+    ],
 )
 def test_a_wrong_command_line_has_mounts_status_for_it(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
