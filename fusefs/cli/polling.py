@@ -43,7 +43,7 @@ def finish(
                 return job
         except control.NotAnsweringError as error:
             if time.monotonic() - last_answer > SILENCE_S:
-                raise CommandError(f"the daemon of {mountpoint} is silent: {error}") from None
+                raise CommandError(str(error)) from None
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S)
 

@@ -12,6 +12,7 @@ from typing import Any
 from fusefs.cli.status_report import human_size
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import daemon_request
 from fusefs.linux import files, mountinfo
 
 ANSWER_TIMEOUT_S = 5.0
@@ -32,7 +33,8 @@ def sync(path: Path, timeout_s: float, progress: Progress) -> None:
         CommandError: a file cannot be uploaded, or the wait takes longer than `timeout_s`.
     """
     mountpoint, below = find(path)
-    remaining = wait(mountpoint, below, timeout_s, progress, patience_s=NEXT_DAEMON_S)
+    patience_s = min(NEXT_DAEMON_S, timeout_s)
+    remaining = wait(mountpoint, below, timeout_s, progress, patience_s=patience_s)
     if remaining:
         raise CommandError(describe(remaining))
 
@@ -93,8 +95,7 @@ def wait(
     Raises:
         ControlError: the daemon did not answer for longer than that, or refused.
     """
-    registration = registry.registration_of(mountpoint)
-    if registration is None:
+    if registry.registration_of(mountpoint) is None:
         return []
     begun = last_answer = requested = time.monotonic()
     message = {"command": "sync", "path": below, "start": True}
@@ -103,7 +104,7 @@ def wait(
         if message["start"]:
             requested = sent
         try:
-            answer = control.exchange(registration.socket, message, ANSWER_TIMEOUT_S)
+            answer = daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
         except control.NotAnsweringError:
             if time.monotonic() - last_answer >= patience_s:
                 raise

@@ -241,7 +241,7 @@ def wait(ids: Ids) -> dict[Order, Job]:
             last_answer = time.monotonic()
         except control.NotAnsweringError as error:
             if time.monotonic() - last_answer > SILENCE_S:
-                raise CommandError(f"the daemon is silent: {error}") from None
+                raise CommandError(str(error)) from None
         if not all(map(has_ended, jobs.values())):
             display.show(together(list(jobs.values())))
         # What is noticed late is a small share of what the job takes.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fusefs.launch import control, registry
-from fusefs.launch.control import ControlError, Message
+from fusefs.launch.control import ControlError, Message, NotAnsweringError
 
 
 class MountEndedError(ControlError):
@@ -28,7 +28,13 @@ def daemon_request(mountpoint: Path, message: Message, timeout_s: float) -> Mess
     registration = registry.registration_of(mountpoint)
     if registration is None:
         raise MountEndedError(f"the mount at {mountpoint} has ended")
-    return control.exchange(registration.socket, message, timeout_s)
+    try:
+        return control.exchange(registration.socket, message, timeout_s)
+    except NotAnsweringError as error:
+        raise NotAnsweringError(
+            f"the daemon of {mountpoint} does not answer ({error}); fusefs status tells whether"
+            " another one takes its place"
+        ) from error
 
 
 def keeper_request(mountpoint: Path, message: Message, timeout_s: float) -> Message:

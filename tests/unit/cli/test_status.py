@@ -89,6 +89,24 @@ def test_a_mount_that_does_not_answer_is_shown_with_its_pid(
 
 
 @pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize(
+    "command", [["sync", "--timeout", "0s"], ["warm"], ["unpin"], ["cluster-cache", "status"]]
+)
+@pytest.mark.usefixtures("runtime")
+def test_a_daemon_that_does_not_answer_is_named(
+    sleeper: subprocess.Popen[bytes],
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO))
+    registry.register(Path("/mnt/a"), "s3://bucket/", sleeper.pid)
+    assert run(*command, "/mnt/a") == 1
+    line = capsys.readouterr().err
+    assert line.startswith("fusefs: the daemon of /mnt/a does not answer (No such file")
+    assert "fusefs status" in line
+
+
 def test_a_mount_of_somebody_else_is_shown_as_such(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
