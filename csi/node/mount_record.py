@@ -17,7 +17,7 @@ from pathlib import Path
 
 from csi.errors import ResourceExhaustedError
 from csi.node.record_files import known_fields
-from fusefs.api import MountSettings, SettingsError, replace_file
+from fusefs.api import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,9 @@ class MountRecord:
     def domain(self) -> str:
         """The name of the cache domain (identities/cache_domains.py); "" if it cannot be read."""
         try:
-            return MountSettings.from_json(self.settings, is_newer=True).cache_dir.name
-        except SettingsError:
+            # Only this one: to build the settings of a hundred mounts takes a tenth of a second.
+            return Path(json.loads(self.settings)["cache_dir"]).name
+        except (ValueError, KeyError, TypeError):
             return ""
 
 

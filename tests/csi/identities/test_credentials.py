@@ -20,6 +20,8 @@ from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFil
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.volume.options import Options
 from csi.volume.stores import StoreSettings
+from fusefs.settings.mount import MountSettings
+from fusefs.settings.types import MountSource
 
 ROLE = "arn:aws:iam::123456789012:role/reader"
 STORE = StoreSettings("main", "http://s3:1", sts_url="http://sts:1")
@@ -199,13 +201,18 @@ def test_no_domain_gets_the_user_of_another_ones_mounts(tmp_path: Path) -> None:
     assert old.claim(first).uid == 2000
 
 
-@pytest.mark.parametrize("settings", ["", "{}", "[]", '{"mountpoint": 7}'])
 def test_the_user_of_a_mount_whose_settings_cannot_be_read_is_taken_as_well(
-    settings: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    readable = MountSettings(
+        source=MountSource("bucket"), mountpoint=Path("/mnt"), cache_dir=Path("/cache/domain")
+    ).to_json()
     records = MountRecords(tmp_path)
-    records.write(MountRecord("key", "volume", "/root", "s3://b", "me", 7, "", settings, 0.0))
-    assert records.uids_of_domains() == {"key": 7}
+    for uid, settings in enumerate(["", "{}", "7", '{"cache_dir": 7}', readable]):
+        key = f"key-{uid}"
+        records.write(MountRecord(key, "volume", "/root", "s3://b", "me", uid, "", settings, 0.0))
+    users = {"key-0": 0, "key-1": 1, "key-2": 2, "key-3": 3, "domain": 4}
+    assert records.uids_of_domains() == users
 
 
 def test_names_depend_on_every_part_and_its_bounds(tmp_path: Path) -> None:
