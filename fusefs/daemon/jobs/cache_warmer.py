@@ -62,6 +62,9 @@ PAGES_AHEAD = 50
 BLOCK_LINES = 20_000
 # For a pin, whatever is not pinned is evicted: this time is after each last use.
 EVICT_ANYTHING = sys.float_info.max
+# Parts that are fetched while others wait for the cluster cache to store them: 2 GiB. Of what is
+# there already nothing waits, so a slow store does not keep a job from what others have stored.
+MOST_UNSTORED = 256
 # Files passed over before other tasks have their turn.
 TURN = 100
 # Ended jobs that can still be described.
@@ -279,7 +282,10 @@ class CacheWarmer:
         self._has_begun = trio.Event()
         # The store keeps some connections for demand, and the requests for these wait there:
         # so the next is sent as soon as one is free, while a file is still being created.
-        self._slots = trio.Semaphore(store.counters()["connections"])
+        connections = store.counters()["connections"]
+        self._slots = trio.Semaphore(connections)
+        # Those that are fetched, and those that wait for the cluster cache to store them.
+        self._parts = trio.Semaphore(connections + MOST_UNSTORED)
         self._selector = selector
 
     async def run(self, handover: Handover | None, head_cache: HeadCache) -> None:
@@ -525,15 +531,25 @@ class CacheWarmer:
             work.again = lambda: nursery.start_soon(self._bring_again, job, nursery, info.key)
         try:
             for start in self._in_turn(range(0, info.size, PART)):
-                await self._slots.acquire()
+                await self._take_turn()
                 if work.is_over:
                     self._slots.release()
+                    self._parts.release()
                     break
                 work.under_way += 1
                 stop = min(start + PART, info.size)
                 nursery.start_soon(self._part, work, start, stop)
         finally:
             self._let_go(work)
+
+    async def _take_turn(self) -> None:
+        """Wait until a part may be fetched."""
+        await self._parts.acquire()
+        try:
+            await self._slots.acquire()
+        except trio.Cancelled:
+            self._parts.release()
+            raise
 
     def _in_turn(self, items: Sequence[T]) -> list[T]:
         """Items in their order, or from another one on for each node of a cluster cache.
@@ -554,14 +570,26 @@ class CacheWarmer:
             self._slots.release()
 
     async def _part(self, work: _Work, start: int, stop: int) -> None:
+        try:
+            try:
+                has_arrived = await self._fill(work, start, stop)
+            finally:
+                self._slots.release()
+            if has_arrived and self._filler is not None:
+                work.job.unshared += await self._filler.finish(work.file, start, stop)
+        finally:
+            self._parts.release()
+            self._let_go(work)
+
+    async def _fill(self, work: _Work, start: int, stop: int) -> bool:
+        """Have a part of a file in the cache; False if that can't be."""
         job, file = work.job, work.file
         try:
             since = EVICT_ANYTHING if job.spec.is_pinned else job.since
             missing = await self._fetcher.fill(file, start, stop, since)
             work.arrived += stop - start
             job.arrived(stop - start, missing)
-            if self._filler is not None:
-                job.unshared += await self._filler.finish(file, start, stop)
+            return True
         except NotKeptError:
             if file.is_kept:
                 job.is_full = True
@@ -571,9 +599,7 @@ class CacheWarmer:
                 work.error = StoreError(self._cache.trouble.recent or "the cache does not take it")
         except StoreError as error:
             work.error = work.error or error
-        finally:
-            self._slots.release()
-            self._let_go(work)
+        return False
 
     def _let_go(self, work: _Work) -> None:
         work.under_way -= 1

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import pytest
 import trio
+import trio.testing
 
+from fusefs.daemon.jobs import cache_warmer
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer, JobSpec
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
@@ -96,3 +98,45 @@ async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Pat
         jobs = [copies.job("a", is_new=True), verifier.start("a")]
         await eventually(lambda: all(job.has_ended for job in jobs))
         assert ["fault" in (job.why or "") for job in jobs] == [True, True]
+
+
+class SlowFiller:
+    """A cluster cache that stores nothing before its time."""
+
+    def __init__(self) -> None:
+        self.gate = trio.Event()
+        self.waiting = 0
+
+    async def finish(self, _file: object, _start: int, _stop: int) -> int:
+        self.waiting += 1
+        await self.gate.wait()
+        return 0
+
+
+async def test_a_slow_cluster_cache_does_not_keep_a_job_from_fetching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_warmer, "MOST_UNSTORED", 4)
+    bucket = WideBucket([f"key-{number:02}" for number in range(20)])
+    settings = MountSettings(
+        source=MountSource("bucket"), mountpoint=tmp_path / "mnt", cache_dir=tmp_path
+    )
+    store, filler = cast(Any, bucket), SlowFiller()
+    heads = cast(Any, SimpleNamespace(lacks_version=lambda _info: False))
+    async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
+        warmer = CacheWarmer(
+            store, parts.cache, parts.fetcher, settings, Selector(store, ""), cast(Any, filler)
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(warmer.run, FRESH, heads)
+            job = await warmer.start(JobSpec(""))
+            await eventually(lambda: filler.waiting == 12)
+            await trio.testing.wait_all_tasks_blocked()
+            assert (filler.waiting, job.done_files) == (12, 0), "eight, and four ahead"
+            warmer.cancel("")
+            await job.ended.wait()
+            job = await warmer.start(JobSpec(""))
+            filler.gate.set()
+            await job.ended.wait()
+            assert (job.done_files, job.unshared) == (20, 0)
+            nursery.cancel_scope.cancel()
