@@ -51,8 +51,9 @@ def _or_elsewhere(method: _Method) -> _Method:
         other = self._elsewhere(path)
         if other is None:
             return method(self, path, *args, **kwargs)
-        # Of the instance: those of asynchronous file systems have their methods there.
-        return getattr(other, method.__name__)(path, *args, **kwargs)
+        # Of the instance: those of asynchronous file systems have their methods there. They do
+        # not know this one's URLs.
+        return getattr(other, method.__name__)(self._strip_protocol(path), *args, **kwargs)
 
     return cast(_Method, call)
 
@@ -219,9 +220,11 @@ class FusefsFileSystem(AbstractFileSystem):
         """Whether a mount has something of this very name."""
         return any(place.has(path) for place in PLACES.all()) and self.exists(path)
 
+    @_or_elsewhere
     def created(self, path: str) -> datetime:
         return self.modified(path)  # an object has no other time
 
+    @_or_elsewhere
     def modified(self, path: str) -> datetime:
         modified: datetime = self.info(path)["LastModified"]
         return modified
@@ -328,7 +331,8 @@ class FusefsFileSystem(AbstractFileSystem):
         if mode != "create":
             super().put_file(lpath, rpath, callback=callback, **kwargs)
         elif (other := self._elsewhere(rpath)) is not None:
-            other.put_file(lpath, rpath, callback=callback, mode=mode, **kwargs)
+            target = self._strip_protocol(rpath)
+            other.put_file(lpath, target, callback=callback, mode=mode, **kwargs)
         elif os.path.isdir(lpath):
             self.makedirs(rpath)
         else:

@@ -274,6 +274,21 @@ def test_fallback_gets_ranges_by_their_names() -> None:
     assert fs.cat_ranges(["elsewhere/key"] * 2, [0, 1], [2, 3]) == [b"th", b"he"]
 
 
+def test_fallback_takes_urls_and_has_times() -> None:
+    memory = fsspec.filesystem("memory")
+    fs = FusefsFileSystem(fallback="memory")
+    url = "fusefs://faraway/dir/key"
+    fs.pipe_file(url, b"there")
+    assert memory.cat_file("/faraway/dir/key") == b"there"
+    assert fs.cat_file(url) == fs.cat(url) == b"there"
+    assert fs.info(url)["size"] == 5
+    assert fs.ls("fusefs://faraway/dir", detail=False) == ["/faraway/dir/key"]
+    assert fs.modified(url) == memory.modified("/faraway/dir/key")
+    assert fs.created(url) == memory.created("/faraway/dir/key")
+    fs.rm_file(url)
+    assert not memory.exists("/faraway/dir/key")
+
+
 def test_fallback_has_what_is_not_mounted(place: tuple[str, Path]) -> None:
     name, _ = place
     memory = fsspec.filesystem("memory")
