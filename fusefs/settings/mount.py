@@ -192,7 +192,11 @@ class MountSettings:
         otherwise="none",
     )
     cluster_cache_endpoint: str | None = option(
-        URL, "Cluster cache", "URL of its S3 endpoint", None, otherwise="AWS"
+        URL,
+        "Cluster cache",
+        "URL of its S3 endpoint",
+        None,
+        otherwise="AWS, or the AWS configuration's",
     )
     cluster_cache_credentials: Path | None = option(
         PATH,
