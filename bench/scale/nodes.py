@@ -46,7 +46,7 @@ from fusefs.settings.types import MIB
 from fusefs.store.errors import AttemptError, Failure, ThrottledError
 from fusefs.store.interface import demanded
 from fusefs.store.s3.clients import S3Settings
-from fusefs.store.s3.requester import Requester
+from fusefs.store.s3.requester import Requester, RetryBudget
 
 PART = 8 * MIB
 PREFIXES = 4
@@ -124,8 +124,8 @@ class Node:
         """Fetch a part from S3, however often that takes."""
         await self.requester.retried("GET", str(part), partial(self._attempt, part))
 
-    async def _attempt(self, part: int) -> None:
-        async with self.requester.connected("GET", demanded, str(part)):
+    async def _attempt(self, part: int, budget: RetryBudget) -> None:
+        async with self.requester.connected("GET", demanded, str(part), budget):
             is_taken = self._s3.is_taken(part * PREFIXES // PARTS)
             await first_byte()
             if not is_taken:
@@ -228,15 +228,15 @@ class CachedNode(Node):
         else:
             self._sampling.note_miss()
 
-    async def _attempt(self, part: int) -> None:
+    async def _attempt(self, part: int, budget: RetryBudget) -> None:
         if self._refused is None:
-            await super()._attempt(part)
+            await super()._attempt(part, budget)
             return
         if part in self._refused and self._breaker.is_closed and await self._cache.look_up(part):
             await self._cache.carry(part, self.link)
             return
         try:
-            await super()._attempt(part)
+            await super()._attempt(part, budget)
         except AttemptError:
             self._refused.add(part)
             raise

@@ -34,7 +34,7 @@ from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
 from fusefs.store.object_checksum import ASKING
 from fusefs.store.s3.head import head
 from fusefs.store.s3.list_parser import quoted
-from fusefs.store.s3.requester import Requester
+from fusefs.store.s3.requester import Requester, RetryBudget
 from fusefs.telemetry.s3_requests import first_byte, handling_answer
 
 if TYPE_CHECKING:
@@ -132,13 +132,14 @@ class Getter:
             return False
         return True
 
-    async def _stream(self, part: MissingPart, priority: Urgency) -> None:
+    async def _stream(self, part: MissingPart, priority: Urgency, budget: RetryBudget) -> None:
         """One attempt in a thread, and beside it a second request if it is slow to answer.
 
         Raises:
             AttemptError: the stream broke, or is not what was requested.
         """
-        async with self._requester.connected("GET", priority, part.version.key) as clients:
+        key = part.version.key
+        async with self._requester.connected("GET", priority, key, budget) as clients:
             part.begin()
             race = _Race()
             if part.size <= SMALL:

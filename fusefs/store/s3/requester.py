@@ -104,6 +104,11 @@ class RetryBudget:
         self._end = self._began + self._time_s
         self._attempts = 0
 
+    def note_sent(self) -> None:
+        """An attempt has a connection: before the first, the request waited for others alone."""
+        if not self._attempts:
+            self.restart()
+
     def has_time(self, longest_s: float = math.inf) -> bool:
         """Whether to retry; `longest_s` is for how long this failure is worth a retry.
 
@@ -279,12 +284,14 @@ class Requester:
         self,
         operation: str,
         key: str,
-        send: Callable[[], Awaitable[T]],
+        send: Callable[[RetryBudget], Awaitable[T]],
         *,
         progress: Progress | None = None,
         retry_time_s: float | None = None,
     ) -> T:
         """Call `send`, which makes one attempt, again and again while that may help.
+
+        It takes the budget, whose time begins once the first attempt has a connection.
 
         Raises:
             StoreError: it did not; there is one log line about it.
@@ -295,7 +302,7 @@ class Requester:
             while True:
                 used = self.source.clients
                 try:
-                    result = await send()
+                    result = await send(budget)
                     self.connections.note_success()
                     self.last_answer = trio.current_time()
                     return result
@@ -331,24 +338,25 @@ class Requester:
         priority: Urgency = demanded,
         transfer: Transfer | None = None,
         key: str = "",
+        budget: RetryBudget | None = None,
     ) -> T:
         """One attempt in a thread, with a connection; cancelled, it ends there on its own.
 
-        `key` is that of the object which it is about.
+        `key` is that of the object which it is about, `budget` that of several attempts.
 
         Raises:
             AttemptError: it failed.
         """
         ACTIVITY.note()
-        async with self.connected(operation, priority, key) as clients:
+        async with self.connected(operation, priority, key, budget) as clients:
             attempt = Attempt() if transfer is None else transfer.begin()
             return await self.in_thread(operation, attempt, partial(work, clients))
 
     @asynccontextmanager
     async def connected(
-        self, operation: str, priority: Urgency, key: str
+        self, operation: str, priority: Urgency, key: str, budget: RetryBudget | None = None
     ) -> AsyncIterator[Clients]:
-        """A connection for one attempt, which is counted here.
+        """A connection for one attempt, which is counted here and noted in `budget`.
 
         Raises:
             AttemptError: there are no credentials.
@@ -357,6 +365,8 @@ class Requester:
             self._streams.lease(priority, key),
             self.connections.lease(priority, key),
         ):
+            if budget is not None:
+                budget.note_sent()
             clients = self.source.clients
             if clients is None:
                 with stage(WaitCause.CREDENTIALS):

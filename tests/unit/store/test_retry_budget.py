@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any, cast
 
 import pytest
+import trio
+import trio.testing
 
-from fusefs.store.s3.requester import LAST_PAUSE_S, RetryBudget
+from fusefs.store.errors import AttemptError, Failure, ThrottledError
+from fusefs.store.interface import demanded
+from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.requester import LAST_PAUSE_S, Requester, RetryBudget
 
 
 @pytest.fixture
@@ -41,3 +47,24 @@ def test_no_pause_goes_beyond_the_time_that_there_is(clock: list[float]) -> None
     clock[0] = 103.0
     assert not budget.has_time()
     assert budget.pause_s() == 0
+
+
+async def test_the_wait_for_other_requests_leaves_time_to_try_again(
+    mock_clock: trio.testing.MockClock,
+) -> None:
+    requester = Requester(S3Settings("bucket", max_connections=1, retry_time_s=60.0))
+    requester.source.clients = cast(Any, object())
+    attempts: list[float] = []
+
+    def work(_clients: object) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise AttemptError(Failure(ThrottledError, "slow down", is_retryable=True))
+
+    async with trio.open_nursery() as nursery:
+        async with requester.connections.lease(demanded):
+            nursery.start_soon(requester.with_retries, "LIST", "", work)
+            await trio.testing.wait_all_tasks_blocked()
+            mock_clock.jump(61.0)
+        mock_clock.autojump_threshold = 0.01
+    assert len(attempts) == 2
