@@ -223,12 +223,15 @@ class FileCache:
             self._settle(file)
             return
         # Nothing of it is worth keeping, or it can't be kept under its name.
+        self._drop(file)
+
+    def _drop(self, file: CacheFile) -> None:
         if self._files.get(file.name) is file:
             del self._files[file.name]
         self._order.forget(file)
         self._catalog_writer.forget(file)
-        # A file that was dropped while programs had it open may be registered still.
-        self.on_evict(file)
+        if not file.pins:
+            self.on_evict(file)  # it may be registered still since programs had it open
         if file.generation:
             self._unlink(file)
             self._catalog_writer.lost(file)
@@ -245,13 +248,7 @@ class FileCache:
         Where the kernel reads the file for a program, that goes on; its other
         users read past the cache.
         """
-        if self._files.get(file.name) is file:
-            del self._files[file.name]
-        self._order.forget(file)
-        self._catalog_writer.forget(file)
-        if file.generation:
-            self._unlink(file)
-            self._catalog_writer.lost(file)
+        self._drop(file)
         file.is_kept = file.is_ours = file.is_passed_over = False
         file.lose()
         self.discarded.add(file.name)

@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from fusefs.cache import file_cache as cache_files
+from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import ORPHAN_AGE_S, is_unused
 from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.integrity.checksums import Sum
@@ -66,6 +67,24 @@ async def test_a_file_cut_behind_our_back_is_fetched_again(tmp_path: Path) -> No
     async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
         assert parts.bucket.requested == [("a", 0, MIB)]
+
+
+async def test_a_dropped_file_is_taken_from_the_kernel_when_no_program_has_it_open(
+    tmp_path: Path,
+) -> None:
+    let_go: list[CacheFile] = []
+    async with cache_in(tmp_path) as parts:
+        parts.cache.on_evict = let_go.append
+        await parts.fetch(A)
+        await parts.fetch(version("b", MIB))
+        idle, used = parts.cache.find(A), parts.cache.pin(version("b", MIB))
+        assert idle is not None
+        parts.cache.discard(idle)  # by the scrub, say
+        parts.cache.discard(used)
+        # Else its blocks would stay in use until the daemon ends.
+        assert let_go == [idle]
+        parts.cache.unpin(used)
+        assert let_go == [idle, used]
 
 
 async def test_a_dropped_file_that_is_read_on_leaves_its_successor_alone(tmp_path: Path) -> None:
