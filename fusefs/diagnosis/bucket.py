@@ -21,7 +21,15 @@ import trio
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.settings.display import human_size
 from fusefs.store.capabilities import PROBE_NAME
-from fusefs.store.errors import ArchivedError, NotFoundError, StoreError
+from fusefs.store.errors import (
+    AccessDeniedError,
+    ArchivedError,
+    CredentialsError,
+    NotFoundError,
+    StoreError,
+    ThrottledError,
+    UnreachableError,
+)
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 from fusefs.store.probing import probe
 from fusefs.store.s3.clients import S3Settings
@@ -121,12 +129,24 @@ async def _read_some(store: S3Store, prefix: str, add: Callable[[Finding], None]
 
 
 def _refused(what: str, error: StoreError) -> Finding:
-    return problem(
-        what,
-        f"{error}: {_NEEDED_FOR[what]}",
-        f"allow {_ACTIONS[what]} to this identity (policies of identity, bucket and key), and see "
-        "the findings above",
-    )
+    return problem(what, f"{error}: {_NEEDED_FOR[what]}", _remedy(what, error))
+
+
+def _remedy(what: str, error: StoreError) -> str:
+    """What to do about a refusal, which has other causes than what the identity may do."""
+    match error:
+        case CredentialsError():
+            return "renew or correct the credentials: above is where they are from"
+        case AccessDeniedError():
+            return (
+                f"allow {_ACTIONS[what]} to this identity (policies of identity, bucket and key), "
+                "and see the findings above"
+            )
+        case ThrottledError():
+            return "the store takes no more requests at the moment: see what else sends it many"
+        case UnreachableError():
+            return "see the state of the store, and the findings above about the way to it"
+    return "correct what the sentence names"
 
 
 async def _latency(store: S3Store, info: ObjectInfo) -> Finding:
@@ -230,7 +250,9 @@ async def _tried(what: str, attempt: Callable[[], Awaitable[object]]) -> Finding
         await attempt()
     except StoreError as error:
         if what in _OPTIONAL:
-            return advice(f"may {what}", f"{error}: {_NEEDED_FOR[what]}", f"allow {_ACTIONS[what]}")
+            return advice(f"may {what}", f"{error}: {_NEEDED_FOR[what]}", _remedy(what, error))
+        if isinstance(error, NotFoundError):
+            return skipped(f"may {what}", "the object of the trial is not there")
         return replace(_refused(what, error), check=f"may {what}")
     return ok(f"may {what}", "allowed")
 

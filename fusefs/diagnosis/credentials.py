@@ -10,7 +10,7 @@ from typing import Any
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem
 from fusefs.settings.display import human_duration
-from fusefs.store.errors import AttemptError, StoreError, translate
+from fusefs.store.errors import NO_CREDENTIALS, AttemptError, StoreError, translate
 from fusefs.store.s3.clients import Clients, S3Settings
 
 # Long-lived keys are to be renewed this often at least (CIS AWS Foundations Benchmark, 1.14).
@@ -29,8 +29,10 @@ def check(settings: S3Settings) -> tuple[Finding, Clients | None]:
     except Exception as error:  # botocore has an exception for each source of credentials
         failed = isinstance(error, StoreError | AttemptError)
         why = str(error) if failed else translate(error).sentence
-        text, _, what_to_do = why.partition(": ")
-        return problem("credentials", text, what_to_do or "correct the AWS configuration"), None
+        text, what_to_do = why, "correct that: it is what every request to S3 begins with"
+        if why == NO_CREDENTIALS.sentence:  # has both
+            text, _, what_to_do = why.partition(": ")
+        return problem("credentials", text, what_to_do), None
     if clients.credentials is None:
         return ok("credentials", "requests are not signed (--anonymous)"), clients
     return _describe(clients.credentials), clients

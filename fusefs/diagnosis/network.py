@@ -231,7 +231,7 @@ def _obstore(clients: Clients) -> None:
 
 def _clock(skew_s: float | None) -> Finding:
     if skew_s is None:
-        return skipped("clock", "S3 did not answer")
+        return skipped("clock", "S3 did not tell its time")
     text = f"S3's clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
     synchronise = "synchronise the clock (systemd-timesyncd or chrony; timedatectl shows it)"
     if abs(skew_s) > REFUSED_SKEW_S:

@@ -80,7 +80,9 @@ def of_botocore(error: Any) -> Cause:
     if isinstance(error, exceptions.SSLError):
         return _of_openssl(reason, whom)
     if isinstance(error, exceptions.ProxyConnectionError):
-        return _of_proxy(reason, urlsplit(error.kwargs["proxy_url"]))
+        # botocore masks what is like user and password wherever it stands first.
+        place = str(error.kwargs["proxy_url"]).rpartition("@")[2].rpartition("://")[2]
+        return _of_proxy(reason, urlsplit(f"//{place}"))
     why = _of_network(reason)
     return Cause(f"no connection to {whom}: {why}" if why else f"no connection to {whom}")
 

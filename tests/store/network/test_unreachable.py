@@ -103,6 +103,14 @@ def test_a_proxys_reason_is_in_the_sentence(reason: str, part: str, *, may_pass:
     assert cause.may_pass == may_pass
 
 
+def test_a_proxy_is_named_whatever_botocore_has_masked() -> None:
+    # Of http://t:p@…, where it looks for user and password from the beginning.
+    masked = "ht***://***:p@proxy.example.org:3128"
+    error = exceptions.ProxyConnectionError(proxy_url=masked, error="[Errno 111] refused")
+    sentence = unreachable.of_botocore(error).sentence
+    assert sentence == "no connection to the proxy proxy.example.org:3128: connection refused"
+
+
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [

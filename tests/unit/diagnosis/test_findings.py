@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.diagnosis import cache_disk, credentials, findings, machine, network
+from fusefs.diagnosis import bucket, cache_disk, credentials, findings, machine, network
 from fusefs.diagnosis.findings import Finding, Level
 from fusefs.settings.mount import MountSettings, RawValue, build
+from fusefs.store.errors import (
+    AccessDeniedError,
+    CredentialsError,
+    NotFoundError,
+    StoreError,
+    ThrottledError,
+    UnreachableError,
+)
 from fusefs.store.s3.clients import S3Settings
 
 
@@ -74,6 +82,45 @@ def test_missing_credentials_are_a_problem_with_what_to_do(monkeypatch: pytest.M
     assert clients is None
     assert found.level is Level.PROBLEM
     assert "AWS_ACCESS_KEY_ID" in found.advice
+
+
+def test_a_source_of_credentials_that_fails_is_a_problem_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    config = tmp_path / "config"
+    config.write_text("[default]\ncredential_process = sh -c 'echo no ticket >&2; exit 3'\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    found, _ = credentials.check(S3Settings("bucket", endpoint_url="http://127.0.0.1:9"))
+    assert found.level is Level.PROBLEM
+    assert "no ticket" in found.text
+    assert found.advice.startswith("correct that")
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (AccessDeniedError("access denied"), "allow s3:ListBucket"),
+        (CredentialsError("the credentials have expired"), "renew or correct the credentials"),
+        (ThrottledError("S3 asks to slow down"), "the store takes no more requests"),
+        (UnreachableError("S3 failed with status 500"), "see the state of the store"),
+        (StoreError("the bucket is in another region: set --region"), "correct what the sentence"),
+        (StoreError("there is no such bucket"), "correct what the sentence names"),
+    ],
+)
+def test_what_to_do_follows_from_the_cause(error: StoreError, remedy: str) -> None:
+    found = bucket._refused("list", error)
+    assert found.advice.startswith(remedy)
+    assert remedy.startswith("allow") or "s3:" not in found.advice
+
+
+async def test_what_was_not_written_says_nothing_about_reading_it() -> None:
+    async def missing() -> None:
+        raise NotFoundError("there is no such object")
+
+    assert (await bucket._tried("get", missing)).level is Level.SKIPPED
 
 
 def test_the_validity_of_temporary_credentials_is_found() -> None:
