@@ -397,7 +397,7 @@ class FusefsFileSystem(AbstractFileSystem):
         os.stat(source)
         _refuse_mounts_below(source, path1)  # between two mounts, moving copies and removes
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        shutil.move(source, target)
+        _move(source, target)
 
     @_or_elsewhere
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
@@ -486,6 +486,21 @@ def _stat_entry(entry: os.DirEntry[str]) -> os.stat_result:
     found = entry.stat()
     is_followed = not (entry.is_symlink() and stat.S_ISDIR(found.st_mode))
     return found if is_followed else entry.stat(follow_symlinks=False)
+
+
+def _move(source: str, target: str) -> None:
+    """As `shutil.move`, which copies and removes whatever cannot be renamed, for any reason."""
+    into = target
+    if os.path.isdir(target) and not os.path.samefile(source, target):
+        into = os.path.join(target, os.path.basename(source))
+        if os.path.lexists(into):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), into)
+    try:
+        os.rename(source, into)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.move(source, target)
 
 
 def _refuse_mounts_below(local: str, path: str) -> None:

@@ -13,7 +13,8 @@ import pytest
 from fusefs.fsspec import FusefsFileSystem
 from fusefs.fsspec.filesystem import UncommittedFile
 from tests.support import sharing
-from tests.support.servers.buckets import new_bucket
+from tests.support.mounting import Mounter
+from tests.support.servers.buckets import Bucket, keys, new_bucket
 from tests.support.servers.s3_server import S3Server
 
 
@@ -168,3 +169,14 @@ def test_file_that_is_missing_makes_no_directory(place: tuple[str, Path]) -> Non
         with pytest.raises(FileNotFoundError):
             fs.open(f"{name}/never/made", mode)
     assert not (path / "never").exists()
+
+
+def test_move_that_the_mount_refuses_leaves_no_copy(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("run/a", b"1")
+    mount = mounter("--no-read-only", "--no-delete")
+    fs = FusefsFileSystem()
+    for source, target in (("run/a", "b"), ("run", "moved")):
+        with pytest.raises(PermissionError):
+            fs.mv(f"{bucket.name}/{source}", f"{bucket.name}/{target}")
+        assert not (mount.path / target).exists()
+    assert [key for key in keys(bucket) if not key.endswith("/")] == ["run/a"]
