@@ -37,6 +37,8 @@ FORMAT_MARK = b"fusefs cache 1\n"
 _ANY_FORMAT = re.compile(rb"fusefs cache \d+\n")
 # What mounts leave to later ones, staged files above all; all else was fetched.
 STATE = "mounts"
+# Locked in its part of the cache by each mount (integrity/scrub.py).
+IN_USE = "in-use"
 # The parts of the cache, by who reads it: see Daemon._principal_directory.
 _PRINCIPAL = re.compile(r"[0-9a-f]{16}")
 

@@ -40,7 +40,7 @@ import trio
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.catalog_writer import CatalogWriter
-from fusefs.cache.disk import ORPHAN_AGE_S, CacheDirectoryError, Disk, sweep_orphans
+from fusefs.cache.disk import IN_USE, ORPHAN_AGE_S, CacheDirectoryError, Disk, sweep_orphans
 from fusefs.cache.eviction_order import EvictionOrder
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import create, open_or_create
@@ -125,7 +125,7 @@ class FileCache:
             self._disk, self._catalog, self.discard, self._summed, self._threads
         )
         self.probing = Probing(self._disk, self.integrity, self.disable)
-        self._mark = UseMark(directory / "in-use")
+        self._mark = UseMark(directory / IN_USE)
         # Called for each file that is dropped because its bytes are wrong.
         self.on_discard: Callable[[CacheFile], None] = lambda _file: None
         # The names of such files: what the kernel has kept of them may be wrong as well.

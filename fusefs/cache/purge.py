@@ -20,12 +20,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fusefs.cache.disk import STATE
+from fusefs.cache.disk import IN_USE, STATE
 from fusefs.linux.files import try_lock
 
 # Of the deepest directory below a cache directory: mounts, a mount, staging, a time.
 _DEEPEST = 6
-_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 
 
 def look(directory: Path) -> dict[str, object]:
@@ -36,13 +37,23 @@ def look(directory: Path) -> dict[str, object]:
     """
     is_used, leftovers = False, 0
     for staging in _directories(directory / STATE, "staging"):
-        fd = os.open(staging, _FLAGS)
-        is_used = is_used or not try_lock(fd)
-        os.close(fd)
+        is_used = is_used or _is_locked(staging, _FLAGS)
         leftovers += sum(map(_has_changes, _listed(staging)))
+    for part in _listed(directory):
+        # Read-only mounts have no staging directory.
+        if part.is_dir() and not part.is_symlink() and (part / IN_USE).is_file():
+            is_used = is_used or _is_locked(part / IN_USE, os.O_RDONLY | _NO_LINK)
     for mount in _listed(directory / STATE):
         leftovers += sum(path.suffix == ".json" for path in _listed(mount / "renames"))
     return {"is_used": is_used, "leftovers": leftovers}
+
+
+def _is_locked(path: Path, flags: int) -> bool:
+    fd = os.open(path, flags)
+    try:
+        return not try_lock(fd)
+    finally:
+        os.close(fd)
 
 
 def _has_changes(path: Path) -> bool:
