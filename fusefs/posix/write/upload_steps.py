@@ -30,6 +30,8 @@ from fusefs.store.errors import (
     NotFoundError,
     StaleVersionError,
     StoreError,
+    ThrottledError,
+    UnreachableError,
     UnsupportedError,
 )
 from fusefs.store.fencing import without_token
@@ -55,6 +57,8 @@ CREATED_BY = "created-by"
 MOST_APART = 100
 # S3 tells when an upload was begun in whole seconds, and by its own clock.
 CLOCKS_NS = 5_000_000_000
+# With other credentials, or later, it may be done. Not every store lists uploads and parts.
+_MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 
 
 class Sender:
@@ -283,34 +287,29 @@ class Sender:
     async def _verified(self, state: UploadState, fd: int, size: int) -> Upload | None:
         """Another process's upload with the parts that the file still has.
 
-        None if its parts may not be listed: the file is sent anew, or it would never arrive.
+        None if its parts can't be listed: the file is sent anew, or it would never arrive.
         """
         try:
             upload = await self._store.resume_upload(state)
-        except CredentialsError:
-            raise  # other ones will do
-        except AccessDeniedError as error:
-            missing = "s3:ListMultipartUploadParts"
-            logger.warning("%s: sent anew, for want of %s: %s", state.key, missing, error)
+        except (*_MAY_PASS, NotFoundError):
+            raise
+        except StoreError as error:
+            why = _want_of("s3:ListMultipartUploadParts", error)
+            logger.warning("%s: sent anew%s: %s", state.key, why, error)
             await self.abort(state.key, state, None)
             return None
         await upload.verify(fd, size)
         return upload
 
     async def _find_and_abort(self, key: str, begun_ns: int) -> None:
-        """As `_abort_lost`, where uploads may be listed: the file's own way must not end here."""
+        """As `_abort_lost`, where uploads can be listed: the file's own way must not end here."""
         try:
             await self._abort_lost(key, begun_ns)
-        except CredentialsError:
-            raise  # other ones will do
-        except AccessDeniedError as error:
-            missing = "s3:ListBucketMultipartUploads"
-            logger.warning(
-                "%s: an upload of it may stay in the bucket, for want of %s: %s",
-                key,
-                missing,
-                error,
-            )
+        except _MAY_PASS:
+            raise
+        except StoreError as error:
+            why = _want_of("s3:ListBucketMultipartUploads", error)
+            logger.warning("%s: an upload of it may stay in the bucket%s: %s", key, why, error)
 
     async def _abort_lost(self, key: str, begun_ns: int) -> None:
         """Abort what was begun for a key when its process died before it knew the id."""
@@ -382,6 +381,11 @@ def _keys_apart(key: str) -> Iterator[str]:
         ending = f".conflict-{os.uname().nodename}-{stamp}" + (f"-{number}" if number > 1 else "")
         room = max(1, longest - len(ending.encode()))
         yield prefix + name.encode()[:room].decode(errors="ignore") + ending
+
+
+def _want_of(permission: str, error: StoreError) -> str:
+    """What is missing where a request is refused, for a message."""
+    return f", for want of {permission}" if isinstance(error, AccessDeniedError) else ""
 
 
 def _is_content_of(info: ObjectInfo, staged: StagedFile) -> bool:

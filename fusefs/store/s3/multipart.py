@@ -24,7 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from fusefs.store.errors import AttemptError, NotFoundError, StoreError, from_code, translate
+from fusefs.store.errors import (
+    AttemptError,
+    Failure,
+    NotFoundError,
+    StoreError,
+    UnsupportedError,
+    from_code,
+    translate,
+)
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
     Condition,
@@ -355,20 +363,26 @@ class S3Upload:
     async def _list_parts(self) -> list[Part]:
         """What the bucket has of the upload."""
         parts: list[Part] = []
-        marker = 0
+        start: dict[str, Any] | None = {"PartNumberMarker": 0}
 
-        def work(clients: Clients) -> Any:
-            return clients.s3.list_parts(**clients.request, **self._named, PartNumberMarker=marker)
+        def work(clients: Clients) -> tuple[list[Part], dict[str, Any] | None]:
+            assert start is not None
+            answer = clients.s3.list_parts(**clients.request, **self._named, **start)
+            page = [
+                Part(
+                    part["PartNumber"],
+                    part["Size"],
+                    quoted(part["ETag"]),
+                    part.get("ChecksumCRC32", ""),
+                )
+                for part in answer.get("Parts", [])
+            ]
+            return page, _behind(answer, start, ("PartNumberMarker",))
 
-        while True:
-            answer = await self._requester.with_retries("LIST PARTS", self._state.key, work)
-            for part in answer.get("Parts", []):
-                etag = quoted(part["ETag"])
-                checksum = part.get("ChecksumCRC32", "")
-                parts.append(Part(part["PartNumber"], part["Size"], etag, checksum))
-            if not answer.get("IsTruncated"):
-                return parts
-            marker = answer["NextPartNumberMarker"]
+        while start is not None:
+            page, start = await self._requester.with_retries("LIST PARTS", self._state.key, work)
+            parts += page
+        return parts
 
     async def _send_part(self, fd: int, size: int, number: int) -> None:
         body = Body(fd, *self.part_range(number, size))
@@ -575,19 +589,38 @@ async def resume(requester: Requester, fence: Fence, state: UploadState) -> S3Up
 async def pending(requester: Requester, prefix: str) -> list[PendingUpload]:
     """As `Store.list_uploads`."""
     found: list[PendingUpload] = []
-    start: dict[str, str] = {}
+    start: dict[str, Any] | None = {}
 
-    def work(clients: Clients) -> Any:
-        return clients.s3.list_multipart_uploads(**clients.request, **start, Prefix=prefix)
+    def work(clients: Clients) -> tuple[list[PendingUpload], dict[str, Any] | None]:
+        assert start is not None
+        answer = clients.s3.list_multipart_uploads(**clients.request, **start, Prefix=prefix)
+        page = [
+            PendingUpload(
+                upload["Key"],
+                upload["UploadId"],
+                int(upload["Initiated"].timestamp()) * head.SECOND_NS,
+            )
+            for upload in answer.get("Uploads", [])
+        ]
+        return page, _behind(answer, start, ("KeyMarker", "UploadIdMarker"))
 
-    while True:
-        answer = await requester.with_retries("LIST UPLOADS", prefix, work)
-        for upload in answer.get("Uploads", []):
-            begun_ns = int(upload["Initiated"].timestamp()) * head.SECOND_NS
-            found.append(PendingUpload(upload["Key"], upload["UploadId"], begun_ns))
-        if not answer.get("IsTruncated"):
-            return found
-        start = {
-            "KeyMarker": answer["NextKeyMarker"],
-            "UploadIdMarker": answer["NextUploadIdMarker"],
-        }
+    while start is not None:
+        page, start = await requester.with_retries("LIST UPLOADS", prefix, work)
+        found += page
+    return found
+
+
+def _behind(
+    answer: Mapping[str, Any], start: Mapping[str, Any], markers: tuple[str, ...]
+) -> dict[str, Any] | None:
+    """The markers behind which a listing goes on that began at `start`; None if this was all.
+
+    Raises:
+        AttemptError: it would go on for ever.
+    """
+    if not answer.get("IsTruncated"):
+        return None
+    following = {name: answer[f"Next{name}"] for name in markers if answer.get(f"Next{name}")}
+    if not following or following == start:
+        raise AttemptError(Failure(UnsupportedError, "this server's listings do not go on"))
+    return following

@@ -7,7 +7,7 @@ import json
 import pytest
 import trio
 
-from fusefs.store.errors import NotFoundError, StaleVersionError
+from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload, UploadState
 from fusefs.store.s3.body import Body
@@ -253,3 +253,31 @@ async def test_a_copied_range_must_fit_into_its_part(
         upload = await store.begin_upload("new", metadata={}, content_type=None)
         with pytest.raises(ValueError, match=f"part 3 has {PART} bytes"):
             await upload.copy_part(3, old.version, 0, PART + 1)
+
+
+# --- listings that make no sense --------------------------------------------------------
+
+MORE = "<IsTruncated>true</IsTruncated>"
+
+
+@pytest.mark.parametrize(
+    ("operation", "page"),
+    [
+        ("UPLOADS", MORE),
+        ("UPLOADS", f"{MORE}<NextKeyMarker>a</NextKeyMarker>"),
+        ("UPLOADS", "<Upload><Key>a</Key></Upload>"),
+        ("PARTS", MORE),
+        ("PARTS", f"{MORE}<NextPartNumberMarker>1</NextPartNumberMarker>"),
+        ("PARTS", "<Part><PartNumber>1</PartNumber></Part>"),
+    ],
+)
+async def test_an_odd_page_is_an_error_and_no_listing_without_an_end(
+    bucket: Bucket, faulty: FaultyS3, operation: str, page: str
+) -> None:
+    faulty.add(operation, status=200, body=f"<Result>{page}</Result>".encode())
+    async with opened(bucket, faulty.endpoint_url) as store:
+        state = UploadState("file", "id", PART, METADATA)
+        listing = store.list_uploads("") if operation == "UPLOADS" else store.resume_upload(state)
+        with pytest.raises(StoreError):
+            await listing
+    assert len(faulty.requests(operation)) <= 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fusefs.posix.write import upload_steps
-from fusefs.store.errors import AccessDeniedError, CredentialsError, StoreError
+from fusefs.store.errors import AccessDeniedError, CredentialsError, StoreError, UnsupportedError
 from fusefs.store.interface import ObjectInfo, PendingUpload, UploadState
 from tests.support.memory_store import MemoryStore
 from tests.support.survival.mortal_mount import MortalMount
@@ -90,6 +90,24 @@ async def test_where_it_may_not_be_listed_the_file_is_sent_anew(
     [warning] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert "file: " in warning
     assert missing in warning
+
+
+@pytest.mark.parametrize("under_way", [{"upload_state": OLD}, {"begun_ns": 1}])
+@pytest.mark.parametrize("error", [UnsupportedError("status 501"), StoreError("status 405")])
+async def test_on_a_store_that_lists_no_uploads_the_file_is_sent_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, under_way: dict[str, Any], error: StoreError
+) -> None:
+    monkeypatch.setattr(upload_steps, "IN_PARTS", 0)
+    mount = MortalMount(tmp_path)
+    mount.store = store = RefusingStore(error)
+    async with mount.serving() as process:
+        fh = await process.create("file", CONTENT)
+        staged = (await process.node("file")).staged
+        assert staged is not None
+        for name, value in under_way.items():
+            setattr(staged, name, value)
+        await process.close(fh)
+    assert store.contents() == {"file": CONTENT}
 
 
 @pytest.mark.parametrize("under_way", [{"upload_state": OLD}, {"begun_ns": 1}])
