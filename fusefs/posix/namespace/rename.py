@@ -380,7 +380,7 @@ class Changes(Naming):
 
     def finish_switches(self) -> None:
         """Give what the kernel knows the names that a killed process was just giving it."""
-        for renaming in self._renames.switches:
+        for renaming in self._renames.switches():
             self._mover.finish_move(renaming.old, renaming.new)
             if self._late is not None:
                 self._late.renamed_below(renaming.old)

@@ -170,7 +170,7 @@ class Renames:
         # Records of mounts that are out of sight and still served.
         self._others: list[Path] = []
         # Those in whose last step a process was killed: nodes may have the old names still.
-        self.switches: list[Renaming] = []
+        self._switches: list[Renaming] = []
         self._load()
         self._is_wanted = trio.Event()
 
@@ -207,19 +207,28 @@ class Renames:
         if source != self._source or not is_here:
             logger.warning("%s: a rename of %s is not finished", path, source)
             return
-        if mount != self._staging.name:
-            if self._is_served(mount):
-                logger.info("%s is left to the mount that has begun it", path)
-                self._others.append(path)
-                return
-            # So that the next mount leaves it to this one.
-            self._note(renaming, is_switching=is_switching)
+        is_inherited = mount == self._staging.name
+        if not is_inherited and self._is_served(mount):
+            logger.info("%s is left to the mount that has begun it", path)
+            self._others.append(path)
+            return
         if is_switching:
             renaming.touched.phase = Phase.DELETING
             renaming.is_safe = False
-            self.switches.append(renaming)
+        if is_switching and is_inherited:
+            self._switches.append(renaming)
+        elif not is_inherited:
+            self._note(renaming)  # so that the next mount leaves it to this one
         self._unfinished.append(renaming)
         self._touched.add(renaming.touched)
+
+    def switches(self) -> Iterator[Renaming]:
+        """Those in whose last step a process was killed, each until the next one is taken."""
+        for renaming in self._switches:
+            yield renaming
+            # Else the next process would rename what was made under the old name since.
+            self._note(renaming)
+        self._switches = []
 
     def _is_served(self, mount: str) -> bool:
         """Whether another mount of this mountpoint has a process; "" for an unknown one."""

@@ -12,7 +12,12 @@ from fusefs.posix.namespace.rename_job import Renames, Renaming
 from tests.support.semantics import states
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
-from tests.unit.posix.renaming.test_renaming_meanwhile import chmod, finish, overwrite
+from tests.unit.posix.renaming.test_renaming_meanwhile import (
+    chmod,
+    finish,
+    killed,
+    overwrite,
+)
 
 MOST_POINTS = 40
 
@@ -85,3 +90,23 @@ async def test_what_is_changed_before_the_rename_is_gone_on_with_has_its_new_nam
         if is_done:
             return
     pytest.fail("it was never done")
+
+
+async def test_what_is_made_under_the_old_name_since_stays_there(
+    tmp_path: Path, fate: Fate
+) -> None:
+    """The process that has finished that step is killed as well."""
+    mount = MortalMount(tmp_path)
+    for name in "xyz":
+        mount.store.put(f"a/{name}", name.encode())
+    mount.store.put("a/s/w", b"w")
+    await die(mount, 0, fate)
+    async with killed(mount) as (process, _):
+        fh = await process.create("a/other", b"other")
+    async with mount.serving() as process:
+        await finish(process)
+        await process.close(fh)
+        assert await process.listing("a") == ["other"]
+    contents = mount.store.contents()
+    assert contents.pop("a/other") == b"other"
+    assert all(key.startswith("b/") for key in contents)
