@@ -335,11 +335,11 @@ def test_a_mode_is_kept_where_a_late_request_removes_its_file(
 
 
 @states("A rename of what is undone at that moment fails with EIO until it is put back.")
-@pytest.mark.parametrize("what", ["file", "directory"])
-def test_what_a_late_request_has_removed_is_not_lost_by_a_rename(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, what: str
+@pytest.mark.parametrize("late", ["DELETE", "PUT"])
+def test_what_a_late_request_has_undone_is_not_lost_by_a_rename(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, late: str
 ) -> None:
-    """The rename fails until what was removed is put back; what it would replace stays."""
+    """The rename fails until what was undone is put back; what it would replace stays."""
     mount = mounter(
         "--session",
         "kernel",
@@ -350,26 +350,28 @@ def test_what_a_late_request_has_removed_is_not_lost_by_a_rename(
         *WRITABLE,
         endpoint_url=faulty.endpoint_url,
     )
-    old, new = mount.path / "old", mount.path / "new"
-    if what == "directory":
-        old.mkdir()
-        (old / "other").write_bytes(b"stays")
-    path = old / "a" if what == "directory" else old
-    key = "old/a" if what == "directory" else "old"
-    if what == "file":
-        new.write_bytes(b"was first")
-    path.write_bytes(b"first")
-    hold = faulty.hold("DELETE", key, hangs_up=True)
-    path.unlink()
-    path.write_bytes(b"is second")
-    hold.release()
-    until(lambda: content(bucket, key) is None, "the late request has done nothing")
-    with pytest.raises(OSError, match="Input/output"):
-        old.rename(new)
-    until(lambda: content(bucket, key) == b"is second", "it is not put back")
-    if what == "file":
-        assert new.read_bytes() == b"was first"
-    old.rename(new)
-    assert (new / "a" if what == "directory" else new).read_bytes() == b"is second"
-    assert content(bucket, key) is None
+    (mount.path / "directory").mkdir()
+    (mount.path / "directory" / "other").write_bytes(b"stays")
+    (mount.path / "new-file").write_bytes(b"was first")
+    keys = ["directory/a", "file"]
+    for key in keys:
+        hold = faulty.hold(late, key, hangs_up=True)
+        (mount.path / key).write_bytes(b"first")
+        (mount.path / key).unlink()
+        (mount.path / key).write_bytes(b"is second")
+        hold.release()
+    undone = None if late == "DELETE" else b"first"
+    for key in keys:
+        until(lambda key=key: content(bucket, key) == undone, "the late request has done nothing")
+    for name in ("directory", "file"):
+        with pytest.raises(OSError, match="Input/output"):
+            (mount.path / name).rename(mount.path / f"new-{name}")
+    for key in keys:
+        until(lambda key=key: content(bucket, key) == b"is second", "it is not put back")
+    assert (mount.path / "new-file").read_bytes() == b"was first"
+    for name in ("directory", "file"):
+        (mount.path / name).rename(mount.path / f"new-{name}")
+    for key in keys:
+        assert (mount.path / f"new-{key}").read_bytes() == b"is second"
+        assert content(bucket, key) is None
     mount.end()
