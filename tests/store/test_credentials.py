@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
 from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.store.interface import ObjectVersion
@@ -16,6 +17,7 @@ from tests.support.servers.tls import TlsDoor, tls_door
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
+from tests.support.waiting import eventually
 
 HELLO = ObjectVersion("hello", '"1"', 5)
 HELLO_HEADERS = {
@@ -94,6 +96,25 @@ async def test_a_key_that_is_rejected_is_looked_up_again_before_a_read_fails(
         credentials.write_text(PROFILE.format(ACCESS_KEY, SECRET_KEY))
         assert (await store.list_page("")).objects
         assert await download(store, await store.head("body")) == BODY
+
+
+async def test_a_source_of_keys_that_has_none_for_a_moment_is_waited_for(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("fusefs.store.s3.clients.RECONNECT_EVERY_S", 0.0)
+    credentials = tmp_path / "credentials"
+    credentials.write_text(PROFILE.format(ACCESS_KEY, SECRET_KEY))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    async with opened(shared, faulty) as store, trio.open_nursery() as nursery:
+        info = await store.head("body")
+        faulty.add("GET", code="ExpiredToken", times=1, before=credentials.unlink)
+        nursery.start_soon(download, store, info)
+        await eventually(lambda: store.requester.source.clients is None)
+        await eventually(lambda: store.counters()["retries"] > 1)
+        credentials.write_text(PROFILE.format(ACCESS_KEY, SECRET_KEY))
 
 
 @pytest.mark.parametrize("listed", ['"1"', 'W/"1"'])

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -509,7 +509,14 @@ class ClientSource:
         async with self._connecting:
             if self.clients is None:
                 connect = Attempt().guarded(lambda: Clients(self._settings, self._refusals))
-                self.clients = await trio.to_thread.run_sync(connect)
+                try:
+                    self.clients = await trio.to_thread.run_sync(connect)
+                except AttemptError as error:
+                    if error.failure is NO_CREDENTIALS and self.principal is not None:
+                        # There were some: their source is silent or about to be rewritten.
+                        failure = replace(NO_CREDENTIALS, is_retryable=True)
+                        raise AttemptError(failure) from error
+                    raise
                 self.principal = self.principal or self.clients.principal
                 self._connected = time.monotonic()
             return self.clients
