@@ -45,6 +45,8 @@ MOST_BYTES = 512 << 20
 THROUGHPUT_S = 2.0
 READERS = 16
 SLOW_BYTES_S = 100e6
+# Less than the buffers of so many connections hold: nothing goes on.
+STUCK_BYTES = 64 << 10
 # Of smaller objects the latency alone would be measured.
 LEAST_MEASURED = 1 << 20
 # So many objects are tried until one is not archived.
@@ -202,6 +204,13 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
     rate = done / took_s
     text = f"{rate / 1e6:,.0f} MB/s over {READERS} connections ({human_size(done)})"
     figures = {"bytes_per_second": rate, "bytes": done, "seconds": took_s}
+    if done < STUCK_BYTES:
+        return problem(
+            "throughput",
+            f"small answers arrive, and of large ones {human_size(done)} in {took_s:.0f} s",
+            "see the MTU of the way to S3 (ping -M do -s 1472 HOST), firewalls and proxies",
+            **figures,
+        )
     if rate < SLOW_BYTES_S:
         return advice(
             "throughput",

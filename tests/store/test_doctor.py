@@ -95,6 +95,20 @@ def test_an_interrupt_in_the_middle_of_reading_is_one(
 
 
 @pytest.mark.usefixtures("as_owner")
+async def test_large_answers_that_do_not_arrive_are_a_problem(
+    bucket: Bucket, faulty: FaultyS3
+) -> None:
+    bucket.put("large", b"x" * 2 * diagnosis.LEAST_MEASURED)
+    settings = S3Settings(bucket.name, endpoint_url=faulty.endpoint_url)
+    faulty.add("GET", "large", stall_after=1000)
+    findings = await diagnosis.check(settings, "", tries_permissions=False, may_write=False)
+    checks = {finding.check: finding for finding in findings}
+    assert checks["latency"].level is Level.OK
+    assert checks["throughput"].level is Level.PROBLEM
+    assert "MTU" in checks["throughput"].advice
+
+
+@pytest.mark.usefixtures("as_owner")
 async def test_an_archived_object_says_nothing_about_permissions(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
