@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def finish(
             job = daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
             last_answer = time.monotonic()
             message["start"] = False
-            _show("" if job["has_ended"] else describe(job))
+            show_line("" if job["has_ended"] else describe(job))
             if job["has_ended"]:
                 return job
         except control.NotAnsweringError as error:
@@ -48,7 +49,10 @@ def finish(
         pause_s = min(2 * pause_s, POLL_S)
 
 
-def _show(text: str) -> None:
-    """Show progress; an empty text clears the line."""
-    if sys.stderr.isatty():
-        print(f"\r{text:<40}\r", end="", file=sys.stderr, flush=True)
+def show_line(text: str) -> None:
+    """Show progress on one line of the terminal, if there is one; an empty text clears it."""
+    if not sys.stderr.isatty():
+        return
+    # What is wider would go on in the next line, each time.
+    width = max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1)
+    print(f"\r{text[:width]:<{width}}\r", end="", file=sys.stderr, flush=True)

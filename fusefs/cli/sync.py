@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fusefs.cli.polling import show_line
 from fusefs.cli.status_report import human_size
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
@@ -34,7 +34,10 @@ def sync(path: Path, timeout_s: float, progress: Progress) -> None:
     """
     mountpoint, below = find(path)
     patience_s = min(NEXT_DAEMON_S, timeout_s)
-    remaining = wait(mountpoint, below, timeout_s, progress, patience_s=patience_s)
+    try:
+        remaining = wait(mountpoint, below, timeout_s, progress, patience_s=patience_s)
+    finally:
+        show_line("")
     if remaining:
         raise CommandError(describe(remaining))
 
@@ -133,11 +136,4 @@ def describe(files: list[dict[str, Any]]) -> str:
 
 def progress_display() -> Progress:
     """A function that shows progress on one line of the terminal, if there is one."""
-    if not sys.stderr.isatty():
-        return lambda _files, _size: None
-
-    def show(files: int, size: int) -> None:
-        text = f"{files:,} files, {human_size(size)} left"
-        print(f"\r{text:<40}", end="", file=sys.stderr, flush=True)
-
-    return show
+    return lambda files, size: show_line(f"{files:,} files, {human_size(size)} left")

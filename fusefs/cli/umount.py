@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fusefs.cli import sync
+from fusefs.cli import polling, sync
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import keeper_pid, keeper_status
@@ -80,6 +80,8 @@ def _finish_uploads(mountpoint: Path) -> list[dict[str, Any]]:
             return sync.wait(mountpoint, "", math.inf, sync.progress_display())
     except control.ControlError:
         return []  # its exit will show
+    finally:
+        polling.show_line("")
 
 
 @contextmanager

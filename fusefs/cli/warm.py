@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusefs.cli import manifest, status_report, sync
+from fusefs.cli import manifest, polling, status_report, sync
 from fusefs.launch import control
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
@@ -297,17 +297,14 @@ class _ProgressDisplay:
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
         self._last = time.monotonic()
-        self._width = 0
 
     def show(self, job: Job) -> None:
         text = f"{status_report.progress(job)}, {job['done_files']:,} of {job['files']:,} files"
         if self._is_terminal:
-            print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
-            self._width = len(text)
+            polling.show_line(text)
         elif time.monotonic() - self._last >= LINE_EVERY_S:
             self._last = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        if self._width:
-            print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
+        polling.show_line("")
