@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-import termios
 
 import pytest
 
@@ -40,18 +40,26 @@ def test_what_is_no_shard_is_refused(text: str, index: str | None, why: str) -> 
         shard(text, environment)
 
 
+class Terminal(io.StringIO):
+    """Standard error as a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+
 @pytest.mark.parametrize("columns", [20, 200, 0])
 def test_progress_stays_on_one_line_of_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, its = os.openpty()
-    termios.tcsetwinsize(its, (24, columns))
-    with open(its, "w", encoding="utf-8", closefd=True) as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        polling.show_line("41%, 3.1 of 7.5 GiB, 1,234 of 5,678 files")
-        polling.show_line("")
-    shown, cleared = (text.rstrip("\r") for text in os.read(ours, 1000).decode().split("\r\r"))
-    os.close(ours)
-    assert len(shown.lstrip("\r")) == len(cleared) == (columns or 80) - 1
-    assert shown.lstrip("\r").startswith("41%, 3.1 of 7.5")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _fd: os.terminal_size((columns, 24)))
+    polling.show_line("41%, 3.1 of 7.5 GiB, 1,234 of 5,678 files")
+    polling.show_line("")
+    shown, cleared = terminal.getvalue().strip("\r").split("\r\r")
+    assert len(shown) == len(cleared) == (columns or 80) - 1
+    assert shown.startswith("41%, 3.1 of 7.5")
     assert not cleared.strip()
