@@ -18,6 +18,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Where memory is short, a daemon goes before the process that starts the next one.
 _OOM_SCORE_ADJUSTMENT = 500
+_CGROUP_FILE = "/proc/self/cgroup"
+_CGROUPS = "/sys/fs/cgroup"
 
 
 class Credentials:
@@ -43,8 +45,8 @@ def spawn(
 ) -> int:
     """Start a program in a session of its own, with `kept` as its only further descriptors.
 
-    One that yields memory is ended first where that is short. Returns its pid,
-    once it has been executed.
+    One that yields memory is ended first where that is short, unless its whole control group
+    would end with it. Returns its pid, once it has been executed.
 
     Raises:
         OSError: it could not be.
@@ -104,8 +106,28 @@ def become_in_place(credentials: Credentials) -> None:
 
 def _volunteer() -> None:
     """Be what the kernel ends first when memory is short, where that can be set."""
+    if _ends_with_group():
+        return
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(_OOM_SCORE_ADJUSTMENT))
+
+
+def _ends_with_group() -> bool:
+    """Whether the kernel ends a whole control group of this process where it ends this one.
+
+    Kubelet has it so for each container (since 1.28), and systemd with OOMPolicy=kill. The
+    highest of the groups that say so counts.
+    """
+    with contextlib.suppress(OSError):
+        with open(_CGROUP_FILE) as file:
+            [path] = [line[3:].strip("\n/") for line in file if line.startswith("0::")] or [""]
+        names = path.split("/")
+        for count in range(len(names), -1, -1):
+            group = os.path.join(_CGROUPS, *names[:count], "memory.oom.group")
+            with contextlib.suppress(FileNotFoundError), open(group) as file:
+                if file.read().strip() == "1":
+                    return True
+    return False
 
 
 def copy_memory_order(pid: int) -> None:
