@@ -85,7 +85,7 @@ async def test_a_file_that_is_opened_by_two_at_once_gets_one_backing_id() -> Non
 async def test_a_mount_that_is_taken_over_on_a_full_disk_keeps_passthrough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_ids: bool
 ) -> None:
-    """That works is known from the files that the last daemon had registered."""
+    """That it works is known from the files that the last daemon had registered."""
     ids = PassthroughFiles(CountingRegistrar())
     if has_ids:
         ids.adopt(CacheFile("file", 1), 7)
