@@ -8,6 +8,8 @@ are OSErrors. Packed attributes are kept with their inode.
 from __future__ import annotations
 
 import errno
+import os
+import re
 import struct
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -306,13 +308,25 @@ def open_out(opened: Opened) -> bytes:
     flags = 0 if opened.may_write else _NOFLUSH
     if opened.backing_id:
         flags |= _PASSTHROUGH
-    elif opened.is_direct:
+    elif opened.is_direct and _DROPS_PAGES:
         flags |= _DIRECT_IO
     elif opened.keep_cache:
         flags |= _KEEP_CACHE
     return protocol.OPEN_OUT.pack(opened.fh, flags, opened.backing_id)
 
 
+def drops_pages(release: str) -> bool:
+    """Whether a kernel keeps no pages that differ from what was written past them.
+
+    Before Linux 6.6 it keeps them: who appends to a file that another program has read
+    shows it zeros, and goes on to after both have closed it. Before 6.18.3 a read that
+    comes while such a write waits brings the old bytes back.
+    """
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
+    return found is not None and tuple(int(part or 0) for part in found.groups()) >= (6, 18, 3)
+
+
+_DROPS_PAGES = drops_pages(os.uname().release)
 # Plain numbers: to join flags takes longer than the rest of an open's reply.
 _NOFLUSH, _PASSTHROUGH = int(Fopen.NOFLUSH), int(Fopen.PASSTHROUGH)
 _DIRECT_IO, _KEEP_CACHE = int(Fopen.DIRECT_IO), int(Fopen.KEEP_CACHE)

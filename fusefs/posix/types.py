@@ -56,7 +56,7 @@ class Found:
 class Opened:
     """An open handle. `backing_id` is not 0 for passthrough.
 
-    What is written through an `is_direct` handle is not kept by the kernel, too.
+    What is written through an `is_direct` handle need not be kept by the kernel, too.
     """
 
     fh: int
