@@ -12,6 +12,7 @@ its file: two system calls for a MiB, both without the interpreter's lock.
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import struct
@@ -31,6 +32,9 @@ PIECE = 1 << 20
 _TIMEVAL = struct.Struct("@ll")
 # More than any server sends; http.client's limit is a hundred lines of as many bytes.
 MOST_HEADERS = 1 << 18
+# The digits of the largest size that is one.
+LONGEST_SIZE = 19
+_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}[ \t]*")
 
 
 class WireError(Exception):
@@ -65,7 +69,7 @@ class Head:
         length = self.headers.get("content-length")
         if length is None or self.headers.get("transfer-encoding", "").lower() == "chunked":
             return None
-        if not length.isdecimal():
+        if not length.isdecimal() or len(length) > LONGEST_SIZE:
             raise WireError("what came is no answer")
         return int(length)
 
@@ -276,10 +280,9 @@ def _read_chunks(stream: Stream) -> bytes:
     chunks = []
     while True:
         line = stream.until(b"\r\n").partition(b";")[0]
-        try:
-            size = int(line, 16)
-        except ValueError as error:
-            raise WireError("what came is no answer") from error
+        if not _CHUNK_SIZE.fullmatch(line):
+            raise WireError("what came is no answer")
+        size = int(line, 16)
         if not size:
             break
         chunks.append(stream.exactly(size))

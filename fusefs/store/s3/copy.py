@@ -290,7 +290,10 @@ class _Copy:
         etag, moment = _ETAG.search(text), _LAST_MODIFIED.search(text)
         if etag is None or moment is None:
             raise head.no_etag()
-        mtime_ns = nanoseconds(moment[1])
+        try:
+            mtime_ns = nanoseconds(moment[1])
+        except ValueError:  # it is done, whatever the server takes for a time
+            mtime_ns = head.now_ns()
         return self._info(unescape(etag[1]), mtime_ns, answer.headers.get("x-amz-version-id"))
 
     def _through_boto(self, clients: Clients) -> ObjectInfo:

@@ -28,7 +28,7 @@ from fusefs.store.errors import (
     UnreachableError,
     UnsupportedError,
 )
-from fusefs.store.http.exchange import Answer
+from fusefs.store.http.exchange import LONGEST_SIZE, Answer
 from fusefs.store.http.threads import AbandonedError, Attempt
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
 from fusefs.store.object_checksum import ASKING
@@ -52,8 +52,6 @@ CHUNK = 1 << 20
 SMALL = 256 << 10
 # For how long an object is fetched again that arrives with other bytes than S3 has.
 WRONG_BYTES_S = 10.0
-# The digits of the largest size that is one.
-LONGEST_SIZE = 19
 
 
 class Getter:

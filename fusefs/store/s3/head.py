@@ -18,7 +18,7 @@ from fusefs.store.errors import (
 )
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Urgency
-from fusefs.store.s3.list_parser import quoted, whole_seconds
+from fusefs.store.s3.list_parser import check_size, quoted, whole_seconds
 from fusefs.store.s3.requester import Requester
 
 if TYPE_CHECKING:
@@ -127,9 +127,11 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
     """
     try:
         modified = parsedate_to_datetime(headers["last-modified"])
+        size = int(headers["content-length"])
+        check_size(size)
         return ObjectInfo(
             key,
-            int(headers["content-length"]),
+            size,
             quoted(headers["etag"]),
             whole_seconds(modified),
             headers.get("x-amz-storage-class", "STANDARD"),

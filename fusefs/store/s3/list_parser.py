@@ -162,8 +162,8 @@ def _objects_of(columns: dict[str, tuple[str, ...]], is_encoded: bool) -> list[O
         keys = [_decode(unescape(key), is_encoded) for key in keys]
     classes = (sys.intern(text) or "STANDARD" for text in columns.get("StorageClass", ()))
     sizes, etags = list(map(int, columns["Size"])), map(_etag, columns["ETag"])
-    _check_size(min(sizes))
-    _check_size(max(sizes))
+    check_size(min(sizes))
+    check_size(max(sizes))
     times = map(nanoseconds, columns["LastModified"])
     return list(map(ObjectInfo, keys, sizes, etags, times, chain(classes, repeat("STANDARD"))))
 
@@ -180,7 +180,7 @@ def _etag(text: str) -> str:
 def _object(element: ElementTree.Element, is_encoded: bool) -> ObjectInfo:
     fields = {child.tag.rpartition("}")[2]: child.text or "" for child in element}
     size = int(fields.get("Size", ""))
-    _check_size(size)
+    check_size(size)
     return ObjectInfo(
         _decode(fields.get("Key", ""), is_encoded),
         size,
@@ -190,7 +190,12 @@ def _object(element: ElementTree.Element, is_encoded: bool) -> ObjectInfo:
     )
 
 
-def _check_size(size: int) -> None:
+def check_size(size: int) -> None:
+    """Refuse what no object's size is.
+
+    Raises:
+        ValueError: it is none.
+    """
     if not 0 <= size <= MOST_64:
         raise ValueError(f"no object has {size} bytes")
 

@@ -133,6 +133,19 @@ async def test_an_error_with_status_200_is_an_error(
     assert digest(stored(bucket, "copy")) == digest(file.data)
 
 
+async def test_a_copy_at_a_time_that_is_none_is_done(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    body = (
+        b"<CopyObjectResult><ETag>&quot;e&quot;</ETag>"
+        b"<LastModified>Mon, 23 Nov 2026 10:00:00 GMT</LastModified></CopyObjectResult>"
+    )
+    faulty.add("COPY", status=200, is_done=True, body=body)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        info = await put(store, "file", make_file(1000))
+        assert (await store.copy(info, "copy")).etag == '"e"'
+
+
 async def test_an_upload_that_only_fails_with_status_200_is_given_up(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:

@@ -20,6 +20,7 @@ from fusefs.store.http.exchange import SMALL, Answer, RequestBody, WireError, do
 from fusefs.store.http.pool import Borrowed, ConnectionPool, Network
 from fusefs.store.http.proxies import Proxies
 from fusefs.store.http.sigv4 import Signer
+from fusefs.store.s3.head import parse_head
 
 HOST = "store.example:8333"
 HEAD = b"GET /bucket HTTP/1.1\r\n\r\n"
@@ -186,7 +187,9 @@ def test_a_connection_that_cannot_be_trusted_is_closed(server: Server, answer: b
         b"HTTP/1.1 200 OK\r\nContent-Le",
         b"HTTP/1.1 200 OK\r\nContent-Length: 4x\r\n\r\nbody",
         b"+OK ready\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\nbody",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nbody\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-2\r\nbody\r\n0\r\n\r\n",
         b"HTTP/1.1 twohundred\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nno header\r\n\r\n",
     ],
@@ -196,6 +199,13 @@ def test_half_an_answer_is_none(server: Server, answer: bytes) -> None:
     with pytest.raises((WireError, ConnectionError)):
         ask(server)
     assert not server.is_idle
+
+
+@pytest.mark.parametrize("length", ["-1", str(1 << 63), "9" * 5000])
+def test_no_object_has_a_size_that_is_none(length: str) -> None:
+    headers = {"last-modified": "Mon, 23 Nov 2026 10:00:00 GMT", "etag": '"e"'}
+    with pytest.raises(AttemptError):
+        parse_head("key", {**headers, "content-length": length})
 
 
 def test_an_endless_header_is_given_up(server: Server) -> None:
