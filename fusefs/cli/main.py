@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None, keeper: EarlyKeeper | None = No
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        where = f"{error.filename}: " if error.filename else ""
+        _complain(f"{where}{error.strerror or error}")
         return 1
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -166,13 +167,15 @@ def _profile(options: argparse.Namespace) -> int:
         if not options.summary:
             print(form(access))
 
-    summary, took_s = profile.profile(mountpoint, seconds, begun, show)
+    summary, took_s, why = profile.profile(mountpoint, seconds, begun, show)
     around = profile.surroundings(mountpoint)
     if options.json:
         print(json.dumps(profile.as_json(summary, took_s, around)))
     else:
         print(profile.report(summary, took_s, around))
-    return 0
+    if why:
+        _complain(why)
+    return int(bool(why))
 
 
 def _upgrade(options: argparse.Namespace) -> int:

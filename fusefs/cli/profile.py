@@ -27,25 +27,29 @@ MOST_OPERATIONS = 6
 
 def profile(
     mountpoint: Path, seconds: float, begun: Callable[[], None], show: Callable[[Access], None]
-) -> tuple[AccessSummary, float]:
-    """Record the requests of a mount; return their summary, and how long that was in seconds.
+) -> tuple[AccessSummary, float, str]:
+    """Record the requests of a mount; return their summary, how long that was in seconds, and "".
 
-    `begun` is called once the daemon records, `show` with each request. SIGINT ends it early.
+    `begun` is called once the daemon records, `show` with each request. SIGINT ends it early;
+    so does the end of the daemon, and then the last of the results says so.
 
     Raises:
-        ControlError: the mount has ended, its daemon was replaced, or another command records.
+        ControlError: the mount has ended, or another command records.
     """
     summary = AccessSummary()
     number = _ask(mountpoint, {"command": "start profile"})["number"]
-    began = time.monotonic()
+    began, why = time.monotonic(), ""
     try:
         with _interrupted() as stopped:
             begun()
-            while not stopped.is_set() and (left := began + seconds - time.monotonic()) > 0:
-                stopped.wait(min(POLL_S, left))
+            try:
+                while not stopped.is_set() and (left := began + seconds - time.monotonic()) > 0:
+                    stopped.wait(min(POLL_S, left))
+                    _take(mountpoint, number, summary, show)
                 _take(mountpoint, number, summary, show)
-            _take(mountpoint, number, summary, show)
-        return summary, time.monotonic() - began
+            except control.ControlError as error:
+                why = str(error)
+        return summary, time.monotonic() - began, why
     finally:
         with contextlib.suppress(control.ControlError):  # else it ends by itself, unheard
             _ask(mountpoint, {"command": "end profile", "number": number})

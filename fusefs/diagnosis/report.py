@@ -106,8 +106,10 @@ def write(path: Path, mountpoint: Path | None, settings: MountSettings, *, redac
             _add_machine(archive, settings)
             for number, mounted in enumerate(subjects, start=1):
                 _add_mount(archive, f"mount-{number}", mounted)
-    except BaseException:
+    except BaseException as error:
         path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of the archive itself
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import tarfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from fusefs.diagnosis.redaction import Names, Secrets
 from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch import registry
 from fusefs.launch.control import CommandError
+from fusefs.settings.mount import RawValue, build
 
 
 def archived(path: Path) -> dict[str, str]:
@@ -70,3 +72,17 @@ def test_a_mount_that_ends_meanwhile_leaves_the_others(monkeypatch: pytest.Monke
     monkeypatch.setattr(registry, "all_mounts", lambda: registrations)
     monkeypatch.setattr(subject, "find", find)
     assert [str(one.mountpoint) for one in subject.find_all()] == ["/mnt/there"]
+
+
+def test_an_archive_that_finds_no_room_is_named_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(report, "_add_machine", fail)
+    monkeypatch.setattr(subject, "find_all", list)
+    settings = build({"source": RawValue("s3://b-1", ""), "mountpoint": RawValue("/x", "")})
+    with pytest.raises(OSError, match=r"No space left on device: .*a\.tar\.gz"):
+        report.write(tmp_path / "a.tar.gz", None, settings, redacts=False)
+    assert not list(tmp_path.iterdir())
