@@ -22,6 +22,7 @@ from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity.damage import is_damage
 from fusefs.cache.quota import Quota
+from fusefs.linux.clock import steady_time
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -147,7 +148,8 @@ class CatalogWriter:
                 for change in changes:
                     change()
                 if retaining:
-                    released.update(self._catalog.retain(self._identity, retaining, time.time()))
+                    replaced = self._catalog.retain(self._identity, retaining, steady_time())
+                    released.update(replaced)
                 accepted, total = (
                     self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
                 )

@@ -51,6 +51,7 @@ from fusefs.cache.integrity.verify import Integrity
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.retention import Retention
+from fusefs.linux.clock import steady_time
 from fusefs.store.interface import ObjectVersion
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.stalls import WaitCause, stage
@@ -197,7 +198,7 @@ class FileCache:
             if file.is_kept:
                 self._files.setdefault(file.name, file)
         file.pins += 1
-        file.used_at = time.time()
+        file.used_at = steady_time()
         self._catalog_writer.used(file)
 
     def opened(self, file: CacheFile) -> None:
@@ -214,6 +215,7 @@ class FileCache:
         file.pins -= 1
         if file.pins:
             return
+        file.used_at = steady_time()  # it was in use until now
         if file.fd >= 0:
             os.close(file.fd)
             file.fd = -1

@@ -46,6 +46,7 @@ from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard, is_
 from fusefs.daemon.takeover import Handover, state_directory
 from fusefs.launch.control import ControlError
 from fusefs.linux import files
+from fusefs.linux.clock import steady_time
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.settings.mount import MountSettings
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -295,7 +296,7 @@ class CacheWarmer:
             self._nursery = nursery
             if handover is not None and not handover.is_fresh:
                 for spec, since in await trio.to_thread.run_sync(self._read):
-                    self._begin(WarmJob(spec, since))
+                    self._begin(WarmJob(spec, min(since, steady_time())))
             await trio.to_thread.run_sync(self._remove_lists)
             await self._write()
             self._has_begun.set()
@@ -312,7 +313,7 @@ class CacheWarmer:
             raise ControlError("the list is incomplete, for the daemon was replaced; try again")
         job = self._jobs.get(spec.id)
         if job is None or job.is_ending:
-            job = WarmJob(spec, time.time())
+            job = WarmJob(spec, steady_time())
             self._begin(job)
         await self._write()
         return job

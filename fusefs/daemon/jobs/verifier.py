@@ -9,7 +9,6 @@ What is not in the bucket yet is compared as well, and kept even if it differs.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import trio
 
 from fusefs.cache.downloader import PART, Fetcher, NotKeptError
 from fusefs.cache.file_cache import FileCache
+from fusefs.linux.clock import steady_time
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import staged_sums
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -181,6 +181,6 @@ class Verifier:
         try:
             for start, stop in ranges:
                 for at in range(start, stop, PART):
-                    await self._fetcher.fill(file, at, min(at + PART, stop), time.time())
+                    await self._fetcher.fill(file, at, min(at + PART, stop), steady_time())
         finally:
             self._cache.unpin(file)

@@ -15,6 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.disk import Disk
 from fusefs.cache.downloader import NotKeptError
+from fusefs.linux.clock import steady_time
 from tests.support.local_cache import Parts, cache_in, version
 from tests.support.machine.disks import small_disk
 from tests.support.semantics import states
@@ -284,6 +285,17 @@ async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> Non
         await parts.quiet()
         assert parts.quota.reserved == 0
     assert worst <= limit
+
+
+async def test_what_was_closed_since_a_job_began_is_not_evicted_for_it(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=2 * MIB) as parts:
+        held = parts.cache.pin(version("open before", MIB))
+        await parts.fetcher.wait_for(held, 0, MIB)
+        began = steady_time()
+        parts.cache.unpin(held)
+        await parts.fetch(version("a", MIB))
+        assert not await parts.evictor.reserve(MIB, keep_used_since=began)
+        assert held.is_complete
 
 
 async def test_a_reader_that_joins_a_job_has_the_room_of_a_reader(tmp_path: Path) -> None:

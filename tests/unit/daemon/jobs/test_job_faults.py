@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,6 +24,7 @@ from fusefs.settings.mount import MountSettings, MountSource
 from tests.support.local_cache import Bucket, cache_in, info
 from tests.support.waiting import eventually
 
+NO_ATTRIBUTES = cast(Any, SimpleNamespace(lacks_version=lambda _info: False))
 FRESH = cast(Any, SimpleNamespace(is_fresh=True))
 
 
@@ -82,6 +84,31 @@ async def test_a_fault_ends_a_warm_job_and_not_each_daemon_that_finds_it_on_reco
             await job.ended.wait()
             assert "fault" in (job.error or "")
             await eventually(lambda: warmer._record.read_text() == "[]")
+            nursery.cancel_scope.cancel()
+
+
+async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["dir/a", "dir/b"]
+    bucket = WideBucket(keys)
+    settings = MountSettings(
+        source=MountSource("bucket"), mountpoint=tmp_path / "mnt", cache_dir=tmp_path
+    )
+    async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
+        store = cast(Any, bucket)
+        warmer = CacheWarmer(store, parts.cache, parts.fetcher, settings, Selector(store, ""))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(warmer.run, FRESH, NO_ATTRIBUTES)
+            bucket.hold()
+            job = await warmer.start(JobSpec("dir", is_pinned=True))
+            now = time.time()
+            monkeypatch.setattr(time, "time", lambda: now - 100)
+            bucket.let_go()
+            await job.ended.wait()
+            assert (job.error, job.done_files) == (None, 2)
+            names = {parts.cache.name_of(info(key).version) for key in keys}
+            assert parts.cache._catalog.retained() == names
             nursery.cancel_scope.cancel()
 
 

@@ -1,0 +1,19 @@
+"""Time since the epoch that goes on evenly while a process lives.
+
+A machine's clock is set back when it has been wrong: shortly after a boot, or when a virtual
+machine goes on elsewhere. What was noted before would then seem to be later than what follows.
+"""
+
+from __future__ import annotations
+
+import time
+
+_epoch: float | None = None
+
+
+def steady_time() -> float:
+    """Seconds since the epoch, by what the clock showed at the first call of this process."""
+    global _epoch
+    if _epoch is None:
+        _epoch = time.time() - time.monotonic()
+    return _epoch + time.monotonic()
