@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -13,8 +14,7 @@ import pytest
 from fusefs.fsspec import FusefsFileSystem
 from fusefs.fsspec.filesystem import UncommittedFile
 from tests.support import sharing
-from tests.support.mounting import Mounter
-from tests.support.servers.buckets import Bucket, keys, new_bucket
+from tests.support.servers.buckets import new_bucket
 from tests.support.servers.s3_server import S3Server
 
 
@@ -171,12 +171,25 @@ def test_file_that_is_missing_makes_no_directory(place: tuple[str, Path]) -> Non
     assert not (path / "never").exists()
 
 
-def test_move_that_the_mount_refuses_leaves_no_copy(mounter: Mounter, bucket: Bucket) -> None:
-    bucket.put("run/a", b"1")
-    mount = mounter("--no-read-only", "--no-delete")
+def test_move_that_the_mount_refuses_copies_nothing(
+    place: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, path = place
+    (path / "moved").mkdir()
+    (path / "moved/a").write_bytes(b"1")
     fs = FusefsFileSystem()
-    for source, target in (("run/a", "b"), ("run", "moved")):
-        with pytest.raises(PermissionError):
-            fs.mv(f"{bucket.name}/{source}", f"{bucket.name}/{target}")
-        assert not (mount.path / target).exists()
-    assert [key for key in keys(bucket) if not key.endswith("/")] == ["run/a"]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "S3 does not answer")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    for source, target in (("moved/a", "b"), ("moved", "elsewhere")):
+        with pytest.raises(OSError, match="S3 does not answer"):
+            fs.mv(f"{name}/{source}", f"{name}/{target}")
+        assert not (path / target).exists()
+    assert (path / "moved/a").read_bytes() == b"1"
+    monkeypatch.undo()
+    fs.mv(f"{name}/moved/a", f"{name}/moved/b")
+    fs.mkdir(f"{name}/into")
+    fs.mv(f"{name}/moved", f"{name}/into")
+    assert (path / "into/moved/b").read_bytes() == b"1"
