@@ -344,7 +344,7 @@ def test_what_a_late_request_has_undone_is_not_lost_by_a_rename(
         "--session",
         "kernel",
         "--late-request-checks",
-        "3s,4s,5s,20s",
+        "6s,7s,8s,30s",
         "--conditional-writes",
         "off",
         *WRITABLE,

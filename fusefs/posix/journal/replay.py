@@ -90,7 +90,10 @@ class KernelState:
             next_id, next_fh, self.mounted_ns = TABLE.unpack(payload)
             self.next_id, self.next_fh = max(self.next_id, next_id), max(self.next_fh, next_fh)
         elif kind == SUPERSEDED_TYPE:
-            self.superseded.add(ID.unpack(payload)[0])
+            (nodeid,) = ID.unpack(payload)
+            self.superseded.add(nodeid)
+            # The kernel may never have got it; another node of this number is not superseded.
+            self.next_id = max(self.next_id, nodeid + 1)
         elif kind == MARK_TYPE:
             self._apply_mark(payload)
         elif kind == BEGUN_TYPE:

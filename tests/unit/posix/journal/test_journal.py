@@ -317,6 +317,15 @@ def test_a_mount_without_a_log_gets_none_of_another_mount(tmp_path: Path) -> Non
     young.close(remove=False)
 
 
+def test_the_number_of_a_node_that_is_superseded_alone_is_not_used_again(tmp_path: Path) -> None:
+    """As one has that was listed, and that the kernel did not get to know."""
+    log = Journal(tmp_path / "journal")
+    log.table(20, 1, 1)
+    log.superseded(30)
+    log.close(remove=False)
+    assert replay(tmp_path / "journal").state.next_id == 31
+
+
 def test_a_log_that_an_earlier_version_has_rewritten_is_found(tmp_path: Path) -> None:
     """It knows the plain name alone."""
     log = Journal(*journal.names(tmp_path, 52))
