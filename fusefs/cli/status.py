@@ -92,4 +92,9 @@ def as_text(status: Mapping[str, Any]) -> str:
     """A status as a block of lines for people."""
     if "not_answering" in status:
         return status_report.render_silent(status)
-    return status_report.render(status)
+    try:
+        return status_report.render(status)
+    except control.MALFORMED as error:
+        why = f"its status can't be read: {type(error).__name__}: {error}; fusefs upgrade"
+        known = {name: status.get(name) for name in ("mountpoint", "source")}
+        return status_report.render_silent({**known, "not_answering": why})

@@ -7,6 +7,7 @@ from typing import Any
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.diagnosis.subject import MountSubject
+from fusefs.launch.control import MALFORMED
 from fusefs.settings.display import human_duration, human_size
 
 # An upload that has waited for this long has been tried again several times.
@@ -16,6 +17,17 @@ MANY_WAITING = 1000
 
 def check(subject: MountSubject) -> Iterator[Finding]:
     """Everything that the status of one mount shows."""
+    try:
+        yield from _check(subject)
+    except MALFORMED as error:
+        yield problem(
+            "daemon",
+            f"its status can't be read: {type(error).__name__}: {error}",
+            "have a daemon of this version serve the mount: fusefs upgrade",
+        )
+
+
+def _check(subject: MountSubject) -> Iterator[Finding]:
     status = subject.status
     if status is None:
         yield problem(

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.launch import control, registry
+from fusefs.launch.control import MALFORMED as MALFORMED
 from fusefs.launch.control import ControlError, NotAnsweringError
 
 # Prometheus waits for 10 s by default. A daemon answers within milliseconds.
 TIMEOUT_S = 2.0
-# What reading metrics of another form, or numbers out of range, raises.
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # For the thread to end, after its time-out.
 MARGIN_S = 0.5
 

@@ -15,6 +15,7 @@ from typing import Any
 from fusefs.keeper.exchange import ControlError, NotAnsweringError, exchange, peer
 
 __all__ = [
+    "MALFORMED",
     "CommandError",
     "ControlError",
     "Message",
@@ -25,6 +26,9 @@ __all__ = [
 ]
 
 Message = dict[str, Any]
+# What reading an answer of another form, or numbers out of range, raises. Daemons of another
+# version answer in theirs, and none is trusted by root's commands.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 class CommandError(Exception):

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from fusefs.cli import status as overview
 from fusefs.cli import status_report
 from fusefs.diagnosis import findings, mounted
+from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch import registry
 from fusefs.linux import mountinfo
 from tests.support.commands import MOUNTINFO, run
@@ -244,6 +246,17 @@ def test_what_is_written_and_renamed_is_shown_with_its_age() -> None:
     assert "1 file, 1.0 MiB, not in the bucket yet" in text
     assert "pending     a: failed, 1.0 MiB, for 1 min 5 s (no answer)" in text
     assert "old/ to new/: copying, 1,200 of 10,000 copied, 0 deleted, for 7" in text
+
+
+@pytest.mark.parametrize(
+    "part", [{"cluster_cache": {"place": "s3://x"}}, {"cache": 5}, {"stalls": {"shares": []}}]
+)
+def test_a_status_of_another_form_concerns_its_mount_alone(part: dict[str, Any]) -> None:
+    text = overview.as_text({**STATUS, **part})
+    assert text.startswith("/mnt/data\n  source      s3://bucket/\n")
+    assert "its status can't be read: " in text
+    subject = MountSubject(Path("/mnt/data"), "s3://bucket/", status={**STATUS, "cache": 5})
+    assert "its status can't be read: " in [*mounted.check(subject)][-1].text
 
 
 def test_upgrades_are_no_restarts_after_a_death() -> None:
