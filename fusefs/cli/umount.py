@@ -35,6 +35,7 @@ def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
     registration = registry.registration_of(mountpoint)
     if mount is None or not mount.is_fusefs:
         raise CommandError(f"{mountpoint} is not a mount of fusefs")
+    os.chdir("/")  # this process is not to be what keeps it busy
     if is_forced:
         _end_by_force(mount, registration)
     else:
