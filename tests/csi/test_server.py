@@ -29,6 +29,7 @@ from fusefs.store import errors as store_errors
 from fusefs.store import unreachable
 from tests.support.csi.calls import DEADLINE_S, Driver, mount_capability, refusal, serving
 from tests.support.servers.s3_server import SECRET_KEY, S3Server
+from tests.support.waiting import until
 
 Code = grpc.StatusCode
 TOKENS = "csi.storage.k8s.io/serviceAccount.tokens"
@@ -344,6 +345,42 @@ def test_the_command_serves_until_it_is_terminated(short: Path, s3: S3Server) ->
     assert "CreateVolume pvc-1" in log
     assert SECRET_KEY not in log
     assert "the-session-token" not in log
+
+
+def test_the_command_ends_though_a_call_goes_on(short: Path) -> None:
+    program = """
+import sys
+from csi import main, server
+server.Server.stop.__defaults__ = (0.0,)  # no time for calls to end
+sys.exit(main.main())
+"""
+    path, stores = short / "csi.sock", short / "stores.toml"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        stores.write_text(f'[stores.silent]\nendpoint-url = "{url}"\n')
+        arguments = ["controller", "--endpoint", f"unix://{path}", "--stores", str(stores)]
+        process = subprocess.Popen([sys.executable, "-c", program, *arguments])
+        try:
+            until(path.exists, "it listens")
+            driver = Driver(path)
+            request = csi_pb2.CreateVolumeRequest(
+                name="pvc-1",
+                volume_capabilities=[mount_capability()],
+                parameters={"store": "silent", "bucket": "bucket"},
+                secrets={"accessKeyId": "id", "secretAccessKey": SECRET_KEY},
+            )
+            call = driver.controller.CreateVolume.future(
+                request, timeout=DEADLINE_S, wait_for_ready=True
+            )
+            asking, _ = silent.accept()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 0
+            asking.close()
+            call.cancel()
+            driver.close()
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize(
