@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -316,8 +315,11 @@ class CredentialFiles:
 
     def remove(self, mount: str) -> None:
         """Remove a mount's files, also those of a newer driver. They may be gone already."""
+        directory = self._directory / mount
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._directory / mount)
+            for name in os.listdir(directory):
+                (directory / name).unlink(missing_ok=True)
+            directory.rmdir()
 
 
 def _as_profile(keys: Keys) -> str:

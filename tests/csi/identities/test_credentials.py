@@ -156,8 +156,7 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
 def test_files_of_a_newer_driver_go_with_their_mount(tmp_path: Path) -> None:
     files = CredentialFiles(tmp_path / "files")
     files.store("mount", chosen(KEYS), 12345)
-    (tmp_path / "files/mount/unknown").mkdir()
-    (tmp_path / "files/mount/unknown/file").write_text("later")
+    (tmp_path / "files/mount/unknown").write_text("later")
     for _ in range(2):
         files.remove("mount")
     assert list((tmp_path / "files").iterdir()) == []
