@@ -507,19 +507,18 @@ class FileCache:
         """
         await trio.to_thread.run_sync(self.retention.add, keys, limiter=self._threads)
 
-    async def remove_pins(self, keys: Sequence[str]) -> None:
-        """Let the files of these pins be evicted, but for those that another pin covers.
-
-        Not cancelled halfway: files without a pin would stay retained.
+    async def remove_pins(self, keys: Sequence[str], path: str) -> None:
+        """Let the files of these pins, and at `path`, be evicted, but for those of other pins.
 
         Raises:
-            OSError: the record of the pins can't be written.
+            OSError: the disk does not take it; the next call goes on, also without pins.
         """
-        with trio.CancelScope(shield=True):
+        with trio.CancelScope(shield=True):  # else files without a pin would stay retained
             await trio.to_thread.run_sync(self.retention.remove, keys, limiter=self._threads)
             await self.record()
-            for key in keys:
-                await self._release(key, self.retention.covers)
+            for key in {path, *keys}:
+                if not await self._release(key, self.retention.covers):
+                    raise OSError(errno.EIO, "the catalog of the cache can't be written")
 
     async def release_unused(self, key: str, before: float) -> None:
         """Let those files below a pin be evicted that were last retained before this time.
@@ -551,11 +550,12 @@ class FileCache:
 
     async def _release(
         self, key: str, but: Callable[[str], bool], before: float = math.inf
-    ) -> None:
+    ) -> bool:
         released = await self._catalog_writer.in_catalog(
             self._catalog.release, self._identity, key, but, before
         )
         self._released(released or set())
+        return released is not None
 
     def _released(self, names: set[str]) -> None:
         for name in names:

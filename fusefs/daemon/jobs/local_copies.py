@@ -129,12 +129,12 @@ class LocalCopies:
             OSError: the record can't be written.
         """
         await self._cache.refresh_pins()
-        pins = self._pins_within(self._key(path))
+        key = self._key(path)
+        pins = self._pins_within(key)
         if not pins and is_pattern(path):
             within = self._pins_within(self._key(""))
             pins = [pin for pin in within if matches(path, self._shown(pin))]
-        if pins:
-            await self._cache.remove_pins(pins)
+        await self._cache.remove_pins(pins, key)
         return [self._shown(pin) for pin in pins]
 
     async def pins_above(self, path: str) -> list[str]:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
+import pytest
+import trio
+
+from fusefs.cache import catalog_writer
 from fusefs.cache.retention import RECORD, Retention, covers
+from fusefs.daemon.jobs.local_copies import LocalCopies
+from fusefs.daemon.jobs.selection import Selector
 from fusefs.store.interface import ObjectVersion
 from tests.support.local_cache import Parts, cache_in, version
 
@@ -41,7 +48,30 @@ async def test_a_pinned_file_is_not_evicted_until_it_is_unpinned(tmp_path: Path)
         await fill(parts, "ab")
         await empty(parts)
         assert kept(parts, "ab") == "a"
-        await parts.cache.remove_pins(["a"])
+        await parts.cache.remove_pins(["a"], "a")
+        await empty(parts)
+        assert kept(parts, "a") == ""
+
+
+async def test_an_unpin_that_the_catalog_did_not_take_fails_and_can_be_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with cache_in(tmp_path, limit=4 * MIB) as parts, trio.open_nursery() as nursery:
+        await parts.cache.add_pins(["a"])
+        await fill(parts, "a")
+        bucket = parts.bucket
+        copies = LocalCopies(
+            parts.cache, parts.evictor, Selector(bucket, ""), "", nursery, lambda _key: (0, 0)
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(parts.cache._catalog, "release", full)
+            patch.setattr(catalog_writer, "is_damage", lambda _error: False)
+            with pytest.raises(OSError, match="can't be written"):
+                await copies.unpin("a")
+        await copies.unpin("a")
         await empty(parts)
         assert kept(parts, "a") == ""
 
@@ -71,7 +101,7 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
         assert parts.cache.name_of(version("a", MIB)) in names
         assert parts.cache.name_of(version("b", MIB)) not in names
         # And once it is unpinned, it does.
-        await parts.cache.remove_pins(["a"])
+        await parts.cache.remove_pins(["a"], "a")
         await others.cache.learn()
         await empty(others)
         names = {file.name for file in others.cache.files()}
@@ -93,7 +123,7 @@ async def test_what_another_pin_covers_stays_retained(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=4 * MIB) as parts:
         await parts.cache.add_pins(["", "a"])
         await fill(parts, "ab")
-        await parts.cache.remove_pins([""])
+        await parts.cache.remove_pins([""], "")
         await empty(parts)
         assert kept(parts, "ab") == "a"
 
