@@ -19,7 +19,7 @@ from fusefs.launch.early_keeper import EarlyKeeper
 from fusefs.launch.mount_requests import keeper_request
 from fusefs.settings.display import shown
 from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, build
-from fusefs.settings.sources import CONFIG_VARIABLE, from_config, from_environment
+from fusefs.settings.sources import CONFIG_VARIABLE, from_config, from_environment, mistyped
 
 # A keeper answers at once, but for a machine that is busy.
 SETTINGS_TIMEOUT_S = 15.0
@@ -39,7 +39,7 @@ def mount(
     if launcher.resume(chosen):
         return 0
     preflight.check(chosen)
-    for warning in preflight.warnings():
+    for warning in [*mistyped(os.environ), *preflight.warnings()]:
         warn(f"warning: {warning}")
     with _signals_interrupt():
         if chosen.foreground:

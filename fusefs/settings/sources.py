@@ -6,7 +6,7 @@ mount.py declares the settings and reads their texts.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fusefs.settings.arguments import did_you_mean
@@ -15,6 +15,11 @@ from fusefs.settings.types import SWITCH, Setting, plain_number
 
 # Names the TOML file where no option does.
 CONFIG_VARIABLE = "FUSEFS_CONFIG"
+_PREFIX = "FUSEFS_"
+# With the prefix, which all have in common: a letter or two.
+_NEAR = 0.9
+# What is read elsewhere.
+_OTHERS = (CONFIG_VARIABLE, "FUSEFS_RUNTIME_DIRECTORY", "FUSEFS_FALLBACK", "FUSEFS_MOUNTS")
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
@@ -24,6 +29,17 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
         for setting in SETTINGS
         if environment.get(setting.variable)
     }
+
+
+def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each variable that is much like a setting's, which would be lost unnoticed."""
+    variables = [setting.variable for setting in SETTINGS]
+    for name in sorted(environment):
+        if name.startswith(_PREFIX) and name not in variables and name not in _OTHERS:
+            import difflib  # for mistakes alone
+
+            for near in difflib.get_close_matches(name, variables, n=1, cutoff=_NEAR):
+                yield f"{name} is no setting, and ignored; did you mean {near}?"
 
 
 def from_config(path: Path) -> Layer:

@@ -22,7 +22,7 @@ from fusefs.settings.mount import (
     SettingsError,
     build,
 )
-from fusefs.settings.sources import from_config, from_environment
+from fusefs.settings.sources import from_config, from_environment, mistyped
 from fusefs.settings.types import (
     GIB,
     MIB,
@@ -344,6 +344,22 @@ def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
     shown = dict(zip(sections[::2], sections[1::2], strict=True))
     for setting in SETTINGS:
         assert re.search(rf"^  {setting.flag}\b", shown[setting.group], re.MULTILINE), setting.name
+
+
+def test_a_mistyped_variable_is_named_with_a_guess() -> None:
+    environment = {
+        "FUSEFS_CACHE_SIZ": "1GiB",
+        "FUSEFS_READONLY": "true",
+        "FUSEFS_CACHE_DIR": "/x",
+        "FUSEFS_CONFIG": "/y",
+        "FUSEFS_MOUNTS": "/z",
+        "FUSEFS_SOMETHING_ELSE": "1",
+        "CACHE_SIZ": "1",
+    }
+    assert list(mistyped(environment)) == [
+        "FUSEFS_CACHE_SIZ is no setting, and ignored; did you mean FUSEFS_CACHE_SIZE?",
+        "FUSEFS_READONLY is no setting, and ignored; did you mean FUSEFS_READ_ONLY?",
+    ]
 
 
 def test_an_empty_variable_is_unset() -> None:
