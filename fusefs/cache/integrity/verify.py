@@ -176,6 +176,11 @@ class Integrity:
         finally:
             file.close()
 
+    async def is_on_disk(self, file: CacheFile) -> bool:
+        """Whether a file is still there: another mount may have evicted it."""
+        place = (file.name, file.generation, file.st_ino)
+        return await trio.to_thread.run_sync(self._disk.has_inode, *place, limiter=self._threads)
+
     async def copy(self, file: CacheFile, target: int, start: int, stop: int) -> bool:
         """Copy the bytes [start, stop) of a file that is pinned and open, if they are right.
 

@@ -515,6 +515,8 @@ class CacheWarmer:
             nursery.start_soon(self._learn, info)
         known = self._cache.find(info.version)
         is_there = known is not None and known.is_complete and not known.is_opening
+        if known is not None and is_there and info.size and self._cache.has_neighbours:
+            is_there = await self._cache.integrity.is_on_disk(known)
         if not info.size or is_there:
             file = self._cache.pin(info.version)  # counts as a use
             self._retain(job, file)

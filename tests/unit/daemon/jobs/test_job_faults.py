@@ -21,7 +21,7 @@ from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode import Inode, StagedFile
 from fusefs.posix.write import staged_sums
 from fusefs.settings.mount import MountSettings, MountSource
-from tests.support.local_cache import Bucket, cache_in, info
+from tests.support.local_cache import Bucket, Parts, cache_in, info
 from tests.support.waiting import eventually
 
 NO_ATTRIBUTES = cast(Any, SimpleNamespace(lacks_version=lambda _info: False))
@@ -31,6 +31,14 @@ FRESH = cast(Any, SimpleNamespace(is_fresh=True))
 class WideBucket(Bucket):
     def counters(self) -> dict[str, int]:
         return {"connections": 8}
+
+
+def warmer_of(parts: Parts, directory: Path) -> CacheWarmer:
+    settings = MountSettings(
+        source=MountSource("bucket"), mountpoint=directory / "mnt", cache_dir=directory
+    )
+    store = cast(Any, parts.bucket)
+    return CacheWarmer(store, parts.cache, parts.fetcher, settings, Selector(store, ""))
 
 
 def faulty(what: str, _key: str) -> None:
@@ -72,12 +80,8 @@ async def test_a_fault_ends_a_warm_job_and_not_each_daemon_that_finds_it_on_reco
 ) -> None:
     bucket = WideBucket(["a"])
     bucket.before = faulty
-    settings = MountSettings(
-        source=MountSource("bucket"), mountpoint=tmp_path / "mnt", cache_dir=tmp_path
-    )
     async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
-        store = cast(Any, bucket)
-        warmer = CacheWarmer(store, parts.cache, parts.fetcher, settings, Selector(store, ""))
+        warmer = warmer_of(parts, tmp_path)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(warmer.run, FRESH, None)
             job = await warmer.start(JobSpec("a"))
@@ -92,12 +96,8 @@ async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
 ) -> None:
     keys = ["dir/a", "dir/b"]
     bucket = WideBucket(keys)
-    settings = MountSettings(
-        source=MountSource("bucket"), mountpoint=tmp_path / "mnt", cache_dir=tmp_path
-    )
     async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
-        store = cast(Any, bucket)
-        warmer = CacheWarmer(store, parts.cache, parts.fetcher, settings, Selector(store, ""))
+        warmer = warmer_of(parts, tmp_path)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(warmer.run, FRESH, NO_ATTRIBUTES)
             bucket.hold()
@@ -109,6 +109,29 @@ async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
             assert (job.error, job.done_files) == (None, 2)
             names = {parts.cache.name_of(info(key).version) for key in keys}
             assert parts.cache._catalog.retained() == names
+            nursery.cancel_scope.cancel()
+
+
+async def test_what_another_mount_has_evicted_is_fetched_again(tmp_path: Path) -> None:
+    keys = ["dir/a", "dir/b"]
+    bucket = WideBucket(keys)
+    directory = tmp_path / "cache"
+    async with cache_in(directory, bucket=bucket) as parts, cache_in(directory) as other:
+        for key in keys:
+            await parts.fetch(info(key).version)
+        await parts.cache.record()
+        await other.cache.learn()
+        file = other.cache.find(info("dir/a").version)
+        assert file is not None
+        assert await other.evictor.drop(file)
+        await parts.cache.record()
+        bucket.requested.clear()
+        async with trio.open_nursery() as nursery:
+            warmer = warmer_of(parts, tmp_path)
+            nursery.start_soon(warmer.run, FRESH, NO_ATTRIBUTES)
+            job = await warmer.start(JobSpec("dir"))
+            await job.ended.wait()
+            assert (job.done_files, job.fetched, bucket.requested) == (2, 1, [("dir/a", 0, 1)])
             nursery.cancel_scope.cancel()
 
 
