@@ -109,7 +109,10 @@ class Changes(Naming):
                 await self._rename_directory(parent, name, to, new_name, target)
             elif target is not None:
                 is_new = bool(flags & RENAME_NOREPLACE) and not is_repeated
-                await self._rename_file(parent, name, to, new_name, entry, target, is_strict=is_new)
+                replaced = self._replaced(to, new_name, is_repeated=is_repeated)
+                await self._rename_file(
+                    parent, name, to, new_name, entry, target, replaced, is_strict=is_new
+                )
 
     async def _finish_others(
         self, parent: Inode, name: str, to: Inode, new_name: str, *, is_repeated: bool
@@ -160,6 +163,18 @@ class Changes(Naming):
         self._directories.correct(self._directories.get(prefix), name, None)
         raise OSError(errno.EEXIST, name)
 
+    def _replaced(self, to: Inode, name: str, *, is_repeated: bool) -> Inode | None:
+        """The node whose name a file is about to get.
+
+        A process that has died over this may have put it on record as removed, and not its file.
+        """
+        if is_repeated:
+            key = self._inodes.key(to) + name
+            for staged in self._writer.staging:
+                if staged.key == key and not staged.is_unlinked:
+                    return staged.inode
+        return self._current(to, name)
+
     async def _rename_file(
         self,
         parent: Inode,
@@ -168,15 +183,17 @@ class Changes(Naming):
         new_name: str,
         entry: ObjectInfo | Absent,
         target: ObjectInfo | Absent,
+        replaced: Inode | None,
         *,
         is_strict: bool,
     ) -> None:
-        """Rename a file; `entry` is ABSENT if nothing is left to be done in the bucket.
+        """Rename a file over the one of the node `replaced`, if there is one.
 
-        With `is_strict` nothing is replaced, whoever may have made it.
+        `entry` is ABSENT if nothing is left to be done in the bucket. With `is_strict`
+        nothing is replaced, whoever may have made it.
         """
         old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
-        inode, replaced = self._current(parent, name), self._current(to, new_name)
+        inode = self._current(parent, name)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._writer.not_staged(inode, replaced))
             described = await stack.enter_async_context(self._writer.deferred.taken(old_key))

@@ -137,6 +137,14 @@ CASES = {
         listing={"": ["b"]},
         new="a",
     ),
+    "rename of a new file over a file that is changed": Case(
+        {"b": b"b"},
+        lambda process, unique: process.rename("a", "b", unique=unique),
+        {"b": b"new"},
+        listing={"": ["b"]},
+        open="b",
+        new="a",
+    ),
     "rename of a directory": Case(
         {"d/a": b"a", "d/b": b"bb", "d/s/": b""},
         lambda process, unique: process.rename("d", "e", unique=unique),
@@ -185,7 +193,7 @@ async def test_a_request_that_comes_again_is_answered_as_the_first_time(
 
 
 async def check(case: Case, mount: MortalMount, process: Process, handles: list[int]) -> None:
-    for fh in handles:
+    for fh in reversed(handles):  # what was replaced is closed last
         await process.close(fh)
     assert mount.store.contents() == case.after
     for path, names in case.listing.items():
