@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import trio
 
 from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.store.interface import ObjectVersion
+from fusefs.store.s3.clients import Clients
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
@@ -115,6 +118,39 @@ async def test_a_source_of_keys_that_has_none_for_a_moment_is_waited_for(
         await eventually(lambda: store.requester.source.clients is None)
         await eventually(lambda: store.counters()["retries"] > 1)
         credentials.write_text(PROFILE.format(ACCESS_KEY, SECRET_KEY))
+
+
+async def test_a_request_that_is_cancelled_does_not_wait_for_who_gives_out_credentials(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_silent, may_answer = threading.Event(), threading.Event()
+
+    def find(self: Clients) -> None:
+        is_silent.set()
+        may_answer.wait(10)
+
+    monkeypatch.setattr(Clients, "_find_credentials", find)
+    async with opened(shared, faulty) as store, trio.open_nursery() as nursery:
+        nursery.start_soon(store.head, "body")
+        await eventually(is_silent.is_set)
+        nursery.cancel_scope.cancel()
+    assert not may_answer.is_set()
+    may_answer.set()
+
+
+async def test_a_silent_token_service_is_not_waited_for_longer_than_s3(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("token")
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/reader")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        async with opened(shared, faulty, retry_time_s=0.1, read_timeout_s=0.1) as store:
+            with pytest.raises(StoreError, match="no answer"):
+                await store.list_page("")
 
 
 @pytest.mark.parametrize("listed", ['"1"', 'W/"1"'])

@@ -188,6 +188,55 @@ class Attempt:
                 await self._local_ended.wait()
 
 
+class _Call:
+    """One call of a `SharedCall`, and why it failed."""
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        self.failure: Failure | None = None
+
+
+class SharedCall(Generic[T]):
+    """A call in a thread for all that want its result. Belongs to the event loop.
+
+    Who is cancelled does not wait for the thread, and the call goes on: `accept` gets what
+    comes of it in any case.
+    """
+
+    def __init__(self, accept: Callable[[T], None]) -> None:
+        self._accept = accept
+        self._call: _Call | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._call is not None
+
+    async def wait(self, work: Callable[[], T]) -> None:
+        """Wait for the end of the call that is under way, or else of one of `work`.
+
+        Raises:
+            AttemptError: it failed.
+        """
+        call = self._call
+        if call is None:
+            call = self._call = _Call()
+            trio.lowlevel.spawn_system_task(self._run, call, Attempt().guarded(work))
+        await call.ended.wait()
+        if call.failure is not None:
+            raise AttemptError(call.failure)
+
+    async def _run(self, call: _Call, work: Callable[[], T]) -> None:
+        try:
+            self._accept(await trio.to_thread.run_sync(work, abandon_on_cancel=True))
+        except AttemptError as error:
+            call.failure = error.failure
+        except RuntimeError as error:  # the system starts no thread
+            call.failure = Failure(StoreError, f"no thread for S3: {error}", is_retryable=True)
+        finally:
+            self._call = None
+            call.ended.set()
+
+
 class Progress(Protocol):
     """What a request achieves over several attempts."""
 

@@ -13,10 +13,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
-
-import trio
 
 from fusefs.settings.types import ConditionalWrites
 from fusefs.store import many_deletes
@@ -25,7 +24,7 @@ from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, 
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.client import Direct, unsigned_body
 from fusefs.store.http.pool import Network
-from fusefs.store.http.threads import Attempt
+from fusefs.store.http.threads import SharedCall
 from fusefs.store.s3 import list_parser, plain
 from fusefs.store.s3.list import Lister
 from fusefs.store.s3.plain import DEFAULT_REGION, LazyClient
@@ -188,7 +187,7 @@ class Clients:
     def _sessions(self) -> tuple[BotocoreSession, boto3.Session]:
         """botocore's session and boto3's above it, which are made if need be."""
         if self._core is None or self._session is None:
-            self._core = _core_session()
+            self._core = _core_session(self._settings)
             if self._settings.keys is not None:
                 self._core.set_credentials(*plain.EnvironmentKeys(self._settings.keys).frozen)
             self._session = self._session_over(self._core)
@@ -234,7 +233,8 @@ class Clients:
         """Whether boto3 would find other credentials now. Blocks, and may ask for them far away."""
         if isinstance(self._credentials, plain.EnvironmentKeys):
             return False  # the environment stays as it is
-        found, known = self._session_over(_core_session()).get_credentials(), self._credentials
+        session = self._session_over(_core_session(self._settings))
+        found, known = session.get_credentials(), self._credentials
         if found is None or known is None:
             return False
         return bool(found.get_frozen_credentials() != known.get_frozen_credentials())
@@ -492,7 +492,8 @@ class ClientSource:
         self.clients: Clients | None = None
         self.principal: str | None = None
         self._refusals = Refusals()
-        self._connecting = trio.Lock()
+        self._connecting = SharedCall(self._take)
+        self._looking = SharedCall(self._take_look)
         self._connected = 0.0
 
     @property
@@ -506,20 +507,21 @@ class ClientSource:
         Raises:
             AttemptError: there are no credentials, or they can't be used.
         """
-        async with self._connecting:
-            if self.clients is None:
-                connect = Attempt().guarded(lambda: Clients(self._settings, self._refusals))
-                try:
-                    self.clients = await trio.to_thread.run_sync(connect)
-                except AttemptError as error:
-                    if error.failure is NO_CREDENTIALS and self.principal is not None:
-                        # There were some: their source is silent or about to be rewritten.
-                        failure = replace(NO_CREDENTIALS, is_retryable=True)
-                        raise AttemptError(failure) from error
-                    raise
-                self.principal = self.principal or self.clients.principal
-                self._connected = time.monotonic()
-            return self.clients
+        while self.clients is None:
+            try:
+                await self._connecting.wait(lambda: Clients(self._settings, self._refusals))
+            except AttemptError as error:
+                if error.failure is NO_CREDENTIALS and self.principal is not None:
+                    # There were some: their source is silent or about to be rewritten.
+                    failure = replace(NO_CREDENTIALS, is_retryable=True)
+                    raise AttemptError(failure) from error
+                raise
+        return self.clients
+
+    def _take(self, clients: Clients) -> None:
+        self.clients = clients
+        self.principal = self.principal or clients.principal
+        self._connected = time.monotonic()
 
     def renew(self) -> None:
         """Have the next request look for credentials anew: these have expired."""
@@ -529,29 +531,38 @@ class ClientSource:
 
     async def has_renewed(self, used: Clients | None) -> bool:
         """Whether there are other credentials than those of a refused request; then use them."""
-        async with self._connecting:
-            current = self.clients
-            if used is not None and used is not current:
-                return True
+        current = self.clients
+        if used is not None and used is not current:
+            return True
+        if current is None:
+            return False
+        if not self._looking.is_under_way:
             now = time.monotonic()
-            if current is None or now - self._connected < RECONNECT_EVERY_S:
+            if now - self._connected < RECONNECT_EVERY_S:
                 return False
             self._connected = now
-            check = Attempt().guarded(current.has_other_credentials)
-            try:
-                if not await trio.to_thread.run_sync(check):
-                    return False
-            except AttemptError as error:
-                logger.info("no other credentials: %s", error)
-                return False
+        look = partial(_look_for_others, current)
+        try:
+            await self._looking.wait(look)
+        except AttemptError as error:
+            logger.info("no other credentials: %s", error)
+        return self.clients is not current
+
+    def _take_look(self, replaced: Clients | None) -> None:
+        """Use other credentials than those of these clients, if there are any."""
+        if replaced is not None and self.clients is replaced:
             self.clients = None
-            return True
 
     def close(self) -> None:
         """Give up the connections."""
         if self.clients is not None:
             self.clients.direct.close()
             self.clients.s3.close()
+
+
+def _look_for_others(clients: Clients) -> Clients | None:
+    """These clients if there are other credentials than theirs by now. Blocks."""
+    return clients if clients.has_other_credentials() else None
 
 
 # botocore's loader with what it has read of S3, while no session has it; see `prepare`.
@@ -584,11 +595,23 @@ def prepare() -> None:
     _loaders.append(core.get_component("data_loader"))
 
 
-def _core_session() -> BotocoreSession:
-    """botocore's session below one of boto3's, with the loader that was prepared, once."""
+def _core_session(settings: S3Settings) -> BotocoreSession:
+    """botocore's session below one of boto3's, with the loader that was prepared, once.
+
+    The clients that it makes by itself, of what gives out credentials, wait as long as those
+    of S3 do: botocore's own limit is five times a minute, and all requests wait for them.
+    """
+    from botocore.config import Config
     from botocore.session import get_session
 
     session = get_session()
+    session.set_default_client_config(
+        Config(
+            connect_timeout=settings.connect_timeout_s,
+            read_timeout=settings.read_timeout_s,
+            retries={"total_max_attempts": 3, "mode": "standard"},
+        )
+    )
     # A user with a directory of descriptions of his own gets a loader for that.
     if _loaders and "AWS_DATA_PATH" not in os.environ:
         session.register_component("data_loader", _loaders.pop())
