@@ -17,6 +17,7 @@ import hmac
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from fusefs.store.checksum import crc32
 from fusefs.store.interface import ObjectVersion
@@ -67,13 +68,13 @@ class Domain:
     """The blocks of one bucket's objects, as those name and check them who have a key.
 
     `key` is a secret that all nodes of the domain share; empty, anybody can write blocks that
-    pass.
+    pass. All blocks are below `prefix`, which is the same where key, endpoint and bucket are.
     """
 
     def __init__(self, endpoint: str, bucket: str, key: bytes) -> None:
         self._naming = hmac.digest(key, b"names", "sha256")
         self._tagging = hmac.digest(key, b"tags", "sha256")
-        self.prefix = f"v1/{self._hash(endpoint, bucket)[:16]}/"
+        self.prefix = f"v1/{self._hash(_plain(endpoint), bucket)[:16]}/"
 
     def block(self, version: ObjectVersion, position: int) -> Block:
         """The block that has a byte of a version."""
@@ -111,6 +112,14 @@ class Domain:
         text = b"".join(_NUMBER.pack(len(part)) + part for part in encoded)
         digest = hmac.new(self._naming, _FORMAT + text, hashlib.sha256).hexdigest()
         return digest[:40]
+
+
+def _plain(endpoint: str) -> str:
+    """An endpoint as it is written most simply: nodes that write it otherwise share blocks."""
+    scheme, host, path, _, _ = urlsplit(endpoint)
+    usual = {"http": ":80", "https": ":443"}.get(scheme, "")
+    host = host.lower().removesuffix(usual)
+    return f"{scheme}://{host}{path.rstrip('/')}" if endpoint else ""
 
 
 class FrameReader:

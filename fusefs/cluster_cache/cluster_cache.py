@@ -89,6 +89,7 @@ class ClusterCache:
         lookups, fills = self.tier.counted, self.filler.counted
         return {
             "place": str(self._place),
+            "blocks": self._domain.prefix,
             "is_signed": self._is_signed,
             "state": self.tier.state,
             "why": self.tier.why,

@@ -56,6 +56,21 @@ def test_any_range_is_read(start: int, size: int, chunk: int) -> None:
     assert found == CONTENT[start:stop]
 
 
+def test_an_endpoint_may_be_written_in_several_ways() -> None:
+    def prefix(endpoint: str, bucket: str = "bucket") -> str:
+        return Domain(endpoint, bucket, b"secret").prefix
+
+    for plain, *others in (
+        ("https://store", "https://Store", "https://store:443", "HTTPS://store/"),
+        ("http://store", "http://store:80", "http://STORE:80/"),
+        ("http://[::1]:8333", "http://[::1]:8333/"),
+    ):
+        assert {prefix(other) for other in others} == {prefix(plain)}
+    apart = ("", "http://store", "https://store", "http://store:443", "http://store/path")
+    assert len({prefix(endpoint) for endpoint in apart}) == len(apart)
+    assert prefix("", "other") != prefix("")
+
+
 @given(st.integers(0, len(STORED[1]) - 1), st.integers(1, 255))
 def test_a_flipped_byte_is_noticed(at: int, mask: int) -> None:
     data = bytearray(STORED[1])
