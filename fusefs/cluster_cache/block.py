@@ -176,6 +176,7 @@ class StoredBlock:
         self._domain = domain
         self._block = block
         self._data = memoryview(data)
+        self._is_released = False
         self._pieces = self._frames()
 
     def __len__(self) -> int:
@@ -184,6 +185,11 @@ class StoredBlock:
     def seek(self, _offset: int, /) -> None:
         """Begin anew; nothing else is ever wanted."""
         self._pieces = self._frames()
+
+    def release(self) -> None:
+        """Hold the bytes no longer; a thread that still sends them ends with an error."""
+        self._is_released = True
+        self._data = memoryview(b"")
 
     def whole(self) -> bytes:
         return b"".join(self._frames())
@@ -194,6 +200,9 @@ class StoredBlock:
     def _frames(self) -> Iterator[memoryview]:
         block = self._block
         for number, start, stop in block.frames(block.start, block.stop):
-            frame = self._data[start - block.start : stop - block.start]
+            data = self._data
+            if self._is_released:
+                raise ValueError("the body of a PUT that was given up")
+            frame = data[start - block.start : stop - block.start]
             yield frame
             yield memoryview(self._domain.tag(block, number, frame))

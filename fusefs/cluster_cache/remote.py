@@ -177,6 +177,9 @@ class Remote:
     async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool:
         """Store a block; False if there is one already. Only with `overwrites` it is replaced.
 
+        Where that takes too long, or is cancelled, the body is released: a thread may still be
+        sending it, to a server that takes it slowly, and another one may wait for its turn.
+
         Raises:
             AttemptError: it was not stored.
         """
@@ -197,7 +200,11 @@ class Remote:
             return True
 
         with trio.move_on_after(PUT_LIMIT_S), _renewing(self._puts):
-            return await self._puts.once(PUT, work, lambda: Priority.PREFETCH, key=key)
+            try:
+                return await self._puts.once(PUT, work, lambda: Priority.PREFETCH, key=key)
+            except trio.Cancelled:
+                body.release()
+                raise
         raise AttemptError(_TOO_SLOW)
 
     async def names(self, prefix: str) -> AsyncIterator[list[tuple[str, int]]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
+from fusefs.cluster_cache import remote as remote_module
 from fusefs.cluster_cache.block import Domain, StoredBlock
 from fusefs.cluster_cache.remote import Remote
 from fusefs.store.errors import AttemptError
@@ -59,6 +62,34 @@ async def test_expired_credentials_are_looked_for_anew(
         with pytest.raises(AttemptError):
             await remote.put(BLOCK.name, BODY, overwrites=True)
         assert len(renewals) == 2
+    finally:
+        remote.close()
+
+
+class Bytes(bytearray):
+    """Of which it is seen whether they are still in memory."""
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_what_is_stored_too_slowly_is_not_held_in_memory(
+    bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty.clear()
+    domain, size = Domain("", "bucket", b"secret"), 1 << 20
+    block = domain.block(ObjectVersion("a", '"e"', size), 0)
+    remote = Remote(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
+    try:
+        await remote.open()
+        held = faulty.hold("PUT", "blocks/*")
+        monkeypatch.setattr(remote_module, "PUT_LIMIT_S", 0.1)
+        data = Bytes(size)
+        is_held = weakref.ref(data)
+        body = StoredBlock(domain, block, data)
+        del data
+        with pytest.raises(AttemptError):
+            await remote.put(block.name, body, overwrites=False)
+        assert is_held() is None
+        held.drop()
     finally:
         remote.close()
 
