@@ -180,7 +180,7 @@ class LocalCopies:
                 for number, info in enumerate(selected.objects):
                     job.all.add(info.size)
                     file = self._cache.find(info.version)
-                    if file is not None:
+                    if file is not None and await self._is_there(file):
                         file.version = file.version or info.version
                         await self._look(job, file)
                     if number % TURN == 0:
@@ -200,6 +200,11 @@ class LocalCopies:
             job.why = f"a fault in fusefs, see the log: {error!r}"
         finally:
             job.has_ended = True
+
+    async def _is_there(self, file: CacheFile) -> bool:
+        if file.pins or not self._cache.has_neighbours:
+            return True
+        return await self._cache.integrity.is_on_disk(file)  # else another mount has evicted it
 
     async def _look(self, job: CopiesJob, file: CacheFile) -> None:
         size = file.present.total

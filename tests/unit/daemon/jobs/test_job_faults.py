@@ -112,7 +112,9 @@ async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
             nursery.cancel_scope.cancel()
 
 
-async def test_what_another_mount_has_evicted_is_fetched_again(tmp_path: Path) -> None:
+async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_again(
+    tmp_path: Path,
+) -> None:
     keys = ["dir/a", "dir/b"]
     bucket = WideBucket(keys)
     directory = tmp_path / "cache"
@@ -127,6 +129,13 @@ async def test_what_another_mount_has_evicted_is_fetched_again(tmp_path: Path) -
         await parts.cache.record()
         bucket.requested.clear()
         async with trio.open_nursery() as nursery:
+            selector = Selector(bucket, "")
+            copies = LocalCopies(
+                parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0)
+            )
+            shown = copies.job("dir", is_new=True)
+            await eventually(lambda: shown.has_ended)
+            assert (shown.all.files, shown.local.files) == (2, 1)
             warmer = warmer_of(parts, tmp_path)
             nursery.start_soon(warmer.run, FRESH, NO_ATTRIBUTES)
             job = await warmer.start(JobSpec("dir"))
