@@ -83,7 +83,12 @@ class RememberedPages:
         try:
             with stage(WaitCause.CACHE_DISK):
                 value = await trio.to_thread.run_sync(self._cache.get, key, limiter=self._thread)
-            return _parse(value, key) if value is not None else None
+            if value is None:
+                return None
+            page, age_s = _parse(value, key)
+            if age_s < 0 and not math.isinf(self._ttl_s):
+                return None  # the clock was set back since: how old it is, is not known
+            return page, max(0.0, age_s)
         except Exception as error:  # a damaged row may hold a pickle of anything
             logger.info("a remembered listing can't be read: %s", error)
             return None
@@ -137,4 +142,4 @@ def _parse(value: dict[str, Any], key: str) -> tuple[ListPage, float]:
     objects = [ObjectInfo(*fields) for fields in value["objects"]]
     token = None if value["is_last"] else ""
     page = ListPage(objects, value["prefixes"], token, value["last"])
-    return page, max(0.0, time.time() - value["fetched_at"])
+    return page, time.time() - value["fetched_at"]

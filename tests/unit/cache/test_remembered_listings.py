@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 import trio
 
 from fusefs.cache.listing_cache import RememberedPages
@@ -39,6 +42,19 @@ async def test_a_listing_is_remembered_over_a_restart(tmp_path: Path) -> None:
     assert first[0] == page("p/ä", token="")
     assert second[0] == page("p/b")
     assert 0 <= first[1] < 60
+    memory.close()
+
+
+@pytest.mark.parametrize("ttl_s", [60, math.inf])
+async def test_a_listing_whose_age_is_not_known_is_used_only_if_it_may_be_of_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ttl_s: float
+) -> None:
+    await remembered(tmp_path, ("p/", "", page("p/a")), ttl_s=ttl_s)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 100)  # the clock was set back
+    memory = RememberedPages(tmp_path, "store", ttl_s)
+    found = await memory.load("p/", "")
+    assert (found is not None) == math.isinf(ttl_s)
     memory.close()
 
 
