@@ -50,11 +50,11 @@ async def test_a_list_of_two_jobs_stays_until_both_have_ended(tmp_path: Path) ->
             await wait_all_tasks_blocked()
             assert not left.has_ended
             nursery.cancel_scope.cancel()
-        bucket.let_go()
         async with trio.open_nursery() as nursery:
             second = warmer(parts, tmp_path)
             nursery.start_soon(second.run, NEXT_DAEMON, NO_ATTRIBUTES)
             again = await second.start(JobSpec("list", Shard(1, 2), list_name=LIST))
+            bucket.let_go()
             await again.ended.wait()
             await wait_all_tasks_blocked()
             assert again.error is None
