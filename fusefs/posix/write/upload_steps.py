@@ -62,14 +62,24 @@ _MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 
 
 class Sender:
-    """The sending of one mount's files. Belongs to the event loop."""
+    """The sending of one mount's files. Belongs to the event loop.
+
+    `unaborted` is called with an upload that S3 has not given up yet, and may later.
+    """
 
     def __init__(
-        self, store: Store, staging: Staging, editor: Editor, *, fails_on_conflict: bool
+        self,
+        store: Store,
+        staging: Staging,
+        editor: Editor,
+        unaborted: Callable[[UploadState], None],
+        *,
+        fails_on_conflict: bool,
     ) -> None:
         self._store = store
         self._staging = staging
         self._editor = editor
+        self._unaborted = unaborted
         self._fails_on_conflict = fails_on_conflict
         self.own = OwnObjects()
 
@@ -334,6 +344,18 @@ class Sender:
                 await self._store.abort_upload(upload.key, upload.upload_id)
         except StoreError as error:
             logger.warning("%s: its upload could not be aborted: %s", key, error)
+            if upload is not None and isinstance(error, _MAY_PASS):
+                self._unaborted(upload)
+
+    async def has_aborted(self, upload: UploadState) -> bool:
+        """Abort an upload that could not be aborted before; whether that is over, well or badly."""
+        try:
+            await self._store.abort_upload(upload.key, upload.upload_id)
+        except _MAY_PASS:
+            return False
+        except StoreError as error:
+            logger.warning("%s: its upload stays in the bucket: %s", upload.key, error)
+        return True
 
     async def give_up(self, staged: StagedFile) -> ObjectInfo | None:
         """Send a file no more; return what the bucket has under its key."""

@@ -39,6 +39,8 @@ logger = logging.getLogger("fusefs.uploads")
 AHEAD = 16 << 20
 # How often it is tried again with credentials that were rejected.
 CREDENTIALS_S = 5.0
+# How often an upload is aborted again for which S3 had no answer.
+ABORT_AGAIN_S = 60.0
 # An upload that waits until a file is left alone waits for so many times as long at most.
 LONGEST_DELAYS = 5
 
@@ -95,7 +97,9 @@ class Uploads:
         fails_on_conflict: bool,
         sends_ahead: bool,
     ) -> None:
-        self._sender = Sender(store, staging, editor, fails_on_conflict=fails_on_conflict)
+        self._sender = Sender(
+            store, staging, editor, self._abort_again, fails_on_conflict=fails_on_conflict
+        )
         self.own = self._sender.own
         self._staging = staging
         self._editor = editor
@@ -349,6 +353,17 @@ class Uploads:
         state = UploadState.from_plain(upload) if upload is not None else None
         if state is not None or begun_ns is not None:
             self._nursery.start_soon(self._sender.abort, key, state, begun_ns)
+
+    def _abort_again(self, upload: UploadState) -> None:
+        """Have an upload aborted once S3 takes that: until then its parts are paid for."""
+
+        async def go_on() -> None:
+            while True:
+                await trio.sleep(ABORT_AGAIN_S)
+                if await self._sender.has_aborted(upload):
+                    return
+
+        self._nursery.start_soon(go_on)
 
     # While it is written
 

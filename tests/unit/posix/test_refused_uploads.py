@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 
-from fusefs.posix.write import upload_steps
-from fusefs.store.errors import AccessDeniedError, CredentialsError, StoreError, UnsupportedError
+from fusefs.posix.write import upload_steps, uploader
+from fusefs.store.errors import (
+    AccessDeniedError,
+    CredentialsError,
+    StoreError,
+    ThrottledError,
+    UnreachableError,
+    UnsupportedError,
+)
 from fusefs.store.interface import ObjectInfo, PendingUpload, UploadState
 from tests.support.memory_store import MemoryStore
 from tests.support.survival.mortal_mount import MortalMount
+from tests.support.waiting import eventually
 
 CONTENT = b"content"
 OLD = UploadState("file", "old", 8 << 20, {})
@@ -46,6 +54,7 @@ class RefusingStore(MemoryStore):
         super().__init__()
         self.error = error
         self.aborted: list[str] = []
+        self.refusals: list[StoreError] = []
 
     async def begin_upload(self, key: str, *, metadata: dict[str, str], **_: object) -> Any:
         return InOnePart(self, UploadState(key, "new", 8 << 20, metadata))
@@ -57,6 +66,8 @@ class RefusingStore(MemoryStore):
         raise self.error
 
     async def abort_upload(self, _key: str, upload_id: str) -> None:
+        if self.refusals:
+            raise self.refusals.pop(0)
         self.aborted.append(upload_id)
 
 
@@ -108,6 +119,23 @@ async def test_on_a_store_that_lists_no_uploads_the_file_is_sent_anew(
             setattr(staged, name, value)
         await process.close(fh)
     assert store.contents() == {"file": CONTENT}
+
+
+async def test_an_upload_of_a_removed_file_is_aborted_once_the_bucket_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploader, "ABORT_AGAIN_S", 0.0)
+    mount = MortalMount(tmp_path)
+    mount.store = store = RefusingStore(AccessDeniedError("access denied"))
+    store.refusals = [ThrottledError("slow down"), UnreachableError("no answer")]
+    async with mount.serving() as process:
+        await process.create("file", CONTENT)
+        staged = (await process.node("file")).staged
+        assert staged is not None
+        staged.upload_state = OLD
+        await process.unlink("file")
+        await eventually(lambda: store.aborted == ["old"])
+    assert store.refusals == []
 
 
 @pytest.mark.parametrize("under_way", [{"upload_state": OLD}, {"begun_ns": 1}])
