@@ -370,6 +370,7 @@ class Changes(Naming):
     ) -> None:
         """Delete what was renamed under its old key; if that can't be, there shall be no other.
 
+        A file that was replaced can't be brought back; what there is instead is shown.
         What another client has put under the old key since it was copied stays.
         """
         try:
@@ -377,7 +378,13 @@ class Changes(Naming):
         except (StoreError, OSError):
             if copied is not None and is_new:
                 await self._store.delete(copied[1].key, copied[1].etag)
+            elif copied is not None and not self._is_staged(copied[1].key):
+                prefix, _, name = copied[1].key.rpartition("/")
+                self._directories.changed(f"{prefix}/" if prefix else "", name, copied[1])
             raise
+
+    def _is_staged(self, key: str) -> bool:
+        return any(staged.key == key and not staged.is_unlinked for staged in self._writer.staging)
 
     async def _rename_directory(
         self, parent: Inode, name: str, to: Inode, new_name: str, target: Entry | Absent

@@ -443,3 +443,20 @@ async def test_removing_a_tree_asks_for_no_listings(mount: MortalMount) -> None:
         await process.rmdir("tree")
         assert mount.store.objects == {}
         assert mount.store.count("LIST") <= 2  # does the directory have a marker of its own?
+
+
+async def test_a_rename_that_fails_shows_what_it_has_replaced(mount: MortalMount) -> None:
+    """The file is there under its old name as well."""
+    mount.store.put("old", b"moved")
+    mount.store.put("new", b"replaced")
+
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("DELETE", "old"):
+            raise UnreachableError(key)
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        assert await process.load("new") == b"replaced"
+        with pytest.raises(UnreachableError):
+            await process.rename("old", "new")
+        assert await process.load("new") == await process.load("old") == b"moved"
