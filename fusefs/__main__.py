@@ -29,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run() -> None:
     """Be the program `fusefs`, and end it."""
-    status = main()
+    try:
+        status = main()
+    except KeyboardInterrupt:  # while modules were imported; else the command has a line for it
+        status = 130
     # Nothing else is left, and to take the interpreter apart is an eighth of a short command.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

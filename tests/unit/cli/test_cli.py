@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -256,6 +258,18 @@ def test_the_log_belongs_to_its_user_alone(
 ) -> None:
     start_with("raise SystemExit(3)")
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_interrupt_before_a_command_has_begun_is_no_traceback() -> None:
+    script = (
+        "import sys; from fusefs import __main__ as program;"
+        "sys.argv = ['fusefs', 'status'];"
+        "sys.meta_path.insert(0, type('Slow', (), {'find_spec': lambda *_: signal()}));"
+        "signal = lambda: (_ for _ in ()).throw(KeyboardInterrupt);"
+        "program.run()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize(
