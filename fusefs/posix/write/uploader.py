@@ -420,6 +420,8 @@ class Uploads:
                     self._staging.record(staged)
         except (StoreError, OSError) as error:
             logger.info("%s could not be sent while it is written: %s", staged.key, error)
+        except Exception:  # the upload at the end would meet it as well, and all goes on
+            logger.exception("%s could not be sent while it is written", staged.key)
         finally:
             del self._aheads[staged]
             ahead.done.set()

@@ -18,6 +18,7 @@ from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
 from tests.support.memory_store import MemoryStore
 from tests.support.survival.mortal_mount import MortalMount
+from tests.support.waiting import eventually
 
 LIMIT_S = 20.0
 
@@ -167,3 +168,24 @@ async def test_a_close_waits_for_what_is_sent_while_the_file_is_written(
             store.may_end.set()
     assert waited_s() > before
     assert store.contents() == {"file": b"two parts"}
+
+
+async def test_a_fault_while_a_file_is_sent_ahead_ends_no_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(uploader, "AHEAD", 4)
+    monkeypatch.setattr(uploader, "IN_PARTS", 4)
+    mount = MortalMount(tmp_path)
+    store = mount.store = SlowAhead()
+
+    async def fail(*_: object, **__: object) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(store, "begin_upload", fail)
+    store.may_end.set()
+    async with mount.serving() as process:
+        fh = await process.create("file", b"")
+        await process.write(fh, 0, b"two parts")
+        await eventually(lambda: "sent while it is written" in caplog.text)
+        await process.save("other", b"y")
+    assert store.contents()["other"] == b"y"
