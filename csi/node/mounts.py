@@ -302,7 +302,7 @@ class Mounts:
 
     def _wait_for_daemons(self, root: Path, deadline: float, *, is_forced: bool) -> None:
         """Wait for the supervisor's daemons of the mount, which may have outlived their keeper."""
-        while self._daemons.serve(root):
+        while self._daemons.may_serve(root):
             if time.monotonic() >= deadline:
                 if not is_forced:
                     raise AbortedError(f"the mount at {root} is still ending")

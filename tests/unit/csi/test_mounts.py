@@ -8,20 +8,22 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from csi.daemons import client
 from csi.daemons import main as daemons
-from csi.daemons.client import FdStoreClient
+from csi.daemons.client import Daemons, FdStoreClient
 from csi.daemons.main import FdStoreProcess
-from csi.errors import UnavailableError
+from csi.errors import AbortedError, UnavailableError
 from csi.node import mounts
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import NEXT_STORE_S, RESUME_S, Mounts
-from fusefs.keeper import fd_store
+from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.keeper.exchange import ControlError
+from fusefs.launch.launcher import SupervisorAddress
 
 LATER_S = 1000.0
 
@@ -129,6 +131,26 @@ def test_a_held_mount_that_cannot_be_resumed_is_dropped_after_long(
     with pytest.raises(UnavailableError):
         made.start(record, 0.0)
     assert node.done == ["start"]
+
+
+def test_a_mount_has_not_ended_while_its_supervisor_is_silent(
+    made: Mounts, record: MountRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mounts, "_processes", lambda _self, _root: [])
+    monkeypatch.setattr(supervisor_protocol, "ANSWER_S", 0.01)
+    socket_path = tmp_path / "daemons.sock"
+    made._daemons = Daemons(SupervisorAddress(socket_path, is_needed=True))
+    files: Any = SimpleNamespace(remove=lambda _key: None)
+    made._files = files
+    made.records.write(record)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.bind(str(socket_path))
+        sock.listen()
+        with pytest.raises(AbortedError, match="still ending"):
+            made.end(record, LATER_S)
+    assert made.records.all() == [record]
+    made.end(record, LATER_S)  # there is no supervisor any more, nor are its daemons
+    assert made.records.all() == []
 
 
 # --- the descriptor store --------------------------------------------------------
