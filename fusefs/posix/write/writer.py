@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, allocate
+from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, PUNCH_HOLE, allocate
 from fusefs.posix.directory.segment import Absent
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
@@ -414,7 +414,8 @@ class Writer:
         if mode & ~ALLOCATION_MODES:
             raise OSError(errno.EOPNOTSUPP, "not supported")
         async with self.uploads.locked(staged):
-            if offset + length > staged.charged and not mode & KEEP_SIZE:
+            takes_none = mode & PUNCH_HOLE or (mode & KEEP_SIZE and staged.base is not None)
+            if offset + length > staged.charged and not takes_none:
                 self.staging.charge(staged, offset + length)
             staged_sums.forget(staged)
             if staged.base is not None:

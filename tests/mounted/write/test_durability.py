@@ -21,6 +21,7 @@ import pytest
 
 from fusefs.cli import sync
 from fusefs.launch import control, registry
+from fusefs.linux.libc import KEEP_SIZE, allocate
 from tests.support.machine.disks import small_disk
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
@@ -291,6 +292,8 @@ def test_more_than_the_staging_size_is_enospc(mounter: Mounter, bucket: Bucket) 
         file.write(bytes(1 << 20))
         with pytest.raises(OSError, match="No space left"):
             file.write(b"one more")
+        with pytest.raises(OSError, match="No space left"):
+            allocate(file.fileno(), KEEP_SIZE, 1 << 20, 1 << 20)  # as rsync --preallocate
     (mount.path / "fits again").write_bytes(bytes(1 << 20))
     assert stored(bucket, "fits again") == bytes(1 << 20)
 
