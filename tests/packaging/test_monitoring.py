@@ -77,6 +77,11 @@ def test_every_expression_is_about_metrics_that_there_are() -> None:
         assert names_in(expression) <= EXPORTED | recorded, expression
 
 
+def test_every_metric_is_in_the_dashboard_or_a_rule() -> None:
+    expressions = [rule["expr"] for rule in rules()] + list(dashboard_expressions().values())
+    assert set().union(*map(names_in, expressions)) >= EXPORTED
+
+
 def test_every_alert_has_a_scenario_and_a_paragraph_with_what_to_do() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
     scenarios = SCENARIOS.read_text()
