@@ -8,9 +8,10 @@ in; one that was under way while a directory was renamed is not used.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -23,6 +24,8 @@ Kept = TypeVar("Kept")
 
 # No listing is under way for longer.
 KEPT_S = 300.0
+# Prefixes of which it is known for longer when something in them was changed.
+MOST_FORMER = 4096
 
 
 class LocalNames:
@@ -33,6 +36,10 @@ class LocalNames:
         self._lasting: dict[str, dict[str, Entry | Absent]] = {}
         self._recent: dict[str, dict[str, tuple[Entry | Absent, float]]] = {}
         self._order: deque[tuple[float, str, str, bool]] = deque()  # and whether the bucket has it
+        # Of what was forgotten the prefixes, and when each was changed last; the latest at the
+        # end. And when some prefix was changed last of those that are left out.
+        self._former: OrderedDict[str, float] = OrderedDict()
+        self._former_others = -math.inf
         # Prefixes that were renamed, or renamed to.
         self._moves: deque[tuple[float, str]] = deque()
         # Whether a key was removed that the bucket has still; set by who removes.
@@ -57,10 +64,15 @@ class LocalNames:
 
     def _forget_before(self, oldest: float) -> None:
         while self._order and self._order[0][0] < oldest:
-            at, prefix, name, _ = self._order.popleft()
+            at, prefix, name, is_in_bucket = self._order.popleft()
+            if is_in_bucket:
+                self._former.pop(prefix, None)
+                self._former[prefix] = at
             found = self._recent.get(prefix, {}).get(name)
             if found is not None and found[1] == at:
                 _drop(self._recent, prefix, name)
+        while len(self._former) > MOST_FORMER:
+            _, self._former_others = self._former.popitem(last=False)
         while self._moves and self._moves[0][0] < oldest:
             self._moves.popleft()
 
@@ -101,7 +113,10 @@ class LocalNames:
                 return False
             if is_in_bucket and changed.startswith(prefix):
                 return True
-        return False
+        # The copies of a large directory take longer than changes are known by name.
+        return self._former_others >= since or any(
+            at >= since and changed.startswith(prefix) for changed, at in self._former.items()
+        )
 
     def apply(self, prefix: str, segment: Segment) -> None:
         """Bring a segment that was just listed up to date."""

@@ -18,6 +18,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from fusefs.posix.directory import pending_changes
 from fusefs.posix.journal.line_log import LineLog
 from fusefs.posix.namespace import prefix_copy
 from fusefs.posix.namespace.prefix_copy import Copies
@@ -587,3 +588,22 @@ async def test_what_could_not_be_copied_again_is_copied_by_the_next_try(tmp_path
     count = store.count("COPY")
     await copies.bring()
     assert store.count("COPY") == count + 1
+
+
+async def test_a_rename_that_takes_long_takes_along_what_was_changed_at_its_beginning(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending_changes, "KEPT_S", -1.0)  # the copies take longer than that
+    mount.store.put("other/f", b"1")
+    stop, made = Stop(mount.store, "COPY", "b/z"), Made(mount.store)
+    async with mount.serving() as process:
+        await process.listing("a")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.rename, "a", "b")
+            await made.wait("COPY", "b/x", "b/y")
+            await process.unlink("a/x")
+            await process.save("a/new", b"new")
+            await process.unlink("other/f")  # all earlier changes are forgotten
+            stop.go_on.set()
+        assert await process.listing("b") == ["new", "y", "z"]
+    assert [key for key in mount.store.objects if key[0] in "ab"] == ["b/", "b/y", "b/z", "b/new"]
