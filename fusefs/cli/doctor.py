@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fusefs.cli import sync
 from fusefs.diagnosis import doctor, findings
 from fusefs.diagnosis.findings import Finding
-from fusefs.settings.mount import Layer, MountSettings, RawValue, build
+from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
 from fusefs.settings.sources import from_config, from_environment
 
 SCHEME = "s3://"
@@ -54,7 +55,12 @@ def _findings(
     return doctor.check_mount(mountpoint, settings, tries_permissions=tries_permissions)
 
 
-def settings_of(target: str | None, flags: Layer, config: str | None) -> MountSettings:
+def settings_of(
+    target: str | None,
+    flags: Layer,
+    config: str | None,
+    environment: Mapping[str, str] = os.environ,
+) -> MountSettings:
     """The settings that the command line, the environment and the file give."""
     is_source = target is not None and target.startswith(SCHEME)
     layer = {
@@ -62,7 +68,7 @@ def settings_of(target: str | None, flags: Layer, config: str | None) -> MountSe
         "mountpoint": RawValue(_NO_MOUNTPOINT, "the mountpoint"),
     }
     file = from_config(Path(config)) if config else {}
-    return build({**layer, **flags}, from_environment(os.environ), file)
+    return build({**layer, **flags}, from_environment(environment), file)
 
 
 def report(mountpoint: str | None, output: str | None, *, redacts: bool) -> int:
@@ -71,6 +77,11 @@ def report(mountpoint: str | None, output: str | None, *, redacts: bool) -> int:
 
     path = Path(output or time.strftime("fusefs-report-%Y%m%d-%H%M%S.tar.gz"))
     resolved = sync.mountpoint(mountpoint) if mountpoint is not None else None
-    archive.write(path, resolved, settings_of(None, {}, None), redacts=redacts)
+    try:
+        settings = settings_of(None, {}, None)
+    except SettingsError as error:  # it is no reason to have no report
+        print(f"fusefs: warning: {error}; the defaults are looked at instead", file=sys.stderr)
+        settings = settings_of(None, {}, None, {})
+    archive.write(path, resolved, settings, redacts=redacts)
     print(f"{os.path.abspath(path)}: please look through it before it leaves this machine")
     return 0

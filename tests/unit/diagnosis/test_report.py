@@ -15,7 +15,8 @@ from fusefs.diagnosis.redaction import Names, Secrets
 from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch import registry
 from fusefs.launch.control import CommandError
-from fusefs.settings.mount import RawValue, build
+from fusefs.settings.mount import MountSettings, RawValue, build
+from tests.support.commands import run
 
 
 def archived(path: Path) -> dict[str, str]:
@@ -86,3 +87,14 @@ def test_an_archive_that_finds_no_room_is_named_and_removed(
     with pytest.raises(OSError, match=r"No space left on device: .*a\.tar\.gz"):
         report.write(tmp_path / "a.tar.gz", None, settings, redacts=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_is_made_whatever_the_environment_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[MountSettings] = []
+    monkeypatch.setenv("FUSEFS_CACHE_SIZE", "3G")
+    monkeypatch.setattr(report, "write", lambda *given, **_: written.append(given[2]))
+    assert run("report", "--output", tmp_path / "a.tar.gz") == 0
+    assert written[0].cache_size is None
+    assert "FUSEFS_CACHE_SIZE: '3G' is ambiguous" in capsys.readouterr().err
