@@ -25,6 +25,7 @@ from fusefs.posix.operations import Operations
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo
+from fusefs.store.s3.head import sendable
 
 logger = logging.getLogger("fusefs.late")
 
@@ -90,6 +91,9 @@ class Repairer:
                 except StoreError as error:
                     failed[one] = boottime() + RETRY_S
                     logger.info("%s could not be looked at again: %s", one.key, error)
+                except Exception:  # a fault about one key is none about the others, and all goes on
+                    logger.exception("%s could not be looked at again", one.key)
+                    self._late.looked(one)
 
         async with trio.open_nursery() as nursery:
             for _ in range(min(AT_ONCE, len(due))):
@@ -173,9 +177,8 @@ class Repairer:
         change = Change(COPY if has_content else PUT, key, (str(token),))
         with self._store.on_record(change):
             if isinstance(found, ObjectInfo) and has_content:
-                made = await self._store.inner.copy(
-                    found, key, metadata=expected.metadata or {}, token=token
-                )
+                metadata = sendable(expected.metadata or {})
+                made = await self._store.inner.copy(found, key, metadata=metadata, token=token)
             else:
                 made = await self._put_content(entry, expected, found, token)
         self._expect(entry, expected, made, entry.content, change)
@@ -210,7 +213,7 @@ class Repairer:
                 entry.key,
                 fd,
                 expected.size,
-                metadata=expected.metadata or {},
+                metadata=sendable(expected.metadata or {}),
                 content_type=expected.content_type,
                 token=token,
                 condition=self._store.inner.fence.strict("put", entry.key, etag),

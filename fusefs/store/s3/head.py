@@ -37,8 +37,17 @@ def check(metadata: Mapping[str, str], content_type: str | None = None) -> None:
         ValueError: they can't.
     """
     for name, value in (*metadata.items(), ("content-type", content_type or "none")):
-        if not _KEY.fullmatch(name) or not _VALUE.fullmatch(value):
+        if not _is_sendable(name, value):
             raise ValueError(f"no metadata: {name!r}: {value!r}")
+
+
+def sendable(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What can be sent again of an object's metadata: other clients write what can't."""
+    return {name: value for name, value in metadata.items() if _is_sendable(name, value)}
+
+
+def _is_sendable(name: str, value: str) -> bool:
+    return bool(_KEY.fullmatch(name) and _VALUE.fullmatch(value))
 
 
 def metadata_parameters(metadata: Mapping[str, str], content_type: str | None) -> dict[str, Any]:

@@ -1,0 +1,60 @@
+"""What a late request has undone is put back, whatever other clients wrote beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from fusefs.posix.late.repair import Repairer
+from fusefs.posix.late.request_log import DELETE, Change
+from fusefs.posix.late.requests import LateRequests, Uncertain
+from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.store.fencing import without_token
+from fusefs.store.interface import ObjectInfo
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.store_writing import opened
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.usefixtures("as_owner")
+
+
+async def test_metadata_that_cannot_be_sent_again_keep_no_content_from_being_put_back(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    """An object of another client's that was renamed here keeps what that wrote beside it."""
+    async with opened(bucket, bucket.server.endpoint_url) as inner:
+        late = LateRequests(tmp_path / "late", "bucket", (60.0,))
+        store = WatchedStore(inner, late)
+        entry = late.note(Change(DELETE, "file"))
+        content = late.content_path(entry)
+        content.write_bytes(b"content")
+        metadata = {"title": "caf\xe9", "owner": "x"}
+        expected = ObjectInfo("file", 7, '"gone"', 0, metadata=metadata)
+        late.expect(entry, expected, content.name)
+        await Repairer(store, lambda _key, _state: None).look(entry)
+        assert stored(bucket, "file") == b"content"
+        assert without_token((await store.head("file")).metadata or {}) == {"owner": "x"}
+    store.close(remove=False)
+
+
+async def test_a_fault_about_one_key_ends_no_mount(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_repairer: Repairer, entry: Uncertain) -> bool:
+        raise ValueError(f"a fault about {entry.key}")
+
+    monkeypatch.setattr(Repairer, "_is_right", fail)
+    async with (
+        opened(bucket, bucket.server.endpoint_url) as inner,
+        trio.open_nursery() as nursery,
+    ):
+        late = LateRequests(tmp_path / "late", "bucket", (0.0,))
+        store = WatchedStore(inner, late)
+        for key in ("one", "two"):
+            late.expect(late.note(Change(DELETE, key)), ObjectInfo(key, 0, '"e"', 0), None)
+        nursery.start_soon(Repairer(store, lambda _key, _state: None).run)
+        await eventually(lambda: not len(late))
+        nursery.cancel_scope.cancel()
+    store.close(remove=False)
