@@ -221,7 +221,9 @@ class Changes(Naming):
             may_be_there = staged is None or self._may_be_there(staged)
             if may_be_there and not isinstance(entry, Absent):
                 known = staged.etag if staged is not None else entry.etag
-                await self._delete_copied(old_key, known, copied, is_new=isinstance(target, Absent))
+                await self._delete_copied(
+                    old_key, known, copied, rival, is_new=_known_etag(rival, target) is None
+                )
             if rival is not None and staged is None:
                 self._unlink_staged(rival)
             elif rival is not None:
@@ -365,26 +367,36 @@ class Changes(Naming):
         key: str,
         known: str | None,
         copied: tuple[ObjectInfo, ObjectInfo] | None,
+        rival: StagedFile | None,
         *,
         is_new: bool,
     ) -> None:
         """Delete what was renamed under its old key; if that can't be, there shall be no other.
 
-        A file that was replaced can't be brought back; what there is instead is shown.
         What another client has put under the old key since it was copied stays.
         """
         try:
             await self._store.delete(key, (copied[0].etag if copied is not None else known) or None)
         except (StoreError, OSError):
-            if copied is not None and is_new:
-                await self._store.delete(copied[1].key, copied[1].etag)
-            elif copied is not None and not self._is_staged(copied[1].key):
-                prefix, _, name = copied[1].key.rpartition("/")
-                self._directories.changed(f"{prefix}/" if prefix else "", name, copied[1])
+            if copied is not None:
+                await self._take_back(copied[1], rival, is_new=is_new)
             raise
 
-    def _is_staged(self, key: str) -> bool:
-        return any(staged.key == key and not staged.is_unlinked for staged in self._writer.staging)
+    async def _take_back(self, made: ObjectInfo, rival: StagedFile | None, *, is_new: bool) -> None:
+        """Remove a copy, unless an object was replaced: that can't be brought back."""
+        if rival is not None:
+            rival.etag = made.etag
+        elif not is_new:
+            prefix = made.key[: made.key.rfind("/") + 1]
+            self._directories.changed(prefix, made.key.removeprefix(prefix), made)
+        try:
+            if is_new:
+                await self._store.delete(made.key, made.etag)
+                if rival is not None:
+                    rival.etag = None
+        finally:
+            if rival is not None:
+                self._writer.staging.try_record(rival)
 
     async def _rename_directory(
         self, parent: Inode, name: str, to: Inode, new_name: str, target: Entry | Absent

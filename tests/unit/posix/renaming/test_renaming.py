@@ -460,3 +460,24 @@ async def test_a_rename_that_fails_shows_what_it_has_replaced(mount: MortalMount
         with pytest.raises(UnreachableError):
             await process.rename("old", "new")
         assert await process.load("new") == await process.load("old") == b"moved"
+
+
+async def test_a_rename_that_fails_leaves_no_copy_under_a_file_that_is_not_uploaded(
+    mount: MortalMount,
+) -> None:
+    """Else it would be there once that file was removed."""
+    mount.store.put("old", b"moved")
+
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("DELETE", "old"):
+            raise UnreachableError(key)
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        await process.mkdir("other")  # a file that was there before would count as inherited
+        fh = await process.create("new", b"new")
+        with pytest.raises(UnreachableError):
+            await process.rename("old", "new")
+        await process.unlink("new")
+        await process.close(fh)
+    assert mount.store.contents() == {"old": b"moved"}
