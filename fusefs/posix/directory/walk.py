@@ -29,6 +29,9 @@ WALK_AFTER = 3
 MOST_WALKS = 64
 # Names in folders that were begun: more than a page of them are not worth their memory.
 MOST_BEGUN = 1000
+# What two pages tell of a folder is put together if no more time than this lies between: this
+# mount's own changes of a name are known for 300 s (pending_changes.py).
+MOST_APART_S = 60.0
 
 
 def _parent_of(prefix: str) -> str:
@@ -123,10 +126,12 @@ class Walks:
             page = await self._store.list_page(walk.prefix, delimiter="", start_after=start.after)
             pages = _grouped(walk.prefix, page, start.begun)
             begun = _cut_off(pages, page)
+            is_apart = fetched - start.fetched > MOST_APART_S
             for prefix, part in pages.items():
-                if prefix not in begun:
-                    fetched_at = start.fetched if prefix in start.begun else fetched
-                    self._fill(walk, prefix, part, fetched_at)
+                if prefix in begun or (is_apart and prefix in start.begun):
+                    continue
+                fetched_at = start.fetched if prefix in start.begun else fetched
+                self._fill(walk, prefix, part, fetched_at)
             # A folder that needs more than a page by itself is better listed alone.
             walk.pays = len(begun) < len(pages)
             if page.next_token is not None and walk.pays and _count(begun) <= MOST_BEGUN:

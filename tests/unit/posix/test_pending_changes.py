@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
+from trio.testing import wait_all_tasks_blocked
 
 from fusefs.posix.directory import pending_changes
+from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.pending_changes import KEPT_S, LocalNames
 from fusefs.posix.directory.segment import ABSENT
+from tests.support.local_cache import Bucket
+from tests.unit.posix.test_directories import listings
 
 
 @pytest.mark.parametrize("most", [100, 0])
@@ -40,3 +44,31 @@ def test_a_change_elsewhere_is_none_of_a_directory(monkeypatch: pytest.MonkeyPat
     now += 2 * KEPT_S
     local.set("other/", "late", None, lasting=False)
     assert not local.has_changed("dir/", 1000.0)
+
+
+async def test_a_walk_that_rests_shows_what_was_changed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = [f"top/{folder}/{name}" for folder in "abcdefgh" for name in "123"]
+    bucket = Bucket(keys, page_size=5)
+    elapsed = 0.0
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + elapsed)
+
+    async def names_in(directories: Directories, folder: str) -> list[str]:
+        directory = directories.get(f"top/{folder}/")
+        segment = await directories.segment_behind(directory, "", time.monotonic())
+        return segment.ordered
+
+    async with listings(bucket) as directories:
+        for folder in "abcd":  # a walk: what is listed ends within e
+            assert await names_in(directories, folder) == ["1", "2", "3"]
+            await wait_all_tasks_blocked()
+        for folder in "efg":
+            bucket.keys.remove(f"top/{folder}/1")
+            directories.changed(f"top/{folder}/", "1", ABSENT)
+        elapsed = 2 * KEPT_S
+        directories.changed("top/h/", "4", ABSENT)
+        for folder in "efg":
+            assert await names_in(directories, folder) == ["2", "3"]
+            await wait_all_tasks_blocked()
