@@ -47,6 +47,19 @@ async def test_a_change_is_known_by_the_token_that_its_caller_took(
         assert (await store.head("new")).token == renamed.token == described.token
 
 
+@pytest.mark.parametrize(("status", "is_doubtful"), [(502, True), (524, True), (503, False)])
+async def test_a_gateway_that_gives_up_does_not_say_that_a_change_was_refused(
+    bucket: Bucket, faulty: FaultyS3, status: int, is_doubtful: bool
+) -> None:
+    """524: Cloudflare got no answer in time from the server, which goes on."""
+    unanswered: list[str] = []
+    async with opened(bucket, faulty.endpoint_url) as store:
+        store.requester.on_unanswered = unanswered.append
+        faulty.add("DELETE", status=status, body=b"", times=1)
+        await store.delete("file")
+    assert unanswered == (["file"] if is_doubtful else [])
+
+
 @each_way
 async def test_a_write_whose_answer_was_lost_is_known_again(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str

@@ -86,8 +86,9 @@ _SHOWN = (
     "hedged",
     "hedged_won",
 )
-# What does not say that a change was refused: no answer (0), and gateways' own failures.
-_NO_ANSWERS = frozenset((0, 500, 502, 504))
+# What does not say that a change was refused: no answer (0), and gateways' own failures,
+# of which 520 to 527 are Cloudflare's.
+_NO_ANSWERS = frozenset((0, 500, 502, 504, *range(520, 528)))
 
 
 class RetryBudget:
