@@ -276,7 +276,8 @@ def _run_helper(client: socket.socket, service: socket.socket) -> int | None:
         sockets.send(client, exchange.encode(refusal))
         return None
     service.send(b"\n")
-    sockets.send(client, OK)
+    with contextlib.suppress(OSError):  # a client that is killed now had it held before
+        sockets.send(client, OK)
     client.close()
     poll = select.poll()
     poll.register(service, select.POLLIN)

@@ -31,7 +31,8 @@ def fusefs(
         [str(FUSEFS), *map(str, arguments)],
         env={**_clean_environment(), **(environment or {})},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="surrogateescape",  # other tests mount under names that are no UTF-8
         timeout=LIMIT_S,
         check=False,
     )

@@ -190,7 +190,7 @@ def test_a_pod_reads_on_though_a_publish_could_not_resume_its_mount(
             [root] = node.roots()
             node.kill()
             node.kill_all()
-            with unable_to_mount(node), pytest.raises(grpc.RpcError) as refused:
+            with running(node, ["false"]), pytest.raises(grpc.RpcError) as refused:
                 node.publish("volume", target, bucket=shared.name)
             assert code_of(refused) is grpc.StatusCode.UNAVAILABLE
             assert [one.connection for one in node.roots()] == [root.connection]
@@ -201,14 +201,16 @@ def test_a_pod_reads_on_though_a_publish_could_not_resume_its_mount(
 
 
 @contextmanager
-def unable_to_mount(node: Node) -> Iterator[None]:
-    """A driver whose mount processes die."""
+def running(node: Node, mount_process: list[str]) -> Iterator[None]:
+    """A driver that starts this in place of mount processes, ended afterwards."""
     command = list(node.command)
-    node.command[-1] = f"from csi.node import mounts; mounts.START = ['false']; {START}"
-    node.start("--daemons=there")
-    yield
-    node.kill()
-    node.command[:] = command
+    node.command[-1] = f"from csi.node import mounts; mounts.START = {mount_process}; {START}"
+    try:
+        node.start("--daemons=there")
+        yield
+    finally:
+        node.kill()
+        node.command[:] = command
 
 
 def test_a_driver_resumes_a_mount_whose_record_is_a_newer_drivers(
@@ -236,14 +238,10 @@ def test_a_driver_resumes_a_mount_whose_record_is_a_newer_drivers(
 
 def answer_while_stuck(node: Node) -> None:
     """Have a driver answer, which can't go on with any mount for ever, and end it."""
-    command = list(node.command)
-    node.command[-1] = f"from csi.node import mounts; mounts.START = ['sleep', '600']; {START}"
-    node.start("--daemons=there")
-    until(lambda: "sleep" in str(node.processes()), "it is about to go on with the mount")
-    node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
-    node.kill()
+    with running(node, ["sleep", "600"]):
+        until(lambda: "sleep" in str(node.processes()), "it is about to go on with the mount")
+        node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
     node.kill_all("sleep")
-    node.command[:] = command
 
 
 def is_kept(node: Node) -> bool:

@@ -169,6 +169,21 @@ def test_a_new_copy_takes_the_place_of_the_old(kept: Kept, service: str) -> None
     assert is_fuse(fd_store.fetch(service, "one"))
 
 
+def test_what_a_client_brought_that_dies_is_held(kept: Kept, service: str) -> None:
+    """The keeper is killed before it has its answer; the copy from before it is gone already."""
+    kept.start()
+    fd = hand(kept)
+    fd_store.hold(service, "one", fd)
+    [before] = [os.pidfd_open(pid) for pid in children_of(service)]
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(service)
+        socket.send_fds(client, [b'{"do": "hold", "name": "one"}\n'], [fd])
+    until(lambda: has_ended(before), "the new copy has taken its place")
+    os.close(before)
+    os.close(fd)
+    assert is_fuse(fd_store.fetch(service, "one"))
+
+
 def test_a_process_that_hangs_or_dies_affects_no_other(kept: Kept, service: str) -> None:
     kept.start()
     fd = hand(kept)
