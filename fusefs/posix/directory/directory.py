@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _GENERATIONS = count(0, 1 << 32)
 
 
+# For how long what is out of date may be carried on: also with a TTL of 0 the pages of a stream
+# follow each other.
+CARRIED_S = 10.0
+
+
 class Directory:
     """The segments of one directory, in order and disjoint.
 
@@ -60,11 +65,12 @@ class Directory:
             return self.segments[index]
         return None
 
-    def carried_to(self, position: str) -> Carried | None:
-        """What the segment in front of a position left over; None if there is none."""
+    def carried_to(self, position: str, now: float) -> Carried | None:
+        """What the segment in front of a position left over; None if there is none of late."""
         for segment in self.segments:
             if segment.stop == position:
-                return segment.pending
+                is_of_late = now < max(segment.expires, segment.fetched + CARRIED_S)
+                return segment.pending if is_of_late else None
         return None
 
     def doubt_carried(self, name: str) -> None:

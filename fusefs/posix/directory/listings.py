@@ -315,7 +315,7 @@ class Directories:
 
     def _absorb(self, directory: Directory, start: str, page: ListPage, fetched: float) -> Segment:
         """Make a segment of a page and put it in its place."""
-        carried = directory.carried_to(start)
+        carried = directory.carried_to(start, fetched)
         segment = segment_from(page, directory.prefix, start, carried, self.hidden)
         segment.fetched = fetched
         segment.expires = self._valid_until(fetched)

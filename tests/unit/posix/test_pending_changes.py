@@ -72,3 +72,22 @@ async def test_a_walk_that_rests_shows_what_was_changed_meanwhile(
         for folder in "efg":
             assert await names_in(directories, folder) == ["2", "3"]
             await wait_all_tasks_blocked()
+
+
+async def test_what_a_page_has_left_for_the_next_one_is_not_shown_when_it_is_out_of_date(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = Bucket(["a", "a-1", "a-2", "a-3"], page_size=2)  # "a" stands behind "a-3"
+    elapsed = 0.0
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + elapsed)
+    async with listings(bucket, ttl_s=60) as directories:
+        opened = time.monotonic()
+        directory = directories.get("")
+        first = await directories.segment_behind(directory, "", opened)
+        assert first.stop is not None
+        await wait_all_tasks_blocked()
+        elapsed = 1000.0
+        bucket.keys.remove("a")  # by another client
+        second = await directories.segment_behind(directory, first.stop, time.monotonic())
+        assert "a" not in second.entries
