@@ -80,6 +80,7 @@ def tell(log: Journal, model: KernelState, event: tuple) -> None:
         case ("superseded", nodeid):
             log.superseded(nodeid)
             model.superseded.add(nodeid)
+            model.next_id = max(model.next_id, nodeid + 1)
         case ("table", next_id, next_fh, mounted_ns):
             log.table(next_id, next_fh, mounted_ns)
             model.next_id = max(model.next_id, next_id)
