@@ -82,6 +82,24 @@ async def test_what_is_unpacked_on_the_way_is_not_taken_for_the_object(
             await download(store, info, in_loop=in_loop)
 
 
+async def test_what_comes_through_tls_without_a_range_is_judged_at_once(
+    shared: Bucket, faulty: FaultyS3, tmp_path: Path
+) -> None:
+    with tls_door(faulty.endpoint_url, tmp_path) as door:
+        settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
+        async with opened(shared, faulty, **settings) as store:
+            await store.check("")
+            info = await store.head("body")
+            headers = {"etag": info.etag, "last-modified": "Mon, 23 Nov 2026 10:00:00 GMT"}
+            whole = faulty.add("GET", status=200, body=BODY, headers=headers)
+            assert await download(store, info) == BODY
+            faulty.remove(whole)
+            faulty.add("GET", status=200, body=2 * BODY, headers=headers)
+            with pytest.raises(StoreError, match="not the object as it is stored"):
+                await download(store, info)
+            assert store.counters()["retries"] == 0
+
+
 @pytest.mark.parametrize("in_loop", [True, False])
 async def test_an_object_may_come_in_chunks(
     bucket: Bucket, faulty: FaultyS3, in_loop: bool
