@@ -40,7 +40,7 @@ from csi.errors import (
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.cache_domains import Domains
 from csi.identities.cache_gc import CacheCollector
-from csi.identities.cluster_caches import CacheSecrets
+from csi.identities.cluster_caches import CacheSecrets, ClusterCache
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
 from csi.node import bind_mount, volume_metrics
@@ -66,7 +66,7 @@ from csi.server import end_of
 from csi.volume.location import Location, location_of
 from csi.volume.options import Options, Place, Warm, finished, mount_layer, read_options
 from csi.volume.stores import Stores
-from fusefs.api import MetricsTarget, MountSource, use_runtime_directory
+from fusefs.api import MetricsTarget, MountSource, RawValue, use_runtime_directory
 
 __all__ = ["NodeService", "add_flags", "make_service"]
 
@@ -318,25 +318,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _plan(self, request: Request, publish: PublishRequest, ends: float) -> _Plan:
         """The mount that a volume needs, whether it is there or not, and what of it to warm."""
         identity, location, options = self._who(request, publish)
-        store = location.store
         cluster_cache = self._configuration.cluster_caches.of(
             options.cache_domain, is_inline=publish.is_inline
         )
-        place = Place(
-            MountSource(location.bucket, location.prefix),
-            store.endpoint_url,
-            location.region,
-            store.addressing,
-            store.ca_bundle,
-            cluster_cache.settings if cluster_cache else {},
-        )
-        layer = mount_layer(
-            options,
-            place,
-            self._configuration.shares,
-            is_read_only=publish.is_reader_mode,
-            fs_group=publish.fs_group,
-        )
+        layer = self._layer(publish, location, options, cluster_cache)
         name = self._domain_name(identity, location, options)
         texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
         cache_secrets = cluster_cache.secrets() if cluster_cache else None
@@ -348,7 +333,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if known is not None:
             return _Plan(identity, known, options.warm, cache_secrets)
         self._warmups.forget(key)  # an earlier mount's
-        store.check_address()
+        location.store.check_address()
         with (
             self._claimed(key, ends),  # the reconciler may just remove what an earlier one left
             self._mounts.records.one_more(self._configuration.most_volumes),
@@ -373,10 +358,35 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 publish.arguments,
                 settings.to_json(),
                 options.drain_timeout_s,
-                self._files.environment(key, identity, store, is_fips=settings.fips),
+                self._files.environment(key, identity, location.store, is_fips=settings.fips),
             )
             self._mounts.records.write(record)
         return _Plan(identity, record, options.warm, cache_secrets)
+
+    def _layer(
+        self,
+        publish: PublishRequest,
+        location: Location,
+        options: Options,
+        cluster_cache: ClusterCache | None,
+    ) -> dict[str, RawValue]:
+        """What the volume and the driver say of the mount's settings."""
+        store = location.store
+        place = Place(
+            MountSource(location.bucket, location.prefix),
+            store.endpoint_url,
+            location.region,
+            store.addressing,
+            store.ca_bundle,
+            cluster_cache.settings if cluster_cache else {},
+        )
+        return mount_layer(
+            options,
+            place,
+            self._configuration.shares,
+            is_read_only=publish.is_reader_mode,
+            fs_group=publish.fs_group,
+        )
 
     def _domain_name(self, identity: Identity, location: Location, options: Options) -> str:
         """The name of the local cache that a volume uses."""

@@ -220,26 +220,28 @@ class Changes(Naming):
             uncached = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
             if may_be_there and not isinstance(entry, Absent):
-                known = staged.etag if staged is not None else entry.etag
-                await self._delete_copied(
-                    old_key, known, copied, rival, is_new=_known_etag(rival, target) is None
-                )
+                is_new = _known_etag(rival, target) is None
+                etag = (staged or entry).etag
+                await self._delete_copied(old_key, etag, copied, rival, is_new=is_new)
             if rival is not None and staged is None:
                 self._unlink_staged(rival)
             elif rival is not None:
                 rival.state = FileState.UNLINKED
             if staged is not None:
-                staged.etag = _etag_under(staged, copied, rival, target)
-                # It replaces what is there, or nothing, which the bucket decides at its upload.
-                is_new = is_strict and staged.etag is None
-                staged.exclusive = self._writer.staging.mark(staged.inode) if is_new else None
-                staged.described_at = trio.current_time()
+                self._replaces(staged, _etag_under(staged, copied, rival, target), is_strict)
             self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
             self._record_renamed(staged, rival)
             self._writer.deferred.renamed(old_key, copied[1] if copied is not None else None)
         self._let_go(rival)
         if inode is not None:
             self._writer.flusher.released(inode)
+
+    def _replaces(self, staged: StagedFile, etag: str | None, is_strict: bool) -> None:
+        """What its upload replaces under the new name, or nothing, which the bucket decides."""
+        staged.etag = etag
+        is_new = is_strict and etag is None
+        staged.exclusive = self._writer.staging.mark(staged.inode) if is_new else None
+        staged.described_at = trio.current_time()
 
     async def _copied_before(self, source: ObjectInfo, key: str) -> ObjectInfo:
         """What an object has become that was renamed by a process that has died over it.

@@ -95,7 +95,7 @@ def test_a_node_starts_and_reads_while_the_cluster_is_gone(healed: Nodes) -> Non
     assert fetched(mount) == healed.size
 
 
-def test_who_has_another_key_shares_nothing_and_harms_nobody(
+def test_who_has_another_key_shares_nothing_and_harms_no_other(
     tree: Bucket, cluster: SeaweedCluster, faulty: FaultyS3, tmp_path: Path
 ) -> None:
     with Nodes(tmp_path, tree, OBJECTS, cluster, faulty.endpoint_url) as domain:
