@@ -211,11 +211,11 @@ class FileCache:
         """Note that a pinned file is to be fetched ahead of its use; False if it has no room."""
         return self._order.fetch_ahead(file)
 
-    def unpin(self, file: CacheFile) -> None:
+    def unpin(self, file: CacheFile, *, was_used: bool = True) -> None:
         file.pins -= 1
         if file.pins:
             return
-        file.used_at = steady_time()  # it was in use until now
+        file.used_at = steady_time() if was_used else file.used_at
         if file.fd >= 0:
             os.close(file.fd)
             file.fd = -1
@@ -321,7 +321,7 @@ class FileCache:
         """Unpin the first `count` files that are kept open."""
         for file in list(islice(self._kept_open, count)):
             del self._kept_open[file]
-            self.unpin(file)
+            self.unpin(file, was_used=False)
 
     def _recorded_rows(self) -> list[Row]:
         """The rows that this mount knows the catalog to have."""

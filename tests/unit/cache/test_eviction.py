@@ -298,6 +298,18 @@ async def test_what_was_closed_since_a_job_began_is_not_evicted_for_it(tmp_path:
         assert held.is_complete
 
 
+async def test_what_is_kept_open_for_a_first_open_is_evicted_for_a_later_job(
+    tmp_path: Path,
+) -> None:
+    async with cache_in(tmp_path, limit=2 * MIB) as parts:
+        for key in ("a", "b"):
+            ahead = parts.cache.pin(version(key, MIB))
+            await parts.fetcher.wait_for(ahead, 0, MIB)
+            parts.cache.keep_open(ahead)
+            parts.cache.unpin(ahead)
+        assert await parts.evictor.reserve(2 * MIB, keep_used_since=steady_time())
+
+
 async def test_a_reader_that_joins_a_job_has_the_room_of_a_reader(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=2 * MIB) as parts, trio.open_nursery() as nursery:
         began = time.time()
