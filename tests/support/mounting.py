@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fusefs.cli.status import mount_status
+from fusefs.launch.control import CommandError
+from fusefs.launch.registry import resolve
 from tests.support.machine.disks import recorded_by
 
 FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
@@ -90,7 +93,11 @@ class Mount:
         self._pids.append(self.pid)
 
     def status(self) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads(fusefs("status", self.path, "--json").stdout)
+        """As `fusefs status PATH --json`; without a process of its own, which tests wait in."""
+        try:
+            result: dict[str, Any] = json.loads(json.dumps(mount_status(resolve(self.path))))
+        except CommandError as error:
+            raise AssertionError(str(error)) from error
         return result
 
     def is_recorded(self) -> bool:
