@@ -375,11 +375,18 @@ class Changes(Naming):
     ) -> None:
         """Delete what was renamed under its old key; if that can't be, there shall be no other.
 
-        What another client has put under the old key since it was copied stays.
+        What another client has put under the old key since it was copied stays. Where the copy
+        will be all that there is, it is on record before that it replaces `rival`: after a kill
+        the close of that file would put it in place of the copy.
         """
+        state = rival.state if rival is not None else None
         try:
+            if rival is not None and copied is not None:
+                self._unlink_staged(rival)
             await self._store.delete(key, (copied[0].etag if copied is not None else known) or None)
         except (StoreError, OSError):
+            if rival is not None and state is not None:
+                rival.state = state
             if copied is not None:
                 await self._take_back(copied[1], rival, is_new=is_new)
             raise

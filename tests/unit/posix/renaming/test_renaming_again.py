@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.journal.journal import Journal
+from fusefs.store.errors import StoreError
 from tests.support.memory_store import MemoryStore
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
@@ -190,6 +191,67 @@ async def test_a_request_that_comes_again_is_answered_as_the_first_time(
             await case.request(process, unique)
             await check(case, mount, process, handles)
     pytest.fail("it was never done")
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_what_is_replaced_may_be_closed_before_its_rename_comes_again(
+    tmp_path: Path, fate: Fate, is_open: bool
+) -> None:
+    """It was put in place of the only copy of what was renamed."""
+    for point in range(MOST_POINTS):
+        mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
+        mount.store.put("a", b"a")
+        mount.store.put("b", b"b")
+        unique = mount.new_unique()
+        mount.store.before = mount.store.after = fate.step
+        has_died = True
+        try:
+            async with mount.serving() as process:
+                if is_open:
+                    await process.open("a", os.O_RDWR)
+                fh = await process.open("b", os.O_RDWR)
+                await process.write(fh, 0, b"E")
+                fate.left = point
+                await process.rename("a", "b", unique=unique)
+                has_died = False
+        except* DiedError:
+            pass
+        fate.left = None
+        if not has_died:
+            return
+        async with mount.serving() as process:
+            await process.close(fh)
+            await process.rename("a", "b", unique=unique)
+            assert mount.store.contents() == {"b": b"a"}
+            assert await process.listing() == ["b"]
+    pytest.fail("it was never done")
+
+
+@pytest.mark.parametrize("replaced", ["of the bucket", "new"])
+async def test_what_a_rename_that_failed_was_to_replace_is_uploaded_by_its_close(
+    tmp_path: Path, replaced: str
+) -> None:
+    mount = MortalMount(tmp_path)
+    mount.store.put("a", b"a")
+    if replaced == "of the bucket":
+        mount.store.put("b", b"b")
+
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("DELETE", "a"):
+            raise StoreError("refused")
+
+    async with mount.serving() as process:
+        if replaced == "new":
+            fh = await process.create("b", b"E")
+        else:
+            fh = await process.open("b", os.O_RDWR)
+            await process.write(fh, 0, b"E")
+        mount.store.before = fail
+        with pytest.raises(StoreError):
+            await process.rename("a", "b")
+    async with mount.serving() as process:
+        await process.close(fh)
+        assert mount.store.contents() == {"a": b"a", "b": b"E"}
 
 
 async def check(case: Case, mount: MortalMount, process: Process, handles: list[int]) -> None:
