@@ -6,6 +6,7 @@ that no process hangs on it for ever.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.cli.status import mount_status
+from fusefs.cli.umount import end_mount
 from fusefs.launch.control import CommandError
 from fusefs.launch.registry import resolve
+from fusefs.linux.unmount import UnmountError
 from tests.support.machine.disks import recorded_by
 
 FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
@@ -123,7 +126,13 @@ class Mount:
         fusefs("umount", self.path)
 
     def force(self) -> None:
-        fusefs("umount", "--force", self.path, check=False)
+        """As `fusefs umount --force PATH`, whatever comes of it; without a process of its own."""
+        here = Path.cwd()
+        try:
+            with contextlib.suppress(CommandError, UnmountError):
+                end_mount(self.path, is_forced=True, is_lazy=False)
+        finally:
+            os.chdir(here)
 
     def clean_up(self) -> None:
         """Whatever the test did: no mount and no daemon afterwards."""

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.storm
 
 APART_S = 0.3
 # `make storm` has more.
-KILLS = int(os.environ.get("SURVIVAL_KILLS", "30"))
+KILLS = int(os.environ.get("SURVIVAL_KILLS", "12"))
 MOST_KILLS = 400
 SIZE = 64 << 10
 

@@ -32,7 +32,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.storm
 
-ROUNDS = int(os.environ.get("WRITING_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("WRITING_ROUNDS", "6"))
 PROGRAM = Path(__file__).parents[1] / "support" / "checkpointer.py"
 PROGRAMS = 3
 VICTIMS = (("daemon",), ("daemon",), ("daemon", "pid"), ("pid",))

@@ -36,7 +36,7 @@ SIZES = st.one_of(st.integers(0, 10), st.integers(0, 70_000))
 CONTENTS = st.builds(lambda size, byte: bytes([byte]) * size, SIZES, st.integers(0, 255))
 MODES = st.sampled_from([0o600, 0o644, 0o755, 0o1777, 0o400])
 ACCESS = st.sampled_from([os.O_RDONLY, os.O_WRONLY, os.O_RDWR])
-EXAMPLES = int(os.environ.get("DISK_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("DISK_EXAMPLES", "8"))
 STEPS = int(os.environ.get("DISK_STEPS", "200"))
 # Times that are set are older than any that a write or the server gives.
 OLDEST_NS, NEWEST_NS = 10**17, 10**18

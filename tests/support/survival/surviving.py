@@ -28,7 +28,7 @@ from tests.support.waiting import until
 LIMIT_S = 60.0
 ROLES = ("stream", "stream", "small", "small", "walk", "walk", "mapped", "served", "passthrough")
 # `make storm` has more of each.
-ROUNDS = int(os.environ.get("SURVIVAL_ROUNDS", "12"))
+ROUNDS = int(os.environ.get("SURVIVAL_ROUNDS", "8"))
 
 
 def keeper_status(mount: Mount) -> dict[str, Any]:
