@@ -118,7 +118,7 @@ class Repairer:
 
     async def _is_right(self, entry: Uncertain) -> bool:
         """Whether nothing is left to be done about a key; False if it is to be judged anew."""
-        found = await self._found(entry.key)
+        found = await self._store.found(entry.key)
         verdict = entry.judge(found)
         if verdict == Verdict.FOREIGN:
             logger.info("%s is somebody else's by now", entry.key)
@@ -140,12 +140,6 @@ class Repairer:
         logger.warning("%s was undone by a late request of this mount, and %s", entry.key, what)
         self._changed(entry.key, made)
         return True
-
-    async def _found(self, key: str) -> State:
-        try:
-            return await self._store.head(key)
-        except NotFoundError:
-            return ABSENT
 
     async def _has_more(self, key: str) -> bool:
         """Whether a directory's marker that should be gone has something below it by now."""

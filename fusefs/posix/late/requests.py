@@ -131,14 +131,17 @@ class Uncertain:
         expected = self.expected
         if expected is None or is_same(found, expected):
             return Verdict.AS_EXPECTED
-        if isinstance(found, Absent):
-            makers = [one for one in self.unanswered if one.change.kind == DELETE]
-        else:
-            makers = [one for one in self.unanswered if one.has_made(found)]
+        makers = self.makers(found)
         if not makers:
             return Verdict.FOREIGN
         is_undone = any(not one.is_newer for one in makers)
         return Verdict.UNDONE if is_undone else Verdict.AS_EXPECTED
+
+    def makers(self, found: State) -> list[Unanswered]:
+        """The requests without an answer whose work what is under the key may be."""
+        if isinstance(found, Absent):
+            return [one for one in self.unanswered if one.change.kind == DELETE]
+        return [one for one in self.unanswered if one.has_made(found)]
 
     def expect(self, state: State | None) -> None:
         """The last change of the key was acknowledged; None if it is not known what it made."""

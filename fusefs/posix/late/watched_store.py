@@ -26,7 +26,7 @@ import trio
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.requests import LateRequests, State, Uncertain, boottime
-from fusefs.store.errors import StoreError
+from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
     Condition,
@@ -44,6 +44,8 @@ _PIECE = 8 << 20
 # A content that is in the bucket alone is fetched before its change is acknowledged, up to this
 # size; what is larger would hold up a close for too long, and is fetched at the next look.
 FETCHED_AT_ONCE = 64 << 20
+# How often an object is copied whose copy a late request undoes each time.
+TRIES = 5
 
 
 class _Open:
@@ -184,10 +186,12 @@ class WatchedStore:
                 return await send()
         is_covered = key != source.key and self._covers(key, condition)
         async with self._alone(key, is_covered=is_covered) as held:
-            with self.on_record(change):
-                info = await send()
-            await self._acknowledge_anew(held, info)
-            return info
+            for _ in range(TRIES):
+                with self.on_record(change):
+                    info = await send()
+                if await self._acknowledge_anew(held, info):
+                    return info
+            raise StoreError(f"late requests of this mount undo each copy to {key}")
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         """As `Store.delete`."""
@@ -245,7 +249,8 @@ class WatchedStore:
             return await upload.complete(size, condition)
         async with self._alone(key, is_covered=self._covers(key, condition)) as held:
             info = await upload.complete(size, condition)
-            await self._acknowledge_anew(held, info)
+            if not await self._acknowledge_anew(held, info):
+                raise NotFoundError(f"{key} was undone by a late request of this mount")
             return info
 
     # What they have in common
@@ -300,10 +305,28 @@ class WatchedStore:
         elif content is not None:
             self.late.remove(content)
 
-    async def _acknowledge_anew(self, entry: Uncertain, info: ObjectInfo) -> None:
-        """As `_acknowledged`, of a content that is in the bucket alone, and is fetched."""
+    async def found(self, key: str) -> State:
+        """What is under a key.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        try:
+            return await self.inner.head(key)
+        except NotFoundError:
+            return ABSENT
+
+    async def _acknowledge_anew(self, entry: Uncertain, info: ObjectInfo) -> bool:
+        """As `_acknowledged`, of a content that is in the bucket alone, and is fetched.
+
+        False if a late request has undone the change already: nothing is acknowledged then, for
+        what it was made of may be removed next.
+
+        Raises:
+            StoreError: it is gone, and the bucket could not tell what is there.
+        """
         if entry.is_over:
-            return
+            return True
         if info.metadata is None:
             with suppress(StoreError):
                 found = await self.inner.head(info.key)
@@ -313,8 +336,14 @@ class WatchedStore:
         expected = entry.expected
         if content is None or not isinstance(expected, ObjectInfo) or expected.etag != info.etag:
             is_small = info.size <= FETCHED_AT_ONCE
-            content = await self._fetched(entry, info) if is_small else None
+            try:
+                content = await self._fetched(entry, info) if is_small else None
+            except (NotFoundError, StaleVersionError):
+                if entry.makers(await self.found(info.key)):
+                    return False
+                content = None
         self.late.expect(entry, info, content)
+        return True
 
     async def fetch_content(self, entry: Uncertain) -> None:
         """Have a copy of the content that is expected under a key, if there is none yet.
@@ -324,7 +353,9 @@ class WatchedStore:
         info = entry.expected
         if not isinstance(info, ObjectInfo) or entry.content is not None:
             return
-        content = await self._fetched(entry, info)
+        content = None
+        with suppress(NotFoundError, StaleVersionError):
+            content = await self._fetched(entry, info)
         if content is None:
             return
         if entry.is_over or entry.expected is not info or entry.content is not None:
@@ -355,12 +386,19 @@ class WatchedStore:
             yield path.name
 
     async def _fetched(self, entry: Uncertain, info: ObjectInfo) -> str | None:
+        """A copy of an object's content; None if it is empty, or can't be had.
+
+        Raises:
+            NotFoundError, StaleVersionError: it is there no more.
+        """
         if not info.size:
             return None
         path = self.late.content_path(entry)
         try:
             with _new_file(path) as fd:
                 await self.inner.download(info.version, 0, info.size, partial(_write, fd))
+        except (NotFoundError, StaleVersionError):
+            raise
         except (OSError, StoreError) as error:
             _warn_not_kept(entry, error)
             return None
