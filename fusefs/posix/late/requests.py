@@ -94,7 +94,8 @@ class Uncertain:
     `since` is when the last request without an answer was given up, `settled_at`
     when changes of the key need not wait any more, both in seconds of boottime();
     `looks` is how often the key has been looked at since. `expected` is None where
-    no change was acknowledged, and `content` the name of its copy.
+    no change was acknowledged, and `content` the name of its copy. Where somebody waits
+    for the next look, `wanted` is set by it.
     """
 
     key: str
@@ -106,6 +107,7 @@ class Uncertain:
     looks: int = 0
     settled_at: float = -math.inf
     is_over: bool = False
+    wanted: trio.Event | None = None
     lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property
@@ -328,6 +330,7 @@ class LateRequests:
     def forget(self, entry: Uncertain) -> None:
         """Nothing can happen to a key any more, or it is somebody else's."""
         entry.is_over = True
+        self._answer(entry)
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
         self.remove(self._path(entry).name)
@@ -343,10 +346,26 @@ class LateRequests:
 
     def due_at(self, entry: Uncertain) -> float:
         """When a key is to be looked at again, in seconds of boottime()."""
+        if entry.wanted is not None:
+            return 0.0
         return entry.since + self.checks[min(entry.looks, len(self.checks) - 1)]
+
+    async def look_now(self, entry: Uncertain) -> None:
+        """Have a key looked at again before its time, and wait for that."""
+        if entry.is_over:
+            return
+        wanted = entry.wanted = entry.wanted or trio.Event()
+        self.woken.set()
+        await wanted.wait()
+
+    def _answer(self, entry: Uncertain) -> None:
+        if entry.wanted is not None:
+            entry.wanted.set()
+            entry.wanted = None
 
     def looked(self, entry: Uncertain) -> None:
         """A key has been looked at: after the last time it is certain."""
+        self._answer(entry)
         now = boottime()
         while entry.looks < len(self.checks) and self.due_at(entry) <= now:
             entry.looks += 1

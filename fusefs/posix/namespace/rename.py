@@ -37,6 +37,9 @@ from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, Obj
 logger = logging.getLogger("fusefs.attributes")
 
 RENAME_NOREPLACE = 1
+# How long the rename of a file waits for what a late request has undone, and between two tries.
+PUT_BACK_S = 10.0
+PUT_BACK_PAUSE_S = 0.05
 
 
 class Changes(Naming):
@@ -309,7 +312,7 @@ class Changes(Naming):
         key = prefix + name
         try:
             if self._may_be_undone(source.key):
-                return source, await self._copy_expected(source, key, condition, meta)
+                return await self._copy_expected(source, key, condition, meta)
             if meta is not None:
                 with suppress(StaleVersionError):
                     return source, await self._copy_described(source, key, condition, meta)
@@ -327,15 +330,44 @@ class Changes(Naming):
 
     async def _copy_expected(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
-    ) -> ObjectInfo:
-        """Copy the version that is expected of a key that a late request may have changed."""
-        try:
-            if meta is not None:
-                return await self._copy_described(source, key, condition, meta)
-            keeps_mtime = not self._mover.is_dated(source)
-            return await self._store.copy(source, key, keeps_mtime=keeps_mtime, condition=condition)
-        except (NotFoundError, StaleVersionError) as error:
-            raise _undone(source.key) from error
+    ) -> tuple[ObjectInfo, ObjectInfo]:
+        """Copy the version that is expected of a key that a late request may have changed.
+
+        What one has undone is put back before.
+
+        Raises:
+            StoreError: that takes too long.
+        """
+        until = trio.current_time() + PUT_BACK_S
+        while True:
+            try:
+                if meta is not None:
+                    return source, await self._copy_described(source, key, condition, meta)
+                return source, await self._store.copy(
+                    source,
+                    key,
+                    keeps_mtime=not self._mover.is_dated(source),
+                    condition=condition,
+                )
+            except (NotFoundError, StaleVersionError) as error:
+                expected = await self._put_back(source.key, until)
+                if expected is None or expected.size != source.size:
+                    raise _undone(source.key) from error
+                source = expected
+
+    async def _put_back(self, key: str, until: float) -> ObjectInfo | None:
+        """Have what a late request has undone put back; None if it is not until then.
+
+        `until` is in seconds of trio's clock.
+        """
+        entry = self._late.get(key) if self._late is not None else None
+        if self._late is None or entry is None:
+            return None
+        with trio.move_on_at(until):
+            await trio.sleep(PUT_BACK_PAUSE_S)
+            await self._late.look_now(entry)
+            return entry.expected if isinstance(entry.expected, ObjectInfo) else None
+        return None
 
     def _may_be_undone(self, key: str) -> bool:
         return self._late is not None and self._late.may_have_undone(key)
