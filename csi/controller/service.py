@@ -1,7 +1,8 @@
 """The Controller service: creates and deletes volumes.
 
 CreateVolume writes only the volume's record (see `volume_record`), because a prefix
-exists as soon as a pod writes below it. `deletion` deletes. There is no quota: the
+exists as soon as a pod writes below it. It gives no claim the folder of an equal claim of
+another cluster. `deletion` deletes. There is no quota: the
 size of a volume is recorded and reported, but not enforced.
 """
 
@@ -64,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="TEXT",
         help="id of this cluster, unique among clusters with volumes in the same buckets;"
-        " without it no data are ever deleted",
+        " without it no data are ever deleted, and equal claims of two clusters may share a folder",
     )
 
 
@@ -97,10 +98,15 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
     ) -> csi_pb2.CreateVolumeResponse:
         record, volume = self._planned(request)
         bucket = self._bucket(volume, request.secrets, record.attributes.get("region"))
+        is_claims = _is_of_claim(request.parameters.get("prefix", DEFAULT_PREFIX))
         with self._claims.claim(str(volume)):
             if self._deletions.is_running(volume):
                 raise AbortedError(f"volume {volume} is being deleted")
-            record = _create(bucket, volume, record, request)
+            if is_claims:
+                self._refuse_shared(bucket, record)
+            record, is_new = _create(bucket, volume, record, request)
+            if is_claims and is_new:
+                self._withdraw_if_shared(bucket, volume, record)
         return csi_pb2.CreateVolumeResponse(
             volume=csi_pb2.Volume(
                 volume_id=str(volume),
@@ -108,6 +114,37 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
                 volume_context={**record.attributes, **_claim(request.parameters)},
             )
         )
+
+    def _refuse_shared(self, bucket: Bucket, record: Record) -> None:
+        """Refuse a folder named after a claim that a claim of another cluster has.
+
+        Neither owner would know that its files are the other's as well.
+
+        Raises:
+            FailedPreconditionError: another cluster's volume has the prefix.
+        """
+        if not self._cluster:
+            return
+        for key, other in self._records.readable_now(bucket):
+            if other.prefix == record.prefix and other.cluster not in ("", self._cluster):
+                raise FailedPreconditionError(
+                    f"prefix: {record.prefix!r} is that of a volume of the cluster"
+                    f" {other.cluster!r}, which has a claim of the same name. Give the classes of"
+                    f" each cluster a prefix of their own. If that volume no longer exists, remove"
+                    f" its record s3://{bucket.name}/{key}; the files stay"
+                )
+
+    def _withdraw_if_shared(self, bucket: Bucket, volume: VolumeId, record: Record) -> None:
+        """Remove a new record if another cluster has just made one, too.
+
+        Raises:
+            AbortedError: it has; the next call finds which of them is left.
+        """
+        try:
+            self._refuse_shared(bucket, record)
+        except FailedPreconditionError as error:
+            bucket.delete(volume_record.key_of(volume))
+            raise AbortedError(str(error)) from error
 
     def _planned(self, request: csi_pb2.CreateVolumeRequest) -> tuple[Record, VolumeId]:
         """The record and the id of the requested volume, after all checks."""
@@ -233,12 +270,15 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 
 def _create(
     bucket: Bucket, volume: VolumeId, record: Record, request: csi_pb2.CreateVolumeRequest
-) -> Record:
-    """Write the record of a new volume, or return an existing record that is equal."""
+) -> tuple[Record, bool]:
+    """Write the record of a new volume, or return an existing record that is equal.
+
+    Returns the record, and whether it is new.
+    """
     try:
         parameters = _write_parameters(record.attributes, request.volume_capabilities)
         bucket.put_new(volume_record.key_of(volume), record.to_json(), **parameters)
-        return record
+        return record, True
     except NoSuchBucketError as error:
         raise InvalidArgumentError(f"bucket: {error}") from error
     except ExistsError:
@@ -258,7 +298,12 @@ def _create(
         differences.append("size")
     if differences:
         raise AlreadyExistsError(f"volume {volume} exists with another {', '.join(differences)}")
-    return found
+    return found, False
+
+
+def _is_of_claim(template: str) -> bool:
+    """Whether the claim's name alone makes a prefix, so that equal claims have equal ones."""
+    return "${pvc." in template and "${pv.name}" not in template
 
 
 def _claim(parameters: Mapping[str, str]) -> dict[str, str]:

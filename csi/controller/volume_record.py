@@ -9,6 +9,7 @@ do not show it.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -108,6 +109,8 @@ class Records:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, Listed], Record] = {}
+        # By bucket: who comes second finds what the first has read.
+        self._reading: dict[str, threading.Lock] = {}
 
     def now(self, bucket: Bucket) -> Iterator[tuple[str, Record]]:
         """The records that are in the bucket now, with their keys.
@@ -116,16 +119,36 @@ class Records:
             RecordError: a record cannot be read; the message has its key.
             StoreError: a request failed.
         """
+        for key, found in self._found_now(bucket):
+            if isinstance(found, RecordError):
+                raise found
+            yield key, found
+
+    def readable_now(self, bucket: Bucket) -> Iterator[tuple[str, Record]]:
+        """As `now`, without what cannot be read.
+
+        Raises:
+            StoreError: a request failed.
+        """
+        for key, found in self._found_now(bucket):
+            if isinstance(found, Record):
+                yield key, found
+
+    def _found_now(self, bucket: Bucket) -> Iterator[tuple[str, Record | RecordError]]:
         present: set[Listed] = set()
         for page in bucket.pages(FOLDER):
             present.update(page)
-            for item, record in self._read_page(bucket, page):
+            with self._reading.setdefault(bucket.url, threading.Lock()):
+                found = self._read_page(bucket, page)
+            for item, record in found:
                 yield item.key, record
         for url, item in list(self._known):
             if url == bucket.url and item not in present:  # a volume that is deleted
                 self._known.pop((url, item), None)
 
-    def _read_page(self, bucket: Bucket, page: list[Listed]) -> list[tuple[Listed, Record]]:
+    def _read_page(
+        self, bucket: Bucket, page: list[Listed]
+    ) -> list[tuple[Listed, Record | RecordError]]:
         """The records of a page of the listing, but for those that were removed meanwhile."""
 
         def read_one(item: Listed) -> bytes | None:
@@ -135,15 +158,16 @@ class Records:
                 return None
 
         # Another thread, whose listing was made before, may drop what is found here.
-        known = {item: self._known.get((bucket.url, item)) for item in page}
+        known: dict[Listed, Record | RecordError | None] = {
+            item: self._known.get((bucket.url, item)) for item in page
+        }
         unknown = [item for item, record in known.items() if record is None]
         with ThreadPoolExecutor(READERS) as readers:
             for item, body in zip(unknown, readers.map(read_one, unknown), strict=True):
                 if body is None:
                     continue
                 try:
-                    record = Record.from_json(body)
+                    known[item] = self._known[bucket.url, item] = Record.from_json(body)
                 except RecordError as error:
-                    raise RecordError(f"{item.key} {error}") from error
-                known[item] = self._known[bucket.url, item] = record
+                    known[item] = RecordError(f"{item.key} {error}")
         return [(item, record) for item, record in known.items() if record is not None]

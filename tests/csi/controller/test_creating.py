@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support.csi.volumes import (
     CLUSTER,
     NAME,
     Code,
+    Held,
     changed,
     create,
     delete,
@@ -20,8 +22,9 @@ from tests.support.csi.volumes import (
     request,
 )
 from tests.support.servers.buckets import Bucket, keys
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import SECRET_KEY, S3Server
-from tests.support.sharing import mounted
+from tests.support.sharing import PATIENCE_S, mounted
 
 
 def test_a_new_volume_is_a_record_in_its_bucket(driver: Driver, bucket: Bucket) -> None:
@@ -100,6 +103,40 @@ def test_two_clusters_do_not_share_a_name(
     create(driver, bucket.name)
     code, sentence = refusal(other_cluster.controller.CreateVolume, request(bucket.name))
     assert (code, "cluster" in sentence) == (Code.ALREADY_EXISTS, True)
+
+
+BY_CLAIM = "claims/${pvc.namespace}/${pvc.name}"
+
+
+def test_a_claims_folder_is_not_shared_with_an_equal_claim_of_another_cluster(
+    driver: Driver, other_cluster: Driver, bucket: Bucket
+) -> None:
+    create(driver, bucket.name, prefix=BY_CLAIM)
+    bucket.put(".fusefs/volumes/unreadable.json", b"{}")
+    message = request(bucket.name, "pvc-other", prefix=BY_CLAIM)
+    code, sentence = refusal(other_cluster.controller.CreateVolume, message)
+    assert (code, record_key() in sentence) == (Code.FAILED_PRECONDITION, True)
+    assert record_key("pvc-other") not in set(keys(bucket))
+    # The claim that is made again under its name finds its files, and gets its own volume again.
+    again = create(driver, bucket.name, "pvc-again", prefix=BY_CLAIM)
+    assert again == create(driver, bucket.name, "pvc-again", prefix=BY_CLAIM)
+    # Other claims, and folders that an administrator names, are no other cluster's.
+    create(other_cluster, bucket.name, "pvc-third", prefix="all-claims")
+    create(other_cluster, bucket.name, "pvc-fourth", prefix="claims/${pvc.name}")
+
+
+def test_of_two_clusters_that_make_equal_claims_at_once_at_most_one_has_the_folder(
+    driver: Driver, other_cluster: Driver, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    held = Held(faulty, "PUT")  # both have looked, and found no other's record
+    with ThreadPoolExecutor(1) as pool:
+        late = request(bucket.name, "pvc-late", store="faulty", prefix=BY_CLAIM)
+        refused = pool.submit(refusal, other_cluster.controller.CreateVolume, late)
+        assert held.begun.wait(PATIENCE_S)
+        create(driver, bucket.name, prefix=BY_CLAIM)
+        held.let_go()
+        assert refused.result()[0] is Code.ABORTED
+    assert set(keys(bucket)) == {record_key()}
 
 
 @pytest.mark.parametrize("name", ["x" * 128, "über/größe", "..", "a b\tc"])
