@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from fusefs.api import MetricsTarget, __version__, command_parser
+from fusefs.api import MetricsTarget, OneLineFormatter, __version__, command_parser
 
 try:
     from csi import metrics
@@ -62,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _set_up_log(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLineFormatter())
     # Libraries log the headers of requests, and thereby tokens.
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for package in ("csi", "fusefs"):
         logging.getLogger(package).setLevel(level)
 

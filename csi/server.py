@@ -18,7 +18,6 @@ import os
 import stat
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -206,8 +205,9 @@ class _Interceptor(grpc.ServerInterceptor):
             code, sentence = status_of(error)
             if not isinstance(error, CsiError | StoreError | NotImplementedError):
                 # Without the message, which may quote a header with a token.
-                frames = "".join(traceback.format_tb(error.__traceback__))
-                log.error("%s failed: %s\n%s", method, type(error).__name__, frames)
+                nameless = Exception(type(error).__name__)
+                place = (Exception, nameless, error.__traceback__)
+                log.error("%s failed", method, exc_info=place)
             self._on_call(method, code.name, time.monotonic() - began)
             _log_end(method, request, code, sentence, began)
             context.abort(code, event_text(sentence))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fusefs import __version__
 from fusefs.cluster_cache.access import AccessError as ClusterCacheAccessError
 from fusefs.cluster_cache.access import read as check_cluster_cache
+from fusefs.daemon.log_handlers import OneLineFormatter
 from fusefs.exporter.asking import Target as MetricsTarget
 from fusefs.exporter.asking import target_at as metrics_target
 from fusefs.exporter.main import address_of
@@ -110,6 +111,7 @@ __all__ = [
     "MountsError",
     "NotAnsweringError",
     "NotFoundError",
+    "OneLineFormatter",
     "RawValue",
     "SettingType",
     "SettingsError",

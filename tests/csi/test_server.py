@@ -142,6 +142,17 @@ def test_an_unforeseen_error_is_retried_and_not_quoted(
     assert "test_server.py" in caplog.text  # where it happened
 
 
+def test_a_key_makes_no_line_of_the_drivers_log() -> None:
+    program = (
+        "import logging; from csi.main import _set_up_log; _set_up_log('INFO');"
+        r"logging.getLogger('csi.x').info('retained: %s', 'a\nERROR forged\x1b[2J')"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True
+    ).stderr
+    assert shown.endswith(r"INFO csi.x: retained: a\x0aERROR forged\x1b[2J" + "\n")
+
+
 def test_what_no_service_has_is_unimplemented(served: tuple[StandIn, Driver]) -> None:
     _, driver = served
     for call, request in (
