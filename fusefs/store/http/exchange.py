@@ -8,6 +8,9 @@ of pool.py.
 
 A long body without TLS goes from the socket into one buffer, and from there into
 its file: two system calls for a MiB, both without the interpreter's lock.
+
+A socket's time-out ends a silence, not an answer of which a byte comes now and then:
+that is what `Pace` watches for.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import re
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +31,12 @@ READ_SIZE = 1 << 16
 # Bodies of at most so many bytes are sent without asking whether they are wanted.
 SMALL = 128 << 10
 CONTINUE_WAIT_S = 1.0
+# In so many seconds of waiting a connection gets on by so many bytes a second, or is given up.
+PACE_WINDOW_S = 30.0
+LEAST_RATE = 1 << 10
+# How long a change may take. S3 begins the answer to one that takes minutes (a copy), and
+# sends blanks until it is done.
+ANSWER_LIMIT_S = 900.0
 # What a long body is handed on in.
 PIECE = 1 << 20
 _TIMEVAL = struct.Struct("@ll")
@@ -80,6 +90,33 @@ class Source(Protocol):
     def recv(self, size: int, /) -> bytes: ...
 
 
+class Pace:
+    """Whether a connection gets on, by how long this side waits for the other.
+
+    What the caller does between the pieces, on a slow disk say, does not count.
+    """
+
+    __slots__ = ("_bytes", "_waited_s", "_window_s")
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._waited_s = 0.0
+        self._bytes = 0
+
+    def note(self, waited_s: float, count: int) -> None:
+        """So many more bytes have gone or come after a wait.
+
+        Raises:
+            TimeoutError: that is next to nothing for the time that it took.
+        """
+        self._waited_s += waited_s
+        self._bytes += count
+        if self._waited_s >= self._window_s:
+            if self._bytes < LEAST_RATE * self._waited_s:
+                raise TimeoutError("the connection hardly gets on")
+            self._waited_s, self._bytes = 0.0, 0
+
+
 class RequestBody(Protocol):
     """The body of a request, which may be large."""
 
@@ -103,9 +140,10 @@ def exchange(
 
     Raises:
         WireError: the answer broke off, or was none.
-        OSError: the connection broke, or was silent for its time-out.
+        OSError: the connection broke, was silent for its time-out, or hardly got on.
     """
-    stream = Stream(sock)
+    is_change = not head.startswith((b"GET ", b"HEAD "))
+    stream = Stream(sock, ANSWER_LIMIT_S if is_change else None)
     is_large = body is not None and len(body) > SMALL
     is_sent = False
     # A server that refuses the body need not wait for it: its answer may be there.
@@ -118,15 +156,23 @@ def exchange(
             answer = _answer_instead_of_continue(sock, stream, is_head=is_head)
             if answer is not None:
                 return answer, False
-            body.seek(0)
-            while piece := body.read():
-                while piece:  # `sendall` would have one time-out for all of it
-                    piece = piece[sock.send(piece) :]
+            _send_body(sock, body)
             is_sent = True
     answer, is_reusable = read(stream, is_head=is_head)
     if answer.status < 300 and not is_sent:
         raise WireError("the answer came before the whole body was sent")
     return answer, is_reusable and is_sent
+
+
+def _send_body(sock: socket.socket, body: RequestBody) -> None:
+    pace = Pace(PACE_WINDOW_S)
+    body.seek(0)
+    while piece := body.read():
+        while piece:  # `sendall` would have one time-out for all of it
+            began = time.monotonic()
+            count = sock.send(piece)
+            pace.note(time.monotonic() - began, count)
+            piece = piece[count:]
 
 
 def _answer_instead_of_continue(
@@ -194,7 +240,7 @@ def download(
 
     Raises:
         WireError: the answer broke off, or was none; what came of it was handed on.
-        OSError: the connection broke, or was silent for its time-out.
+        OSError: the connection broke, was silent for its time-out, or hardly got on.
     """
     sock.sendall(request)
     stream = Stream(sock)
@@ -233,14 +279,17 @@ def _hand_on_pieces(
     buffer = memoryview(bytearray(max(min(size, PIECE), len(first))))
     buffer[: len(first)] = first
     filled = min(len(first), size)
+    pace = Pace(PACE_WINDOW_S)
     while size:
         wanted = min(size, PIECE)
         try:
             while filled < wanted:
+                began = time.monotonic()
                 count = sock.recv_into(buffer[filled:wanted], 0, flags)
                 if not count:
                     raise WireError("the answer broke off")
                 filled += count
+                pace.note(time.monotonic() - began, count)
         except BlockingIOError as error:
             raise TimeoutError("the server sent nothing more") from error
         finally:
@@ -293,11 +342,13 @@ def _read_chunks(stream: Stream) -> bytes:
 
 
 class Stream:
-    """What arrives on a connection."""
+    """What arrives on a connection; once it has begun, by a pace over so many seconds."""
 
-    def __init__(self, sock: Source) -> None:
+    def __init__(self, sock: Source, window_s: float | None = None) -> None:
         self._sock = sock
         self._data = b""
+        self._pace = Pace(PACE_WINDOW_S if window_s is None else window_s)
+        self._has_begun = False
 
     @property
     def is_empty(self) -> bool:
@@ -333,13 +384,21 @@ class Stream:
     def rest(self) -> bytes:
         """Everything until the server closes the connection."""
         pieces = [self._data]
-        while piece := self._sock.recv(READ_SIZE):
+        while piece := self._receive():
             pieces.append(piece)
         self._data = b""
         return b"".join(pieces)
 
     def _more(self) -> bytes:
-        data = self._sock.recv(READ_SIZE)
+        data = self._receive()
         if not data:
             raise WireError("the answer broke off")
+        return data
+
+    def _receive(self) -> bytes:
+        began = time.monotonic()
+        data = self._sock.recv(READ_SIZE)
+        if self._has_begun:
+            self._pace.note(time.monotonic() - began, len(data))
+        self._has_begun = True
         return data

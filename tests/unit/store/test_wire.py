@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import socket
 import threading
 import time
@@ -16,7 +17,16 @@ from botocore.credentials import ReadOnlyCredentials
 
 from fusefs.store.errors import AttemptError
 from fusefs.store.http import exchange as exchange_module
-from fusefs.store.http.exchange import SMALL, Answer, RequestBody, WireError, download, exchange
+from fusefs.store.http.exchange import (
+    LEAST_RATE,
+    SMALL,
+    Answer,
+    Pace,
+    RequestBody,
+    WireError,
+    download,
+    exchange,
+)
 from fusefs.store.http.pool import Borrowed, ConnectionPool, Network
 from fusefs.store.http.proxies import Proxies
 from fusefs.store.http.sigv4 import Signer
@@ -310,6 +320,100 @@ def test_a_connection_with_bytes_behind_a_download_is_closed(server: Server) -> 
         )
     assert answer is not None
     assert (bytes(taken), server.is_idle) == (b"body", False)
+
+
+def trickle(server: Server, *begin: bytes) -> None:
+    """Begin to answer the next request, and send a byte now and then until the client hangs up."""
+
+    def work() -> None:
+        sock = server.listener.accept()[0]
+        server.accepted.append(sock)
+        sock.recv(1 << 16)
+        with contextlib.suppress(OSError):
+            for piece in itertools.chain(begin, itertools.repeat(b"1")):
+                sock.sendall(piece)
+                time.sleep(0.005)
+
+    server.run(work)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes too slowly is given up soon, and everything does."""
+    monkeypatch.setattr(exchange_module, "LEAST_RATE", 1 << 40)
+    monkeypatch.setattr(exchange_module, "PACE_WINDOW_S", 0.05)
+    monkeypatch.setattr(exchange_module, "ANSWER_LIMIT_S", 0.1)
+
+
+@pytest.mark.parametrize("head", [HEAD, b"PUT /bucket HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"HTTP/1.1 200 OK\r\nX: ",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5000\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+    ],
+    ids=["header", "length", "chunked", "to the end"],
+)
+@pytest.mark.usefixtures("impatient")
+def test_an_answer_that_never_ends_is_given_up(server: Server, begin: bytes, head: bytes) -> None:
+    trickle(server, begin)
+    with pytest.raises(TimeoutError), server.pool.connection() as connection:
+        exchange(connection.sock, head, None, is_head=False)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_download_that_never_ends_is_given_up_with_what_has_come(server: Server) -> None:
+    trickle(server, b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    taken = bytearray()
+    with server.pool.connection() as connection:
+        connection.sock.settimeout(0.03)
+        connection.is_reusable = True
+    with pytest.raises(TimeoutError), server.pool.connection() as connection:
+        download(connection.sock, HEAD, 100_000, lambda _headers: None, taken.extend)
+    assert taken
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_body_that_the_server_hardly_takes_is_given_up(server: Server) -> None:
+    def serve() -> None:
+        sock = server.listener.accept()[0]
+        server.accepted.append(sock)
+        sock.recv(len(HEAD))
+        sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while sock.recv(1 << 16):
+                time.sleep(0.005)
+
+    server.run(serve)
+    endless = Body()
+    endless.read = lambda _size=-1: memoryview(bytes(SMALL))  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError), server.pool.connection() as connection:
+        exchange(connection.sock, HEAD, endless, is_head=False)
+
+
+def test_a_slow_network_is_no_endless_answer() -> None:
+    pace = Pace(window_s=30.0)
+    for _ in range(90):
+        pace.note(1.0, LEAST_RATE)
+    for _ in range(29):
+        pace.note(1.0, 0)
+    with pytest.raises(TimeoutError):
+        pace.note(1.0, LEAST_RATE)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_answer_may_begin_late(server: Server) -> None:
+    def serve() -> None:
+        sock = server.listener.accept()[0]
+        server.accepted.append(sock)
+        sock.recv(1 << 16)
+        time.sleep(2 * exchange_module.PACE_WINDOW_S)
+        sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody")
+
+    server.run(serve)
+    assert ask(server).content == b"body"
 
 
 def test_idle_connections_that_the_network_may_have_lost_are_closed(server: Server) -> None:
