@@ -99,7 +99,7 @@ class Directories:
         self._store = store
         self._memory = memory
         self._nursery = nursery
-        self._walks = Walks(store, nursery, self._fill)
+        self._walks = Walks(store, nursery, self.local, self._fill)
         # A bucket may have millions: those in use, and those of segments below.
         self._known: WeakValueDictionary[str, Directory] = WeakValueDictionary()
         # All segments, those looked up or listed last at the end, for dropping the first.
@@ -289,8 +289,10 @@ class Directories:
     ) -> Segment:
         event = directory.loading.setdefault(start, trio.Event())
         try:
-            page, fetched = await self._page(directory.prefix, start_after(directory.prefix, start))
-            segment = self._absorb(directory, start, page, fetched)
+            with self.local.listing() as began:
+                after = start_after(directory.prefix, start)
+                page, fetched = await self._page(directory.prefix, after, began)
+                segment = self._absorb(directory, start, page, fetched)
             if resolve_doubts and segment.doubtful:
                 await self._settle_doubts(directory, segment)
             return segment
@@ -299,19 +301,18 @@ class Directories:
                 del directory.loading[start]
             event.set()
 
-    async def _page(self, prefix: str, after: str) -> tuple[ListPage, float]:
-        """A page from memory or from the bucket, and when it was fetched."""
-        fetched = time.monotonic()
+    async def _page(self, prefix: str, after: str, began: float) -> tuple[ListPage, float]:
+        """A page from memory or from the bucket, and when it was fetched; now is `began`."""
         remembered = await self._memory.load(prefix, after)
         if remembered is not None and remembered[1] < self.ttl_s:
             page, age = remembered
-            return page, fetched - age
+            return page, began - age
         page = await self._store.list_page(prefix, start_after=after)
         if page.next_token is not None and page.last == prefix:
             # The folder's own marker and no more: a listing from there on would not get further.
             page = await self._store.list_page(prefix, start_after=prefix)
         self._memory.save(prefix, after, page)
-        return page, fetched
+        return page, began
 
     def _absorb(self, directory: Directory, start: str, page: ListPage, fetched: float) -> Segment:
         """Make a segment of a page and put it in its place."""

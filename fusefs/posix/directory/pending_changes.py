@@ -2,8 +2,11 @@
 
 A file that is being written is in no listing until it is uploaded: its name
 *lasts* until it is settled. And a LIST that was under way during a change does
-not know it yet, so every change is kept for as long as such a listing may come
-in; one that was under way while a directory was renamed is not used.
+not know it yet, so every change is known by its name for as long as such a listing
+may come in: the listings that are under way are counted. Of changes before them the
+latest are known by name as well. Of what was forgotten it is known which directory it
+was in and when, and a listing from before that is not used; nor is one that was under
+way while a directory was renamed.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import TypeVar
 
 from fusefs.posix.directory.segment import Absent, Entry, Segment, is_stored
@@ -22,8 +27,10 @@ from fusefs.store.interface import ObjectInfo
 
 Kept = TypeVar("Kept")
 
-# No listing is under way for longer.
+# What is older is forgotten also where a listing is under way.
 KEPT_S = 300.0
+# Changes that are known by name where no listing needs them: 6 MB.
+MOST_KEPT = 20_000
 # Prefixes of which it is known for longer when something in them was changed.
 MOST_FORMER = 4096
 
@@ -36,6 +43,9 @@ class LocalNames:
         self._lasting: dict[str, dict[str, Entry | Absent]] = {}
         self._recent: dict[str, dict[str, tuple[Entry | Absent, float]]] = {}
         self._order: deque[tuple[float, str, str, bool]] = deque()  # and whether the bucket has it
+        # When each listing that is under way was begun.
+        self._listings: dict[int, float] = {}
+        self._numbers = count()
         # Of what was forgotten the prefixes, and when each was changed last; the latest at the
         # end. And when some prefix was changed last of those that are left out.
         self._former: OrderedDict[str, float] = OrderedDict()
@@ -44,6 +54,16 @@ class LocalNames:
         self._moves: deque[tuple[float, str]] = deque()
         # Whether a key was removed that the bucket has still; set by who removes.
         self.is_leaving: Callable[[str], bool] = lambda _key: False
+
+    @contextmanager
+    def listing(self) -> Iterator[float]:
+        """A listing is under way, from a time until `apply`: what is changed meanwhile is kept."""
+        number = next(self._numbers)
+        self._listings[number] = time.monotonic()
+        try:
+            yield self._listings[number]
+        finally:
+            del self._listings[number]
 
     def set(self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool) -> None:
         now = time.monotonic()
@@ -57,13 +77,16 @@ class LocalNames:
         self._recent.setdefault(prefix, {})[name] = entry, now
         is_only_begun = lasting and isinstance(entry, ObjectInfo) and not entry.etag
         self._order.append((now, prefix, name, not is_only_begun))
+        if len(self._order) > MOST_KEPT:
+            self._forget_before(min(self._listings.values(), default=now), MOST_KEPT)
 
     def settle(self, prefix: str, name: str) -> None:
         """The last change of a name is in the bucket by now, and does not last any more."""
         _drop(self._lasting, prefix, name)
 
-    def _forget_before(self, oldest: float) -> None:
-        while self._order and self._order[0][0] < oldest:
+    def _forget_before(self, oldest: float, most: int = 0) -> None:
+        """Forget what was changed before a time, but for the latest `most` changes."""
+        while len(self._order) > most and self._order[0][0] < oldest:
             at, prefix, name, is_in_bucket = self._order.popleft()
             if is_in_bucket:
                 self._former.pop(prefix, None)
@@ -73,8 +96,12 @@ class LocalNames:
                 _drop(self._recent, prefix, name)
         while len(self._former) > MOST_FORMER:
             _, self._former_others = self._former.popitem(last=False)
-        while self._moves and self._moves[0][0] < oldest:
+        while not most and self._moves and self._moves[0][0] < oldest:
             self._moves.popleft()
+
+    def has_forgotten(self, prefix: str, since: float) -> bool:
+        """Whether something in a directory was changed since a time that is not known by name."""
+        return self._former.get(prefix, self._former_others) >= since
 
     def get(self, prefix: str, name: str) -> Entry | Absent | None:
         """What is only here under a name: ABSENT, or the entry, or None for nothing."""
@@ -120,6 +147,8 @@ class LocalNames:
 
     def apply(self, prefix: str, segment: Segment) -> None:
         """Bring a segment that was just listed up to date."""
+        if self.has_forgotten(prefix, segment.fetched):
+            segment.expires = 0.0
         for at, moved in reversed(self._moves):
             if at < segment.fetched:
                 break

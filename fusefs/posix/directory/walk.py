@@ -11,13 +11,13 @@ ends in is kept until the next one tells the rest, so no key is listed twice.
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import trio
 
+from fusefs.posix.directory.pending_changes import LocalNames
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ListPage, Store
 from fusefs.telemetry.stalls import WaitCause, stage, unattended
@@ -29,8 +29,8 @@ WALK_AFTER = 3
 MOST_WALKS = 64
 # Names in folders that were begun: more than a page of them are not worth their memory.
 MOST_BEGUN = 1000
-# What two pages tell of a folder is put together if no more time than this lies between: this
-# mount's own changes of a name are known for 300 s (pending_changes.py).
+# What two pages tell of a folder is put together if no more time than this lies between, and
+# all of this mount's changes since the first are known by name (pending_changes.py).
 MOST_APART_S = 60.0
 
 
@@ -79,10 +79,12 @@ class Walks:
         self,
         store: Store,
         nursery: trio.Nursery,
+        local: LocalNames,
         fill: Callable[[Walk, str, ListPage, float], None],
     ) -> None:
         self._store = store
         self._nursery = nursery
+        self._local = local
         self._fill = fill
         self._walks: OrderedDict[str, Walk] = OrderedDict()
 
@@ -122,16 +124,17 @@ class Walks:
             walk.loading = trio.Event()
         event, walk.next = walk.loading, None
         try:
-            fetched = time.monotonic()
-            page = await self._store.list_page(walk.prefix, delimiter="", start_after=start.after)
-            pages = _grouped(walk.prefix, page, start.begun)
-            begun = _cut_off(pages, page)
-            is_apart = fetched - start.fetched > MOST_APART_S
-            for prefix, part in pages.items():
-                if prefix in begun or (is_apart and prefix in start.begun):
-                    continue
-                fetched_at = start.fetched if prefix in start.begun else fetched
-                self._fill(walk, prefix, part, fetched_at)
+            with self._local.listing() as fetched:
+                after = start.after
+                page = await self._store.list_page(walk.prefix, delimiter="", start_after=after)
+                pages = _grouped(walk.prefix, page, start.begun)
+                begun = _cut_off(pages, page)
+                for prefix, part in pages.items():
+                    since = start.fetched if prefix in start.begun else fetched
+                    is_apart = fetched - since > MOST_APART_S
+                    is_known = not (is_apart or self._local.has_forgotten(prefix, since))
+                    if is_known and prefix not in begun:
+                        self._fill(walk, prefix, part, since)
             # A folder that needs more than a page by itself is better listed alone.
             walk.pays = len(begun) < len(pages)
             if page.next_token is not None and walk.pays and _count(begun) <= MOST_BEGUN:
