@@ -28,6 +28,7 @@ from prometheus_client.metrics_core import (
 )
 
 from fusefs.exporter.asking import MALFORMED, Answer, Target, ask_all
+from fusefs.telemetry.metrics import METRICS
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,9 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
         kind = metric["type"]
         if kind not in _FAMILIES or name.removesuffix("_total") in _OWN:
             continue
+        known = METRICS.get(name)
+        if known is not None and known.type != kind:  # another version means something else by it
+            continue
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a metric")
         samples = [one for sample in metric["samples"] for one in _samples(name, kind, sample)]
@@ -151,7 +155,8 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
         if remaining < 0:
             raise ValueError(f"there are more than {MOST_SAMPLES} samples")
         labelled = [(full, _with_volume(labels, volume), value) for full, labels, value in samples]
-        metrics[name] = _MetricOfMount(kind, str(metric["help"]), labelled)
+        about = str(metric["help"]).encode(errors="replace").decode()
+        metrics[name] = _MetricOfMount(kind, about, labelled)
     return metrics
 
 

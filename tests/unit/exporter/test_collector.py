@@ -173,6 +173,16 @@ def test_a_malformed_answer_counts_as_none_and_the_others_are_exported(malformed
     assert 'fusefs_cache_bytes{volume="bad"}' not in found
 
 
+def test_a_name_that_another_version_means_otherwise_hides_no_metrics_of_other_mounts() -> None:
+    odd = {"cache_bytes": {**GAUGE, "type": "counter"}, "own": {**GAUGE, "help": "\ud800"}}
+    targets = [Target("odd", Path()), Target("good", Path())]
+    answers = [Answer(targets[0], odd), Answer(targets[1], ANSWER["metrics"])]
+    found = scraped(registry_of(MountCollector(lambda: targets, lambda _: answers)))
+    assert found['fusefs_cache_bytes{volume="good"}'] == 7
+    assert found['fusefs_own{volume="odd"}'] == 7
+    assert 'fusefs_cache_bytes{volume="odd"}' not in found
+
+
 def test_a_mount_cannot_pass_for_another_nor_for_up() -> None:
     target = Target("honest", Path())
     samples = [{"labels": {"volume": "other"}, "value": 3}]
