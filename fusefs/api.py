@@ -23,7 +23,7 @@ from fusefs.exporter.asking import Target as MetricsTarget
 from fusefs.exporter.asking import target_at as metrics_target
 from fusefs.exporter.main import address_of
 from fusefs.launch import registry
-from fusefs.launch.control import ControlError, Message, NotAnsweringError
+from fusefs.launch.control import MALFORMED, ControlError, Message, NotAnsweringError
 from fusefs.launch.launcher import SupervisorAddress, resume, start
 from fusefs.launch.mount_requests import (
     MountEndedError,
@@ -82,6 +82,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DURATION",
     "LEAST_MEMORY",
+    "MALFORMED",
     "MIB",
     "MIN_FREE",
     "MNT_DETACH",

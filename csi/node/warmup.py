@@ -25,6 +25,7 @@ from csi.node.mount_record import MountRecord
 from csi.node.record_files import known_fields
 from csi.volume.options import Warm
 from fusefs.api import (
+    MALFORMED,
     ControlError,
     Message,
     MountEndedError,
@@ -72,7 +73,7 @@ class Warmups:
                 log.warning("the warm-up of %s is not on record: %s", record.source, error)
             try:
                 _jobs(record, warm)
-            except ControlError as error:
+            except (ControlError, *MALFORMED) as error:
                 log.warning("%s cannot be warmed: %s", record.source, error)
 
     def blocks_publish(self, record: MountRecord, warm: Warm) -> bool:
@@ -113,6 +114,9 @@ class Warmups:
                 status = f"the mount does not report its progress: {error}"
             except ControlError as error:
                 status = str(error)
+                break
+            except MALFORMED:  # a hostile daemon's, or one's of another version
+                status = "the mount reports no progress"
                 break
             now = time.monotonic()
             if now - began >= warm.timeout_s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,17 @@ def test_a_volume_is_warmed_though_that_cannot_be_written_down(
     monkeypatch.setattr(warmup, "_jobs", lambda _record, warm: warmed.append(warm.paths))
     Warmups(tmp_path).begin(a_record(), Warm(("a",)))
     assert warmed == [("a",)]
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"jobs": [{}]}, {"jobs": [{"path": "a", "state": "ended"}]}]
+)
+def test_a_pod_starts_though_its_mount_reports_no_progress(
+    answer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "daemon_request", lambda *_: answer)
+    warmups, warm = Warmups(tmp_path), Warm(("a",), is_first=True)
+    warmups.wait(a_record(), warm, Path("/pods/one"), time.monotonic() + 60)
+    assert not warmups.blocks_publish(a_record(), warm)
+    warmups.forget(a_record().key)
+    warmups.begin(a_record(), warm)
