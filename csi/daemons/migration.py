@@ -80,6 +80,8 @@ class Moving:
             log.info("%s: %s", keeper.name, error)  # its end, or its keeper's
         except control.ControlError as error:
             self._insist(keeper, str(error))
+        except control.MALFORMED as error:
+            self._insist(keeper, f"its status is of another version: {error!r}")
 
     def _insist(self, keeper: Path, why: str) -> None:
         now = time.monotonic()

@@ -67,7 +67,9 @@ def _status_of(registration: registry.Registration) -> dict[str, Any]:
             status["not_answering"] = "the daemon has died; the keeper is starting another"
     waiting = _waiting_in_kernel(mountpoint)
     if waiting is not None:
-        status.setdefault("requests", {})["in_kernel"] = waiting
+        requests = status.get("requests")
+        known = requests if isinstance(requests, dict) else {}  # not as another version has it
+        status["requests"] = {**known, "in_kernel": waiting}
     return status
 
 
@@ -90,11 +92,12 @@ def _unregistered(mount: mountinfo.KernelMount) -> dict[str, Any]:
 
 def as_text(status: Mapping[str, Any]) -> str:
     """A status as a block of lines for people."""
-    if "not_answering" in status:
-        return status_report.render_silent(status)
     try:
+        if "not_answering" in status:
+            return status_report.render_silent(status)
         return status_report.render(status)
     except control.MALFORMED as error:
         why = f"its status can't be read: {type(error).__name__}: {error}; fusefs upgrade"
         known = {name: status.get(name) for name in ("mountpoint", "source")}
-        return status_report.render_silent({**known, "not_answering": why})
+        silent = status.get("not_answering")
+        return status_report.render_silent({**known, "not_answering": silent or why})

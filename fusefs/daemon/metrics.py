@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
@@ -14,7 +15,7 @@ import trio
 
 import fusefs
 from fusefs.daemon.mount_parts import MountParts
-from fusefs.launch.control import ControlError
+from fusefs.launch.control import MALFORMED, ControlError
 from fusefs.launch.mount_requests import keeper_status
 from fusefs.posix.write.backlog import OPEN
 from fusefs.settings.types import SessionKind
@@ -186,9 +187,10 @@ async def _keeper(mountpoint: Path) -> Samples:
         status = await trio.to_thread.run_sync(look, abandon_on_cancel=True)
     except ControlError:
         return {}
-    samples = {"daemon_restarts_total": [value(status["restarts"])]}
-    if "pauses_s" in status:  # a keeper of an earlier version has none
-        paused_s = status["pauses_s"] + status["pause_s"]
+    samples: dict[str, list[Sample]] = {}
+    with contextlib.suppress(*MALFORMED):  # a keeper of another version may lack any
+        samples["daemon_restarts_total"] = [value(float(status["restarts"]))]
+        paused_s = float(status["pauses_s"] + status["pause_s"])
         samples["daemon_pause_seconds_total"] = [value(paused_s)]
     return samples
 

@@ -244,9 +244,12 @@ def _read(directory: Path) -> Registration | None:
         with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
-            found = Registration(**json.loads(file.read(_MAX_RECORD)))
+            # A newer daemon's may have more.
+            given = dict(json.loads(file.read(_MAX_RECORD)))
+            known = {name: given[name] for name in Registration._fields}
+            found = Registration(**known)
         is_sound = isinstance(found.pid, int) and _hashed(Path(found.mountpoint)) == directory.name
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         # A mount that is just coming or going, or not one of ours.
         return None
     return found if is_sound else None

@@ -15,7 +15,7 @@ from fusefs.cli import status as overview
 from fusefs.cli import status_report
 from fusefs.diagnosis import findings, mounted
 from fusefs.diagnosis.subject import MountSubject
-from fusefs.launch import registry
+from fusefs.launch import control, registry
 from fusefs.linux import mountinfo
 from tests.support.commands import MOUNTINFO, run
 from tests.support.commands import runtime as runtime
@@ -257,6 +257,43 @@ def test_a_status_of_another_form_concerns_its_mount_alone(part: dict[str, Any])
     assert "its status can't be read: " in text
     subject = MountSubject(Path("/mnt/data"), "s3://bucket/", status={**STATUS, "cache": 5})
     assert "its status can't be read: " in [*mounted.check(subject)][-1].text
+
+
+@pytest.mark.parametrize(
+    ("answer", "keeper"),
+    [
+        ({**STATUS, "requests": None}, {"pid": 1}),
+        (None, {"pid": 1, "restarts": 1, "last_death_ns": None}),
+        (None, {"pid": 1, "restarts": 1, "longest_pause_s": []}),
+    ],
+)
+def test_processes_of_another_version_keep_no_other_mount_from_the_status(
+    answer: dict[str, Any] | None,
+    keeper: dict[str, Any],
+    runtime: Path,
+    sleeper: subprocess.Popen[bytes],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def request(path: Path, _command: str, _timeout_s: float) -> dict[str, Any]:
+        if path.parent != odd.directory:
+            return {**STATUS, "mountpoint": "/mnt/good"}
+        if answer is None:
+            raise control.ControlError("no answer")
+        return answer
+
+    odd = registry.register(Path("/mnt/a"), "s3://odd/", sleeper.pid)
+    registry.register(Path("/mnt/good"), "s3://good/", sleeper.pid)
+    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO))
+    monkeypatch.setattr(overview, "FUSECTL", runtime)
+    (runtime / str(mountinfo.parse(MOUNTINFO)[3].connection)).mkdir()
+    (runtime / str(mountinfo.parse(MOUNTINFO)[3].connection) / "waiting").write_text("1")
+    monkeypatch.setattr(control, "request", request)
+    monkeypatch.setattr(overview, "keeper_status", lambda *_: keeper)
+    assert run("status") == 0
+    shown = capsys.readouterr().out
+    assert "s3://odd/" in shown or "/mnt/data" in shown
+    assert "/mnt/good" in shown
 
 
 def test_upgrades_are_no_restarts_after_a_death() -> None:

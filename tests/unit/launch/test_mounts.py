@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.launch import registry, users
+from fusefs.launch import control, mount_requests, registry, users
 from fusefs.linux import mountinfo
 from tests.support.commands import MOUNTINFO
 from tests.support.commands import runtime as runtime
@@ -125,6 +125,27 @@ def test_a_record_that_a_daemon_has_made_into_something_else_is_none(
     (runtime / "elsewhere").write_text(json.dumps(content))
     record.symlink_to(runtime / "elsewhere")
     assert registry.all_mounts() == []
+
+
+def test_the_record_of_a_newer_daemon_has_what_this_version_knows(
+    runtime: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    registration = registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
+    record = registration.directory / "mount.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"region": "eu"}))
+    assert registry.all_mounts() == [registration]
+
+
+@pytest.mark.parametrize("changed", [{"pid": None}, {"connection": "x"}, {"daemon": [1]}])
+def test_the_status_of_a_keeper_of_another_version_counts_as_no_answer(
+    changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = {"pid": 1, "connection": 2, "daemon": None, "more": {}}
+    monkeypatch.setattr(control, "exchange", lambda *_: status)
+    assert mount_requests.keeper_status(Path("/mnt/data"), 1.0) == status
+    status.update(changed)
+    with pytest.raises(control.ControlError, match="another version"):
+        mount_requests.keeper_status(Path("/mnt/data"), 1.0)
 
 
 def test_whom_a_daemon_runs_as_is_known_by_its_directory(runtime: Path) -> None:
