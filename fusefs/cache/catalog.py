@@ -393,10 +393,14 @@ class Catalog:
             )
         return {name for _, name in released}
 
-    def retained(self) -> set[str]:
-        """The names of all files that are not evicted, of all mounts."""
+    def retained(self, identity: str) -> dict[str, str | None]:
+        """The names of all files that are not evicted, of all mounts.
+
+        Each has its key if that is one of the bucket `identity`.
+        """
         with self._lock, readable_errors():
-            return {str(name) for (name,) in self._db.execute("SELECT name FROM retained")}
+            rows = self._db.execute("SELECT name, key, identity FROM retained").fetchall()
+        return {str(name): str(key) if whose == identity else None for name, key, whose in rows}
 
     def is_retained(self, name: str) -> bool:
         """Whether a file is not evicted."""

@@ -128,9 +128,9 @@ class CatalogWriter:
         self._retaining[key] = name
 
     @property
-    def retaining(self) -> set[str]:
-        """The names of the files that are retained by the next batch."""
-        return set(self._retaining.values())
+    def retaining(self) -> dict[str, str]:
+        """The names of the files that are retained by the next batch, and their keys."""
+        return {name: key for key, name in self._retaining.items()}
 
     async def record(self) -> None:
         """Write everything that has arrived, and see whether other mounts wrote."""

@@ -98,7 +98,7 @@ class FileCache:
             self._catalog = Catalog(directory / "catalog.sqlite3", boot_id, in_any_case=in_any_case)
             rows, self._catalog.at_start = self._catalog.at_start, []
             quota.committed = self._catalog.total_bytes()
-            retained = self._catalog.retained()
+            retained = self._catalog.retained(identity)
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise CacheDirectoryError(why) from error
@@ -546,6 +546,7 @@ class FileCache:
 
     def _retain(self, file: CacheFile, key: str) -> None:
         self._set_retained(file, is_retained=True)
+        self.retention.files[file.name] = key
         self._catalog_writer.retain(key, file.name)
 
     async def _release(
@@ -558,21 +559,20 @@ class FileCache:
         return released is not None
 
     def _released(self, names: set[str]) -> None:
-        for name in names:
-            if (file := self._files.get(name)) is not None:
-                self._set_retained(file, is_retained=False)
+        for file in filter(None, map(self._files.get, names)):
+            self._set_retained(file, is_retained=False)
 
     async def _learn_retained(self) -> None:
         """See which files other mounts retain."""
         await self.refresh_pins()
         await self.record()
-        names = await self._catalog_writer.in_catalog(self._catalog.retained)
+        names = await self._catalog_writer.in_catalog(self._catalog.retained, self._identity)
         # A catalog in memory has no rows from before.
         if names is not None and not self._catalog.is_in_memory:
             self._flag_retained(names)
 
-    def _flag_retained(self, names: set[str]) -> None:
-        names |= self._catalog_writer.retaining
+    def _flag_retained(self, names: dict[str, str | None]) -> None:
+        self.retention.files = names = {**names, **self._catalog_writer.retaining}
         for file in self._files.values():
             self._set_retained(file, is_retained=file.name in names)
 

@@ -44,13 +44,16 @@ def covers(pins: frozenset[str], key: str) -> bool:
 class Retention:
     """The pins of one bucket in one cache directory.
 
-    `pins` are keys and prefixes without their last slash. All methods that read or
+    `pins` are keys and prefixes without their last slash. `files` has the names of retained
+    files, and perhaps of some that no longer are, with their keys; None for files of other
+    buckets. All methods that read or
     change the record block.
     """
 
     def __init__(self, directory: Path, identity: str) -> None:
         """Read the record."""
         self.pins: frozenset[str] = frozenset()
+        self.files: dict[str, str | None] = {}
         self.identity = identity
         self._directory = directory
         self._known: tuple[int, int] | None = None

@@ -145,12 +145,14 @@ class LocalCopies:
         return sorted(self._shown(pin) for pin in above)
 
     async def describe_pins(self) -> dict[str, int]:
-        """How many paths are pinned, and how many files and bytes are retained for them."""
-        counts = Counts()
-        pins = self._pins_within(self._key(""))
+        """How many paths of this mount are pinned, and how many files and bytes are retained."""
+        counts, mine = Counts(), self._key("")
+        pins = self._pins_within(mine)
         if pins:
+            keys = self._cache.retention.files
             for number, file in enumerate(self._cache.files()):
-                if file.is_retained:
+                key = keys.get(file.name)
+                if file.is_retained and key is not None and _is_within(key, mine):
                     counts.add(file.present.total)
                 if number % (10 * TURN) == 0:
                     await trio.lowlevel.checkpoint()

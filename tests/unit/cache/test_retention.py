@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from fusefs.cache import catalog_writer
+from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.retention import RECORD, Retention, covers
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
@@ -74,6 +75,33 @@ async def test_an_unpin_that_the_catalog_did_not_take_fails_and_can_be_done_agai
         await copies.unpin("a")
         await empty(parts)
         assert kept(parts, "a") == ""
+
+
+async def test_a_mounts_pins_are_counted_without_those_of_other_mounts(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=8 * MIB) as parts:
+        other = ObjectVersion("other/file", '"1"', MIB)
+        await parts.cache.add_pins(["mine", "other"])
+        for pinned in (ObjectVersion("mine/file", '"1"', MIB), other):
+            await parts.fetch(pinned)
+        # Another bucket's mount with this directory.
+        parts.cache._catalog.retain("another bucket", {"mine/theirs": "theirs"}, 0.0)
+        theirs = CacheFile("theirs", MIB)
+        theirs.present.add(0, MIB)
+        for _ in range(2):
+            async with trio.open_nursery() as nursery:
+                copies = LocalCopies(
+                    parts.cache,
+                    parts.evictor,
+                    Selector(parts.bucket, "mine/"),
+                    "mine/",
+                    nursery,
+                    lambda _key: (0, 0),
+                )
+                found = await copies.describe_pins()
+            assert found == {"paths": 1, "files": 1, "bytes": MIB}
+            parts.cache._files["theirs"] = theirs
+            await parts.cache.learn()
+            assert theirs.is_retained
 
 
 async def test_pins_outlive_a_restart(tmp_path: Path) -> None:
