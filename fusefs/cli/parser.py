@@ -109,20 +109,45 @@ def _add_doctor_settings(parser: Parser) -> None:
 def _add_upgrade_settings(parser: Parser) -> None:
     from fusefs.settings.mount import FIXED, SETTINGS
 
-    _add_settings(parser, [setting for setting in SETTINGS if setting.name not in FIXED])
+    changeable = [setting for setting in SETTINGS if setting.name not in FIXED]
+    # What is not given keeps its value, which need not be the default.
+    _add_settings(parser, changeable, shows_defaults=False)
+    for setting in SETTINGS:
+        if setting.name in FIXED:
+            flags = [setting.flag, *([f"--no-{setting.key}"] if setting.is_switch else [])]
+            parser.add_argument(*flags, nargs="?", action=_Unchangeable, help=argparse.SUPPRESS)
 
 
-def _add_settings(parser: Parser, settings: Sequence[Setting]) -> None:
+class _Unchangeable(argparse.Action):
+    """Refuses a setting that a mount keeps as long as it is mounted."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        _namespace: argparse.Namespace,
+        _value: object,
+        option: str | None = None,
+    ) -> None:
+        parser.error(f"{option}: cannot be changed while mounted")
+
+
+def _add_settings(
+    parser: Parser, settings: Sequence[Setting], *, shows_defaults: bool = True
+) -> None:
     names = dict.fromkeys(setting.group for setting in settings)
     groups = {name: parser.add_argument_group(name) for name in names}
     for setting in settings:
-        _add_setting(groups[setting.group], setting)
+        default = f" (default: {setting.default})" if shows_defaults else ""
+        _add_setting(groups[setting.group], setting, f"{setting.help}{default}")
 
 
-def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting, text: str) -> None:
     # argparse passes the text on unread: settings.build reads it, with better messages.
-    text = f"{setting.help} (default: {setting.default})".replace("%", "%%")
-    shared: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
+    shared: dict[str, Any] = {
+        "dest": setting.name,
+        "default": argparse.SUPPRESS,
+        "help": text.replace("%", "%%"),
+    }
     if setting.is_switch and setting.flag.startswith("--no-"):
         # BooleanOptionalAction would take the flag itself for a negation.
         group.add_argument(setting.flag, action="store_true", **shared)
@@ -391,7 +416,8 @@ _COMMANDS = (
         "replace the daemon of a mount by this version",
         "Start a daemon of this version, let the old one finish its requests, and hand "
         "the mount over; programs see a short pause. Options change settings, the others keep "
-        "their values. If the new daemon cannot start, the old one goes on.",
+        "their values; --read-only, --cache-dir and a few more cannot be changed while mounted. "
+        "If the new daemon cannot start, the old one goes on.",
         (_MOUNTPOINT,),
         add_settings=_add_upgrade_settings,
     ),

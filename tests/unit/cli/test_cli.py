@@ -294,6 +294,27 @@ def test_an_option_or_a_command_is_written_out_and_a_near_one_is_named(
     assert part in line
 
 
+def test_an_upgrade_names_a_setting_that_it_cannot_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option in ("--read-only", "--no-allow-other", "--cache-dir=/nvme"):
+        with pytest.raises(SystemExit) as ended:
+            run("upgrade", "/mnt", option)
+        assert ended.value.code == 2
+        name = option.partition("=")[0]
+        assert f"fusefs: {name}: cannot be changed while mounted" in capsys.readouterr().err
+
+
+def test_the_help_of_an_upgrade_names_no_default_that_would_be_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run("upgrade", "--help")
+    text = capsys.readouterr().out
+    assert "--metadata-ttl" in text
+    assert "(default" not in text
+
+
 def test_the_driver_knows_no_abbreviations_either(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         make_parser().parse_args(["daemons", "--state", "/run/x"])
