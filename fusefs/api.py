@@ -1,4 +1,7 @@
-"""What fusefs offers to other programs: the only module that the CSI driver imports.
+"""What fusefs offers to other programs: the module that the CSI driver imports.
+
+csi/daemons/ alone imports more: it does a part of the keepers' work, and has that of keeper/,
+launch/ and linux/.
 
 It has the settings of a mount, starting and unmounting it, requests to its daemon
 and its keeper, the kernel's table of mounts, S3's errors, and what the container

@@ -158,13 +158,14 @@ def _add(
     default: object,
     metavar: str,
     text: str,
+    otherwise: str = "%(default)s",
 ) -> None:
     group.add_argument(
         flag,
         type=kind,
         default=default,
         metavar=metavar,
-        help=f"{text} (default: %(default)s)",
+        help=f"{text} (default: {otherwise})",
     )
 
 
@@ -235,6 +236,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         256 * MIB,
         "SIZE",
         "memory that the daemon of a mount may use",
+        SIZE.show(256 * MIB),
     )
     add(
         "--max-connections",
@@ -243,7 +245,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "N",
         "maximum number of simultaneous S3 requests of a mount",
     )
-    add("--cache-size", SIZE.read, None, "SIZE", "maximum size of the cache of one identity")
+    add(
+        "--cache-size",
+        SIZE.read,
+        None,
+        "SIZE",
+        "maximum size of the cache of one identity",
+        "what the disk allows",
+    )
     add("--min-free", _text_of(MIN_FREE), "20%", "SIZE|N%", "disk space that the caches leave free")
     add("--min-free-inodes", _text_of(SHARE), "10%", "N%", "inodes that the caches leave free")
 

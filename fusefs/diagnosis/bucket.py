@@ -175,17 +175,14 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
     """Read ranges of one object side by side for a while."""
     if info.size < LEAST_MEASURED:
         return skipped("throughput", "there is no object of 1 MiB or more on the first page")
-    offsets = itertools.chain.from_iterable(
-        itertools.repeat(range(0, info.size, RANGE_BYTES), READERS)
-    )
+    rounds = itertools.repeat(range(0, info.size, RANGE_BYTES), READERS)
+    offsets = itertools.islice(itertools.chain.from_iterable(rounds), MOST_BYTES // RANGE_BYTES)
     done = 0
     began = trio.current_time()
 
     async def read() -> None:
         nonlocal done
         for start in offsets:
-            if done >= MOST_BYTES:
-                return
             stop = min(start + RANGE_BYTES, info.size)
             await _read(store, info.version, start, stop, count)
 

@@ -113,7 +113,8 @@ def _name(url: str, proxy: str | None) -> Finding:
         )
     took_s = time.monotonic() - began
     addresses = sorted({str(entry[4][0]) for entry in found})
-    text = f"{what} has {len(addresses)} addresses, found in {1e3 * took_s:.0f} ms"
+    number = "1 address" if len(addresses) == 1 else f"{len(addresses)} addresses"
+    text = f"{what} has {number}, found in {1e3 * took_s:.0f} ms"
     figures = {"seconds": took_s, "addresses": addresses}
     if took_s > SLOW_NAME_S:
         return advice(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import trio
 
 from fusefs.diagnosis import bucket, cache_disk, credentials, findings, machine, network
 from fusefs.diagnosis.findings import Finding, Level
@@ -18,6 +20,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
+from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.clients import S3Settings
 
 
@@ -147,3 +150,18 @@ def test_only_a_problem_makes_the_command_fail() -> None:
     assert findings.has_problem([*good, findings.problem("d", "broken", "repair")])
     assert findings.summary(good) == "0 problems, 1 piece of advice"
     assert good[1].as_text().splitlines()[1].strip() == "-> buy"
+
+
+async def test_the_throughput_takes_no_more_than_the_documents_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requested = 0
+
+    async def read(_store: object, _version: object, start: int, stop: int, count: object) -> None:
+        nonlocal requested
+        requested += stop - start
+        await trio.lowlevel.checkpoint()  # all readers have begun when the first has ended
+
+    monkeypatch.setattr(bucket, "_read", read)
+    await bucket._throughput(Mock(), ObjectInfo("a", 40 << 20, '"etag"', 0))
+    assert requested == bucket.MOST_BYTES
