@@ -55,7 +55,8 @@ _CAUSES = {
     ),
     "credentials": (
         "for credentials",
-        "keys are looked up or refused: see the log, and what provides them",
+        "keys are looked up, as after a daemon's start, or refused: see the log, and what provides"
+        " them",
     ),
 }
 _SPANS = {"10": "the last 10 s", "60": "the last minute", "300": "the last 5 minutes"}
@@ -70,7 +71,9 @@ def sentences(stalls: Mapping[str, Any]) -> Iterable[str]:
             continue
         waited = True
         parts = [f"{shares[cause]:.0%} {_CAUSES[cause][0]}" for cause in _causes(shares)]
-        yield f"programs waited {shares['any']:.0%} of {span}: {', '.join(parts)}"
+        # Of many causes each may be too small to be named.
+        causes = f": {', '.join(parts)}" if parts else ""
+        yield f"programs waited {shares['any']:.0%} of {span}{causes}"
     if not waited:
         yield "programs waited for nothing in the last 5 minutes"
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import grimp
+
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -16,3 +20,33 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     except CycleError as error:
         circle = " -> ".join(reversed(error.args[1]))
         raise AssertionError(f"a circle of imports: {circle}") from None
+
+
+def test_the_arrows_of_the_picture_are_the_imports_of_folders() -> None:
+    graph = grimp.build_graph("fusefs", "csi", cache_dir=None)
+    imports: dict[str, set[str]] = {}
+    for module in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(module):
+            one, other = folder(module), folder(imported)
+            if one != other and {one, other}.isdisjoint(("", "__main__", "mount_helper")):
+                imports.setdefault(one, set()).add(other)
+    arrows = re.findall(r"^    (\w+)(?:\[.*?\])? --> (\w+)", ARCHITECTURE.read_text(), re.MULTILINE)
+    assert {
+        (one, other)
+        for one, others in imports.items()
+        for other in others
+        if not any(other in below(between, imports) for between in others)
+    } == set(arrows)
+
+
+def folder(module: str) -> str:
+    """What stands for a module in the picture; `top` imports texts of `cli`, which imports it."""
+    package, _, rest = module.partition(".")
+    name = rest.partition(".")[0]
+    return "csi" if package == "csi" else {"top": "cli"}.get(name, name)
+
+
+def below(name: str, imports: dict[str, set[str]]) -> set[str]:
+    """The folders that a folder imports, also by others."""
+    direct = imports.get(name, set())
+    return direct.union(*(below(other, imports) for other in direct))

@@ -382,6 +382,12 @@ def test_a_mount_on_which_nothing_waited_says_so() -> None:
     assert "hint" not in text
 
 
+def test_a_wait_of_many_small_causes_names_none() -> None:
+    shares = {"300": {"any": 0.006, "s3_first_byte": 0.004, "metadata": 0.004}}
+    text = status_report.render({**STATUS, "stalls": {"shares": shares, "slowest": []}})
+    assert "programs waited 1% of the last 5 minutes\n" in text + "\n"
+
+
 def test_the_share_of_hits_names_what_it_cannot_see() -> None:
     unseen = {"passthrough_opens": 7, "passthrough_bytes": 1 << 29}
     text = status_report.render({**STATUS, "cache": {**STATUS["cache"], **unseen}})
