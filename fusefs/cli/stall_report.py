@@ -22,7 +22,8 @@ MOST_SLOWEST = 3
 _CAUSES = {
     "connection": (
         "for a free connection",
-        "more requests at once may be allowed with --max-connections",
+        "more requests at once take a larger --max-connections, and those of over 256 KiB a larger"
+        " --memory-limit (4 MiB each)",
     ),
     "throttled": (
         "for S3 to take more requests",

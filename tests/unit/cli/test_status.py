@@ -17,6 +17,7 @@ from fusefs.diagnosis import findings, mounted
 from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch import control, registry
 from fusefs.linux import mountinfo
+from fusefs.settings.memory import MemoryBudget
 from tests.support.commands import MOUNTINFO, run
 from tests.support.commands import runtime as runtime
 from tests.support.commands import sleeper as sleeper
@@ -380,6 +381,13 @@ def test_a_mount_on_which_nothing_waited_says_so() -> None:
     text = status_report.render({**STATUS, "stalls": {"shares": shares, "slowest": []}})
     assert "programs waited for nothing in the last 5 minutes" in text
     assert "hint" not in text
+
+
+def test_the_hint_for_connections_names_what_bounds_large_requests() -> None:
+    assert MemoryBudget.of(256 << 20).streams == 40  # of 128 connections
+    shares = {"10": {"any": 0.5, "connection": 0.5}}
+    text = status_report.render({**STATUS, "stalls": {"shares": shares, "slowest": []}})
+    assert "--memory-limit (4 MiB each)" in text
 
 
 def test_a_wait_of_many_small_causes_names_none() -> None:
