@@ -1,4 +1,4 @@
-"""Where a mount's log is, for whoever starts it; what it looks like is `logs`' matter."""
+"""Where a mount's log is, for whoever starts it; daemon/log_handlers.py writes it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A guess grows with success and is dropped as soon as it turns out wrong.
 *In order* (`Window`): as long as reads go on in order, everything up to a
 window ahead of them is on its way. The window starts small, becomes four times
 as large with each stretch that was read in order, up to the reader's share of
-the path (path.py), and collapses when the reader jumps. Reads of one program
+the path (path_meter.py), and collapses when the reader jumps. Reads of one program
 arrive slightly out of order (the kernel's read-ahead sends several at once), so
 "in order" has some tolerance. Threads or forked processes that share a handle
 read several stretches at once: each has a window of its own.

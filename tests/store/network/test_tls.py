@@ -67,8 +67,8 @@ async def test_what_rustls_refuses_is_seen_at_a_read_where_there_was_no_check(
 
 @pytest.mark.parametrize("place", ["SSL_CERT_FILE", "SSL_CERT_DIR", "the system"])
 @states(
-    "All requests trust the same certificates: those of `--ca-bundle`, of `AWS_CA_BUNDLE`, of"
-    " `SSL_CERT_FILE` and `SSL_CERT_DIR`, or the system's."
+    "All requests trust the same certificates: those of `--ca-bundle`, of `AWS_CA_BUNDLE` or"
+    " `REQUESTS_CA_BUNDLE`, of `SSL_CERT_FILE` and `SSL_CERT_DIR`, or the system's."
 )
 async def test_an_authority_of_the_system_is_trusted_for_all_requests(
     shared: Bucket,
