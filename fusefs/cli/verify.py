@@ -23,7 +23,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def report(path: Path, job: dict[str, Any]) -> bool:
-    """Print the result of `verify`; return whether every cached copy is right now.
+    """Print the result of `verify`; return whether every cached copy is known to be right now.
 
     Raises:
         CommandError: the comparison is incomplete.
@@ -42,7 +42,10 @@ def report(path: Path, job: dict[str, Any]) -> bool:
         f"{shown(str(path))}: {job['files']:,} files with {size} in the cache compared,"
         f" {job['differed_files'] + job['lost_files']:,} differed"
     )
-    return not job["lost_files"]
+    skipped = job.get("skipped_files", 0)  # a daemon of an earlier version has none
+    if skipped:
+        print(f"{shown(str(path))}: {skipped:,} could not be compared; see the log, and try again")
+    return not job["lost_files"] and not skipped
 
 
 def _progress(job: dict[str, Any]) -> str:

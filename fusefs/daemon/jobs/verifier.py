@@ -34,6 +34,7 @@ class Verification:
     """The verification of one path.
 
     `differed` and `lost` name files, `size` counts bytes, and `why` is the error that ended it.
+    `skipped_files` are there, and could not be read to their ends.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,6 +42,7 @@ class Verification:
         self.has_ended = False
         self.files = 0
         self.size = 0
+        self.skipped_files = 0
         self.differed_files = 0
         self.differed: list[str] = []
         self.lost_files = 0
@@ -63,6 +65,7 @@ class Verification:
             "has_ended": self.has_ended,
             "files": self.files,
             "bytes": self.size,
+            "skipped_files": self.skipped_files,
             "differed_files": self.differed_files,
             "differed": self.differed,
             "lost_files": self.lost_files,
@@ -159,6 +162,15 @@ class Verifier:
         present = list(file.present)
         file.version = file.version or info.version
         examined = await self._cache.integrity.examine(file, is_direct=True)
+        if examined.fault is None and not examined.is_whole:
+            if not await self._cache.integrity.is_on_disk(file):
+                return  # it was evicted
+            # It may have been renamed meanwhile.
+            examined = await self._cache.integrity.examine(file, is_direct=True)
+        if examined.fault is None and not examined.is_whole:
+            logger.warning("the cached copy of %s can't be read to be compared", info.key)
+            job.skipped_files += 1
+            return
         job.files += 1
         job.size += examined.size
         if examined.fault is None:

@@ -27,7 +27,8 @@ OTHER = version("other", 100_000)
 
 @states(
     "`fusefs verify PATH` compares what is cached at or below a path with its checksums, as it is"
-    " on the disk; it fails if something that differs cannot be fetched again."
+    " on the disk; it fails if something that differs cannot be fetched again, or something could"
+    " not be compared."
 )
 def test_what_differs_is_named_and_fetched_again(bucket: Bucket, mounter: Mounter) -> None:
     for name in ("dir/one", "dir/two", "beside"):

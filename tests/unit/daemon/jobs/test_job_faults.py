@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.cli import verify
 from fusefs.daemon.jobs import cache_warmer
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer, JobSpec
 from fusefs.daemon.jobs.local_copies import LocalCopies
@@ -73,6 +75,34 @@ async def test_a_file_may_be_uploaded_and_closed_while_another_one_is_verified(
         await eventually(lambda: job.has_ended)
         assert (job.files, job.lost, job.why) == (1, [], None)
     os.close(one.fd)
+
+
+async def test_what_cannot_be_opened_or_has_gone_is_not_counted_as_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    bucket = WideBucket(["a", "b"])
+    async with (
+        cache_in(tmp_path / "cache", bucket=bucket) as parts,
+        trio.open_nursery() as nursery,
+    ):
+        for key in ("a", "b"):
+            await parts.fetch(info(key).version)
+        (gone,) = (
+            path
+            for path in parts.files()
+            if path.name.startswith(parts.cache.name_of(info("b").version))
+        )
+        gone.unlink()
+        verifier = Verifier(bucket, parts.cache, parts.fetcher, "", nursery, lambda _key: [])
+        monkeypatch.setattr(parts.cache._disk, "open_to_examine", refuse)
+        job = verifier.start("")
+        await eventually(lambda: job.has_ended)
+        assert (job.files, job.skipped_files, job.why) == (0, 1, None)
+        assert not verify.report(Path("/mnt/data"), job.describe())
+        assert "1 could not be compared" in capsys.readouterr().out
 
 
 async def test_a_fault_ends_a_warm_job_and_not_each_daemon_that_finds_it_on_record(
