@@ -306,8 +306,8 @@ class Clients:
         options: dict[str, Any] = {
             "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
             "read_timeout": timedelta(seconds=settings.read_timeout_s),
-            # An object may take hours; what must not take long is each read of it.
-            "timeout": timedelta(days=1),
+            # Of a request for 8 MiB, which may come slowly; a thread waits for it, in any case.
+            "timeout": timedelta(hours=1),
             "allow_http": endpoint is not None and endpoint.startswith("http://"),
         }
         config: dict[str, Any] = {

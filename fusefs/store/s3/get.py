@@ -52,8 +52,14 @@ _WITHOUT_RANGE = "non-partial response"
 CHUNK = 1 << 20
 # What the event loop has the time to receive and to write to the local disk.
 SMALL = 256 << 10
+# An attempt that brings less has brought nothing: others that are alike would go on for ever.
+PROGRESS = 16 << 10
+# How long a library may have no chunk, which it waits for as long as a byte comes now and then.
+STALLED_S = 300.0
 # For how long an object is fetched again that arrives with other bytes than S3 has.
 WRONG_BYTES_S = 10.0
+
+_STALLED = Failure(UnreachableError, "the answer hardly gets on", is_retryable=True)
 
 
 class Getter:
@@ -139,6 +145,8 @@ class Getter:
             AttemptError: the stream broke, or is not what was requested.
         """
         key = part.version.key
+        if not part.size:  # what was given up brought the last bytes in that moment
+            return
         async with self._requester.connected("GET", priority, key, budget) as clients:
             part.begin()
             race = _Race()
@@ -154,6 +162,7 @@ class Getter:
         began = time.monotonic()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(race.run, GetStream(part, race), self._requester, clients)
+            nursery.start_soon(race.watch, part)
             with trio.move_on_after(hedge.wait_s):
                 await race.is_decided.wait()
             if not race.is_decided.is_set() and hedge.take():
@@ -191,8 +200,8 @@ class MissingPart:
         self._began_at = self.position
 
     def has_progressed(self) -> bool:
-        """Whether the last attempt brought anything."""
-        return self.position > self._began_at
+        """Whether the last attempt brought what is worth another one."""
+        return self.position - self._began_at >= PROGRESS
 
     @property
     def size(self) -> int:
@@ -234,9 +243,7 @@ class MissingPart:
         # Of what came in chunks only the bytes themselves tell how many they are.
         self.check({**answer.headers, "content-length": str(len(answer.content))})
         self.verify(answer.headers, answer.content)
-        chunk = memoryview(answer.content)[: self.size]
-        self.write(chunk)
-        self.note(chunk)
+        self.add(memoryview(answer.content)[: self.size])
         self.check_end()
 
     def check(self, headers: Mapping[str, str]) -> None:
@@ -290,12 +297,9 @@ class MissingPart:
                 Failure(UnreachableError, "the answer was too short", is_retryable=True)
             )
 
-    def write(self, chunk: memoryview) -> None:
+    def add(self, chunk: memoryview) -> None:
         """Have the next bytes written."""
         self._write(self.position, chunk)
-
-    def note(self, chunk: memoryview) -> None:
-        """The next bytes have been written."""
         self.position += len(chunk)
         self._counted["bytes_fetched"] += len(chunk)
 
@@ -311,6 +315,7 @@ class _Race:
         self.won_at = 0.0  # as `time.monotonic`
         # One has an answer, or none will have.
         self.is_decided = trio.Event()
+        self._has_ended = trio.Event()
         self._lock = threading.Lock()
         self._token = trio.lowlevel.current_trio_token()
         self._scopes: dict[GetStream, trio.CancelScope] = {}
@@ -330,6 +335,18 @@ class _Race:
                 del self._scopes[stream]
         if not self._scopes:
             self.is_decided.set()
+            self._has_ended.set()
+
+    async def watch(self, part: MissingPart) -> None:
+        """Give up what brings nothing more."""
+        while not self._has_ended.is_set():
+            before = part.position
+            with trio.move_on_after(STALLED_S):
+                await self._has_ended.wait()
+            if part.position == before:
+                for stream, scope in self._scopes.items():
+                    self._errors[stream] = AttemptError(_STALLED)
+                    scope.cancel()
 
     def claim(self, stream: GetStream) -> None:
         """Have a stream write, which has the answer; in its thread.
@@ -475,8 +492,7 @@ class GetStream:
     def _take(self, chunk: memoryview) -> None:
         chunk = chunk[: self._part.size]
         with handling_answer():
-            self.attempt.locally(lambda: self._part.write(chunk))
-        self._part.note(chunk)
+            self.attempt.locally(lambda: self._part.add(chunk))
 
 
 def _first_byte(content_range: str | None) -> int:

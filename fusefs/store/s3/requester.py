@@ -34,9 +34,10 @@ from fusefs.store.errors import (
     StaleVersionError,
     StoreError,
     ThrottledError,
+    UnreachableError,
 )
 from fusefs.store.http.async_exchange import Hedge
-from fusefs.store.http.exchange import Answer
+from fusefs.store.http.exchange import ANSWER_LIMIT_S, Answer
 from fusefs.store.http.threads import AbandonedError, Attempt, Progress, Threads, Transfer
 from fusefs.store.interface import ListPage, Strict, Urgency, demanded
 from fusefs.store.s3 import list as listing
@@ -54,6 +55,9 @@ FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
 # How long a refusal that has nothing to do with the credentials stands for the next ones.
 EXPLAIN_EVERY_S = 5.0
+# How long one attempt of a request takes at most whose answer is no object. Its thread has
+# ended before that, unless it is in a library, which waits as long as a byte comes now and then.
+ATTEMPT_LIMIT_S = ANSWER_LIMIT_S + 60.0
 
 _WRITES = {
     "PUT": "puts",
@@ -86,6 +90,9 @@ _SHOWN = (
     "hedged",
     "hedged_won",
 )
+# What takes as long as there are bytes: they are watched on their way (exchange.py, get.py).
+_OF_BYTES = frozenset(("GET", "CLUSTER GET", "PUT", "PUT PART", "CLUSTER PUT"))
+_ENDLESS = Failure(UnreachableError, "the answer has no end", is_retryable=True)
 # What does not say that a change was refused: no answer (0), and gateways' own failures,
 # of which 520 to 527 are Cloudflare's.
 _NO_ANSWERS = frozenset((0, 500, 502, 504, *range(520, 528)))
@@ -382,10 +389,14 @@ class Requester:
             AttemptError: it failed.
         """
         clock, code = RequestClock(operation, self._requests), "none"
+        limit_s = math.inf if operation in _OF_BYTES else ATTEMPT_LIMIT_S
         try:
-            result = await self._threads.run(clocked(clock, attempt.guarded(work)))
-            code = "200"
-            return result
+            with trio.move_on_after(limit_s):
+                result = await self._threads.run(clocked(clock, attempt.guarded(work)))
+                code = "200"
+                return result
+            await attempt.abandon()
+            raise AttemptError(_ENDLESS)
         except AttemptError as error:
             code = _code(error)
             raise

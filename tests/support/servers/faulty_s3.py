@@ -30,6 +30,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
 PIECE = 64 << 10
+TRICKLE_S = 0.01
 REQUEST_ID = "FAULTY00"
 HTTP_REASONS = {
     "SlowDown": 503,
@@ -166,7 +167,8 @@ class Rule:
     A fault is one of: `code` (an S3 error, with its usual status or `status`),
     `stall` (silence until the client gives up or the test says `release`),
     `cut_after` and `stall_after` (the body breaks off, or stops, after so many
-    bytes), `short` (a body with so many bytes, declared as whole). `ignore_if_match`
+    bytes), `trickle_after` (behind so many it comes byte by byte), `short` (a body
+    with so many bytes, declared as whole). `ignore_if_match`
     takes the header away, `ignored_header` the one of that name; `with_header` is for
     requests that have the one of that name alone. `headers` go with an
     answer of the rule's own, which comes after the real server's if `is_done`. Of a
@@ -189,6 +191,7 @@ class Rule:
     stall: bool = False
     cut_after: int | None = None
     stall_after: int | None = None
+    trickle_after: int | None = None
     short: int | None = None
     ignore_if_match: bool = False
     ignored_header: str | None = None
@@ -561,7 +564,8 @@ class _Client(socketserver.StreamRequestHandler):
         answer.read()
 
     def _send_body(self, body: http.client.HTTPResponse | io.BytesIO, end: int, rule: Rule) -> None:
-        marks = [rule.cut_after, rule.stall_after, rule.at[0] if rule.at else None]
+        marks = [rule.cut_after, rule.stall_after, rule.trickle_after]
+        marks += [rule.at[0] if rule.at else None]
         sent = 0
         while True:
             if rule.at is not None and sent == rule.at[0]:
@@ -571,11 +575,14 @@ class _Client(socketserver.StreamRequestHandler):
             if sent == rule.cut_after:
                 raise _HangUpError
             ahead = [mark - sent for mark in marks if mark is not None and mark > sent]
-            piece = body.read(min([PIECE, end - sent, *ahead]))
+            is_trickling = rule.trickle_after is not None and sent >= rule.trickle_after
+            piece = body.read(min([1 if is_trickling else PIECE, end - sent, *ahead]))
             if not piece:
                 break
             self.wfile.write(piece)
             sent += len(piece)
+            if is_trickling:
+                time.sleep(TRICKLE_S)
             if rule.bytes_per_s:
                 time.sleep(len(piece) / rule.bytes_per_s)
         if sent < end:

@@ -1,0 +1,92 @@
+"""A store that sends a byte now and then, for ever: whoever waits for it is not kept for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from fusefs.store.errors import UnreachableError
+from fusefs.store.http import exchange
+from fusefs.store.s3 import get, requester
+from fusefs.store.s3.store import S3Store
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.tls import tls_door
+from tests.support.store_reading import BODY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PACE_WINDOW_S", 0.1)
+    monkeypatch.setattr(get, "STALLED_S", 0.3)
+    monkeypatch.setattr(requester, "ATTEMPT_LIMIT_S", 0.3)
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+@pytest.mark.parametrize("size", [1000, len(BODY)])
+async def test_a_read_goes_on_over_another_connection(
+    shared: Bucket, faulty: FaultyS3, size: int, in_loop: bool
+) -> None:
+    async with opened(shared, faulty) as store:
+        await store.check("")
+        info = await store.head("body")
+        slow = faulty.add("GET", trickle_after=10, times=1)
+        assert await download(store, info, 0, size, in_loop=in_loop) == BODY[:size]
+        assert slow.used == 1
+
+
+async def test_a_read_of_which_only_bytes_come_fails(shared: Bucket, faulty: FaultyS3) -> None:
+    async with opened(shared, faulty, retry_time_s=0.5) as store:
+        await store.check("")
+        info = await store.head("body")
+        faulty.add("GET", trickle_after=0)
+        with pytest.raises(UnreachableError):
+            await download(store, info)
+
+
+@pytest.mark.parametrize("times", [1, None])
+async def test_a_read_through_tls(
+    shared: Bucket, faulty: FaultyS3, tmp_path: Path, times: int | None
+) -> None:
+    with tls_door(faulty.endpoint_url, tmp_path) as door:
+        settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
+        retry_time_s = 20.0 if times is not None else 0.5
+        async with opened(shared, faulty, retry_time_s=retry_time_s, **settings) as store:
+            await store.check("")
+            info = await store.head("body")
+            assert store.requester.source.uses_obstore
+            faulty.add("GET", trickle_after=10, times=times)
+            if times is not None:
+                assert await download(store, info) == BODY
+            else:
+                with pytest.raises(UnreachableError):
+                    await download(store, info)
+
+
+@pytest.mark.parametrize(
+    ("operation", "request_it"),
+    [
+        ("LIST", lambda store: store.list_page("")),
+        ("DELETE MANY", lambda store: store.delete_many(["gone", "gone2"])),
+        ("UPLOADS", lambda store: store.list_uploads("")),
+    ],
+)
+async def test_what_is_looked_up_or_changed(
+    shared: Bucket,
+    faulty: FaultyS3,
+    operation: str,
+    request_it: Callable[[S3Store], Awaitable[object]],
+) -> None:
+    async with opened(shared, faulty, retry_time_s=0.5) as store:
+        await store.check("")
+        slow = faulty.add(operation, trickle_after=0)
+        if operation == "DELETE MANY":
+            assert len(await store.delete_many(["gone", "gone2"])) == 2
+        else:
+            with pytest.raises(UnreachableError):
+                await request_it(store)
+        assert slow.used > 1
