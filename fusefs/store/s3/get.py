@@ -438,17 +438,8 @@ class GetStream:
 
     def _run_direct(self, clients: Clients) -> bool:
         """Over our own connections; False if botocore has to send the request."""
-        if self._part.is_whole_and_small:
-            return self._run_whole(clients)
         if self._part.size <= SMALL:
-            # As one answer, 100 KiB took 0.38 ms of processor time; as a stream, 0.49 ms.
-            answer = clients.direct.send(
-                "GET", self._part.version.key, headers=self._part.request_headers()
-            )
-            if answer is not None:
-                self._begin(answer.headers)
-                self._take(memoryview(answer.content))
-            return answer is not None
+            return self._run_small(clients)
         return clients.direct.download(
             self._part.version.key,
             self._part.request_headers(),
@@ -457,10 +448,11 @@ class GetStream:
             self._take,
         )
 
-    def _run_whole(self, clients: Clients) -> bool:
-        """As `_run_direct`, of an object that is compared with its checksum before it is written.
+    def _run_small(self, clients: Clients) -> bool:
+        """As `_run_direct`, of what is in memory before any of it is written.
 
-        No more is received than the object has, whatever the server has in its place by now.
+        A whole object is compared with its checksum. No more is received than was requested,
+        whatever the server has in its place by now, and also if it knows no ranges.
         """
         shown: dict[str, str] = {}
         content = bytearray()

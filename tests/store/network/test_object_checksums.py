@@ -130,17 +130,18 @@ async def test_a_store_that_refuses_to_be_asked_is_read_without(
 
 
 @pytest.mark.parametrize("in_loop", [True, False])
+@pytest.mark.parametrize("stop", [len(CONTENT), 5], ids=["whole", "range"])
 async def test_no_more_is_received_than_the_object_had(
-    bucket: Bucket, faulty: FaultyS3, in_loop: bool
+    bucket: Bucket, faulty: FaultyS3, in_loop: bool, stop: int
 ) -> None:
-    """A server that ignores If-Match, where a small object has been replaced by a large one."""
+    """A server that ignores If-Match and ranges, and has a large object in place of a small one."""
     async with filled(bucket, faulty) as (store, info):
         large = bytes(64 << 20)
         sent = faulty.add("GET", "file", status=200, body=large, headers={"etag": '"another"'})
         tracemalloc.start()
         try:
             with pytest.raises(StaleVersionError):
-                await download(store, info, in_loop=in_loop)
+                await download(store, info, 0, stop, in_loop=in_loop)
             _, most = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
