@@ -55,6 +55,7 @@ class Quota:
         # Sizes by descriptor of unlinked files that the kernel still uses.
         self._unlinked_in_use: dict[int, int] = {}
         self._free = 0
+        self._capacity = 0  # of the disk, but for the floor
         self._free_inodes = 0  # above the floor
         self._lacks_inodes = False
         # How many inodes have to become free until they are not short any more.
@@ -72,6 +73,12 @@ class Quota:
         """How many bytes the cache may use now: its size limit, or what the disk leaves it."""
         room = max(0, self.used + self._headroom())
         return room if self._limit is None else min(self._limit, room)
+
+    @property
+    def allowed(self) -> int:
+        """How many bytes the cache could use if nothing else filled its disk."""
+        self._headroom()
+        return self._capacity if self._limit is None else min(self._limit, self._capacity)
 
     @property
     def limit_why(self) -> str | None:
@@ -139,6 +146,7 @@ class Quota:
                 return self._free
             self._is_missing = False
             size = status.f_blocks * status.f_frsize
+            self._capacity = max(0, size - self._floor(size))
             self._free = status.f_bavail * status.f_frsize - self._floor(size)
             self._free_inodes = status.f_favail - self._inode_floor(status.f_files)
             slack = self.inode_slack if self._lacks_inodes else 0

@@ -91,6 +91,7 @@ def _cache(parts: MountParts) -> Samples:
         ],
         "cache_bytes": [value(cache.quota.used)],
         "cache_limit_bytes": [value(cache.quota.limit)],
+        "cache_allowed_bytes": [value(cache.quota.allowed)],
         "cache_files": [value(len(cache))],
     }
 

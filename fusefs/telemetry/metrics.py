@@ -69,6 +69,9 @@ METRICS: dict[str, Metric] = {
     ),
     "cache_bytes": Metric("gauge", "Bytes on the cache disk."),
     "cache_limit_bytes": Metric("gauge", "Bytes that the cache may use now."),
+    "cache_allowed_bytes": Metric(
+        "gauge", "Bytes that the cache could use if nothing else filled its disk."
+    ),
     "cache_files": Metric("gauge", "Files in the cache."),
     "cache_evicted_bytes_total": Metric("counter", "Bytes evicted from the cache."),
     "prefetch_bytes_total": Metric(

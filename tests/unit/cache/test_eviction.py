@@ -80,11 +80,12 @@ async def test_when_open_files_fill_it_more_is_refused(tmp_path: Path) -> None:
 async def test_a_limit_that_the_disk_does_not_allow_says_so(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 16) as disk:
         async with cache_in(disk / "cache", limit=64 * MIB, floor=4 * MIB) as parts:
-            assert parts.quota.limit <= 12 * MIB
+            assert parts.quota.limit <= parts.quota.allowed <= 12 * MIB
             assert parts.quota.limit_why is not None
             assert "less than --cache-size 64MiB" in parts.quota.limit_why
         async with cache_in(disk / "cache", limit=2 * MIB, floor=4 * MIB) as parts:
             assert (parts.quota.limit, parts.quota.limit_why) == (2 * MIB, None)
+            assert parts.quota.allowed == 2 * MIB
 
 
 async def test_what_is_on_its_way_counts(tmp_path: Path) -> None:
