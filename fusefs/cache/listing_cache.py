@@ -13,13 +13,15 @@ import math
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import diskcache
 import trio
 
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
+
+if TYPE_CHECKING:
+    import diskcache
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -64,6 +66,8 @@ class RememberedPages:
 
     def _open(self, directory: Path) -> tuple[diskcache.Cache, set[str]]:
         """The cache, and the keys that an earlier daemon left: nothing else is ever read."""
+        import diskcache  # a writable mount never needs it
+
         cache = diskcache.Cache(
             directory,
             disk=diskcache.JSONDisk,

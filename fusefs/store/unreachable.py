@@ -57,13 +57,14 @@ _RUSTLS = {
     "NotValidForName": "its certificate is for another name",
     "NotValidForNameContext": "its certificate is for another name",
 }
-_RUSTLS_REFUSAL = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
-_VERIFY = re.compile(r"certificate verify failed: (.*?)(?: \(_ssl\.c:\d+\))?['\")]*$")
-_OTHER_NAME = re.compile(r"doesn't match|not valid for|[Mm]ismatch")
-_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3}) ?([^'\")]*)")
-_URI = re.compile(r"uri: Some\(\s*(\w+://[^/\s]+)")
-_GENERAL = re.compile(r'General\(\s*"([^"]*)"')
-_MESSAGE = re.compile(r'(?:message|error): "([^"]*)"')
+# Compiled (and kept by `re`) with the first such error: most mounts never see one.
+_RUSTLS_REFUSAL = r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)"
+_VERIFY = r"certificate verify failed: (.*?)(?: \(_ssl\.c:\d+\))?['\")]*$"
+_OTHER_NAME = r"doesn't match|not valid for|[Mm]ismatch"
+_TUNNEL = r"Tunnel connection failed: (\d{3}) ?([^'\")]*)"
+_URI = r"uri: Some\(\s*(\w+://[^/\s]+)"
+_GENERAL = r'General\(\s*"([^"]*)"'
+_MESSAGE = r'(?:message|error): "([^"]*)"'
 
 
 def of_botocore(error: Any) -> Cause:
@@ -106,9 +107,9 @@ def of_exchange(error: Exception, origin: str) -> Cause:
 
 def of_obstore(text: str) -> Cause:
     """The cause of an error of obstore's that is about a request without an answer."""
-    uri = _URI.search(text)
+    uri = re.search(_URI, text)
     whom = uri[1] if uri else "S3"
-    refusal = _RUSTLS_REFUSAL.search(text)
+    refusal = re.search(_RUSTLS_REFUSAL, text)
     if refusal is not None:
         why = _RUSTLS.get(refusal[1], f"its certificate is refused ({refusal[1]})")
         return Cause(f"no secure connection to {whom}: {why}", may_pass=False)
@@ -120,7 +121,7 @@ def of_obstore(text: str) -> Cause:
         return Cause(f"no connection to {whom}: the name is not known")
     if "TimedOut" in text or "deadline has elapsed" in text:
         return Cause(f"no answer from {whom} in time")
-    messages = _MESSAGE.findall(text)
+    messages = re.findall(_MESSAGE, text)
     return Cause(
         f"no connection to {whom}: {messages[-1].lower()}" if messages else f"no answer from {whom}"
     )
@@ -130,7 +131,7 @@ def of_builder(text: str) -> str:
     """Why obstore made no client, as a sentence."""
     if "No CA certificates" in text:
         return "this system has no certificates of authorities (/etc/ssl/certs; ca-certificates)"
-    causes = _GENERAL.findall(text)
+    causes = re.findall(_GENERAL, text)
     return f"its client can't be made: {causes[-1] if causes else 'builder error'}"
 
 
@@ -139,11 +140,11 @@ def _of_openssl(reason: str, whom: str) -> Cause:
     for part, sentence in _OPENSSL:
         if part in reason:
             return Cause(refused + sentence, may_pass=False)
-    if _OTHER_NAME.search(reason):
+    if re.search(_OTHER_NAME, reason):
         names = re.findall(r"'([\w.*:-]+)'", reason)
         of = f", for {', '.join(names[1:])}" if names[1:] else ""
         return Cause(f"{refused}its certificate is for another name{of}", may_pass=False)
-    verify = _VERIFY.search(reason)
+    verify = re.search(_VERIFY, reason)
     if verify is not None:
         return Cause(f"{refused}its certificate is refused: {verify[1]}", may_pass=False)
     return Cause(refused + reason)
@@ -151,14 +152,14 @@ def _of_openssl(reason: str, whom: str) -> Cause:
 
 def _of_proxy(reason: str, proxy: Any) -> Cause:
     whom = f"{proxy.hostname}:{proxy.port}" if proxy.port else f"{proxy.hostname}"
-    tunnel = _TUNNEL.search(reason)
+    tunnel = re.search(_TUNNEL, reason)
     if tunnel is not None and tunnel[1] == "407":
         return Cause(f"{PROXY_PASSWORD} ({whom})", may_pass=False)
     if tunnel is not None:
         status = f"{tunnel[1]} {tunnel[2]}".strip()
         is_refusal = tunnel[1].startswith("4")
         return Cause(f"the proxy {whom} does not connect to S3: {status}", may_pass=not is_refusal)
-    if "CERTIFICATE_VERIFY_FAILED" in reason or _OTHER_NAME.search(reason):
+    if "CERTIFICATE_VERIFY_FAILED" in reason or re.search(_OTHER_NAME, reason):
         return _of_openssl(reason, f"the proxy {whom}")
     why = _of_network(reason)
     return Cause(f"no connection to the proxy {whom}" + (f": {why}" if why else ""))

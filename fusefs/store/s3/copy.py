@@ -16,8 +16,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from email.utils import parsedate_to_datetime
-from html import unescape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
@@ -47,7 +45,7 @@ from fusefs.store.s3.conditions import (
     condition_parameters,
     interpret,
 )
-from fusefs.store.s3.list_parser import nanoseconds, quoted, whole_seconds
+from fusefs.store.s3.list_parser import nanoseconds, quoted, unescaped, whole_seconds
 from fusefs.store.s3.requester import Requester
 
 if TYPE_CHECKING:
@@ -156,6 +154,8 @@ async def _copy_own(
 
 def _as_boto_takes_it(copied: ObjectInfo, kept: Mapping[str, str]) -> dict[str, Any]:
     """What a copy has, as boto3's parameters."""
+    from email.utils import parsedate_to_datetime
+
     described: dict[str, Any] = {_KEPT[name]: value for name, value in kept.items()}
     try:
         described["Expires"] = parsedate_to_datetime(kept["expires"])
@@ -294,7 +294,7 @@ class _Copy:
             mtime_ns = nanoseconds(moment[1])
         except ValueError:  # it is done, whatever the server takes for a time
             mtime_ns = head.now_ns()
-        return self._info(unescape(etag[1]), mtime_ns, answer.headers.get("x-amz-version-id"))
+        return self._info(unescaped(etag[1]), mtime_ns, answer.headers.get("x-amz-version-id"))
 
     def _through_boto(self, clients: Clients) -> ObjectInfo:
         source = self._source

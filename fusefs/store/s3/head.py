@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from fusefs.store.errors import (
@@ -134,6 +133,9 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
     Raises:
         AttemptError: some are missing.
     """
+    # As large as a quarter of trio, and a mount begins without a HEAD.
+    from email.utils import parsedate_to_datetime
+
     try:
         modified = parsedate_to_datetime(headers["last-modified"])
         size = int(headers["content-length"])

@@ -24,7 +24,6 @@ import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import lru_cache
-from html import unescape
 from itertools import chain, repeat
 from typing import Any
 from urllib.parse import unquote_plus
@@ -39,7 +38,7 @@ _EMPTY = b"<ListBucketResult/>"
 _FIRST_ENTRY = re.compile(r"<Contents>((?:<\w+>[^<]*</\w+>\s*)+)</Contents>")
 _ELEMENT = re.compile(r"<(\w+)>[^<]*</\w+>(\s*)")
 # Characters that XML 1.0 has no way to write, as they are and as references.
-_NOT_XML = re.compile(
+_NOT_XML = (
     "[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"
     "|&#0*(?:[0-8]|1[124-9]|2[0-9]|3[01]);|&#[xX]0*(?:[0-8bcefBCEF]|1[0-9a-fA-F]);"
 )
@@ -81,7 +80,7 @@ def parse(body: bytes) -> ListPage:
         try:
             return _read(text)
         except ElementTree.ParseError:
-            legible = _NOT_XML.sub("", text)
+            legible = re.sub(_NOT_XML, "", text)
             if legible == text or not _is_encoded(text):
                 raise
             return _read(legible)
@@ -159,7 +158,7 @@ def _objects_of(columns: dict[str, tuple[str, ...]], is_encoded: bool) -> list[O
     keys: Iterable[str] = columns["Key"]
     together = "".join(keys)
     if any(mark in together for mark in "&%+"):
-        keys = [_decode(unescape(key), is_encoded) for key in keys]
+        keys = [_decode(unescaped(key), is_encoded) for key in keys]
     classes = (sys.intern(text) or "STANDARD" for text in columns.get("StorageClass", ()))
     sizes, etags = list(map(int, columns["Size"])), map(_etag, columns["ETag"])
     check_size(min(sizes))
@@ -171,7 +170,16 @@ def _objects_of(columns: dict[str, tuple[str, ...]], is_encoded: bool) -> list[O
 def _etag(text: str) -> str:
     # The ways in which nearly all servers write it, spelled out for speed.
     plain = text.replace("&#34;", '"').replace("&quot;", '"')
-    return plain if plain[:1] == '"' and "&" not in plain else quoted(unescape(text))
+    return plain if plain[:1] == '"' and "&" not in plain else quoted(unescaped(text))
+
+
+def unescaped(text: str) -> str:
+    """What an element's text stands for."""
+    if "&" not in text:
+        return text
+    from html import unescape  # it brings all of HTML's entities along
+
+    return unescape(text)
 
 
 # --- entries of any kind --------------------------------------------------------
