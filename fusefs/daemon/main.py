@@ -299,6 +299,7 @@ class Daemon:
                     gc.freeze()
                     gc.enable()
                     ready(self._warnings())
+                    nursery.start_soon(_import_rest)
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.evictor.run)
                     nursery.start_soon(self.pages.run)
@@ -588,6 +589,11 @@ def run(settings: MountSettings, ready: Ready) -> None:
         trio.run(Daemon(settings).run, ready)
     except* USER_ERRORS as group:
         raise _innermost(group) from None
+
+
+async def _import_rest() -> None:
+    with suppress(OSError, ImportError):  # then it is imported where it is needed
+        await trio.to_thread.run_sync(preloading.import_rest)
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -1,9 +1,14 @@
-"""Makes this process a template (keeper/template.py): imports done, changed files noticed."""
+"""Imports before and after their time.
+
+A template (keeper/template.py) has all imports done, and notices changed files. A daemon does
+the rare ones when its mount answers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import site
 import sys
@@ -11,6 +16,21 @@ from collections.abc import Iterable
 
 from fusefs.keeper import template
 from fusefs.store.s3 import clients
+
+# What only some answers of S3 need; the functions that do import it.
+_REST = ("email.utils", "html")
+
+
+def import_rest() -> None:
+    """Import what a mount's start need not wait for. Blocks.
+
+    Later it could fail, where no descriptor is left.
+
+    Raises:
+        OSError, ImportError: as an import does.
+    """
+    for name in _REST:
+        importlib.import_module(name)
 
 
 def serve(purpose: str) -> None:
@@ -24,6 +44,7 @@ def serve(purpose: str) -> None:
     installed = _identities(program)
     # What fails here fails again when it is needed, and is reported then.
     with contextlib.suppress(Exception):
+        import_rest()
         clients.prepare()
     gc.freeze()  # so that less of the shared memory is written to
     template.serve(lambda: _identities(program) != installed)

@@ -133,8 +133,7 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
     Raises:
         AttemptError: some are missing.
     """
-    # As large as a quarter of trio, and a mount begins without a HEAD.
-    from email.utils import parsedate_to_datetime
+    from email.utils import parsedate_to_datetime  # see daemon/preloading.py
 
     try:
         modified = parsedate_to_datetime(headers["last-modified"])

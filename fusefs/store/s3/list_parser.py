@@ -177,7 +177,7 @@ def unescaped(text: str) -> str:
     """What an element's text stands for."""
     if "&" not in text:
         return text
-    from html import unescape  # it brings all of HTML's entities along
+    from html import unescape  # see daemon/preloading.py
 
     return unescape(text)
 
