@@ -89,6 +89,15 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def _user_of(pid: int) -> int | None:
+    """The real uid of a process, which /proc/PID itself does not show of daemons."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(text.partition("\nUid:")[2].split()[0])
+
+
 # --- what the daemons left on record ------------------------------------------
 
 
@@ -101,7 +110,14 @@ class Registration(NamedTuple):
     started: int
 
     def is_alive(self) -> bool:
-        return start_time(self.pid) == self.started
+        """Whether the daemon is there, and of the user whose directory has the record.
+
+        That user may write any pid into it, and root ends what the record names.
+        """
+        if start_time(self.pid) != self.started:
+            return False
+        owner = server_of(Path(self.mountpoint))
+        return owner in (None, os.geteuid()) or _user_of(self.pid) == owner
 
     @property
     def directory(self) -> Path:

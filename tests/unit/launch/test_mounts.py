@@ -148,6 +148,24 @@ def test_the_status_of_a_keeper_of_another_version_counts_as_no_answer(
         mount_requests.keeper_status(Path("/mnt/data"), 1.0)
 
 
+def test_a_daemon_of_another_user_cannot_name_a_process_that_is_not_that_users(
+    runtime: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    """`fusefs umount --force` of root would kill it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root serves mounts as other users")
+    registration = registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
+    assert registration.is_alive()
+    os.chown(registration.directory, 12345, 12345)
+    assert not registration.is_alive()
+    assert registry.all_mounts() == []
+    with subprocess.Popen(["sleep", "60"], user=12345, group=12345, extra_groups=[]) as theirs:
+        registry.hand_over(Path("/mnt/data"), 12345, 12345)
+        record = registration._replace(pid=theirs.pid, started=registry.start_time(theirs.pid) or 0)
+        assert record.is_alive()
+        theirs.kill()
+
+
 def test_whom_a_daemon_runs_as_is_known_by_its_directory(runtime: Path) -> None:
     assert users.serving(Path("/mnt/data")) is None
     if os.geteuid() == 0:
