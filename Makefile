@@ -1,6 +1,7 @@
 # make setup   the virtual environment in .venv, the system packages it needs, the gRPC modules
 # make demo    mount a real S3 server's bucket and read it, in under two minutes
 # make test    style, types and tests
+# make lint    style, types and imports alone
 # make storm   daemons killed, stopped and upgraded by the hundred, for ten minutes and more
 # make test-ceph  the tests that use a server, against Ceph's gateway (ceph-mon, ceph-osd, radosgw)
 # make share   manual pages and shell completions, in build/share
@@ -12,6 +13,7 @@
 # make test-wheel  the wheel in a fresh virtual environment, from the package index
 # make scale   a bucket of 50 million objects in one mount, and a thousand nodes (simulated)
 # make bench   the measurements against the bare disk and other mounts
+# make clean   removes what these have made
 
 SHELL := /bin/bash
 BIN := .venv/bin
