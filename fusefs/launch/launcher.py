@@ -337,7 +337,7 @@ def _keeper_configuration(
         "command": DAEMON,
         "settings": daemon_input(settings, user),
         "cache_dir": os.fspath(settings.cache_dir),
-        "control": os.fspath(registry.keeper_socket(settings.mountpoint)),
+        "control": os.fspath(registry.new_keeper_socket(settings.mountpoint)),
         "descriptor_store": os.fspath(settings.descriptor_store)
         if settings.descriptor_store
         else None,

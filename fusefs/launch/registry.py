@@ -1,11 +1,11 @@
 """The mounts of this user and their daemons, as the daemons have registered them.
 
 The runtime directory (/run/fusefs for root, $XDG_RUNTIME_DIR/fusefs or
-/tmp/fusefs-UID for others) has one directory for each mount, named by a hash of
-the mountpoint, with `mount.json` (the daemon's process) and `status.sock` (see
-`control`). What is mounted is the kernel's to say (linux/mountinfo.py). Nothing
-here, and nothing in the commands, stats or opens a mountpoint: it would wait
-while the mount's daemon hangs.
+/tmp/fusefs-UID for others, whose mounts are looked for in all of these) has one
+directory for each mount, named by a hash of the mountpoint, with `mount.json` (the
+daemon's process) and `status.sock` (see `control`). What is mounted is the kernel's
+to say (linux/mountinfo.py). Nothing here, and nothing in the commands, stats or
+opens a mountpoint: it would wait while the mount's daemon hangs.
 
 A record names its daemon by pid and start time, so that another process that
 has got the pid later is not taken for it. Records of dead daemons are removed by
@@ -20,11 +20,12 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from fusefs.launch.runtime_location import RUNTIME_VARIABLE as RUNTIME_VARIABLE
-from fusefs.launch.runtime_location import runtime_path
+from fusefs.launch.runtime_location import runtime_path, runtime_paths
 from fusefs.linux import files, mountinfo
 
 _MAX_RECORD = 1 << 16  # bytes
@@ -129,8 +130,30 @@ class Registration(NamedTuple):
 
 
 def runtime_directory() -> Path:
-    """Where this user's mounts are on record; it need not exist."""
+    """Where this user's new mounts are put on record; it need not exist."""
     return Path(runtime_path())
+
+
+def _places() -> Iterator[Path]:
+    """Where this user's mounts may be on record."""
+    first, *others = map(Path, runtime_paths())
+    yield first
+    for place in others:
+        # Another user may have planted what is in /tmp.
+        with suppress(OSError):
+            found = place.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                yield place
+
+
+def _place_of(mountpoint: Path) -> Path:
+    """The one of these that has something of a mount, or else that of new mounts."""
+    first, *others = _places()
+    name = _hashed(mountpoint)
+    for place in (first, *others) if others else ():
+        if (place / name).exists() or (place / f"{name}.keeper").exists():
+            return place
+    return first
 
 
 def _hashed(mountpoint: Path) -> str:
@@ -143,7 +166,7 @@ def mount_directory(mountpoint: Path) -> Path:
     Raises:
         MountsError: the directory cannot be made, or belongs to somebody else.
     """
-    directory = directory_of(mountpoint)
+    directory = runtime_directory() / _hashed(mountpoint)
     # Root's is passed through by the daemons of other users.
     _make(directory.parent, 0o711 if os.geteuid() == 0 else 0o700, owners=(0, os.geteuid()))
     _make(directory, 0o700, owners=(os.geteuid(),))
@@ -151,8 +174,8 @@ def mount_directory(mountpoint: Path) -> Path:
 
 
 def directory_of(mountpoint: Path) -> Path:
-    """As `mount_directory`, which may not be there."""
-    return runtime_directory() / _hashed(mountpoint)
+    """As `mount_directory`, of a mount that is there; the directory may not be."""
+    return _place_of(mountpoint) / _hashed(mountpoint)
 
 
 def hand_over(mountpoint: Path, uid: int, gid: int) -> None:
@@ -171,6 +194,11 @@ def server_of(mountpoint: Path) -> int | None:
 
 def keeper_socket(mountpoint: Path) -> Path:
     """Where the mount's keeper listens: beside the directory, which is the daemon's."""
+    return _place_of(mountpoint) / f"{_hashed(mountpoint)}.keeper"
+
+
+def new_keeper_socket(mountpoint: Path) -> Path:
+    """Where the keeper of a new mount is to listen."""
     return runtime_directory() / f"{_hashed(mountpoint)}.keeper"
 
 
@@ -224,7 +252,7 @@ def registration_of(mountpoint: Path) -> Registration | None:
 
     Of a mount that waits for its next daemon, it is the record of the last one.
     """
-    registration = _read(runtime_directory() / _hashed(mountpoint))
+    registration = _read(directory_of(mountpoint))
     if registration is not None and not registration.is_alive():
         mount = mountinfo.find_mount(mountpoint)
         if mount is not None and mount.is_fusefs:
@@ -242,14 +270,15 @@ def all_mounts() -> list[Registration]:
 
 def records() -> Iterator[Registration]:
     """What is on record, whether its daemon lives or not; nothing is removed."""
-    try:
-        directories = list(runtime_directory().iterdir())
-    except OSError:
-        return
-    for directory in directories:
-        registration = _read(directory)
-        if registration is not None:
-            yield registration
+    for place in _places():
+        try:
+            directories = list(place.iterdir())
+        except OSError:
+            continue
+        for directory in directories:
+            registration = _read(directory)
+            if registration is not None:
+                yield registration
 
 
 def _read(directory: Path) -> Registration | None:

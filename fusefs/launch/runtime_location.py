@@ -8,22 +8,35 @@ from __future__ import annotations
 import os
 
 RUNTIME_VARIABLE = "FUSEFS_RUNTIME_DIRECTORY"
+# Where it is for users without a session of their own, and for all that have one.
+TEMPORARY = "/tmp"
+SESSIONS = "/run/user"
 
 
 def runtime_path() -> str:
-    """The runtime directory; it need not exist.
+    """The runtime directory for new mounts; it need not exist.
 
     A daemon runs as another user than the one who mounts, and gets the directory
     from the environment.
     """
+    return runtime_paths()[0]
+
+
+def runtime_paths() -> list[str]:
+    """The runtime directories in which this user's mounts may be, that of new mounts first.
+
+    Jobs of cron and of batch systems have no XDG_RUNTIME_DIR, or that of the machine from which
+    they were sent, where the user's shell on this machine has one.
+    """
     given = os.environ.get(RUNTIME_VARIABLE)
     if given:
-        return given
+        return [given]
     uid = os.geteuid()
     if uid == 0:
-        return "/run/fusefs"
+        return ["/run/fusefs"]
     base = os.environ.get("XDG_RUNTIME_DIR")
-    return os.path.join(base, "fusefs") if base else f"/tmp/fusefs-{uid}"
+    own = [f"{base}/fusefs"] if base and os.path.isdir(base) else []
+    return list(dict.fromkeys([*own, f"{TEMPORARY}/fusefs-{uid}", f"{SESSIONS}/{uid}/fusefs"]))
 
 
 def runtime_environment() -> dict[str, str]:

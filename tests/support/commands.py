@@ -24,7 +24,7 @@ MOUNTINFO = r"""
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime directory of this test's own."""
     directory = tmp_path / "run"
-    monkeypatch.setattr(registry, "runtime_directory", lambda: directory)
+    monkeypatch.setenv(registry.RUNTIME_VARIABLE, str(directory))
     return directory
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.launch import control, mount_requests, registry, users
+from fusefs.launch import control, mount_requests, registry, runtime_location, users
 from fusefs.linux import mountinfo
 from tests.support.commands import MOUNTINFO
 from tests.support.commands import runtime as runtime
@@ -190,3 +190,50 @@ def test_a_runtime_directory_that_is_a_link_is_refused(runtime: Path, tmp_path: 
     runtime.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(registry.MountsError, match="is not a directory of this user"):
         registry.mount_directory(Path("/mnt/data"))
+
+
+@pytest.fixture
+def ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory for /tmp and /run/user, seen by an ordinary user whose session has none."""
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid or 4242)
+    monkeypatch.setattr(runtime_location, "TEMPORARY", str(tmp_path))
+    monkeypatch.setattr(runtime_location, "SESSIONS", str(tmp_path))
+    for variable in (registry.RUNTIME_VARIABLE, "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path
+
+
+def test_a_session_directory_of_another_machine_is_none(
+    ordinary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = ordinary / f"fusefs-{os.geteuid()}"
+    assert registry.runtime_directory() == place
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(ordinary / "not there"))
+    assert registry.runtime_directory() == place
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(ordinary))
+    assert registry.runtime_directory() == ordinary / "fusefs"
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_the_mount_of_a_job_without_a_session_is_found_from_one(
+    is_planted: bool, ordinary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mountpoint, pid = Path("/mnt/job"), os.getpid()
+    directory = registry.directory_of(mountpoint)
+    directory.mkdir(parents=True)
+    record = (str(mountpoint), "s3://bucket/", pid, registry.start_time(pid))
+    found = registry.Registration(*record)  # type: ignore[arg-type]
+    (directory / "mount.json").write_text(json.dumps(found._asdict()))
+    if os.getuid() == 0 and not is_planted:
+        os.chown(directory.parent, os.geteuid(), -1)
+    elif is_planted:
+        monkeypatch.setattr(os, "geteuid", lambda: int(directory.parent.name[7:]) + 1)
+        directory.parent.rename(ordinary / f"fusefs-{os.geteuid()}")
+    session = ordinary / "session"
+    session.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    assert registry.all_mounts() == ([] if is_planted else [found])
+    assert registry.keeper_socket(mountpoint).parent == (
+        session / "fusefs" if is_planted else directory.parent
+    )
+    assert registry.new_keeper_socket(mountpoint).parent == session / "fusefs"
