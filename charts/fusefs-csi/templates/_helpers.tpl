@@ -40,6 +40,25 @@ affinity:
   {{- toYaml .values.affinity | nindent 2 }}
 {{- end }}
 
+{{/* Fails where a node is in two pools for certain: the drivers of both would serve it. */}}
+{{- define "fusefs-csi.checkPools" -}}
+{{- range $first, $one := .Values.nodePools }}
+{{- $selector := merge (deepCopy $one.nodeSelector) (default dict $.Values.nodes.selector) }}
+{{- range $second, $other := $.Values.nodePools }}
+{{- if and (ne $first $second) (eq $one.name $other.name) }}
+{{- fail (printf "nodePools: two pools are named %s" $one.name) }}
+{{- end }}
+{{- $isWithin := ne $first $second }}
+{{- range $key, $value := $other.nodeSelector }}
+{{- if ne (get $selector $key | toString) $value }}{{ $isWithin = false }}{{ end }}
+{{- end }}
+{{- if $isWithin }}
+{{- fail (printf "nodePools: %s and %s have nodes in common, which drivers of both would serve" $other.name $one.name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "fusefs-csi.hardening" -}}
 {{- if .selinux.type }}
 seLinuxOptions: {type: {{ .selinux.type }}}

@@ -43,6 +43,7 @@ CHART = MANIFESTS.parent / "charts/fusefs-csi"
 MINIO = {"endpoint-url": "https://minio.example.com:9000", "addressing": "path"}
 SEAWEEDFS = "http://seaweedfs-s3.fusefs-cache.svc.cluster.local:8333"
 KEYS_FILE = "[default]\naws_access_key_id = a\naws_secret_access_key = b\n"
+GPU = {"name": "gpu", "nodeSelector": {"pool": "gpu"}}
 CACHE = {"url": "s3://cache/p", "secretName": "cache-secret"}
 
 
@@ -426,6 +427,16 @@ def test_the_program_understands_the_charts_arguments() -> None:
         ({"clusterCaches": {"a": {**CACHE, "url": "https://cache"}}}, "url"),
         ({"clusterCaches": {"a/b": CACHE}}, "a/b"),
         ({"nodePools": [{"name": "gpu"}]}, "nodeSelector"),
+        ({"nodePools": [GPU, {**GPU, "nodeSelector": {"pool": "cpu"}}]}, "two pools are named gpu"),
+        ({"nodePools": [GPU, {**GPU, "name": "other"}]}, "other and gpu"),
+        (
+            {"nodePools": [GPU, {"name": "a", "nodeSelector": {"pool": "gpu", "zone": "a"}}]},
+            "gpu and a",
+        ),
+        (
+            {"nodePools": [{"name": "all", "nodeSelector": {"kubernetes.io/os": "linux"}}, GPU]},
+            "all and gpu",
+        ),
         ({"networkPolicy": {"kind": "calico"}}, "kind"),
         ({"node": {"extraArgs": ["memory-limit=1GiB"]}}, "extraArgs"),
         ({"kubeletDir": "var/lib/kubelet"}, "kubeletDir"),
