@@ -7,6 +7,8 @@ most mounts that there may be; that of the disk is what caches have to leave fre
 from __future__ import annotations
 
 import argparse
+import fcntl
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -41,7 +43,11 @@ RUNTIME = "fusefs"
 MOUNT_RECORDS = "mounts"
 POD_RECORDS = "pods"
 
+LOCK = "driver.lock"
+
 CACHE = Path("/var/cache/fusefs")
+
+log = logging.getLogger(__name__)
 
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs")
 # Unused on a usual machine: systemd's documentation of uids leaves them free.
@@ -98,6 +104,23 @@ class NodeConfiguration:
         self.mounts_directory.mkdir(parents=True, exist_ok=True)
         if self.cache_host_path is not None:
             check_disk(self.cache_directory, self.cache_host_path)
+
+
+def be_the_only_driver(state: Path) -> None:
+    """Return when no other process serves the node with this state, and keep others waiting.
+
+    Two drivers, as of overlapping pools or a pod that was deleted by force, would each end
+    mounts that the other is just making. The lock ends with this process.
+
+    Raises:
+        OSError: the lock's file cannot be made.
+    """
+    fd = os.open(state / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.error("another driver serves this node; waiting for its end")
+        fcntl.flock(fd, fcntl.LOCK_EX)
 
 
 def check_disk(directory: Path, host_path: Path) -> None:

@@ -51,6 +51,7 @@ from csi.node.config import (
     RUNTIME,
     NodeConfiguration,
     add_flags,
+    be_the_only_driver,
     configuration_of,
     kernel_warning,
 )
@@ -100,7 +101,10 @@ def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
     warning = kernel_warning(os.uname().release)
     if warning is not None:
         log.warning("%s", warning)
-    return NodeService(configuration_of(arguments), stores)
+    configuration = configuration_of(arguments)
+    configuration.prepare()
+    be_the_only_driver(configuration.state_directory)
+    return NodeService(configuration, stores)
 
 
 @dataclass(frozen=True, slots=True)
