@@ -226,9 +226,8 @@ class Direct:
         return answer
 
     def _is_to_renew(self) -> bool:
-        """Whether the credentials are due for renewal, which may take a request."""
-        is_needed = getattr(self._credentials, "refresh_needed", None)
-        return is_needed is not None and is_needed()
+        """Whether a signature has to wait for other credentials, which may take a request."""
+        return getattr(self._credentials, "is_due", False)
 
     def _head(
         self,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from fusefs.settings.types import ConditionalWrites
-from fusefs.store import many_deletes
+from fusefs.store import many_deletes, renewal
 from fusefs.store.customer_key import CustomerKey
 from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, translate
 from fusefs.store.http import proxies, redirects, trust
@@ -225,9 +225,12 @@ class Clients:
 
         # boto3 knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
         region = self._settings.region or os.environ.get("AWS_REGION")
-        return boto3.Session(
+        session = boto3.Session(
             profile_name=self._settings.profile, region_name=region, botocore_session=core
         )
+        provider = core.get_component("credential_provider")
+        core.register_component("credential_provider", renewal.Provider(provider))
+        return session
 
     def has_other_credentials(self) -> bool:
         """Whether boto3 would find other credentials now. Blocks, and may ask for them far away."""

@@ -1,0 +1,138 @@
+"""Credentials that expire soon are renewed beside the requests, which go on with what is valid."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from botocore.credentials import RefreshableCredentials
+
+from fusefs.store.renewal import Renewed
+from fusefs.store.s3.store import S3Store
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.store_reading import BODY, download, opened
+from tests.support.store_reading import as_owner as as_owner
+from tests.support.store_reading import shared as shared
+from tests.support.waiting import eventually
+
+PROGRAM = """\
+#!/bin/sh
+echo >> calls
+while [ -e silent ]; do sleep 0.02; done
+cat answer
+"""
+
+
+class Source:
+    """A program that gives out credentials, which boto3 calls whenever it renews them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        program = directory / "program"
+        program.write_text(PROGRAM.replace("#!/bin/sh\n", f"#!/bin/sh\ncd {directory}\n"))
+        program.chmod(0o755)
+        (directory / "config").write_text(f"[default]\ncredential_process = {program}\n")
+
+    @property
+    def calls(self) -> int:
+        return (self.directory / "calls").stat().st_size
+
+    def give(self, minutes: float) -> None:
+        """Have it give out what expires after so long."""
+        expiry = datetime.now(UTC) + timedelta(minutes=minutes)
+        keys = {"Version": 1, "AccessKeyId": ACCESS_KEY, "SecretAccessKey": SECRET_KEY}
+        answer = json.dumps({**keys, "Expiration": expiry.isoformat()})
+        (self.directory / "answer").write_text(answer)
+
+    def be_silent(self, *, is_silent: bool) -> None:
+        if is_silent:
+            (self.directory / "silent").touch()
+        else:
+            (self.directory / "silent").unlink()
+
+    def fail(self) -> None:
+        (self.directory / "answer").unlink()
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    return Source(tmp_path)
+
+
+async def read_all(store: S3Store) -> None:
+    """Read in the event loop, in a thread, and through botocore."""
+    info = await store.head("body")
+    for _ in range(3):
+        assert await download(store, info, 0, 1000, in_loop=True) == BODY[:1000]
+        assert await download(store, info) == BODY
+        assert await store.list_uploads("") == []
+
+
+async def near_the_end(store: S3Store, source: Source, minutes: float) -> Renewed:
+    """Connect with credentials that expire after so long."""
+    source.give(60)
+    clients = await store.requester.source.connect()
+    credentials: Any = clients.credentials
+    later = timedelta(minutes=60 - minutes)
+    credentials._inner._time_fetcher = lambda: datetime.now(UTC) + later
+    assert source.calls == 1
+    return cast(Renewed, credentials)
+
+
+@pytest.mark.parametrize("minutes", [12, 5])
+async def test_no_request_waits_for_the_renewal_of_what_is_valid(
+    shared: Bucket, faulty: FaultyS3, source: Source, minutes: int
+) -> None:
+    async with opened(shared, faulty) as store:
+        credentials = await near_the_end(store, source, minutes)
+        source.be_silent(is_silent=True)
+        await read_all(store)
+        await eventually(lambda: source.calls == 2)
+        source.give(180)
+        source.be_silent(is_silent=False)
+        await eventually(lambda: not credentials.refresh_needed())
+        await read_all(store)
+    assert source.calls == 2
+
+
+@pytest.mark.parametrize("minutes", [12, 5])
+async def test_where_the_renewal_fails_requests_go_on_with_what_is_valid(
+    shared: Bucket, faulty: FaultyS3, source: Source, minutes: int
+) -> None:
+    async with opened(shared, faulty) as store:
+        await near_the_end(store, source, minutes)
+        source.fail()
+        await read_all(store)
+        await eventually(lambda: source.calls == 2)
+        await read_all(store)
+        assert source.calls == 2
+        assert store.counters()["errors"] == store.counters()["retries"] == 0
+
+
+def test_what_is_about_to_expire_is_not_used_while_there_is_other() -> None:
+    begun = now = datetime.now(UTC)
+    given = iter(("second", "third"))
+
+    def give() -> dict[str, str]:
+        expiry = (now + timedelta(hours=1)).isoformat()
+        return {"access_key": next(given), "secret_key": "", "token": "", "expiry_time": expiry}
+
+    inner = RefreshableCredentials(
+        "first", "", "", begun + timedelta(hours=1), give, "test", time_fetcher=lambda: now
+    )
+    credentials = Renewed(inner)
+    assert credentials.get_frozen_credentials().access_key == "first"
+    assert not credentials.is_due
+    now = begun + timedelta(minutes=59, seconds=30)
+    assert credentials.is_due
+    assert credentials.get_frozen_credentials().access_key == "second"
+    now += timedelta(hours=2)
+    assert credentials.get_frozen_credentials().access_key == "third"
