@@ -34,7 +34,7 @@ import logging
 import sqlite3
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -46,6 +46,7 @@ from fusefs.cache.integrity import checksums
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.damage import alone_in, is_damage, readable_errors, set_aside
 from fusefs.cache.ranges import RangeMap
+from fusefs.cache.retention import KeyRange
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -107,8 +108,13 @@ class Row:
     sums: tuple[Sum, ...] = ()
 
 
+# Those of some keys whose files stay retained.
+Stay = Callable[[Collection[str]], Collection[str]]
+
 # How long another mount may be in the way.
 BUSY_S = 30.0
+# Keys of retained files that are looked at with one query.
+RETAINED_PAGE = 5000
 # The bytes of a file whose sums are written together: 1 KiB of sums.
 SUMS_PART = 64 << 20
 
@@ -371,36 +377,49 @@ class Catalog:
         return replaced
 
     def release(
-        self, identity: str, path: str, but: Callable[[str], bool], before: float = inf
-    ) -> set[str]:
-        """Let the files of a key and of the keys below it be evicted; return their names.
+        self, identity: str, keys: KeyRange, stay: Stay, before: float = inf
+    ) -> tuple[set[str], KeyRange | None]:
+        """Let the files of some keys be evicted; return their names, and what keys are left.
 
-        Those keys stay for which `but` is true, and those retained at the time `before`
-        or later, in seconds since the epoch.
+        Those keys stay retained which `stay` returns, and those retained at the time `before` or
+        later, in seconds since the epoch.
         """
-        # "0" is the character after "/".
-        where = "identity = ? AND since < ?"
-        values: tuple[object, ...] = (identity, before)
-        if path:
-            where += " AND (key = ? OR key > ? AND key < ?)"
-            values += (path, path + "/", path + "0")
         with self._transaction():
-            rows = self._db.execute(f"SELECT key, name FROM retained WHERE {where}", values)
-            released = [(key, name) for key, name in rows.fetchall() if not but(key)]
+            rows = self._db.execute(
+                "SELECT key, name, since FROM retained"
+                " WHERE identity = ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
+                (identity, *keys, RETAINED_PAGE),
+            ).fetchall()
+            names = {key: name for key, name, since in rows if since < before}
+            for key in stay(names):
+                del names[key]
             self._db.executemany(
                 "DELETE FROM retained WHERE identity = ? AND key = ?",
-                [(identity, key) for key, _ in released],
+                [(identity, key) for key in names],
             )
-        return {name for _, name in released}
+        is_more = len(rows) == RETAINED_PAGE
+        return set(names.values()), (rows[-1][0] + "\0", keys[1]) if is_more else None
 
-    def retained(self, identity: str) -> dict[str, str | None]:
-        """The names of all files that are not evicted, of all mounts.
+    def retained_of(self, names: Iterable[str]) -> set[str]:
+        """Those of these names whose files are not evicted."""
+        with self._lock:
+            return {name for name in names if self.is_retained(name)}
 
-        Each has its key if that is one of the bucket `identity`.
-        """
+    def retained(self) -> set[str]:
+        """The names of all files that are not evicted, of all mounts."""
         with self._lock, readable_errors():
-            rows = self._db.execute("SELECT name, key, identity FROM retained").fetchall()
-        return {str(name): str(key) if whose == identity else None for name, key, whose in rows}
+            return {str(name) for (name,) in self._db.execute("SELECT name FROM retained")}
+
+    def retained_in(self, identity: str, keys: KeyRange) -> tuple[list[str], KeyRange | None]:
+        """The names of the files that are retained for some keys, and what keys are left."""
+        with self._lock, readable_errors():
+            rows = self._db.execute(
+                "SELECT key, name FROM retained"
+                " WHERE identity = ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
+                (identity, *keys, RETAINED_PAGE),
+            ).fetchall()
+        is_more = len(rows) == RETAINED_PAGE
+        return [str(name) for _, name in rows], (rows[-1][0] + "\0", keys[1]) if is_more else None
 
     def is_retained(self, name: str) -> bool:
         """Whether a file is not evicted."""

@@ -8,6 +8,7 @@ small file. An update that is lost in a crash only costs a repeated download.
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import time
 from collections.abc import Callable
@@ -18,10 +19,11 @@ from typing import TypeVar
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.catalog import Catalog, Row, Stay
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity.damage import is_damage
 from fusefs.cache.quota import Quota
+from fusefs.cache.retention import KeyRange, key_ranges
 from fusefs.linux.clock import steady_time
 
 logger = logging.getLogger("fusefs.cache")
@@ -72,6 +74,7 @@ class CatalogWriter:
         self._changes: list[Callable[[], object]] = []
         # The names of files that are to be retained, by key of the bucket `identity`.
         self._retaining: dict[str, str] = {}
+        self._being_retained: dict[str, str] = {}
         self._thread = trio.CapacityLimiter(1)
         # Totals are used in the order in which the catalog computed them: of two
         # that were used the other way round, the older would count for too much.
@@ -128,9 +131,33 @@ class CatalogWriter:
         self._retaining[key] = name
 
     @property
-    def retaining(self) -> dict[str, str]:
-        """The names of the files that are retained by the next batch, and their keys."""
-        return {name: key for key, name in self._retaining.items()}
+    def retaining(self) -> set[str]:
+        """The names of the files that the catalog may not know to be retained."""
+        return {*self._being_retained.values(), *self._retaining.values()}
+
+    async def release(self, path: str, stay: Stay, before: float = math.inf) -> bool:
+        """As `Catalog.release`, for all keys at and below a path, in parts; False if it fails."""
+        for keys in key_ranges(path):
+            left: KeyRange | None = keys
+            while left is not None:
+                release = partial(self._catalog.release, self._identity, left, stay, before)
+                page = await self.in_catalog(release)
+                if page is None:
+                    return False
+                released, left = page
+                self._released(released)
+        return True
+
+    async def look_up_retained(self, path: str, found: Callable[[list[str]], None]) -> None:
+        """Call `found` with the names of the files retained for keys at and below a path."""
+        for keys in key_ranges(path):
+            left: KeyRange | None = keys
+            while left is not None:
+                page = await self.in_catalog(self._catalog.retained_in, self._identity, left)
+                if page is None:
+                    return
+                names, left = page
+                found(names)
 
     async def record(self) -> None:
         """Write everything that has arrived, and see whether other mounts wrote."""
@@ -142,6 +169,7 @@ class CatalogWriter:
             rows = [file.row() for file in files]
             counted = [file.present.total for file in files]
             retaining, self._retaining = self._retaining, {}
+            self._being_retained = retaining
             released: set[str] = set()
 
             def update() -> tuple[list[bool], int, bool]:
@@ -157,6 +185,7 @@ class CatalogWriter:
 
             answer = await self.in_catalog(update)
             known, self._recording = self._recording, set()
+            self._being_retained = {}
             if answer is None:
                 self._dirty = {file.name: file for file in files if file in known} | self._dirty
                 self._changes = changes + self._changes

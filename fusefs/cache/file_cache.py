@@ -29,7 +29,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
@@ -50,7 +50,7 @@ from fusefs.cache.integrity.unreadable import Probing
 from fusefs.cache.integrity.verify import Integrity
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
-from fusefs.cache.retention import Retention
+from fusefs.cache.retention import Retention, Wanted
 from fusefs.linux.clock import steady_time
 from fusefs.store.interface import ObjectVersion
 from fusefs.telemetry.activity import ACTIVITY
@@ -66,6 +66,8 @@ SYNC_AFTER_S = 5.0
 # Files that were fetched ahead stay open this long for their first open.
 KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
+# Files of which it is seen with one call whether other mounts retain them.
+LOOKED_UP = 2000
 # Versions whose names are known: as many as the kernel reads by itself (fuse/passthrough.py).
 MOST_NAMES = 16384
 # Errors of an open that say nothing about the file.
@@ -98,7 +100,7 @@ class FileCache:
             self._catalog = Catalog(directory / "catalog.sqlite3", boot_id, in_any_case=in_any_case)
             rows, self._catalog.at_start = self._catalog.at_start, []
             quota.committed = self._catalog.total_bytes()
-            retained = self._catalog.retained(identity)
+            retained = self._catalog.retained()
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise CacheDirectoryError(why) from error
@@ -115,7 +117,8 @@ class FileCache:
             identity,
             self._released,
         )
-        self._flag_retained(retained)
+        for name in retained & self._files.keys():
+            self._set_retained(self._files[name], is_retained=True)
         for row in rows:
             if not row.is_synced:
                 self._catalog_writer.recovered(self._files[row.name])
@@ -185,7 +188,7 @@ class FileCache:
         name = self.name_of(version)
         file = self._files.get(name) or CacheFile(name, version.size)
         file.version = version
-        if self.retention.pins and not file.is_retained and self.retention.covers(version.key):
+        if not file.is_retained and self.retention.covers(version.key):
             self._retain(file, version.key)
         self.pin_again(file)
         return file
@@ -458,7 +461,7 @@ class FileCache:
                     if have_pins_changed:
                         await self._learn_retained()
                     # The catalog follows the record: it is read at the next round.
-                    have_pins_changed = await self.refresh_pins()
+                    have_pins_changed = await self.retention.refresh()
                     if have_pins_changed:
                         ACTIVITY.note()
                     now = time.monotonic()
@@ -482,6 +485,7 @@ class FileCache:
                     os.close(file.fd)
                     file.fd = -1
             await self._catalog_writer.in_catalog(self._catalog.close)
+            self.retention.close()
             self._mark.end()
 
     async def learn(self) -> None:
@@ -497,47 +501,35 @@ class FileCache:
 
     # What is never evicted (retention.py).
 
-    async def add_pins(self, keys: Sequence[str]) -> None:
-        """Never evict the files of these keys and of what is below them.
-
-        The pins are on the disk when this returns. Files get retained when they are used.
-
-        Raises:
-            OSError: they can't be put on record.
-        """
-        await trio.to_thread.run_sync(self.retention.add, keys, limiter=self._threads)
-
-    async def remove_pins(self, keys: Sequence[str], path: str) -> None:
-        """Let the files of these pins, and at `path`, be evicted, but for those of other pins.
+    async def remove_pins(self, path: str, is_wanted: Wanted = lambda _: True) -> int:
+        """Remove the wanted pins at and below a path, whose files may be evicted; return how many.
 
         Raises:
             OSError: the disk does not take it; the next call goes on, also without pins.
         """
         with trio.CancelScope(shield=True):  # else files without a pin would stay retained
-            await trio.to_thread.run_sync(self.retention.remove, keys, limiter=self._threads)
+            count = await self.retention.remove(path, is_wanted)
             await self.record()
-            for key in {path, *keys}:
-                if not await self._release(key, self.retention.covers):
-                    raise OSError(errno.EIO, "the catalog of the cache can't be written")
+            if not await self._catalog_writer.release(path, self.retention.covered):
+                raise OSError(errno.EIO, "the catalog of the cache can't be written")
+        return count
 
     async def release_unused(self, key: str, before: float) -> None:
         """Let those files below a pin be evicted that were last retained before this time.
 
         `before` is in seconds since the epoch.
         """
-        await self._release(key, lambda _key: False, before)
+        await self._catalog_writer.release(key, lambda _keys: (), before)
 
     async def release_file(self, file: CacheFile) -> None:
         """Let a retained file be evicted, until its version is used again."""
         if file.version is not None:
             await self.record()
             key = file.version.key
-            await self._release(key, lambda other: other != key)
+            await self._catalog_writer.release(
+                key, lambda keys: {other for other in keys if other != key}
+            )
         self._set_retained(file, is_retained=False)
-
-    async def refresh_pins(self) -> bool:
-        """See whether another mount has changed the pins, and return whether one has."""
-        return await trio.to_thread.run_sync(self.retention.refresh, limiter=self._threads)
 
     def retain_again(self, file: CacheFile) -> None:
         """Note that the version of a pinned file is the bucket's present one."""
@@ -546,35 +538,43 @@ class FileCache:
 
     def _retain(self, file: CacheFile, key: str) -> None:
         self._set_retained(file, is_retained=True)
-        self.retention.files[file.name] = key
         self._catalog_writer.retain(key, file.name)
-
-    async def _release(
-        self, key: str, but: Callable[[str], bool], before: float = math.inf
-    ) -> bool:
-        released = await self._catalog_writer.in_catalog(
-            self._catalog.release, self._identity, key, but, before
-        )
-        self._released(released or set())
-        return released is not None
 
     def _released(self, names: set[str]) -> None:
         for file in filter(None, map(self._files.get, names)):
             self._set_retained(file, is_retained=False)
 
+    async def count_retained(self, path: str) -> tuple[int, int]:
+        """How many files are retained for keys at and below a path, and of how many bytes."""
+        await self.record()
+        sizes: list[int] = []
+
+        def note(names: list[str]) -> None:
+            files = filter(None, map(self._files.get, names))
+            sizes.extend(file.present.total for file in files if file.is_retained)
+
+        await self._catalog_writer.look_up_retained(path, note)
+        return len(sizes), sum(sizes)
+
     async def _learn_retained(self) -> None:
         """See which files other mounts retain."""
-        await self.refresh_pins()
+        await self.retention.refresh()
         await self.record()
-        names = await self._catalog_writer.in_catalog(self._catalog.retained, self._identity)
-        # A catalog in memory has no rows from before.
-        if names is not None and not self._catalog.is_in_memory:
-            self._flag_retained(names)
-
-    def _flag_retained(self, names: dict[str, str | None]) -> None:
-        self.retention.files = names = {**names, **self._catalog_writer.retaining}
-        for file in self._files.values():
-            self._set_retained(file, is_retained=file.name in names)
+        files = self.files()
+        for at in range(0, len(files), LOOKED_UP):
+            part = files[at : at + LOOKED_UP]
+            retained = {file for file in part if file.is_retained}
+            pending = self._catalog_writer.retaining
+            look_up = partial(self._catalog.retained_of, [file.name for file in part])
+            names = await self._catalog_writer.in_catalog(look_up)
+            # A catalog in memory has no rows from before.
+            if names is None or self._catalog.is_in_memory:
+                return
+            for file in part:
+                if file.name in names:
+                    self._set_retained(file, is_retained=True)
+                elif file in retained and file.name not in pending:
+                    self._set_retained(file, is_retained=False)
 
     def _set_retained(self, file: CacheFile, *, is_retained: bool) -> None:
         if file.is_retained == is_retained:

@@ -9,10 +9,8 @@ from typing import Any
 from fusefs.cli import polling, sync
 from fusefs.cli.status_report import human_size
 from fusefs.launch.control import CommandError
-from fusefs.launch.mount_requests import daemon_request
 from fusefs.settings.display import shown
 
-ANSWER_TIMEOUT_S = 5.0
 NAMED = 3
 # What the beginnings of names say of jobs, and not of paths.
 OF_JOBS = ("has_ended", "why", "in_use", "dropped")
@@ -25,12 +23,14 @@ def unpin(paths: Sequence[Path]) -> None:
 
     Raises:
         CommandError: nothing is pinned at or below a path; the others are unpinned.
+        ControlError: a mount has ended, or its daemon refused.
     """
     wrong = []
     for path in paths:
         mountpoint, below = sync.find(path)
-        message = {"command": "unpin", "path": below}
-        answer = daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
+        answer = polling.finish(mountpoint, {"command": "unpin", "path": below}, _unpinning)
+        if answer.get("why"):
+            raise CommandError(f"{path}: {answer['why']}")
         if answer["above"]:
             above = ", ".join(str(mountpoint / pin) for pin in answer["above"])
             wrong.append(f"{path} is pinned as a part of {above}, which can be unpinned")
@@ -109,6 +109,10 @@ def _pinned(job: Job) -> str:
 def _files(job: Job, kind: str) -> str:
     count = job[f"{kind}files"]
     return f"{count:,} file{'s' * (count != 1)}, {human_size(job[f'{kind}bytes'])}"
+
+
+def _unpinning(_job: Job) -> str:
+    return "removing pins"
 
 
 def _progress(job: Job) -> str:

@@ -215,6 +215,7 @@ class Daemon:
             self.settings.source.prefix,
             nursery,
             self._pending,
+            self.warmer.cancel_pins,
         )
 
     def _make_cluster_cache(self, nursery: trio.Nursery) -> ClusterCache:

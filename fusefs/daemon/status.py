@@ -31,6 +31,8 @@ logger = logging.getLogger("fusefs.daemon")
 MOST_PENDING = 20
 MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
+# Most removals of pins take less.
+UNPIN_WAIT_S = 1.0
 # How many nodes are counted before requests get their turn.
 USAGE_STEP = 2000
 # The last so many seconds, of which status shows what requests waited for.
@@ -78,7 +80,7 @@ def answer(
         case {"command": "warming"}:
             return {"jobs": daemon.warmer.describe()}
         case {"command": "unpin", "path": str(path)}:
-            return _unpin(daemon, path)
+            return _unpin(daemon, path, request.get("start"))
         case {"command": "path status", "path": str(path), "start": bool(is_first)}:
             _check(path)
             return daemon.local_copies.job(path, is_new=is_first).describe()
@@ -127,16 +129,18 @@ async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dic
     return {}
 
 
-async def _unpin(daemon: MountParts, path: str) -> dict[str, Any]:
-    """Unpin what is pinned at and below a path, and stop fetching it."""
+async def _unpin(daemon: MountParts, path: str, is_first: bool | None) -> dict[str, Any]:
+    """Unpin what is pinned at and below a path, and stop fetching it.
+
+    Commands of earlier versions wait for the end, and do not send `is_first`.
+    """
     _check(path)
-    await daemon.warmer.cancel_pins(path)
-    try:
-        pins = await daemon.local_copies.unpin(path)
-    except OSError as error:
-        raise ControlError(f"the pins can't be changed: {error.strerror or error}") from error
-    above = [] if pins else await daemon.local_copies.pins_above(path)
-    return {"pins": len(pins), "above": above[:MOST_PENDING]}
+    job = daemon.local_copies.unpinning(path, is_new=is_first is not False)
+    with trio.move_on_after(math.inf if is_first is None else UNPIN_WAIT_S):
+        await job.ended.wait()
+    if is_first is None and job.why:
+        raise ControlError(job.why)
+    return job.describe()
 
 
 async def _collect_all(daemon: MountParts) -> dict[str, Any]:

@@ -468,7 +468,7 @@ class CacheWarmer:
         async def deliver(selected: Selected) -> None:
             if job.spec.is_pinned:
                 try:
-                    await self._cache.add_pins(selected.roots)
+                    await self._cache.retention.add(selected.roots)
                 except OSError as error:
                     why = error.strerror or str(error)
                     raise StoreError(f"the pin can't be put on record: {why}") from error

@@ -9,7 +9,9 @@ Copies of versions that the bucket no longer has are found if this process has u
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import trio
@@ -17,7 +19,6 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.retention import covers
 from fusefs.daemon.jobs.selection import Selected, Selector, is_pattern, matches
 from fusefs.store.errors import NotFoundError, StoreError
 
@@ -29,6 +30,11 @@ MOST_ENDED = 100
 MOST_NAMED = 10
 # Files looked at before other tasks have their turn.
 TURN = 100
+# A status waits so long until the pins are counted. Where more files are retained, they are
+# counted for the hundredth part of the time at most.
+COUNT_S = 1.0
+FEW = 20_000
+COUNTED_FOR = 100
 
 # The number of files at or below a key, and of their bytes, that the bucket does not have.
 Pending = Callable[[str], tuple[int, int]]
@@ -85,6 +91,25 @@ class CopiesJob:
         return answer | {"in_use": self.in_use_names}
 
 
+class Unpinning:
+    """The removal of pins: `pins` counts them; where there are none, `above` are those above."""
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        self.pins = 0
+        self.above: list[str] = []
+        self.why: str | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """The removal as JSON can hold it."""
+        return {
+            "has_ended": self.ended.is_set(),
+            "pins": self.pins,
+            "above": self.above[:MOST_NAMED],
+            "why": self.why,
+        }
+
+
 class LocalCopies:
     """The jobs of one mount. Belongs to the event loop."""
 
@@ -96,6 +121,7 @@ class LocalCopies:
         prefix: str,
         nursery: trio.Nursery,
         pending: Pending,
+        cancel_pins: Callable[[str], Awaitable[None]],
     ) -> None:
         self._cache = cache
         self._evictor = evictor
@@ -103,6 +129,13 @@ class LocalCopies:
         self._prefix = prefix
         self._nursery = nursery
         self._pending = pending
+        self._cancel_pins = cancel_pins
+        self._unpinning: dict[str, Unpinning] = {}
+        # What was counted last, whether that is done, and when to count again.
+        self._pins = {"paths": 0, "files": 0, "bytes": 0}
+        self._is_counted = trio.Event()
+        self._is_counted.set()
+        self._count_at = -math.inf
         self._jobs: dict[tuple[str, bool, bool], CopiesJob] = {}
 
     def job(
@@ -122,41 +155,59 @@ class LocalCopies:
             self._nursery.start_soon(self._run, job)
         return job
 
-    async def unpin(self, path: str) -> list[str]:
-        """Take the pins at and below a path, or of a pattern, off the record; return which.
+    def unpinning(self, path: str, *, is_new: bool) -> Unpinning:
+        """The removal of the pins at and below a path, or of a pattern; begun as a job is."""
+        job = self._unpinning.get(path)
+        if job is None or (is_new and job.ended.is_set()):
+            ended = [known for known, other in self._unpinning.items() if other.ended.is_set()]
+            for known in ended[:-MOST_ENDED]:
+                del self._unpinning[known]
+            job = self._unpinning[path] = Unpinning()
+            self._nursery.start_soon(self._unpin, path, job)
+        return job
 
-        Raises:
-            OSError: the record can't be written.
-        """
-        await self._cache.refresh_pins()
-        key = self._key(path)
-        pins = self._pins_within(key)
-        if not pins and is_pattern(path):
-            within = self._pins_within(self._key(""))
-            pins = [pin for pin in within if matches(path, self._shown(pin))]
-        await self._cache.remove_pins(pins, key)
-        return [self._shown(pin) for pin in pins]
-
-    async def pins_above(self, path: str) -> list[str]:
-        """The pinned directories that contain a path."""
-        await self._cache.refresh_pins()
-        key = self._key(path)
-        above = [pin for pin in self._cache.retention.pins if covers(frozenset({pin}), key)]
-        return sorted(self._shown(pin) for pin in above)
+    async def _unpin(self, path: str, job: Unpinning) -> None:
+        try:
+            await self._cancel_pins(path)
+            job.pins = await self._cache.remove_pins(self._key(path))
+            if not job.pins and is_pattern(path):
+                job.pins = await self._cache.remove_pins(
+                    self._key(""), lambda pin: matches(path, self._shown(pin))
+                )
+            if not job.pins:
+                above = self._cache.retention.pins_above(self._key(path))
+                job.above = [self._shown(pin) for pin in above]
+        except OSError as error:
+            job.why = f"the pins can't be changed: {error.strerror or error}"
+        except Exception as error:  # no fault in it is to end the mount
+            logger.exception("unpinning %r", path)
+            job.why = f"a fault in fusefs, see the log: {error!r}"
+        finally:
+            job.ended.set()
 
     async def describe_pins(self) -> dict[str, int]:
-        """How many paths of this mount are pinned, and how many files and bytes are retained."""
-        counts, mine = Counts(), self._key("")
-        pins = self._pins_within(mine)
-        if pins:
-            keys = self._cache.retention.files
-            for number, file in enumerate(self._cache.files()):
-                key = keys.get(file.name)
-                if file.is_retained and key is not None and _is_within(key, mine):
-                    counts.add(file.present.total)
-                if number % (10 * TURN) == 0:
-                    await trio.lowlevel.checkpoint()
-        return {"paths": len(pins), "files": counts.files, "bytes": counts.size}
+        """How many paths of this mount are pinned, and how many files and bytes are retained.
+
+        Does not wait for a slow disk, nor count very many each time: then that is of before.
+        """
+        if self._is_counted.is_set() and time.monotonic() >= self._count_at:
+            self._is_counted = trio.Event()
+            self._nursery.start_soon(self._count_pins, self._is_counted)
+        with trio.move_on_after(COUNT_S):
+            await self._is_counted.wait()
+        return self._pins
+
+    async def _count_pins(self, is_counted: trio.Event) -> None:
+        began, mine = time.monotonic(), self._key("")
+        try:
+            paths = await self._cache.retention.count(mine)
+            files, size = await self._cache.count_retained(mine) if paths else (0, 0)
+            self._pins = {"paths": paths, "files": files, "bytes": size}
+        except Exception:  # no fault in it is to end the mount
+            logger.exception("the pins can't be counted")
+        now = time.monotonic()
+        self._count_at = now + COUNTED_FOR * (now - began) if self._pins["files"] > FEW else now
+        is_counted.set()
 
     def _key(self, path: str) -> str:
         """The key or prefix of a path, without a slash at the end."""
@@ -166,16 +217,12 @@ class LocalCopies:
         """The path of a key; that of the mount's root for what contains it."""
         return key[len(self._prefix) :] or "."
 
-    def _pins_within(self, key: str) -> list[str]:
-        pins = self._cache.retention.pins
-        return sorted(pin for pin in pins if _is_within(pin, key))
-
     async def _run(self, job: CopiesJob) -> None:
         key = self._key(job.path)
         try:
-            await self._cache.refresh_pins()
+            await self._cache.retention.refresh()
             job.is_pinned = self._cache.retention.covers(key)
-            job.pins = len(self._pins_within(key))
+            job.pins = await self._cache.retention.count(key)
             job.pending = self._pending(key)
 
             async def look(selected: Selected) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import trio
 
-from fusefs.cache import catalog_writer
+from fusefs.cache import catalog, catalog_writer, file_cache
+from fusefs.cache import retention as retention_module
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.retention import RECORD, Retention, covers
+from fusefs.cache.retention import EARLIER_RECORD, RECORD, Retention, covers
+from fusefs.daemon.jobs import local_copies
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
 from fusefs.store.interface import ObjectVersion
@@ -30,6 +36,16 @@ async def fill(parts: Parts, keys: str) -> None:
         await parts.fetch(version(key, MIB))
 
 
+def copies_of(parts: Parts, nursery: trio.Nursery, prefix: str = "") -> LocalCopies:
+    async def cancel_pins(_path: str) -> None:
+        pass
+
+    selector = Selector(parts.bucket, prefix)
+    return LocalCopies(
+        parts.cache, parts.evictor, selector, prefix, nursery, lambda _key: (0, 0), cancel_pins
+    )
+
+
 async def empty(parts: Parts) -> None:
     """Evict all that may be evicted."""
     parts.quota._limit = 0
@@ -45,11 +61,11 @@ def test_a_pin_covers_its_key_and_what_is_below() -> None:
 
 async def test_a_pinned_file_is_not_evicted_until_it_is_unpinned(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=4 * MIB) as parts:
-        await parts.cache.add_pins(["a"])
+        await parts.cache.retention.add(["a"])
         await fill(parts, "ab")
         await empty(parts)
         assert kept(parts, "ab") == "a"
-        await parts.cache.remove_pins(["a"], "a")
+        await parts.cache.remove_pins("a")
         await empty(parts)
         assert kept(parts, "a") == ""
 
@@ -61,18 +77,18 @@ async def test_an_unpin_that_the_catalog_did_not_take_fails_and_can_be_done_agai
         raise sqlite3.OperationalError("database or disk is full")
 
     async with cache_in(tmp_path, limit=4 * MIB) as parts, trio.open_nursery() as nursery:
-        await parts.cache.add_pins(["a"])
+        await parts.cache.retention.add(["a"])
         await fill(parts, "a")
-        bucket = parts.bucket
-        copies = LocalCopies(
-            parts.cache, parts.evictor, Selector(bucket, ""), "", nursery, lambda _key: (0, 0)
-        )
+        copies = copies_of(parts, nursery)
         with monkeypatch.context() as patch:
             patch.setattr(parts.cache._catalog, "release", full)
             patch.setattr(catalog_writer, "is_damage", lambda _error: False)
-            with pytest.raises(OSError, match="can't be written"):
-                await copies.unpin("a")
-        await copies.unpin("a")
+            job = copies.unpinning("a", is_new=True)
+            await job.ended.wait()
+            assert "can't be written" in str(job.why)
+        job = copies.unpinning("a", is_new=True)
+        await job.ended.wait()
+        assert job.why is None
         await empty(parts)
         assert kept(parts, "a") == ""
 
@@ -80,7 +96,7 @@ async def test_an_unpin_that_the_catalog_did_not_take_fails_and_can_be_done_agai
 async def test_a_mounts_pins_are_counted_without_those_of_other_mounts(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=8 * MIB) as parts:
         other = ObjectVersion("other/file", '"1"', MIB)
-        await parts.cache.add_pins(["mine", "other"])
+        await parts.cache.retention.add(["mine", "other"])
         for pinned in (ObjectVersion("mine/file", '"1"', MIB), other):
             await parts.fetch(pinned)
         # Another bucket's mount with this directory.
@@ -89,15 +105,7 @@ async def test_a_mounts_pins_are_counted_without_those_of_other_mounts(tmp_path:
         theirs.present.add(0, MIB)
         for _ in range(2):
             async with trio.open_nursery() as nursery:
-                copies = LocalCopies(
-                    parts.cache,
-                    parts.evictor,
-                    Selector(parts.bucket, "mine/"),
-                    "mine/",
-                    nursery,
-                    lambda _key: (0, 0),
-                )
-                found = await copies.describe_pins()
+                found = await copies_of(parts, nursery, "mine/").describe_pins()
             assert found == {"paths": 1, "files": 1, "bytes": MIB}
             parts.cache._files["theirs"] = theirs
             await parts.cache.learn()
@@ -106,7 +114,7 @@ async def test_a_mounts_pins_are_counted_without_those_of_other_mounts(tmp_path:
 
 async def test_pins_outlive_a_restart(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=4 * MIB) as parts:
-        await parts.cache.add_pins(["a"])
+        await parts.cache.retention.add(["a"])
         await fill(parts, "ab")
     async with cache_in(tmp_path, limit=4 * MIB) as parts:
         await empty(parts)
@@ -121,7 +129,7 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
         await fill(parts, "ab")
         await parts.cache.record()
         await others.cache.learn()
-        await parts.cache.add_pins(["a"])
+        await parts.cache.retention.add(["a"])
         await fill(parts, "a")
         await parts.cache.record()
         await empty(others)
@@ -129,7 +137,7 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
         assert parts.cache.name_of(version("a", MIB)) in names
         assert parts.cache.name_of(version("b", MIB)) not in names
         # And once it is unpinned, it does.
-        await parts.cache.remove_pins(["a"], "a")
+        await parts.cache.remove_pins("a")
         await others.cache.learn()
         await empty(others)
         names = {file.name for file in others.cache.files()}
@@ -138,7 +146,7 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
 
 async def test_of_a_pinned_object_the_newest_version_is_retained(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
-        await parts.cache.add_pins(["a"])
+        await parts.cache.retention.add(["a"])
         old, new = ObjectVersion("a", '"1"', 100), ObjectVersion("a", '"2"', 100)
         for one in (old, new):
             await parts.fetch(one)
@@ -149,16 +157,16 @@ async def test_of_a_pinned_object_the_newest_version_is_retained(tmp_path: Path)
 
 async def test_what_another_pin_covers_stays_retained(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=4 * MIB) as parts:
-        await parts.cache.add_pins(["", "a"])
+        await parts.cache.retention.add(["", "a"])
         await fill(parts, "ab")
-        await parts.cache.remove_pins([""], "")
+        await parts.cache.remove_pins("", lambda pin: pin == "")
         await empty(parts)
         assert kept(parts, "ab") == "a"
 
 
 async def test_a_file_is_retained_by_the_name_it_gets(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
-        await parts.cache.add_pins(["in"])
+        await parts.cache.retention.add(["in"])
         old, new = version("out/a", 100), version("in/a", 100)
         await parts.fetch(old)
         assert await parts.cache.move(old, new)
@@ -169,14 +177,141 @@ async def test_a_file_is_retained_by_the_name_it_gets(tmp_path: Path) -> None:
         assert not file.is_retained
 
 
-def test_the_record_is_of_all_buckets_and_read_again_when_it_changes(tmp_path: Path) -> None:
-    one, two = Retention(tmp_path, "one"), Retention(tmp_path, "two")
-    same = Retention(tmp_path, "one")
-    one.add(["a", "b"])
-    two.add(["c"])
-    one.remove(["b"])
-    same.refresh()
-    assert (one.pins, two.pins, same.pins) == ({"a"}, {"c"}, {"a"})
-    (tmp_path / RECORD).write_text("damaged")
-    same.refresh()
-    assert same.pins == {"a"}
+@contextmanager
+def retention(directory: Path, identity: str = "bucket") -> Iterator[Retention]:
+    found = Retention(directory, identity)
+    yield found
+    found.close()
+
+
+async def test_the_record_is_of_all_buckets_and_what_other_mounts_change_is_noticed(
+    tmp_path: Path,
+) -> None:
+    with (
+        retention(tmp_path, "one") as one,
+        retention(tmp_path, "two") as two,
+        retention(tmp_path, "one") as same,
+    ):
+        await one.add(["a", "b"])
+        await two.add(["c"])
+        assert (await same.refresh(), await same.refresh()) == (True, False)
+        assert same.covers("b")
+        assert await one.remove("b", lambda _pin: True) == 1
+        assert (await same.refresh(), await one.refresh()) == (True, True)  # of "two"
+        pins = [[key for key in "abc" if pinned.covers(key)] for pinned in (one, two, same)]
+        assert pins == [["a"], ["c"], ["a"]]
+        assert [await pinned.count("") for pinned in (one, two, same)] == [1, 1, 1]
+
+
+async def test_many_pins_are_added_page_by_page_and_removed_by_a_path_or_a_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention_module, "PAGE", 7)
+    keys = [f"dir/{number}" for number in range(100)] + ["dir", "dir-1", "dir.x", "other/0"]
+    with retention(tmp_path) as here, retention(tmp_path) as there:
+        for at in range(0, len(keys), 10):
+            await here.add(keys[at : at + 20])
+            await there.refresh()
+        assert await here.count("dir") == 101
+        assert await here.remove("dir", lambda pin: pin.endswith("5")) == 10
+        await here.add(["dir/5"])
+        assert await here.remove("dir/77", lambda _pin: True) == 1
+        await there.refresh()
+        gone = {f"dir/{number}" for number in (15, 25, 35, 45, 55, 65, 75, 85, 95, 77)}
+        monkeypatch.setattr(retention_module, "covers", lambda pins, key: key in pins)
+        for pinned in (here, there):
+            assert [key for key in keys if not pinned.covers(key)] == sorted(gone, key=keys.index)
+        assert await here.remove("dir", lambda _pin: True) == 91
+        await there.refresh()
+        for pinned in (here, there):
+            assert [key for key in keys if pinned.covers(key)] == ["dir-1", "dir.x", "other/0"]
+
+
+async def test_a_process_that_is_killed_while_it_pins_leaves_what_was_pinned_before(
+    tmp_path: Path,
+) -> None:
+    after = tmp_path / "after"
+    with retention(tmp_path) as killed:
+        await killed.add(["a", "b"])
+        with killed._changing() as db:
+            db.execute("PRAGMA cache_size = 1")  # what does not fit goes to the disk at once
+            retention_module._insert(db, "bucket", [f"dir/{number}" for number in range(1000)])
+            shutil.copytree(tmp_path, after)
+    assert (after / RECORD).stat().st_size > 40_000
+    with retention(after) as here:
+        assert await here.count("") == 2
+        await here.add(["c"])
+        assert await here.count("") == 3
+
+
+async def test_what_an_earlier_version_has_pinned_is_taken_over(tmp_path: Path) -> None:
+    earlier = tmp_path / EARLIER_RECORD
+    earlier.write_text(json.dumps({"bucket": ["a", "b/c"], "other": ["d"]}))
+    with retention(tmp_path) as here, retention(tmp_path, "other") as other:
+        assert [key for key in ("a", "b", "b/c/d", "d") if here.covers(key)] == ["a", "b/c/d"]
+        assert other.covers("d")
+        assert not earlier.exists()
+        earlier.write_text("damaged")
+        assert not await here.refresh()
+        assert here.covers("a")
+        with pytest.raises(OSError, match="is damaged: remove it"):
+            await here.add(["e"])
+
+
+async def test_a_record_that_is_damaged_or_was_removed_begins_anew(tmp_path: Path) -> None:
+    with retention(tmp_path) as here:
+        await here.add(["a"])
+        (tmp_path / RECORD).write_bytes(b"damaged" * 1000)
+        here.close()
+        await here.refresh()
+        assert here.covers("a")  # what is known stays
+        with pytest.raises(OSError, match="is damaged: remove it"):
+            await here.add(["b"])
+        (tmp_path / RECORD).unlink()
+        await here.add(["b"])
+        assert [key for key in "ab" if here.covers(key)] == ["b"]
+
+
+async def test_another_mount_learns_page_by_page_what_is_retained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_cache, "LOOKED_UP", 2)
+    monkeypatch.setattr(catalog, "RETAINED_PAGE", 2)
+    async with (
+        cache_in(tmp_path, limit=8 * MIB) as parts,
+        cache_in(tmp_path, limit=8 * MIB) as others,
+    ):
+        await parts.cache.retention.add("abcde")
+        await fill(parts, "abcdefg")
+        await parts.cache.record()
+        await others.cache.learn()
+
+        def retained(parts: Parts) -> str:
+            found = [(key, parts.cache.find(version(key, MIB))) for key in "abcdefg"]
+            return "".join(key for key, file in found if file is not None and file.is_retained)
+
+        assert retained(parts) == retained(others) == "abcde"
+        assert await parts.cache.remove_pins("", lambda pin: pin != "c") == 4
+        await others.cache.learn()
+        assert retained(parts) == retained(others) == "c"
+
+
+async def test_a_status_does_not_wait_for_the_disk_and_seldom_counts_many_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_copies, "COUNTED_FOR", 1e9)
+    async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
+        copies = copies_of(parts, nursery)
+        assert await copies.describe_pins() == {"paths": 0, "files": 0, "bytes": 0}
+        await parts.cache.retention.add("ab")
+        await fill(parts, "ab")
+        before = {"paths": 2, "files": 2, "bytes": 2 * MIB}
+        assert await copies.describe_pins() == before
+        await parts.cache.retention.add("c")
+        with parts.cache._catalog._lock, monkeypatch.context() as patch:
+            patch.setattr(local_copies, "COUNT_S", 0)
+            assert await copies.describe_pins() == before
+        monkeypatch.setattr(local_copies, "FEW", 0)
+        for pin in "de":
+            assert await copies.describe_pins() == before | {"paths": 3}
+            await parts.cache.retention.add(pin)

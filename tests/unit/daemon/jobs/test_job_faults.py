@@ -138,7 +138,7 @@ async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
             await job.ended.wait()
             assert (job.error, job.done_files) == (None, 2)
             names = {parts.cache.name_of(info(key).version) for key in keys}
-            assert parts.cache._catalog.retained("").keys() == names
+            assert parts.cache._catalog.retained() == names
             nursery.cancel_scope.cancel()
 
 
@@ -161,7 +161,7 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
         async with trio.open_nursery() as nursery:
             selector = Selector(bucket, "")
             copies = LocalCopies(
-                parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0)
+                parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
             )
             shown = copies.job("dir", is_new=True)
             await eventually(lambda: shown.has_ended)
@@ -174,6 +174,10 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
             nursery.cancel_scope.cancel()
 
 
+async def no_pins(_path: str) -> None:
+    pass
+
+
 async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Path) -> None:
     bucket = WideBucket(["a"])
     bucket.before = faulty
@@ -182,7 +186,9 @@ async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Pat
         trio.open_nursery() as nursery,
     ):
         selector = Selector(bucket, "")
-        copies = LocalCopies(parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0))
+        copies = LocalCopies(
+            parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
+        )
         verifier = Verifier(bucket, parts.cache, parts.fetcher, "", nursery, lambda _key: [])
         jobs = [copies.job("a", is_new=True), verifier.start("a")]
         await eventually(lambda: all(job.has_ended for job in jobs))
