@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 DEFAULT_REGION = "us-east-1"
 # The maximum number of keys of a LIST page and of a DeleteObjects request.
 PAGE = 1000
+# Of a record, which has some hundred; whoever writes into the bucket may put any object there.
+MOST_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +90,15 @@ class Bucket:
                 raise
 
     def get(self, key: str) -> bytes:
-        """An object's content; it should be small.
+        """An object's content, of which at most `MOST_BYTES` are read.
 
         Raises:
             NotFoundError: there is none.
         """
         with self._translated(key):
-            return bytes(self._client.get_object(Bucket=self.name, Key=key)["Body"].read())
+            body = self._client.get_object(Bucket=self.name, Key=key)["Body"]
+            with contextlib.closing(body):
+                return bytes(body.read(MOST_BYTES))
 
     def pages(self, prefix: str) -> Iterator[list[Listed]]:
         """The objects below `prefix`, up to `PAGE` at a time. No page is empty."""

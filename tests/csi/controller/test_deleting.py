@@ -94,6 +94,18 @@ def test_a_record_that_cannot_be_read_retains_the_data(
     assert set(keys(bucket)) == {f"{NAME}/data", record_key(whose)}
 
 
+def test_an_object_that_is_too_long_for_a_record_is_not_read_to_its_end(
+    driver: Driver, bucket: Bucket
+) -> None:
+    volume = create(driver, bucket.name, onDelete="delete")
+    record = bucket.client.get_object(Bucket=bucket.name, Key=record_key())["Body"].read()
+    other = record.replace(NAME.encode(), b"pvc-other")
+    bucket.put(record_key("pvc-other"), b" " * (2 << 20) + other)
+    bucket.put(f"{NAME}/data", b"precious")
+    delete(driver, volume.volume_id)
+    assert set(keys(bucket)) == {f"{NAME}/data", record_key("pvc-other")}
+
+
 @pytest.mark.parametrize(
     "change",
     [
