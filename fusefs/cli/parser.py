@@ -115,7 +115,8 @@ def _add_upgrade_settings(parser: Parser) -> None:
     for setting in SETTINGS:
         if setting.name in FIXED:
             flags = [setting.flag, *([f"--no-{setting.key}"] if setting.is_switch else [])]
-            parser.add_argument(*flags, nargs="?", action=_Unchangeable, help=argparse.SUPPRESS)
+            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(*flags, nargs="?", action=_Unchangeable, **hidden)
 
 
 class _Unchangeable(argparse.Action):

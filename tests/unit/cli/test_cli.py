@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from csi.main import make_parser
+from fusefs.cli import mount as mount_command
+from fusefs.cli import parser
 from fusefs.launch import log_location, preflight
 from fusefs.settings.mount import RawValue, build
 from tests.support.commands import run
@@ -303,6 +305,12 @@ def test_an_upgrade_names_a_setting_that_it_cannot_change(
         assert ended.value.code == 2
         name = option.partition("=")[0]
         assert f"fusefs: {name}: cannot be changed while mounted" in capsys.readouterr().err
+
+
+def test_an_upgrade_changes_what_it_is_given_alone() -> None:
+    arguments = ["upgrade", "/mnt", "--metadata-ttl", "5s"]
+    given = mount_command.flags(parser.make_parser(arguments).parse_args(arguments))
+    assert {name: value.text for name, value in given.items()} == {"metadata_ttl": "5s"}
 
 
 def test_the_help_of_an_upgrade_names_no_default_that_would_be_taken(
