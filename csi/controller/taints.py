@@ -82,7 +82,12 @@ class Api:
         request.add_header("Authorization", f"Bearer {self.token.read_text().strip()}")
         if body is not None:
             request.add_header("Content-Type", "application/json-patch+json")
-        return urllib.request.urlopen(request, timeout=timeout_s, context=self.context)
+        # Without the environment's proxies: the address is of the cluster's network, and Python
+        # takes no networks in NO_PROXY.
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self.context)
+        )
+        return opener.open(request, timeout=timeout_s)
 
 
 def api_of_pod() -> Api:

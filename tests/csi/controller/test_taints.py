@@ -145,6 +145,16 @@ def test_the_process_ends_with_its_watch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert taints.run(argparse.Namespace()) == 1
 
 
+def test_a_proxy_of_the_environment_is_no_way_to_the_api_server(
+    server: Server, untainter: Untainter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    server.events = [csi_node("new", DRIVER_NAME)]
+    untainter.watch_once()
+    assert server.taints["new"] == [OTHER]
+
+
 def test_a_watch_that_expired_is_an_error(server: Server, untainter: Untainter) -> None:
     server.events = [{"type": "ERROR", "object": {"message": "too old resource version"}}]
     with pytest.raises(OSError, match="too old"):
