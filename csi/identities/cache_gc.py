@@ -16,13 +16,14 @@ killed halfway goes on in the next round. A directory with a mount in it is not 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from csi.identities.cache_domains import Domains, Unused
@@ -68,14 +69,16 @@ class CacheCollector(threading.Thread):
     def collect(self) -> None:
         """Remove the caches that are due now."""
         for directory in self._domains.leaving():
-            self._finish(directory)
+            with _keeping_no_other():
+                self._finish(directory)
         self._domains.touch(self._names_in_use())
         for domain in self._domains.unused():
             if self._ending.is_set():
                 return
             is_old = domain.unused_s >= KEEP_S
             if is_old or (domain.unused_s >= KEEP_IF_SCARCE_S and self._is_scarce()):
-                self._remove_unused(domain)
+                with _keeping_no_other():
+                    self._remove_unused(domain)
 
     def _names_in_use(self) -> set[str]:
         # Settings that cannot be read end the round: they may name any domain.
@@ -132,6 +135,15 @@ class CacheCollector(threading.Thread):
                 )
         elif not _has_mounts(directory) and _run("all", directory, uid) is not None:
             directory.rmdir()
+
+
+@contextlib.contextmanager
+def _keeping_no_other() -> Iterator[None]:
+    """Log that a directory cannot be removed now, as a hostile identity's, and go on."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("tried again later: %s", error)
 
 
 def _has_mounts(directory: Path) -> bool:

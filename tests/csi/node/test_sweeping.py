@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from csi.identities import cache_gc
 from csi.identities.cache_domains import Domain, Domains
 from csi.identities.cache_gc import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, CacheCollector
 from csi.volume.options import Shares
@@ -91,6 +92,27 @@ def test_a_cache_that_no_pod_has_used_for_long_is_removed(node: Node) -> None:
     assert (recent.directory / "shared/objects/ab/abcdef.1").exists()
     assert node.domains.leaving() == []
     assert node.domains.claim(node.domains.name_of("next")).uid == old.uid
+
+
+def test_a_cache_that_cannot_be_removed_keeps_no_other(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd, old = node.domain("odd"), node.domain("old", unused_s=2 * KEEP_S - 60)
+    remove = cache_gc._run
+
+    def leave_something(what: str, directory: Path, uid: int) -> str | None:
+        if uid == odd.uid and what == "all":  # a daemon that hangs writes there once more
+            return ""
+        return remove(what, directory, uid)
+
+    monkeypatch.setattr(cache_gc, "_run", leave_something)
+    for _ in range(2):
+        node.collector.collect()
+    assert not old.directory.exists()
+    assert "not empty" in caplog.text
+    monkeypatch.setattr(cache_gc, "_run", remove)
+    node.collector.collect()
+    assert node.domains.leaving() == []
 
 
 def test_a_cache_that_a_mount_uses_stays_however_old_it_is(node: Node) -> None:
