@@ -421,6 +421,8 @@ class Daemon:
             notifier=notifier,
         )
         self.operations = Operations(state, writing)
+        if self.operations.writer is not None:
+            self.store.requester.upload_log = self.operations.writer.uploads.aborts
         self.forgetting = Forgetting(state.inodes, self._budget.names, notifier.prune_names)
         return self.operations
 

@@ -283,6 +283,32 @@ class Upload(Protocol):
         """
 
 
+class UploadLog(Protocol):
+    """The record of uploads that a store begins by itself, for one object each."""
+
+    def begun(self, key: str, upload_id: str) -> None:
+        """One has begun: if its process dies, the next one has to abort it."""
+
+    def ended(self, upload_id: str) -> None:
+        """It has been completed or aborted."""
+
+    def add(self, key: str, upload_id: str) -> None:
+        """It could not be aborted yet."""
+
+
+class NoUploadLog:
+    """As `UploadLog`, without a disk."""
+
+    def begun(self, key: str, upload_id: str) -> None:
+        pass
+
+    def ended(self, upload_id: str) -> None:
+        pass
+
+    def add(self, key: str, upload_id: str) -> None:
+        pass
+
+
 class Source(Protocol):
     """Where the bytes of objects come from."""
 

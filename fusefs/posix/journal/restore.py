@@ -47,6 +47,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
         operations.mutations.changes.finish_switches()
         recovery.adopt_attributes(writer, writer.staging.directory)
         recovery.adopt_removals(writer, writer.staging.directory)
+        recovery.adopt_aborts(writer, writer.staging.directory)
     backing_ids = {handle.backing_id for handle in state.handles.values()}
     read = {backing[id][1] for id in backing_ids if id in backing}
     whole = await operations.cache.whole_files(read) if read else {}

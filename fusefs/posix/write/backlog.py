@@ -101,8 +101,11 @@ class Backlog:
             logger.error("the attributes of %s are not in the bucket; kept on record", entry.key)
         for gone in self._removals.pending(""):
             logger.error("%s is not deleted in the bucket; that is kept on record", gone.key)
+        for key in self._uploads.aborts.pending:
+            logger.error("an upload of %s is not aborted in the bucket; kept on record", key)
         self._deferred.close()
         self._removals.close()
+        self._uploads.aborts.close()
         self._staging.remove_if_empty()
 
     async def _say_if_slow(self, files: list[StagedFile]) -> None:

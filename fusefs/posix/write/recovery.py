@@ -27,6 +27,7 @@ from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace import removals
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
+from fusefs.posix.write import aborts
 from fusefs.posix.write.staging import SOURCE
 from fusefs.posix.write.staging_record import load, on_record, write
 from fusefs.posix.write.writer import Writer
@@ -57,6 +58,8 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
             count += adopt_file(writer, path)
         if adopt_attributes(writer, directory):
             (directory / attribute_log.NAME).unlink(missing_ok=True)
+        if adopt_aborts(writer, directory):
+            (directory / aborts.NAME).unlink(missing_ok=True)
         if writer.may_delete and adopt_removals(writer, directory):
             (directory / removals.NAME).unlink(missing_ok=True)
         _remove(directory)
@@ -107,6 +110,21 @@ def adopt_removals(writer: Writer, directory: Path) -> bool:
                 writer.directories.changed(prefix, name, ABSENT)
     except OSError as error:
         logger.warning("%s has removals for a later mount: %s", directory, error.strerror)
+        return False
+    return True
+
+
+def adopt_aborts(writer: Writer, directory: Path) -> bool:
+    """Have uploads aborted that an earlier process was to abort, or was making. Blocks.
+
+    False if some of them are on record in `directory` alone.
+    """
+    is_on_record = directory == writer.staging.directory
+    try:
+        for key, upload_id in aborts.load(directory):
+            writer.uploads.aborts.adopt(key, upload_id, is_on_record=is_on_record)
+    except OSError as error:
+        logger.warning("%s has uploads for a later mount to abort: %s", directory, error.strerror)
         return False
     return True
 

@@ -64,7 +64,8 @@ _MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 class Sender:
     """The sending of one mount's files. Belongs to the event loop.
 
-    `unaborted` is called with an upload that S3 has not given up yet, and may later.
+    `unaborted` is called with the key and id of an upload that S3 has not given up yet, and
+    may later.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Sender:
         store: Store,
         staging: Staging,
         editor: Editor,
-        unaborted: Callable[[UploadState], None],
+        unaborted: Callable[[str, str], None],
         *,
         fails_on_conflict: bool,
     ) -> None:
@@ -345,16 +346,16 @@ class Sender:
         except StoreError as error:
             logger.warning("%s: its upload could not be aborted: %s", key, error)
             if upload is not None and isinstance(error, _MAY_PASS):
-                self._unaborted(upload)
+                self._unaborted(upload.key, upload.upload_id)
 
-    async def has_aborted(self, upload: UploadState) -> bool:
-        """Abort an upload that could not be aborted before; whether that is over, well or badly."""
+    async def has_aborted(self, key: str, upload_id: str) -> bool:
+        """Abort an upload that is on record alone; whether that is over, well or badly."""
         try:
-            await self._store.abort_upload(upload.key, upload.upload_id)
+            await self._store.abort_upload(key, upload_id)
         except _MAY_PASS:
             return False
         except StoreError as error:
-            logger.warning("%s: its upload stays in the bucket: %s", upload.key, error)
+            logger.warning("%s: its upload stays in the bucket: %s", key, error)
         return True
 
     async def give_up(self, staged: StagedFile) -> ObjectInfo | None:

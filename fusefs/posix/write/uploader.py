@@ -25,6 +25,7 @@ import trio
 
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import exclusive, staged_sums
+from fusefs.posix.write.aborts import Aborts
 from fusefs.posix.write.closes import Closes
 from fusefs.posix.write.sparse_edit import BaseLostError, Editor
 from fusefs.posix.write.staging import Staging
@@ -39,8 +40,6 @@ logger = logging.getLogger("fusefs.uploads")
 AHEAD = 16 << 20
 # How often it is tried again with credentials that were rejected.
 CREDENTIALS_S = 5.0
-# How often an upload is aborted again for which S3 had no answer.
-ABORT_AGAIN_S = 60.0
 # An upload that waits until a file is left alone waits for so many times as long at most.
 LONGEST_DELAYS = 5
 
@@ -98,8 +97,9 @@ class Uploads:
         sends_ahead: bool,
     ) -> None:
         self._sender = Sender(
-            store, staging, editor, self._abort_again, fails_on_conflict=fails_on_conflict
+            store, staging, editor, self._unaborted, fails_on_conflict=fails_on_conflict
         )
+        self.aborts = Aborts(staging.directory, nursery, self._sender.has_aborted)
         self.own = self._sender.own
         self._staging = staging
         self._editor = editor
@@ -350,20 +350,14 @@ class Uploads:
 
     def abort_later(self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None) -> None:
         """Abort what an earlier process has left of a file that is not to be uploaded."""
-        state = UploadState.from_plain(upload) if upload is not None else None
-        if state is not None or begun_ns is not None:
-            self._nursery.start_soon(self._sender.abort, key, state, begun_ns)
+        if upload is not None:
+            state = UploadState.from_plain(upload)
+            self.aborts.add(state.key, state.upload_id, delay_s=0.0)
+        if begun_ns is not None:
+            self._nursery.start_soon(self._sender.abort, key, None, begun_ns)
 
-    def _abort_again(self, upload: UploadState) -> None:
-        """Have an upload aborted once S3 takes that: until then its parts are paid for."""
-
-        async def go_on() -> None:
-            while True:
-                await trio.sleep(ABORT_AGAIN_S)
-                if await self._sender.has_aborted(upload):
-                    return
-
-        self._nursery.start_soon(go_on)
+    def _unaborted(self, key: str, upload_id: str) -> None:
+        self.aborts.add(key, upload_id)
 
     # While it is written
 

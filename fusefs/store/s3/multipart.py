@@ -521,9 +521,8 @@ async def put(
     condition: Condition,
 ) -> ObjectInfo:
     """As `Store.put_file`, with a multipart upload."""
-    async with _aborted_on_failure(
-        await begin(requester, fence, key, metadata, content_type)
-    ) as upload:
+    begun = await begin(requester, fence, key, metadata, content_type)
+    async with _aborted_on_failure(requester, begun) as upload:
         await upload.send(fd, upload.missing(size), size)
         return await upload.complete(size, condition)
 
@@ -537,19 +536,29 @@ async def copy(
     condition: Condition,
 ) -> ObjectInfo:
     """Copy what is too large for one copy; `kept` are boto3's parameters for what it has."""
-    async with _aborted_on_failure(await _begin(requester, fence, key, COPY_PART, kept)) as upload:
+    begun = await _begin(requester, fence, key, COPY_PART, kept)
+    async with _aborted_on_failure(requester, begun) as upload:
         await upload.copy_all(source)
         return await upload.complete(source.size, condition)
 
 
 @asynccontextmanager
-async def _aborted_on_failure(upload: S3Upload) -> AsyncIterator[S3Upload]:
+async def _aborted_on_failure(requester: Requester, upload: S3Upload) -> AsyncIterator[S3Upload]:
+    log, key, upload_id = requester.upload_log, upload.state.key, upload.state.upload_id
+    log.begun(key, upload_id)
     try:
         yield upload
     except BaseException:
+        is_aborted = False
         with trio.move_on_after(ABORT_TIME_S, shield=True), suppress(StoreError):
             await upload.abort()
+            is_aborted = True
+        if is_aborted:
+            log.ended(upload_id)
+        else:
+            log.add(key, upload_id)
         raise
+    log.ended(upload_id)
 
 
 async def begin(

@@ -39,7 +39,14 @@ from fusefs.store.errors import (
 from fusefs.store.http.async_exchange import Hedge
 from fusefs.store.http.exchange import ANSWER_LIMIT_S, Answer
 from fusefs.store.http.threads import AbandonedError, Attempt, Progress, Threads, Transfer
-from fusefs.store.interface import ListPage, Strict, Urgency, demanded
+from fusefs.store.interface import (
+    ListPage,
+    NoUploadLog,
+    Strict,
+    UploadLog,
+    Urgency,
+    demanded,
+)
 from fusefs.store.s3 import list as listing
 from fusefs.store.s3.clients import Clients, ClientSource, S3Settings
 from fusefs.store.s3.conditions import for_condition
@@ -156,6 +163,8 @@ class Requester:
         # Called with the key of a change of which an attempt got no answer, or was cancelled:
         # the server may execute it at any later time.
         self.on_unanswered: Callable[[str], None] = lambda _key: None
+        # What the store begins by itself, to make one object of.
+        self.upload_log: UploadLog = NoUploadLog()
         self._last_explained = -math.inf
         # The requests that are retried because their credentials were refused.
         self._refused: set[RetryBudget] = set()

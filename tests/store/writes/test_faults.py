@@ -333,3 +333,42 @@ async def test_what_is_sent_is_counted(
     # A small file takes one request and no more.
     assert len(faulty.requests(key="small")) == 2  # the other is the copy's HEAD
     assert METADATA["mtime"] == faulty.requests("PUT")[0].headers["x-amz-meta-mtime"]
+
+
+class Log:
+    """What is on record of the uploads that a store makes by itself."""
+
+    def __init__(self) -> None:
+        self.begun_ids: list[str] = []
+        self.open: set[str] = set()
+        self.left: list[tuple[str, str]] = []
+
+    def begun(self, _key: str, upload_id: str) -> None:
+        self.begun_ids.append(upload_id)
+        self.open.add(upload_id)
+
+    def ended(self, upload_id: str) -> None:
+        self.open.remove(upload_id)
+
+    def add(self, key: str, upload_id: str) -> None:
+        self.left.append((key, upload_id))
+
+
+@pytest.mark.parametrize("outcome", ["done", "aborted", "left"])
+async def test_an_upload_of_the_stores_own_is_on_record_until_nothing_is_left_of_it(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, outcome: str
+) -> None:
+    if outcome != "done":
+        faulty.add("PART", code="AccessDenied")
+    if outcome == "left":
+        faulty.add("ABORT", code="AccessDenied")
+    async with opened(bucket, faulty.endpoint_url) as store:
+        log = store.requester.upload_log = Log()
+        if outcome == "done":
+            await put(store, "file", make_file(2 * PART))
+        else:
+            with pytest.raises(AccessDeniedError):
+                await put(store, "file", make_file(2 * PART))
+        [upload_id] = log.begun_ids
+        assert log.open == ({upload_id} if outcome == "left" else set())
+        assert log.left == ([("file", upload_id)] if outcome == "left" else [])

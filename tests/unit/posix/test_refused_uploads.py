@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusefs.posix.write import upload_steps, uploader
+from fusefs.posix.write import aborts, recovery, upload_steps
 from fusefs.store.errors import (
     AccessDeniedError,
     CredentialsError,
@@ -21,7 +21,7 @@ from fusefs.store.errors import (
 )
 from fusefs.store.interface import ObjectInfo, PendingUpload, UploadState
 from tests.support.memory_store import MemoryStore
-from tests.support.survival.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.support.waiting import eventually
 
 CONTENT = b"content"
@@ -124,7 +124,7 @@ async def test_on_a_store_that_lists_no_uploads_the_file_is_sent_anew(
 async def test_an_upload_of_a_removed_file_is_aborted_once_the_bucket_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploader, "ABORT_AGAIN_S", 0.0)
+    monkeypatch.setattr(aborts, "AGAIN_S", 0.0)
     mount = MortalMount(tmp_path)
     mount.store = store = RefusingStore(AccessDeniedError("access denied"))
     store.refusals = [ThrottledError("slow down"), UnreachableError("no answer")]
@@ -155,3 +155,52 @@ async def test_while_credentials_are_refused_nothing_is_begun_anew(
             await sender._resumed(staged, len(CONTENT))
         assert {name: getattr(staged, name) for name in under_way} == under_way
     assert store.aborted == []
+
+
+async def remove_while_uploading(process: Process) -> None:
+    """A file is removed of which parts are in the bucket."""
+    await process.create("file", CONTENT)
+    staged = (await process.node("file")).staged
+    assert staged is not None
+    staged.upload_state = OLD
+    await process.unlink("file")
+
+
+@pytest.mark.parametrize("is_new_mount", [False, True], ids=["daemon", "mount"])
+async def test_what_was_not_aborted_the_next_process_aborts(
+    tmp_path: Path, is_new_mount: bool
+) -> None:
+    mount = MortalMount(tmp_path)
+    mount.store = store = RefusingStore(AccessDeniedError("access denied"))
+    async with mount.serving() as process:
+        store.refusals = [UnreachableError("no answer")] * 100
+        await remove_while_uploading(process)
+        assert store.aborted == []
+    if is_new_mount:
+        mount.reboot()
+    for _ in range(2):  # and killed before it has
+        async with mount.serving() as process:
+            if is_new_mount:
+                recovery.adopt(process.writer)
+            await eventually(lambda: len(store.refusals) < 99)
+    store.refusals = []
+    async with mount.serving() as process:
+        if is_new_mount:
+            recovery.adopt(process.writer)
+        await eventually(lambda: store.aborted == ["old"])
+        await eventually(lambda: not process.writer.uploads.aborts.pending)
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        assert process.writer.uploads.aborts.pending == []
+
+
+async def test_an_upload_of_the_store_itself_is_aborted_by_the_next_process(tmp_path: Path) -> None:
+    mount = MortalMount(tmp_path)
+    mount.store = store = RefusingStore(AccessDeniedError("access denied"))
+    async with mount.serving() as process:
+        process.writer.uploads.aborts.begun("large", "copied")
+        process.writer.uploads.aborts.begun("large2", "done")
+        process.writer.uploads.aborts.ended("done")
+    async with mount.serving() as process:
+        await eventually(lambda: store.aborted == ["copied"])
