@@ -17,6 +17,7 @@ import trio
 from fusefs.cluster_cache.block import StoredBlock
 from fusefs.store.errors import (
     AttemptError,
+    ConflictError,
     CredentialsError,
     Failure,
     StoreError,
@@ -39,6 +40,8 @@ PUT_CONNECT_TIMEOUT_S = 2.0
 PUT_TIMEOUT_S = 5.0
 # For all of a block.
 PUT_LIMIT_S = 20.0
+# Before it is stored again where another node does that, which may fail.
+COLLIDED_S = 0.5
 # At a time, of all that stores.
 PUTS = 8
 # What the event loop has the time to receive, to check and to write to the local disk.
@@ -191,8 +194,7 @@ class Remote:
                 # Without a checksum of the whole: each frame has its own.
                 answer = clients.direct.send("PUT", key, headers=headers, body=body)
             except AttemptError as error:
-                # 409: another one is storing it at this moment.
-                if not overwrites and error.failure.status in (409, 412):
+                if not overwrites and error.failure.status == 412:
                     return False
                 raise
             if answer is None:
@@ -201,7 +203,13 @@ class Remote:
 
         with trio.move_on_after(PUT_LIMIT_S), _renewing(self._puts):
             try:
-                return await self._puts.once(PUT, work, lambda: Priority.PREFETCH, key=key)
+                while True:
+                    try:
+                        return await self._puts.once(PUT, work, lambda: Priority.PREFETCH, key=key)
+                    except AttemptError as error:
+                        if error.failure.kind is not ConflictError:
+                            raise
+                    await trio.sleep(COLLIDED_S)
             except trio.Cancelled:
                 body.release()
                 raise

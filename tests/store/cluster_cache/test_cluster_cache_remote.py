@@ -66,6 +66,26 @@ async def test_expired_credentials_are_looked_for_anew(
         remote.close()
 
 
+@pytest.mark.usefixtures("as_owner")
+async def test_a_block_that_collides_with_another_nodes_is_there_only_if_that_one_stored_it(
+    bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "COLLIDED_S", 0.0)
+    remote = Remote(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
+    try:
+        await remote.open()
+        collided = faulty.add("PUT", "blocks/*", code="ConditionalRequestConflict", times=2)
+        assert await remote.put(BLOCK.name, BODY, overwrites=False)
+        assert collided.used == 2
+        faulty.add("PUT", "blocks/*", code="ConditionalRequestConflict", times=1)
+        assert not await remote.put(BLOCK.name, BODY, overwrites=False)
+        faulty.add("PUT", "blocks/*", code="ExistingObjectIsDirectory", status=409)
+        with pytest.raises(AttemptError, match="409"):
+            await remote.put(BLOCK.name, BODY, overwrites=False)
+    finally:
+        remote.close()
+
+
 class Bytes(bytearray):
     """Of which it is seen whether they are still in memory."""
 
