@@ -14,6 +14,7 @@ from tests.support.packaging.documents import (
     fault_of,
     inline_code,
     known_commands,
+    known_files,
     known_flags,
     own_commands,
     shell_blocks,
@@ -88,6 +89,14 @@ def test_links_lead_to_what_is_there(path: Path) -> None:
         target = path.parent / name if name else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@each_document
+def test_files_that_the_text_names_are_there(path: Path) -> None:
+    there = known_files()
+    for code in inline_code(path):
+        for name in re.findall(r"[\w./-]+\.(?:py|c|yaml|toml|md)\b", code):
+            assert any(f"/{known}".endswith(f"/{name}") for known in there), name
 
 
 @each_document

@@ -96,6 +96,17 @@ def known_flags() -> frozenset[str]:
 
 
 @functools.cache
+def known_files() -> frozenset[str]:
+    """The paths of the files of the repository, without those that are made or hidden."""
+    folders = [path for path in PROJECT.iterdir() if path.is_dir() and path.name[0] not in "._"]
+    found = [*PROJECT.glob("*.*")]
+    for folder in folders:
+        if folder.name != "build":
+            found += folder.rglob("*.*")
+    return frozenset(str(path.relative_to(PROJECT)) for path in found)
+
+
+@functools.cache
 def known_commands() -> dict[str, frozenset[str]]:
     """The subcommands of both programs."""
     return {
