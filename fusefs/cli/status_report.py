@@ -21,22 +21,6 @@ Status = Mapping[str, Any]
 _LABEL_WIDTH = 12
 # Files waiting for their upload that are listed by name.
 MOST_PENDING = 5
-# The features that a store may lack, by their names in `Capabilities`.
-_CONDITIONS = {
-    "put_if_match": "If-Match of PUT",
-    "put_if_none_match": "If-None-Match of PUT",
-    "complete_if_match": "If-Match of CompleteMultipartUpload",
-    "complete_if_none_match": "If-None-Match of CompleteMultipartUpload",
-    "copy_if_match": "If-Match of CopyObject",
-    "copy_if_none_match": "If-None-Match of CopyObject",
-    "delete_if_match": "If-Match of DELETE",
-    "delete_many_etags": "ETags in DeleteObjects",
-    "marker_if_match": "If-Match of directory markers",
-    "marker_if_none_match": "If-None-Match of directory markers",
-    "marker_delete_if_match": "If-Match of deleted directory markers",
-    "marker_metadata": "metadata of directory markers",
-    "checksums": "checksums",
-}
 
 
 def render(status: Status) -> str:
@@ -215,7 +199,11 @@ def _conditions(conditions: Status) -> str:
     mode = conditions.get("mode", "?")
     if mode == "off":
         return "off (as set)"
-    missing = [_CONDITIONS.get(name, name) for name in conditions.get("missing", ())]
+    missing = list(conditions.get("missing", ()))
+    if missing:
+        from fusefs.store.capabilities import SHOWN  # the others do without it
+
+        missing = [SHOWN.get(name, name) for name in missing]
     without = f"; not honoured: {', '.join(missing)}" if missing else ""
     if mode == "on":
         return f"on (as set, not probed){without}"

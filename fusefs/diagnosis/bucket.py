@@ -20,7 +20,7 @@ import trio
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.settings.display import human_size
-from fusefs.store.capabilities import PROBE_NAME
+from fusefs.store.capabilities import MINOR, PROBE_NAME, SHOWN, Capabilities
 from fusefs.store.errors import (
     AccessDeniedError,
     ArchivedError,
@@ -334,12 +334,19 @@ async def _conditions(store: S3Store, prefix: str) -> Finding:
         found = await probe(store, prefix)
     except StoreError as error:
         return skipped("conditions", str(error))
-    if found.missing:
+    return conditions(found)
+
+
+def conditions(found: Capabilities) -> Finding:
+    """What it means that a store has only these."""
+    conditions = [SHOWN[name] for name in found.missing if name not in MINOR]
+    if conditions:
         return advice(
             "conditions",
-            f"this store does not honour {', '.join(found.missing)}",
+            f"this store does not honour {', '.join(conditions)}",
             "docs/semantics.md says what that means for several writers; use --conflict overwrite "
             "and no locks by O_EXCL from several machines",
             missing=found.missing,
         )
-    return ok("conditions", "all are honoured")
+    lacking = [f"no {SHOWN[name]}: {MINOR[name]}" for name in found.missing]
+    return ok("conditions", "; ".join(["all are honoured", *lacking]), missing=found.missing)

@@ -74,6 +74,27 @@ class Capabilities:
 
 
 _NAMES = frozenset(field.name for field in fields(Capabilities))
+# What people read in their place.
+SHOWN = {
+    "put_if_match": "If-Match of PUT",
+    "put_if_none_match": "If-None-Match of PUT",
+    "complete_if_match": "If-Match of CompleteMultipartUpload",
+    "complete_if_none_match": "If-None-Match of CompleteMultipartUpload",
+    "copy_if_match": "If-Match of CopyObject",
+    "copy_if_none_match": "If-None-Match of CopyObject",
+    "delete_if_match": "If-Match of DELETE",
+    "delete_many_etags": "ETags in DeleteObjects",
+    "marker_if_match": "If-Match of directory markers",
+    "marker_if_none_match": "If-None-Match of directory markers",
+    "marker_delete_if_match": "If-Match of deleted directory markers",
+    "marker_metadata": "metadata of directory markers",
+    "checksums": "checksums",
+}
+# Conditions on content are not among these: what it means where a store lacks one.
+MINOR = {
+    "marker_metadata": "modes and times of directories last as long as the mount",
+    "checksums": "what is sent has its MD5 as well",
+}
 ALL = Capabilities(**dict.fromkeys(_NAMES, True))
 # What is assumed where the user answers for the store's conditions.
 ASSUMED = replace(ALL, marker_metadata=None, checksums=None)

@@ -32,7 +32,7 @@ import trio
 
 from fusefs.settings.types import ConditionalWrites
 from fusefs.store import capabilities
-from fusefs.store.capabilities import PROBE_NAME, Capabilities
+from fusefs.store.capabilities import PROBE_NAME, SHOWN, Capabilities
 from fusefs.store.errors import (
     AccessDeniedError,
     ConflictError,
@@ -151,7 +151,7 @@ class Prober:
     def _take(self, found: Capabilities) -> None:
         self._store.fence.capabilities = found
         if found.missing:
-            logger.info("this store does not honour: %s", ", ".join(found.missing))
+            logger.info("this store lacks: %s", ", ".join(SHOWN[name] for name in found.missing))
 
 
 async def take_turn(store: Store, prefix: str) -> None:

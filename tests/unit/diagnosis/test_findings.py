@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ import trio
 from fusefs.diagnosis import bucket, cache_disk, credentials, findings, machine, network
 from fusefs.diagnosis.findings import Finding, Level
 from fusefs.settings.mount import MountSettings, RawValue, build
+from fusefs.store import capabilities
 from fusefs.store.errors import (
     AccessDeniedError,
     CredentialsError,
@@ -150,6 +152,16 @@ def test_only_a_problem_makes_the_command_fail() -> None:
     assert findings.has_problem([*good, findings.problem("d", "broken", "repair")])
     assert findings.summary(good) == "0 problems, 1 piece of advice"
     assert good[1].as_text().splitlines()[1].strip() == "-> buy"
+
+
+def test_what_a_store_lacks_is_advice_where_it_matters_to_writers() -> None:
+    found = bucket.conditions(replace(capabilities.ALL, marker_metadata=False))
+    assert (found.level, found.advice) == (Level.OK, "")
+    assert "no metadata of directory markers: modes and times of directories" in found.text
+    found = bucket.conditions(replace(capabilities.ALL, put_if_match=False, checksums=False))
+    assert found.level is Level.ADVICE
+    assert found.text == "this store does not honour If-Match of PUT"
+    assert capabilities.SHOWN.keys() == capabilities.Capabilities.__dataclass_fields__.keys()
 
 
 async def test_the_throughput_takes_no_more_than_the_documents_say(
