@@ -60,7 +60,8 @@ def upgrade(options: argparse.Namespace) -> None:
         answer = keeper_request(place, {"do": "settings"}, SETTINGS_TIMEOUT_S)
     except control.NotAnsweringError:
         raise CommandError(
-            f"{place} has no keeper, which an upgrade needs; unmount it and mount it again"
+            f"{place} has no keeper that answers, which an upgrade needs; unmount it and mount it"
+            " again"
         ) from None
     present = MountSettings.from_json(json.loads(answer["settings"])["settings"])
     request = {
