@@ -145,7 +145,7 @@ def test_an_early_daemon_that_has_died_is_replaced(another: Mount, mark: bytes) 
 def test_what_an_early_daemon_fails_to_import_is_in_the_log(
     another: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "diskcache.py").write_text("raise ImportError('it is broken')")
+    (tmp_path / "outcome.py").write_text("raise ImportError('it is broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     another.path.mkdir()
     arguments = [another.source, another.path, "--endpoint-url", another.endpoint_url]
