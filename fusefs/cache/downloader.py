@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 
@@ -146,13 +147,15 @@ class Download:
         self.demanded += 1
         if self.demanded == 1:
             self._hurry()
+        self.work.wait(1)
         try:
-            with self.work.awaited():
-                await event.wait()
+            await event.wait()
         except trio.Cancelled:
             self.demanded -= 1
             self._stop_if_unwanted()
             raise
+        finally:
+            self.work.wait(-1)
         self.demanded -= 1
 
     async def ended(self) -> None:
@@ -393,8 +396,9 @@ class Fetcher:
         file = download.file
         self._running.add(download)
         error: Exception | None = NotKeptError()
+        download.work.begin()
         try:
-            with download.cancel_scope, download.work.doing():
+            with download.cancel_scope:
                 error = await self._bring(download)
         finally:
             self._running.discard(download)
@@ -501,6 +505,7 @@ class FileSink:
         self._written_to = download.start
         self._sums = RunningSums()
         self._token = trio.lowlevel.current_trio_token()
+        self._loop_thread = threading.get_ident()
         self._work = download.work
 
     def write(self, offset: int, chunk: memoryview) -> None:
@@ -510,7 +515,11 @@ class FileSink:
             OSError: the cache disk fails, or is full.
         """
         began = self._latency.begin()
-        self._work.enter(WaitCause.CACHE_DISK)
+        is_in_loop = threading.get_ident() == self._loop_thread
+        if is_in_loop:
+            self._work.enter(WaitCause.CACHE_DISK)
+        else:
+            self._work.enter_in_thread(WaitCause.CACHE_DISK)
         try:
             if self._fd < 0:
                 self._created = self._cache.create(self._download.file)
@@ -519,7 +528,10 @@ class FileSink:
             while done < len(chunk):
                 done += os.pwrite(self._fd, chunk[done:], offset + done)
         finally:
-            self._work.leave(WaitCause.CACHE_DISK)
+            if is_in_loop:
+                self._work.leave(WaitCause.CACHE_DISK)
+            else:
+                self._work.leave_in_thread(WaitCause.CACHE_DISK)
         self._latency.end(began)
         self._sums.add(offset, chunk)
         self._written_to = offset + done

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import mmap
 import os
 import struct
@@ -58,8 +59,8 @@ from fusefs.posix.types import Caller
 from fusefs.settings.types import BusyPolling, FastPathMode
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
-from fusefs.telemetry.slowest import SlowestWaits
-from fusefs.telemetry.stalls import served
+from fusefs.telemetry.slowest import LEAST_S, SlowestWaits
+from fusefs.telemetry.stalls import serve
 
 logger = logging.getLogger("fusefs.session")
 
@@ -435,12 +436,14 @@ class Session(KernelNotifications):
         self, unique: int, waiting: Waiting, result: Coroutine[Any, Any, Payload]
     ) -> None:
         """Wait for an answer and give it; EINTR if the process is being killed."""
+        work = serve()
+        took_s = math.inf  # if it is not answered
         try:
-            with waiting.scope, served():
+            with waiting.scope:
                 payload = await result
                 if payload is not None:
                     self._reply(unique, payload)
-                    self.times.answered(waiting.opcode, waiting.since)
+                    took_s = self.times.answered(waiting.opcode, waiting.since)
             if waiting.scope.cancelled_caught:
                 self._reply_error(unique, OSError(errno.EINTR, "interrupted"))
                 self.times.failed(waiting.opcode, waiting.since, errno.EINTR)
@@ -452,7 +455,9 @@ class Session(KernelNotifications):
                 raise
             self._reply_fault(unique)
         finally:
-            self.slowest.ended(waiting.opcode, waiting.nodeid, waiting.since)
+            work.wait(-1)
+            if took_s >= LEAST_S:
+                self.slowest.ended(waiting.opcode, waiting.nodeid, waiting.since)
             del self._waiting[unique & _UNMARKED]
             self._interrupts.forget(unique & _UNMARKED)
 

@@ -167,6 +167,16 @@ class ReadCounters:
         total = self.hit_bytes + self.miss_bytes
         return self.hit_bytes / total if total else None
 
+    def passthrough(self, size: int, fetched: int) -> None:
+        """Count an open for passthrough of a whole file, as a read of all of it."""
+        self.passthrough_opens += 1
+        self.passthrough_bytes += size
+        if fetched:
+            self.read(size, fetched)
+        else:
+            self.hits += 1
+            self.hit_bytes += size
+
     def read(self, size: int, fetched: int) -> None:
         """Count a read of `size` bytes, of which `fetched` had to be fetched for it."""
         if fetched:

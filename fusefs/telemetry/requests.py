@@ -54,7 +54,7 @@ class RequestTimes:
 
     def timed(self, opcode: int, took_s: float, weight: int) -> None:
         """One of those, which stands for so many, took so long."""
-        self._ok[opcode].observe(took_s, weight)
+        self._ok[opcode].weigh(took_s, weight)
         self._timed += 1
         if self._timed == ALL_TIMED:
             self.period = PERIOD
@@ -65,10 +65,15 @@ class RequestTimes:
         if (opcode, "refused") not in self._others:
             self._others[opcode, "refused"] = Histogram(REQUEST_BOUNDS)
 
-    def answered(self, opcode: int, began: float) -> None:
-        """A request that was read at `began`, in monotonic seconds, is answered now."""
+    def answered(self, opcode: int, began: float) -> float:
+        """A request that was read at `began`, in monotonic seconds, is answered now.
+
+        Returns how long it took, in seconds.
+        """
+        took_s = time.monotonic() - began
         self.counts[opcode] += 1
-        self._ok[opcode].observe(time.monotonic() - began)
+        self._ok[opcode].observe(took_s)
+        return took_s
 
     def failed(self, opcode: int, began: float, number: int | None, weight: int = 1) -> None:
         """As `answered`, with an errno; 0 for `began` if it was not timed."""
@@ -82,7 +87,7 @@ class RequestTimes:
         if histogram is None:
             histogram = self._others[opcode, outcome] = Histogram(REQUEST_BOUNDS)
         if began:
-            histogram.observe(time.monotonic() - began, weight)
+            histogram.weigh(time.monotonic() - began, weight)
 
     def samples(self) -> tuple[list[Sample], list[Sample]]:
         """The samples of `requests_total` and of `request_duration_seconds`."""

@@ -1,8 +1,9 @@
 """How long requests to S3 take, and what programs that wait for them wait for.
 
-A `RequestClock` accompanies one attempt of a request from being sent to its end, in the event
-loop or in a thread. In a thread it is found by `first_byte` and `set_aside`, so that the
-modules that read answers need not hand it on.
+A `RequestClock` accompanies one attempt of a request from being sent to its end. It belongs to
+the event loop, also where the attempt is made in a thread: there it is found by `first_byte` and
+`handling_answer`, which leave notes (stalls.py). So the modules that read answers need not hand
+it on.
 """
 
 from __future__ import annotations
@@ -12,48 +13,77 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from fusefs.telemetry.histogram import S3_BOUNDS, Histogram
+from fusefs.telemetry.histogram import MOST_NEW, S3_BOUNDS, Histogram
 from fusefs.telemetry.metrics import Sample, value
-from fusefs.telemetry.stalls import WaitCause, current
+from fusefs.telemetry.stalls import STALLS, WaitCause, current
 
 T = TypeVar("T")
 
-_LOOKS = frozenset(("HEAD", "LIST", "LIST PARTS", "LIST UPLOADS"))
-# What these take is for the most part the time of their bodies.
-_SENDS = frozenset(("PUT", "PUT PART", "CLUSTER PUT"))
+# What a request waits for until its answer begins; for the first byte, if it does not stand here.
+_CAUSES = {
+    "HEAD": WaitCause.METADATA,
+    "LIST": WaitCause.METADATA,
+    "LIST PARTS": WaitCause.METADATA,
+    "LIST UPLOADS": WaitCause.METADATA,
+    "CLUSTER GET": WaitCause.CLUSTER_CACHE,
+    # What these take is for the most part the time of their bodies.
+    "PUT": WaitCause.S3_TRANSFER,
+    "PUT PART": WaitCause.S3_TRANSFER,
+    "CLUSTER PUT": WaitCause.S3_TRANSFER,
+}
 NOTHING = -1
 
 
+class _Times:
+    """Those of the first byte and of the whole, of one kind of request."""
+
+    __slots__ = ("_first_byte", "_whole", "new")
+
+    def __init__(self) -> None:
+        self._first_byte = Histogram(S3_BOUNDS)
+        self._whole = Histogram(S3_BOUNDS)
+        # What is not sorted yet, by turns.
+        self.new: list[float] = []
+
+    def sort(self) -> tuple[Histogram, Histogram]:
+        """The histograms of both, with all that is new."""
+        self._first_byte.observe_all(self.new[::2])
+        self._whole.observe_all(self.new[1::2])
+        self.new.clear()
+        return self._first_byte, self._whole
+
+
 class S3Requests:
-    """The times of one mount's requests to one store, from any thread.
+    """The times of one mount's requests to one store. Belongs to the event loop.
 
     The names of their metrics begin with `prefix`.
     """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._lock = threading.Lock()
-        # Of the first byte and of the whole, by operation and code.
-        self._times: dict[tuple[str, str], tuple[Histogram, Histogram]] = {}
+        # By operation and code.
+        self._times: dict[tuple[str, str], _Times] = {}
 
     def observe(self, operation: str, code: str, first_byte_s: float, whole_s: float) -> None:
-        with self._lock:
-            times = self._times.get((operation, code))
-            if times is None:
-                times = self._times[operation, code] = Histogram(S3_BOUNDS), Histogram(S3_BOUNDS)
-            times[0].observe(first_byte_s)
-            times[1].observe(whole_s)
+        times = self._times.get((operation, code))
+        if times is None:
+            times = self._times[operation, code] = _Times()
+        new = times.new
+        new.append(first_byte_s)
+        new.append(whole_s)
+        if len(new) >= MOST_NEW:
+            times.sort()
 
     def samples(self) -> dict[str, list[Sample]]:
         """The samples of `requests_total` and of both times."""
         totals, first_bytes, wholes = [], [], []
-        with self._lock:
-            for (operation, code), (first_byte, whole) in self._times.items():
-                name = operation.removeprefix("CLUSTER ").lower().replace(" ", "_")
-                labels = {"operation": name, "code": code}
-                totals.append(value(whole.count, **labels))
-                first_bytes.append(first_byte.sample(labels))
-                wholes.append(whole.sample(labels))
+        for (operation, code), times in self._times.items():
+            first_byte, whole = times.sort()
+            name = operation.removeprefix("CLUSTER ").lower().replace(" ", "_")
+            labels = {"operation": name, "code": code}
+            totals.append(value(whole.count, **labels))
+            first_bytes.append(first_byte.sample(labels))
+            wholes.append(whole.sample(labels))
         return {
             f"{self._prefix}_requests_total": totals,
             f"{self._prefix}_first_byte_seconds": first_bytes,
@@ -68,17 +98,13 @@ CLUSTER_REQUESTS = S3Requests("cluster_cache")
 
 def cause_of(operation: str) -> int:
     """The number of the cause that a request waits for until its answer begins."""
-    if operation in _LOOKS:
-        return WaitCause.METADATA
-    if operation == "CLUSTER GET":
-        return WaitCause.CLUSTER_CACHE
-    return WaitCause.S3_TRANSFER if operation in _SENDS else WaitCause.S3_FIRST_BYTE
+    return _CAUSES.get(operation, WaitCause.S3_FIRST_BYTE)
 
 
 class RequestClock:
     """One attempt of a request: `first_byte` when its answer begins, `end` when it is over.
 
-    A thread whose attempt was abandoned may use it after its end, which changes nothing.
+    Nothing changes after its end: a thread whose attempt was abandoned may note something later.
     """
 
     __slots__ = (
@@ -86,7 +112,6 @@ class RequestClock:
         "_cause",
         "_first_byte_s",
         "_is_aside",
-        "_lock",
         "_operation",
         "_requests",
         "_work",
@@ -97,49 +122,51 @@ class RequestClock:
         self._operation = operation
         self._requests = requests
         self._work = current()
-        # Between the thread of an attempt and the event loop that gives it up.
-        self._lock = threading.Lock()
-        self._cause = cause_of(operation)  # NOTHING after its end
+        self._cause = _CAUSES.get(operation, WaitCause.S3_FIRST_BYTE)  # NOTHING after its end
         self._is_aside = False
         self._first_byte_s = -1.0
-        self._work.enter(self._cause)
+        if STALLS.notes:
+            STALLS.take_notes()
         self._began = time.monotonic()
+        self._work.enter(self._cause, self._began)
 
-    def first_byte(self) -> None:
-        """Its answer begins; later calls change nothing."""
-        if self._first_byte_s >= 0:
+    def first_byte(self, at: float | None = None) -> None:
+        """Its answer begins, now or at that moment; later calls change nothing."""
+        if self._first_byte_s >= 0 or self._cause == NOTHING:
             return
-        self._first_byte_s = time.monotonic() - self._began
-        with self._lock:
-            if self._cause == WaitCause.S3_FIRST_BYTE:
-                self._cause = WaitCause.S3_TRANSFER
-                self._work.move(WaitCause.S3_FIRST_BYTE, WaitCause.S3_TRANSFER)
+        if at is None:
+            STALLS.take_notes()
+            at = time.monotonic()
+        self._first_byte_s = at - self._began
+        if self._cause == WaitCause.S3_FIRST_BYTE and not self._is_aside:
+            self._cause = WaitCause.S3_TRANSFER
+            self._work.move(WaitCause.S3_FIRST_BYTE, WaitCause.S3_TRANSFER, at)
 
-    def set_aside(self) -> None:
-        """The time is that of the caller from now on, who does something with the answer."""
-        with self._lock:
-            if self._cause != NOTHING:
-                self._is_aside = True
-                self._work.leave(self._cause)
+    def set_aside(self, at: float) -> None:
+        """The time is not its own from then on: something is done with the answer."""
+        if self._cause != NOTHING:
+            self._is_aside = True
+            self._work.leave(self._cause, at)
 
-    def resume(self) -> None:
+    def resume(self, at: float) -> None:
         """What `set_aside` began is over."""
-        with self._lock:
-            if self._cause != NOTHING:
-                self._is_aside = False
-                self._work.enter(self._cause)
+        if self._cause != NOTHING:
+            self._is_aside = False
+            self._work.enter(self._cause, at)
 
     def end(self, code: str) -> None:
         """It is over; `code` is a refusal's status, 200 for any success, `none`, or `cancelled`.
 
         With "" it was not sent.
         """
-        whole_s = time.monotonic() - self._began
-        with self._lock:
-            if not self._is_aside:
-                self._work.leave(self._cause)
-            self._cause = NOTHING
+        if STALLS.notes:
+            STALLS.take_notes()
+        now = time.monotonic()
+        if not self._is_aside:
+            self._work.leave(self._cause, now)
+        self._cause = NOTHING
         if code:
+            whole_s = now - self._began
             first_byte_s = self._first_byte_s if self._first_byte_s >= 0 else whole_s
             self._requests.observe(self._operation, code, first_byte_s, whole_s)
 
@@ -164,7 +191,7 @@ def first_byte() -> None:
     """The answer to the request that this thread has sent begins."""
     clock: RequestClock | None = getattr(_thread, "clock", None)
     if clock is not None:
-        clock.first_byte()
+        STALLS.note(clock.first_byte)
 
 
 class handling_answer:
@@ -178,8 +205,8 @@ class handling_answer:
     def __enter__(self) -> None:
         self._clock: RequestClock | None = getattr(_thread, "clock", None)
         if self._clock is not None:
-            self._clock.set_aside()
+            STALLS.note(self._clock.set_aside)
 
     def __exit__(self, *_: object) -> None:
         if self._clock is not None:
-            self._clock.resume()
+            STALLS.note(self._clock.resume)

@@ -264,9 +264,9 @@ class Opener:
     def _note_passthrough(self, file: CacheFile) -> None:
         self._cache.pin_again(file)
         self._cache.opened(file)
-        self._count_whole(file)
-        self._counters.passthrough_opens += 1
-        self._counters.passthrough_bytes += file.size
+        size = file.size
+        fetched = file.first_read(0, size)
+        self._counters.passthrough(size, fetched)
 
     def was_opened(
         self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import random
 import time
+
+import pytest
 
 from fusefs.telemetry import metrics
 from fusefs.telemetry.histogram import REQUEST_BOUNDS, Histogram
@@ -20,6 +23,18 @@ def test_buckets_are_cumulative_and_include_their_bounds() -> None:
         "sum": 2.5015,
         "count": 4,
     }
+
+
+def test_observations_that_are_sorted_later_are_in_the_same_buckets() -> None:
+    chance = random.Random(1)
+    seconds = [chance.choice(REQUEST_BOUNDS) * chance.choice((0.9, 1, 2)) for _ in range(1000)]
+    late, at_once = Histogram(REQUEST_BOUNDS), Histogram(REQUEST_BOUNDS)
+    for each in seconds:
+        late.observe(each)
+        at_once.weigh(each, 1)
+    assert late.count == at_once.count == 1000
+    assert late.sample({})["buckets"] == at_once.sample({})["buckets"]
+    assert late.sample({})["sum"] == pytest.approx(sum(seconds))
 
 
 def test_bounds_ascend() -> None:
