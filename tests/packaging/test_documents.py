@@ -56,6 +56,10 @@ def test_our_programs_take_their_command_lines(path: Path) -> None:
             assert fault_of(command) is None, command
 
 
+def test_the_first_page_stays_short() -> None:
+    assert len((PROJECT / "README.md").read_text().splitlines()) < 200
+
+
 def test_there_are_command_lines_to_check() -> None:
     blocks = shell_blocks(PROJECT / "README.md")
     readme = [command for block in blocks for command in own_commands(block)]
