@@ -79,9 +79,14 @@ class Deletions:
             future: Future[None] = Future()
             progress = Progress()
             self._running[str(volume)] = future, progress
-        threading.Thread(
-            target=self._do, args=(volume, work, future, progress), name="deletion", daemon=True
-        ).start()
+        try:
+            threading.Thread(
+                target=self._do, args=(volume, work, future, progress), name="deletion", daemon=True
+            ).start()
+        except RuntimeError:  # the container has as many threads as it may have
+            with self._lock:
+                del self._running[str(volume)]
+            raise
         return future, progress
 
     def _do(

@@ -38,7 +38,10 @@ class FdStoreClient:
             if self.is_there:
                 raise
             return frozenset()
-        return frozenset(answer["names"])
+        try:
+            return frozenset(answer["names"])
+        except control.MALFORMED as error:
+            raise control.ControlError(f"the list is of another version: {error!r}") from error
 
     def has(self, root: KernelMount) -> bool:
         """Whether it holds a mount's connection; raises as `names`."""

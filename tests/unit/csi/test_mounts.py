@@ -174,6 +174,15 @@ def test_a_descriptor_store_that_is_silent_may_hold_anything(
         FdStoreClient(listening).names()
 
 
+def test_the_list_of_a_descriptor_store_of_another_version_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for answer in ({}, {"names": [[]]}):
+        monkeypatch.setattr(client.control, "exchange", lambda *_, answer=answer: answer)
+        with pytest.raises(ControlError, match="another version"):
+            FdStoreClient(tmp_path / "store.sock").names()
+
+
 def test_a_descriptor_store_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert FdStoreClient(tmp_path / "store.sock").names() == frozenset()
 
