@@ -22,6 +22,9 @@ from tests.support.survival.keeping import Kept, kept_mount
 TESTS = Path(__file__).parent
 MOUNTING = [TESTS / name for name in ("mounted", "survival", "csi/node", "csi/identities")]
 LOG_CHARS = 4000
+# A test's process may fork after another test has served gRPC: in the child its library would
+# begin threads of its own, whose descriptors the child closes.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 STORES = {"seaweedfs": S3Server, "ceph": CephServer}
 
 
