@@ -98,7 +98,7 @@ async def put(
 
     if isinstance(condition, Expect):
         return await fence.over(key, condition, ChangeToken.parse(metadata), "put", send)
-    return await send(condition)
+    return await fence.strictly(key, condition, send)
 
 
 async def _put(
