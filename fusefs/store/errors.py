@@ -67,6 +67,10 @@ class ArchivedError(StoreError):
     """The object is in an archive class and has to be restored first."""
 
 
+class PartsError(StoreError):
+    """An upload can't be made an object of the parts that were named: it is to be begun anew."""
+
+
 class ThrottledError(StoreError):
     """S3 throttled a request for longer than the retry time (429, 503)."""
 
@@ -186,6 +190,8 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
         )
     if code in _REJECTED:
         return failure(CredentialsError, "the credentials are rejected")
+    if code == "InvalidPart":
+        return failure(PartsError, "the parts are refused")
     if code in _COLLIDED:
         return failure(ConflictError, "another write of it is under way", is_retryable=True)
     if code in _DAMAGED:

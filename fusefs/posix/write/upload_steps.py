@@ -28,6 +28,7 @@ from fusefs.store.errors import (
     ConflictError,
     CredentialsError,
     NotFoundError,
+    PartsError,
     StaleVersionError,
     StoreError,
     ThrottledError,
@@ -202,7 +203,9 @@ class Sender:
                 commit()
                 info = await upload.complete(size, self._condition(staged))
                 break
-            except NotFoundError:
+            except (NotFoundError, PartsError) as error:
+                if isinstance(error, PartsError):
+                    await self.abandon(staged)
                 await self._lost(staged)
                 if is_last:
                     raise
