@@ -254,6 +254,7 @@ class Upload(Protocol):
 
         Raises:
             StaleVersionError: the source is no longer this version.
+            UnsupportedError: some stores take another object for the source.
             ValueError: the range is larger than the part.
         """
 
@@ -279,6 +280,8 @@ class Upload(Protocol):
         Raises:
             ConflictError: the condition does not hold.
             NotFoundError: the upload was aborted.
+            PartsError: the store takes no object of these parts; Ceph's gateway takes none of
+                fewer parts than were sent. Another upload is to be begun.
             ValueError: parts are missing or not verified, or `size` is 0.
         """
 

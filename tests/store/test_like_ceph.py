@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.store.errors import NotFoundError, StoreError
-from fusefs.store.interface import IF_ABSENT
+from fusefs.store.errors import ConflictError, NotFoundError, StoreError, UnsupportedError
+from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
+from fusefs.store.s3 import copy, multipart
 from tests.support.machine.local_file import MakeFile
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.programs import WRITABLE
@@ -112,6 +113,43 @@ async def test_a_completion_that_fails_while_the_upload_is_there_is_tried_again(
         await put(store, "file", file)
         assert store.counters()["retries"] == 2
     assert digest(stored(bucket, "file")) == digest(file.data)
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_server_that_compares_an_etag_without_its_quotes_gets_it_so(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    etag = bucket.put("file", b"before")
+    faulty.add("PUT", code="PreconditionFailed", times=1)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await put(store, "file", make_file(10), IfMatch(etag))
+    sent = [one.headers["if-match"] for one in faulty.requests("PUT")]
+    assert sent == [etag, etag.strip('"')]
+
+
+def test_an_upload_of_which_parts_are_refused_is_made_anew(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.clear()
+    mount = mounter(*WRITABLE, endpoint_url=faulty.endpoint_url)
+    faulty.add("COMPLETE", times=1, code="InvalidPart", status=400)
+    data = os.urandom(LARGE)
+    (mount.path / "file").write_bytes(data)
+    assert stored(bucket, "file") == data
+    assert bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", []) == []
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_name_that_decodes_to_another_one_is_not_the_source_of_a_copied_part(
+    bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy, "COPY_LIMIT", 10)
+    etag = bucket.put("a%20b", b"x" * 100)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await store.copy(ObjectVersion("a%20b", etag, 100), "copy")
+    assert stored(bucket, "copy") == b"x" * 100
+    assert faulty.requests("COPY")
+    assert not faulty.requests("PART COPY")
 
 
 @states(
@@ -296,3 +334,54 @@ def test_a_mount_goes_on_after_its_daemon(ceph_mount: Mount, ceph_bucket: Bucket
     assert stored(ceph_bucket, "file") == data
     assert (ceph_mount.path / "file").read_bytes() == data
     assert until(lambda: ceph_mount.pid) != old
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_file_over_the_named_version_arrives(
+    ceph_bucket: Bucket, make_file: MakeFile
+) -> None:
+    """The gateway compares the ETag of a PUT without its quotes."""
+    file = make_file(1000)
+    etag = ceph_bucket.put("file", b"before")
+    async with opened(ceph_bucket, ceph_bucket.server.endpoint_url) as store:
+        await put(store, "file", file, IfMatch(etag))
+        assert stored(ceph_bucket, "file") == file.data
+        with pytest.raises(ConflictError):
+            await put(store, "file", file, IfMatch(etag))
+        ceph_bucket.client.delete_object(Bucket=ceph_bucket.name, Key="file")
+        with pytest.raises(ConflictError):
+            await put(store, "file", file, IfMatch(etag))
+
+
+def test_a_large_file_that_is_cut_short_before_it_is_closed_arrives(
+    ceph_mount: Mount, ceph_bucket: Bucket
+) -> None:
+    """The gateway completes no upload of which parts are left out."""
+    data = os.urandom(2 * LARGE)
+    with (ceph_mount.path / "file").open("wb") as file:
+        file.write(data)
+        file.flush()
+        until(lambda: ceph_mount.status()["s3"]["bytes_sent"] > LARGE)
+        file.truncate(LARGE // 2)
+    assert stored(ceph_bucket, "file") == data[: LARGE // 2]
+    uploads = ceph_bucket.client.list_multipart_uploads(Bucket=ceph_bucket.name)
+    assert uploads.get("Uploads", []) == []
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_copy_is_of_the_named_object_and_not_of_one_with_a_similar_name(
+    ceph_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway decodes the source of a copied part twice."""
+    monkeypatch.setattr(copy, "COPY_LIMIT", PART)
+    monkeypatch.setattr(multipart, "COPY_PART", PART)
+    data = os.urandom(2 * PART)
+    etag = ceph_bucket.put("a%20b", data)
+    ceph_bucket.put("a b", os.urandom(2 * PART))
+    async with opened(ceph_bucket, ceph_bucket.server.endpoint_url) as store:
+        await store.copy(ObjectVersion("a%20b", etag, len(data)), "copy")
+        assert stored(ceph_bucket, "copy") == data
+        upload = await store.begin_upload("edited", metadata={}, content_type=None)
+        with pytest.raises(UnsupportedError):
+            await upload.copy_part(1, ObjectVersion("a%20b", etag, len(data)), 0, PART)
+        await upload.abort()

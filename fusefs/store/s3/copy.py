@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 # S3 copies up to 5 GiB at once, but takes its time, and not every store sends
 # something meanwhile to keep the connection from its time-out.
 COPY_LIMIT = 256 << 20
+LARGEST_COPY = 5 << 30
 # What HEAD returns and a copy with other metadata would lose, and boto3's names for it.
 _KEPT = {
     "content-type": "ContentType",
@@ -116,7 +117,8 @@ async def _copy(
     keeps_mtime: bool,
     condition: Strict,
 ) -> ObjectInfo:
-    is_small = source.size <= COPY_LIMIT
+    limit = LARGEST_COPY if multipart.is_mistakable(source.key) else COPY_LIMIT
+    is_small = source.size <= limit
     if isinstance(source, ObjectInfo) and is_small and metadata is None and not keeps_mtime:
         return await _copy_whole(requester, _Copy(source, key, None, condition))
     info, headers = await head.head(requester, source.key, writing)
