@@ -11,7 +11,7 @@ import pytest
 from tests.support.machine.local_file import LocalFile, MakeFile
 from tests.support.machine.ordinary_user import public_directory
 from tests.support.mounting import Mount, Mounter
-from tests.support.servers import ceph_server
+from tests.support.servers import ceph_lacks, ceph_server
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.ceph_server import CephServer
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -44,6 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--store") == "seaweedfs":
         return
     used = [one for one in items if "s3" in getattr(one, "fixturenames", ())]
+    for one in used:
+        if why := ceph_lacks.reason(one.nodeid):
+            one.add_marker(pytest.mark.skip(reason=f"Ceph: {why}"))
     config.hook.pytest_deselected(items=[one for one in items if one not in used])
     items[:] = used
 
