@@ -165,8 +165,8 @@ class WarmRequests:
         period = self._compiled.period
         for opcode, count in counts:
             times.answered_elsewhere(opcode, count)
-        for opcode, took_s in timed:
-            times.timed(opcode, took_s, period)
+        if timed:
+            times.timed(timed, period)
         if terminals:
             times.refused(Opcode.IOCTL, terminals)
         self._compiled.period = times.period

@@ -7,7 +7,7 @@ histogram belongs to one thread.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,13 +27,16 @@ MOST_NEW = 256
 class Histogram:
     """How many observations fell below each of `bounds`, and their sum, in seconds."""
 
-    __slots__ = ("_bounds", "_counts", "_new", "_sum")
+    __slots__ = ("_bounds", "_counts", "_new", "_sum", "_weighed", "_weight")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         self._new: list[float] = []
+        # Those that stand for `_weight` each.
+        self._weighed: list[float] = []
+        self._weight = 1
 
     def observe(self, seconds: float) -> None:
         """Count an observation."""
@@ -44,23 +47,28 @@ class Histogram:
 
     def weigh(self, seconds: float, weight: int) -> None:
         """Count an observation which stands for `weight` of them."""
-        self._counts[bisect_left(self._bounds, seconds)] += weight
-        self._sum += weight * seconds
+        weighed = self._weighed
+        if weight != self._weight or len(weighed) == MOST_NEW:
+            self._sort_new()
+            self._weight = weight
+        weighed.append(seconds)
 
-    def observe_all(self, times: list[float]) -> None:
-        """Count observations."""
+    def observe_all(self, times: list[float], weight: int = 1) -> None:
+        """Count observations, each of which stands for `weight` of them."""
         times.sort()
         start = 0
         for bucket, bound in enumerate(self._bounds):
             stop = bisect_right(times, bound, start)
-            self._counts[bucket] += stop - start
+            self._counts[bucket] += weight * (stop - start)
             start = stop
-        self._counts[-1] += len(times) - start
-        self._sum += sum(times)
+        self._counts[-1] += weight * (len(times) - start)
+        self._sum += weight * sum(times)
 
     def _sort_new(self) -> None:
         self.observe_all(self._new)
         self._new.clear()
+        self.observe_all(self._weighed, self._weight)
+        self._weighed.clear()
 
     @property
     def count(self) -> int:

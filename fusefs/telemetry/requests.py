@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fusefs.telemetry.histogram import REQUEST_BOUNDS, Histogram
 from fusefs.telemetry.metrics import Sample, value
@@ -46,17 +46,18 @@ class RequestTimes:
 
     def sampled(self, opcode: int, began: float) -> None:
         """A request that is in `counts` was read at `began`, in monotonic s, and answered now."""
-        self.timed(opcode, time.monotonic() - began, self.period)
+        self.timed(((opcode, time.monotonic() - began),), self.period)
 
     def answered_elsewhere(self, opcode: int, count: int) -> None:
         """So many requests more were answered at once, by the compiled part."""
         self.counts[opcode] += count
 
-    def timed(self, opcode: int, took_s: float, weight: int) -> None:
-        """One of those, which stands for so many, took so long."""
-        self._ok[opcode].weigh(took_s, weight)
-        self._timed += 1
-        if self._timed == ALL_TIMED:
+    def timed(self, times: Sequence[tuple[int, float]], weight: int) -> None:
+        """Some of those, each of which stands for so many: opcodes, and how long they took."""
+        for opcode, took_s in times:
+            self._ok[opcode].weigh(took_s, weight)
+        self._timed += len(times)
+        if self._timed >= ALL_TIMED:
             self.period = PERIOD
 
     def refused(self, opcode: int, count: int) -> None:

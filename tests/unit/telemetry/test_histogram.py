@@ -28,13 +28,23 @@ def test_buckets_are_cumulative_and_include_their_bounds() -> None:
 def test_observations_that_are_sorted_later_are_in_the_same_buckets() -> None:
     chance = random.Random(1)
     seconds = [chance.choice(REQUEST_BOUNDS) * chance.choice((0.9, 1, 2)) for _ in range(1000)]
-    late, at_once = Histogram(REQUEST_BOUNDS), Histogram(REQUEST_BOUNDS)
-    for each in seconds:
-        late.observe(each)
-        at_once.weigh(each, 1)
-    assert late.count == at_once.count == 1000
-    assert late.sample({})["buckets"] == at_once.sample({})["buckets"]
-    assert late.sample({})["sum"] == pytest.approx(sum(seconds))
+    histogram = Histogram(REQUEST_BOUNDS)
+    for number, each in enumerate(seconds):
+        histogram.observe(each)
+        histogram.weigh(each, 17 if number < 500 else 3)
+    weights = [18] * 500 + [4] * 500
+    below = [
+        [
+            repr(bound),
+            sum(weight for each, weight in zip(seconds, weights, strict=True) if each <= bound),
+        ]
+        for bound in REQUEST_BOUNDS
+    ]
+    sample = histogram.sample({})
+    assert sample["buckets"] == [*below, ["+Inf", sum(weights)]]
+    total = sum(each * weight for each, weight in zip(seconds, weights, strict=True))
+    assert sample["sum"] == pytest.approx(total)
+    assert sample["count"] == histogram.count == sum(weights)
 
 
 def test_bounds_ascend() -> None:
