@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from csi.controller.bucket_client import MOST_BYTES
 from csi.controller.bucket_client import Bucket as CsiBucket
 from csi.identities.keys import Keys
 from csi.volume.stores import StoreSettings as CsiStore
@@ -232,9 +233,9 @@ def test_the_controller_chooses_proxies_as_mounts_do(
     monkeypatch.setenv("ALL_PROXY", proxy.url)
     keys = Keys(ACCESS_KEY, SECRET_KEY, None)
     through = CsiBucket(CsiStore("through", secure.url, REGION), shared.name, None, keys)
-    assert through.get("body") == BODY
+    assert through.get("body") == BODY[:MOST_BYTES]
     assert proxy.tunnels == [secure.url.removeprefix("https://")]
     monkeypatch.setenv("NO_PROXY", "127.0.0.0/8")
     without = CsiBucket(CsiStore("without", secure.url, REGION), shared.name, None, keys)
-    assert without.get("body") == BODY
+    assert without.get("body") == BODY[:MOST_BYTES]
     assert len(proxy.tunnels) == 1
