@@ -105,6 +105,8 @@ class RequestClock:
     """One attempt of a request: `first_byte` when its answer begins, `end` when it is over.
 
     Nothing changes after its end: a thread whose attempt was abandoned may note something later.
+    `sent` is how many requests it was, in a thread: a redirect is followed within the attempt,
+    and an answer that leaves a doubt is looked into.
     """
 
     __slots__ = (
@@ -115,10 +117,12 @@ class RequestClock:
         "_operation",
         "_requests",
         "_work",
+        "sent",
     )
 
     def __init__(self, operation: str, requests: S3Requests) -> None:
         """It is sent now, as a part of the current task's work."""
+        self.sent = 0
         self._operation = operation
         self._requests = requests
         self._work = current()
@@ -185,6 +189,13 @@ def clocked(clock: RequestClock, work: Callable[[], T]) -> Callable[[], T]:
             _thread.clock = None
 
     return run
+
+
+def note_sent() -> None:
+    """This thread sends a request."""
+    clock: RequestClock | None = getattr(_thread, "clock", None)
+    if clock is not None:
+        clock.sent += 1
 
 
 def first_byte() -> None:

@@ -138,6 +138,7 @@ async def test_a_redirected_list_is_left_to_botocore(shared: Bucket, faulty: Fau
         faulty.add("LIST", status=307, times=1)
         assert (await store.list_page("")).objects
         assert store.counters()["retries"] == 0
+        assert store.counters()["lists"] == len(faulty.requests("LIST")) == 3
 
 
 async def test_connections_that_die_idle_are_made_again(shared: Bucket, faulty: FaultyS3) -> None:

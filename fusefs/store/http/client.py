@@ -30,6 +30,7 @@ from fusefs.store.http.exchange import Answer, RequestBody
 from fusefs.store.http.pool import ConnectionPool, Network
 from fusefs.store.http.proxies import PORTS
 from fusefs.store.http.sigv4 import Signer
+from fusefs.telemetry.s3_requests import note_sent
 
 if TYPE_CHECKING:
     from botocore.credentials import Credentials
@@ -80,7 +81,8 @@ class Direct:
         self._pattern: _Pattern | None = None  # of a request that was answered
 
     def watch(self, client: Any) -> None:
-        """Have the LISTs of a client of boto3's show how to send the rest."""
+        """Have the LISTs of a client of boto3's show how to send the rest, and count it all."""
+        client.meta.events.register("before-send.s3", _note_sent)
         client.meta.events.register("before-send.s3.ListObjectsV2", self._note_sent)
 
     def begin(self, endpoint: str, bucket: str, region: str, headers: Mapping[str, str]) -> bool:
@@ -137,6 +139,7 @@ class Direct:
             return None
         size = None if body is None else len(body)
         head = self._head(pattern, method, key, query, headers or {}, size)
+        note_sent()
         with pattern.pool.connection() as connection:
             try:
                 answer, connection.is_reusable = exchange.exchange(
@@ -167,6 +170,7 @@ class Direct:
         if pattern is None:
             return False
         request = self._head(pattern, "GET", key, None, headers, None)
+        note_sent()
         with pattern.pool.connection() as connection:
             try:
                 answer, connection.is_reusable = exchange.download(
@@ -294,6 +298,10 @@ def unsigned_body() -> dict[str, Any]:
     from botocore.config import Config
 
     return {"client_config": Config(s3={"payload_signing_enabled": False})}
+
+
+def _note_sent(**_: Any) -> None:
+    note_sent()
 
 
 def _is_done(answer: Answer) -> bool:

@@ -35,7 +35,7 @@ from fusefs.store.object_checksum import ASKING
 from fusefs.store.s3.head import head
 from fusefs.store.s3.list_parser import quoted
 from fusefs.store.s3.requester import Requester, RetryBudget
-from fusefs.telemetry.s3_requests import first_byte, handling_answer
+from fusefs.telemetry.s3_requests import first_byte, handling_answer, note_sent
 
 if TYPE_CHECKING:
     from fusefs.store.s3.clients import Clients
@@ -410,6 +410,7 @@ class GetStream:
         options: obstore.GetOptions = {"range": (self._part.position, self._part.stop)}
         if self._part.has_if_match:
             options["if_match"] = self._part.version.etag
+        note_sent()
         try:
             answer = obstore.get(clients.objects, self._part.version.key, options=options)
         except Exception as error:

@@ -415,6 +415,8 @@ class Requester:
                 await attempt.abandon()
             raise
         finally:
+            # The first was counted when it got its connection (`connected`).
+            self.counted[_COUNTERS[operation]] += max(0, clock.sent - 1)
             clock.end(code)
 
     def failed(self, operation: str, key: str, failure: Failure) -> StoreError:
