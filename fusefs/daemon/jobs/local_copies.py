@@ -31,10 +31,11 @@ MOST_NAMED = 10
 # Files looked at before other tasks have their turn.
 TURN = 100
 # A status waits so long until the pins are counted. Where more files are retained, they are
-# counted for the hundredth part of the time at most.
+# counted for the hundredth part of the time, or once in 30 s.
 COUNT_S = 1.0
 FEW = 20_000
 COUNTED_FOR = 100
+LONGEST_S = 30.0
 
 # The number of files at or below a key, and of their bytes, that the bucket does not have.
 Pending = Callable[[str], tuple[int, int]]
@@ -183,6 +184,7 @@ class LocalCopies:
             logger.exception("unpinning %r", path)
             job.why = f"a fault in fusefs, see the log: {error!r}"
         finally:
+            self._count_at = -math.inf
             job.ended.set()
 
     async def describe_pins(self) -> dict[str, int]:
@@ -195,18 +197,20 @@ class LocalCopies:
             self._nursery.start_soon(self._count_pins, self._is_counted)
         with trio.move_on_after(COUNT_S):
             await self._is_counted.wait()
-        return self._pins
+        return dict(self._pins)
 
     async def _count_pins(self, is_counted: trio.Event) -> None:
         began, mine = time.monotonic(), self._key("")
         try:
             paths = await self._cache.retention.count(mine)
+            self._pins["paths"] = paths
             files, size = await self._cache.count_retained(mine) if paths else (0, 0)
             self._pins = {"paths": paths, "files": files, "bytes": size}
         except Exception:  # no fault in it is to end the mount
             logger.exception("the pins can't be counted")
         now = time.monotonic()
-        self._count_at = now + COUNTED_FOR * (now - began) if self._pins["files"] > FEW else now
+        pause_s = min(COUNTED_FOR * (now - began), LONGEST_S)
+        self._count_at = now + pause_s if self._pins["files"] > FEW else now
         is_counted.set()
 
     def _key(self, path: str) -> str:
