@@ -38,6 +38,9 @@ DEFER_S = 1.0
 # How often what failed is tried again.
 RETRY_S = 5.0
 AT_ONCE = 16
+# Who changes the attributes of more files than S3 takes waits for it: 5 MB, and ten times that
+# where all are to be sent at once.
+MOST = 10_000
 # How long what was put here counts as not having been described by others, and how many do.
 OWN_S = 30.0
 MOST_OWN = 4096
@@ -149,6 +152,11 @@ class DeferredAttributes:
         self._is_running = False
         self._is_sooner = trio.Event()
         self._at_once = trio.CapacityLimiter(AT_ONCE)
+        # Those that are sent when they are due: a task for each that waits would be too many.
+        self._due = trio.Semaphore(AT_ONCE)
+        # Set when something was sent or dropped, or could not be sent.
+        self._less = trio.Event()
+        self._is_failing = False
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -173,6 +181,22 @@ class DeferredAttributes:
         ]
 
     # Changing
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many changes wait that others have to wait for them."""
+        return len(self._by_key) >= MOST
+
+    async def wait_for_room(self) -> None:
+        """Wait while there are very many changes, and the bucket takes them."""
+        while self.is_full:
+            await self._less.wait()
+            if self._is_failing:
+                return
+
+    def _note_less(self) -> None:
+        self._less.set()
+        self._less = trio.Event()
 
     def put(self, info: ObjectInfo, meta: Meta) -> None:
         """Have a version's object say something, soon; on record when this returns.
@@ -232,6 +256,7 @@ class DeferredAttributes:
             self._note_done(key)
 
     def _note_done(self, key: str) -> None:
+        self._note_less()
         self._log.done([key])
         remaining = [*self._taken, *self._by_key.values()]
         if not remaining or self._log.is_large:
@@ -312,17 +337,26 @@ class DeferredAttributes:
         """Send what is due, until there is nothing left."""
         try:
             while self._queue:
-                due, _, entry = self._queue[0]
+                due = self._queue[0][0]
                 if due > trio.current_time():
                     self._is_sooner = trio.Event()
                     with trio.move_on_at(due):
                         await self._is_sooner.wait()
                     continue
-                heapq.heappop(self._queue)
+                await self._due.acquire()
+                _, _, entry = heapq.heappop(self._queue)
                 if self._by_key.get(entry.key) is entry and entry.sending is None:
-                    self._nursery.start_soon(self._send_unattended, entry)
+                    self._nursery.start_soon(self._send_due, entry)
+                else:
+                    self._due.release()
         finally:
             self._is_running = False
+
+    async def _send_due(self, entry: Deferred) -> None:
+        try:
+            await self._send_unattended(entry)
+        finally:
+            self._due.release()
 
     async def _send_unattended(self, entry: Deferred) -> None:
         """As `_send`, where the request that has begun this task does not wait for it."""
@@ -443,9 +477,12 @@ class DeferredAttributes:
         entry.error = error
         entry.due = trio.current_time() + RETRY_S
         self._wait_for(entry)
+        self._is_failing = True
+        self._note_less()
 
     def _sent(self, entry: Deferred, changes: int, info: ObjectInfo) -> None:
         """The bucket has the first so many changes of an object, which is another one for that."""
+        self._is_failing = False
         if self._by_key.get(entry.key) is not entry:
             return
         if entry.changes == changes:

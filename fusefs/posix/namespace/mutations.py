@@ -59,6 +59,8 @@ class Mutations:
         is_named = inode.is_current or inode.staged is not None
         if not (is_plain and is_named) or self._head_cache.lacks(inode):
             return None
+        if self.writer.deferred.is_full:
+            return None
         mtime_ns = _limited(new.mtime_ns)
         if inode.staged is not None and mtime_ns == self._state.attributes(inode).mtime_ns:
             mtime_ns = None
@@ -75,6 +77,8 @@ class Mutations:
 
         Answers as `Operations.getattr`.
         """
+        if new.size is None:
+            await self.writer.deferred.wait_for_room()
         inode = self._inodes.get(nodeid)
         await self._uncancelled.run(waiting(self._setattr(inode, new)))
         return self._shown(nodeid)
@@ -127,6 +131,7 @@ class Mutations:
     async def _change_xattrs(
         self, nodeid: int, name: bytes, value: bytes | None, flags: int, caller: Caller
     ) -> None:
+        await self.writer.deferred.wait_for_room()
         requested = self._inodes.get(nodeid)
         try:
             text = name.decode()
