@@ -23,7 +23,6 @@ from tests.support.store_reading import shared as shared
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "PACE_WINDOW_S", 0.1)
     monkeypatch.setattr(get, "STALLED_S", 0.3)
-    monkeypatch.setattr(requester, "ATTEMPT_LIMIT_S", 0.3)
 
 
 @pytest.mark.parametrize("in_loop", [True, False])
@@ -78,11 +77,13 @@ async def test_a_read_through_tls(
 async def test_what_is_looked_up_or_changed(
     shared: Bucket,
     faulty: FaultyS3,
+    monkeypatch: pytest.MonkeyPatch,
     operation: str,
     request_it: Callable[[S3Store], Awaitable[object]],
 ) -> None:
     async with opened(shared, faulty, retry_time_s=0.5) as store:
         await store.check("")
+        monkeypatch.setattr(requester, "ATTEMPT_LIMIT_S", 0.3)
         slow = faulty.add(operation, trickle_after=0)
         if operation == "DELETE MANY":
             assert len(await store.delete_many(["gone", "gone2"])) == 2
