@@ -48,6 +48,11 @@ QUICK_LIMIT_S = 1.0
 
 # Memory-backed file systems, whose "disk" would be the page cache itself.
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+NO_JOURNAL = (
+    "bench: {base} is on ext4 without a journal, which searches the inodes that were deleted in the"
+    " last minute whenever it makes a file: first reads of small files are slower than on a node's"
+    " disk (bench/README.md)"
+)
 
 
 def main() -> int:
@@ -64,6 +69,8 @@ def main() -> int:
     base.mkdir(parents=True, exist_ok=True)
     if _file_system(base) in MEMORY_FILE_SYSTEMS:
         return _refuse(f"{base} is in memory; name a directory on a disk with --scratch")
+    if _lacks_journal(base):
+        print(NO_JOURNAL.format(base=base), file=sys.stderr, flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
@@ -196,6 +203,15 @@ def _matches(name: str, patterns: str) -> bool:
 def _file_system(path: Path) -> str:
     command = ["stat", "--file-system", "--format=%T", str(path)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _lacks_journal(path: Path) -> bool:
+    device = path.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
+    try:
+        return Path(f"/sys/fs/ext4/{block}/journal_task").read_text().strip() == "<none>"
+    except OSError:  # another file system
+        return False
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
