@@ -44,8 +44,9 @@ async def test_a_list_of_two_jobs_stays_until_both_have_ended(tmp_path: Path) ->
             nursery.start_soon(first.run, None, NO_ATTRIBUTES)
             await first.append(LIST, 0, "\n".join(KEYS) + "\n")
             bucket.hold()
-            done = await first.start(JobSpec("list", Shard(0, 2), list_name=LIST))
+            # First what can't end: the other one may end, with the list, before this returns.
             left = await first.start(JobSpec("list", Shard(1, 2), list_name=LIST))
+            done = await first.start(JobSpec("list", Shard(0, 2), list_name=LIST))
             await done.ended.wait()
             await wait_all_tasks_blocked()
             assert not left.has_ended
