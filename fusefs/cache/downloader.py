@@ -215,7 +215,8 @@ class Fetcher:
         self._running: set[Download] = set()
         # Whether what a download brings shows that the version is the current one.
         self.proves_versions = True
-        # Called with a pinned file and the range of a download that has brought all of it.
+        # Called with a pinned file and the range that a download has brought, also of one that
+        # was cancelled: its last reader may have left between the last byte and the end.
         self.on_fetched: Callable[[CacheFile, int, int], None] = lambda _file, _start, _stop: None
         # What readers have waited for, and so was not fetched ahead of them.
         self.waited_bytes = 0
@@ -407,8 +408,8 @@ class Fetcher:
             if not file.downloads:
                 del self._of[file]
             download.finish(error)
-            if error is None:
-                self.on_fetched(file, download.start, download.stop)
+            if download.position > download.start:
+                self.on_fetched(file, download.start, download.position)
             if download.wanted and file.last_use is None and file.is_complete and file.fd >= 0:
                 self._cache.keep_open(file)
             self._cache.unpin(file)

@@ -359,24 +359,28 @@ class ClusterTier:
                 version, at, stop, write, priority=priority, in_loop=in_loop
             )
 
-        position, last = start, None
-        while position < stop:
-            block = self._domain.block(version, position)
-            if not self._wants(block):
-                break
-            end = min(block.stop, stop)
-            look = last = _Look(self._domain, block, position, end, write)
-            running = partial(look.run, self._blocks, priority, in_loop=in_loop)
-            await self._race(look, running, from_source, write)
-            if look.race.winner == "s3":
+        position, last, is_from_source = start, None, False
+        try:
+            while position < stop:
+                block = self._domain.block(version, position)
+                if not self._wants(block):
+                    break
+                end = min(block.stop, stop)
+                look = last = _Look(self._domain, block, position, end, write)
+                running = partial(look.run, self._blocks, priority, in_loop=in_loop)
+                await self._race(look, running, from_source, write)
+                if look.race.winner == "s3":
+                    return
+                position = look.position
+                if position < end:
+                    break
+            if position < stop:
+                is_from_source = True
+                await from_source(position, write)
+        finally:
+            # Also of a download that was cancelled: what had arrived of it is kept.
+            if is_from_source or (last is not None and last.race.winner == "s3"):
                 self._note_missed(version, position, stop, last)
-                return
-            position = look.position
-            if position < end:
-                break
-        if position < stop:
-            await from_source(position, write)
-            self._note_missed(version, position, stop, last)
 
     async def _race(
         self,

@@ -64,6 +64,8 @@ class Bucket(MemoryStore):
         self.open.set()
         # Called before each chunk with (key, offset); may raise.
         self.fault: Callable[[str, int], None] = lambda _key, _offset: None
+        # Called between the last chunk of a download and its end.
+        self.at_end: Callable[[], None] = lambda: None
 
     def hold(self) -> None:
         """Let no chunk through until `let_go`."""
@@ -89,6 +91,8 @@ class Bucket(MemoryStore):
                 self.fault(version.key, at)
                 chunk = data[at : min(at + CHUNK, stop)]
                 await trio.to_thread.run_sync(write, at, chunk)
+            self.at_end()
+            await trio.lowlevel.checkpoint()
         finally:
             self.running.remove(mine)
 

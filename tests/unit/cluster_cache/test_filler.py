@@ -131,6 +131,21 @@ async def test_part_of_a_block_is_not_stored(case: Case) -> None:
     assert case.tier.missed, "it may become whole"
 
 
+async def test_what_a_reader_left_between_the_last_byte_and_the_end_is_stored(case: Case) -> None:
+    version = ObjectVersion("small", '"etag"', 300_000)
+    [name] = case.names(version)
+    case.tier.missed[name] = Known.NOTHING
+    file = case.pinned(version)
+    [download] = case.parts.fetcher.want(file, 0, version.size)
+    case.parts.bucket.at_end = download.unwant
+    await case.parts.quiet()
+    assert download.error is not None, "it was cancelled"
+    assert file.is_complete
+    await eventually(lambda: case.store.blocks)
+    assert list(case.store.blocks) == [name]
+    case.parts.cache.unpin(file)
+
+
 async def test_only_what_is_wrong_is_replaced(case: Case) -> None:
     for name in case.names():
         case.store.blocks[name] = b"of another one"

@@ -191,6 +191,26 @@ async def test_from_the_first_block_that_is_missing_on_s3_is_read(
     assert dict(case.tier.missed) == dict.fromkeys(missed, Known.NOTHING)
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["missing", "late"])
+async def test_what_a_cancelled_download_got_from_s3_is_known_to_be_missing(
+    case: Case, autojump_clock: MockClock, is_late: bool
+) -> None:
+    if is_late:
+        case.blocks.before = slow(60)
+    target = Target(0)
+    with trio.CancelScope() as scope:
+
+        def write(offset: int, chunk: memoryview) -> None:
+            target.write(offset, chunk)
+            if offset + len(chunk) == BLOCK:
+                scope.cancel()
+
+        await case.tier.download(VERSION, 0, BLOCK, write)
+    assert scope.cancelled_caught
+    assert target.data == CONTENT[:BLOCK]
+    assert list(case.tier.missed) == [DOMAIN.block(VERSION, 0).name]
+
+
 async def test_a_late_answer_is_raced_by_s3_after_the_deadline(
     case: Case, autojump_clock: MockClock
 ) -> None:
