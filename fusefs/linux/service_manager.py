@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 
 _MICROSECOND_S = 1e-6
+# A socket whose reader has stopped is full after some messages (net.unix.max_dgram_qlen, 10 by
+# default), and no service is to hang for that.
+SEND_LIMIT_S = 5.0
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -24,6 +27,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
     # A name that begins with @ is in the abstract namespace.
     name = address.replace("@", "\0", 1) if address.startswith("@") else address
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.settimeout(SEND_LIMIT_S)
         sender.connect(name)
         sender.sendall(state.encode())
 

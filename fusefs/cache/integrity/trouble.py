@@ -28,8 +28,8 @@ class Trouble:
     @property
     def recent(self) -> str | None:
         """The recent troubles, the latest last; None if there are none."""
-        oldest = time.monotonic() - RECENT_S
-        return "; ".join(what for what, at in self._noted.items() if at > oldest) or None
+        now = time.monotonic()
+        return "; ".join(what for what, at in self._noted.items() if now - at < RECENT_S) or None
 
     def note(self, what: str) -> None:
         """Note a trouble, and log it if it is not known from recently."""

@@ -114,7 +114,7 @@ async def test_a_trouble_is_shown_for_an_hour_and_the_next_one_is_logged(
     async with cache_in(tmp_path) as parts:
         parts.cache.warn("No space left on device")
         parts.cache.warn("No space left on device")
-        now += trouble.RECENT_S
+        now += trouble.RECENT_S + 1
         assert parts.cache.trouble.recent is None  # it was full for a minute
         parts.cache.warn("Input/output error")
         assert "Input/output error" in (parts.cache.trouble.recent or "")

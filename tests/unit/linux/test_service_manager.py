@@ -48,3 +48,17 @@ def test_a_watchdog_is_for_the_process_that_it_names() -> None:
     assert interval({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid())}) == 1.0
     assert interval({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": "1"}) is None
     assert interval({}) is None
+
+
+def test_a_service_ends_though_its_messages_are_not_read(
+    systemd: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_manager, "SEND_LIMIT_S", 0.1)
+    with service_manager.ready(lambda: True):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            other.connect(systemd.getsockname())
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    other.send(b"WATCHDOG=1")
+    assert systemd.recv(99) == b"READY=1"
