@@ -68,7 +68,7 @@ TEST_LIMITS := --timeout 240 -o faulthandler_timeout=300 -o faulthandler_exit_on
 
 # Most of the tests' time is waiting, so more run at once than there are processors.
 test: lint
-	$(BIN)/python -m pytest -n 4 --dist loadfile $(TEST_LIMITS)
+	$(BIN)/python -m pytest -rs -n 4 --dist loadfile $(TEST_LIMITS)
 
 # Each process has a cluster of its own, with everything in memory.
 test-ceph: $(STAMP)

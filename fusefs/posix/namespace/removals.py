@@ -17,6 +17,7 @@ listings do not show it (directories.local).
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import math
 import time
@@ -44,8 +45,10 @@ ALLOWED_S = 10.0
 MOST_ALLOWED = 1000
 # Who removes more than S3 deletes waits for it.
 MOST = 10_000
-# What DeleteObjects takes.
-AT_ONCE = 1000
+# DeleteObjects takes 1,000 keys, which a server removes one after the other: four requests at a
+# time of a quarter each take SeaweedFS 2.5 s for 5,000 objects, where one of 1,000 takes 4.
+AT_ONCE = 250
+REQUESTS = 4
 # For how long removals are gathered where nothing waits for them. A request costs as
 # much processor time as the removal of some ten files, beside that of its keys.
 GATHER_S = 0.05
@@ -102,8 +105,9 @@ class Removals:
         # Those of which no request was made yet.
         self._new: dict[str, Removal] = {}
         self._is_running = False
-        # What the requests for many of them spend their time on: there is one at a time.
+        # What the requests for many of them spend their time on.
         self._batches = Work()
+        self._requests = trio.Semaphore(REQUESTS)
         self._is_sooner = trio.Event()
         # Whether S3 knows DeleteObjects, as far as is known.
         self._has_batches = True
@@ -241,18 +245,27 @@ class Removals:
         """Send what is new, until there is nothing more."""
         try:
             while self._new:
-                with trio.move_on_after(GATHER_S):
-                    await self._is_sooner.wait()
-                self._is_sooner = trio.Event()
-                batch = list(self._new.values())[:AT_ONCE]
+                if len(self._new) < AT_ONCE:
+                    with trio.move_on_after(GATHER_S):
+                        await self._is_sooner.wait()
+                    self._is_sooner = trio.Event()
+                await self._requests.acquire()
+                batch = list(itertools.islice(self._new.values(), AT_ONCE))
                 for removal in batch:
                     del self._new[removal.key]
-                with self._batches.doing():
-                    await self._send(batch)
+                self._nursery.start_soon(self._send, batch)
         finally:
             self._is_running = False
 
     async def _send(self, batch: list[Removal]) -> None:
+        """Make one request, in the place that was taken for it."""
+        try:
+            with self._batches.doing():
+                await self._delete_all(batch)
+        finally:
+            self._requests.release()
+
+    async def _delete_all(self, batch: list[Removal]) -> None:
         etags = {removal.key: removal.etag for removal in batch}
         failed: dict[str, Exception] = {}
         try:
