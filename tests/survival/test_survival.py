@@ -43,7 +43,12 @@ HANG_TIMEOUT = "5s"
 def test_daemons_that_are_killed_go_unnoticed(survival: Mount) -> None:
     with survivors(survival):
         storm(lambda: signal_daemon(survival, signal.SIGKILL))
-        serving_pid(survival)
+        for _ in range(ROUNDS):
+            # On a busy machine most of them die before they serve.
+            serving = serving_pid(survival)
+            if keeper_status(survival)["restarts"] >= ROUNDS // 2:
+                break
+            os.kill(serving, signal.SIGKILL)
     assert keeper_status(survival)["restarts"] >= ROUNDS // 2
     expect_no_lost_backing_ids(survival)
 

@@ -231,6 +231,12 @@ def test_a_replaced_object_of_the_same_content_goes_on_as_one_version(
         assert os.pread(old.fileno(), 4096, LARGE - 4096) == stamped(1, LARGE)[-4096:]
 
 
+# On a busy machine no reader would get a version that is replaced at once: one of so many stays
+# for a moment.
+STAYS = 8
+STAY_S = 0.5
+
+
 class Replacer:
     """Replaces an object over and over, with versions 1, 2, 3 and so on."""
 
@@ -249,7 +255,7 @@ class Replacer:
         self.version += 1
 
     def _run(self) -> None:
-        while not self._done.is_set():
+        while not self._done.wait(0 if self.version % STAYS else STAY_S):
             self.replace()
 
     def __enter__(self) -> Replacer:

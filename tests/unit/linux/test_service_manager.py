@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -54,11 +55,9 @@ def test_a_service_ends_though_its_messages_are_not_read(
     systemd: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_manager, "SEND_LIMIT_S", 0.1)
-    with service_manager.ready(lambda: True):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-            other.connect(systemd.getsockname())
-            other.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                while True:
-                    other.send(b"WATCHDOG=1")
+    other = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    with service_manager.ready(lambda: True), other, contextlib.suppress(BlockingIOError):
+        other.connect(systemd.getsockname())
+        while True:
+            other.send(b"WATCHDOG=1")
     assert systemd.recv(99) == b"READY=1"
