@@ -5,7 +5,7 @@
 
 `look` prints, as JSON, whether a mount uses the directory (`is_used`), and how
 many files there have what was never uploaded (`leftovers`): contents, removals,
-attributes, renames; the caller keeps those. `all` removes everything.
+attributes, renames, uploads to be aborted; the caller keeps those. `all` removes everything.
 
 The caller runs it as the directory's owner, so it can't remove files of other
 users. It goes by descriptors from one directory into the next, follows no link,

@@ -117,6 +117,22 @@ async def test_where_the_renewal_fails_requests_go_on_with_what_is_valid(
         assert store.counters()["errors"] == store.counters()["retries"] == 0
 
 
+@pytest.mark.parametrize(("minutes", "is_kept"), [(5, False), (30, True)])
+async def test_obstore_keeps_nothing_that_expires_meanwhile(
+    shared: Bucket, faulty: FaultyS3, source: Source, minutes: int, is_kept: bool
+) -> None:
+    """The renewal may fail until shortly before the end."""
+    async with opened(shared, faulty) as store:
+        await near_the_end(store, source, minutes)
+        source.fail()
+        clients = await store.requester.source.connect()
+        given = clients._provide_credentials()
+    # It asks again five minutes before what it takes for the end.
+    kept = given["expires_at"] - datetime.now(UTC) - timedelta(minutes=5)
+    assert (kept > timedelta(minutes=4)) == is_kept
+    assert is_kept or kept < timedelta()
+
+
 def test_what_is_about_to_expire_is_not_used_while_there_is_other() -> None:
     begun = now = datetime.now(UTC)
     given = iter(("second", "third"))

@@ -189,10 +189,8 @@ class DeferredAttributes:
 
     async def wait_for_room(self) -> None:
         """Wait while there are very many changes, and the bucket takes them."""
-        while self.is_full:
+        while self.is_full and not self._is_failing:
             await self._less.wait()
-            if self._is_failing:
-                return
 
     def _note_less(self) -> None:
         self._less.set()

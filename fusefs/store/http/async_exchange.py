@@ -315,3 +315,6 @@ class _Received:
         if not data:
             raise _NotYetError
         return data
+
+    def gettimeout(self) -> float | None:
+        return None

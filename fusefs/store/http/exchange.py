@@ -15,6 +15,7 @@ that is what `Pace` watches for.
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 import ssl
@@ -89,17 +90,23 @@ class Source(Protocol):
 
     def recv(self, size: int, /) -> bytes: ...
 
+    def gettimeout(self) -> float | None: ...
+
 
 class Pace:
     """Whether a connection gets on, by how long this side waits for the other.
 
-    What the caller does between the pieces, on a slow disk say, does not count.
+    What the caller does between the pieces, on a slow disk say, does not count. Nor does a wait
+    that is longer than the socket's time-out `silence_s` allows (None: any): this process was
+    stopped meanwhile.
     """
 
-    __slots__ = ("_bytes", "_waited_s", "_window_s")
+    __slots__ = ("_bytes", "_longest_s", "_waited_s", "_window_s")
 
-    def __init__(self, window_s: float) -> None:
+    def __init__(self, window_s: float, silence_s: float | None = None) -> None:
         self._window_s = window_s
+        # A receive that is to fill a buffer ends a moment after the time-out, with some bytes.
+        self._longest_s = math.inf if silence_s is None else 2 * silence_s
         self._waited_s = 0.0
         self._bytes = 0
 
@@ -109,7 +116,8 @@ class Pace:
         Raises:
             TimeoutError: that is next to nothing for the time that it took.
         """
-        self._waited_s += waited_s
+        if waited_s < self._longest_s:
+            self._waited_s += waited_s
         self._bytes += count
         if self._waited_s >= self._window_s:
             if self._bytes < LEAST_RATE * self._waited_s:
@@ -165,7 +173,7 @@ def exchange(
 
 
 def _send_body(sock: socket.socket, body: RequestBody) -> None:
-    pace = Pace(PACE_WINDOW_S)
+    pace = Pace(PACE_WINDOW_S, sock.gettimeout())
     body.seek(0)
     while piece := body.read():
         while piece:  # `sendall` would have one time-out for all of it
@@ -261,25 +269,30 @@ def download(
 def _hand_on(
     sock: socket.socket, first: bytes, size: int, take: Callable[[memoryview], None]
 ) -> None:
+    limit_s = sock.gettimeout()
+    pace = Pace(PACE_WINDOW_S, limit_s)
     if isinstance(sock, ssl.SSLSocket):
-        _hand_on_pieces(sock, first, size, take, 0)
+        _hand_on_pieces(sock, first, size, take, pace, 0)
         return
     # The kernel fills a whole buffer in one call, and watches the time.
-    limit_s = sock.gettimeout()
     sock.settimeout(None)
     _set_receive_limit(sock, limit_s or 0.0)
-    _hand_on_pieces(sock, first, size, take, socket.MSG_WAITALL)
+    _hand_on_pieces(sock, first, size, take, pace, socket.MSG_WAITALL)
     _set_receive_limit(sock, 0.0)
     sock.settimeout(limit_s)
 
 
 def _hand_on_pieces(
-    sock: socket.socket, first: bytes, size: int, take: Callable[[memoryview], None], flags: int
+    sock: socket.socket,
+    first: bytes,
+    size: int,
+    take: Callable[[memoryview], None],
+    pace: Pace,
+    flags: int,
 ) -> None:
     buffer = memoryview(bytearray(max(min(size, PIECE), len(first))))
     buffer[: len(first)] = first
     filled = min(len(first), size)
-    pace = Pace(PACE_WINDOW_S)
     while size:
         wanted = min(size, PIECE)
         try:
@@ -347,7 +360,7 @@ class Stream:
     def __init__(self, sock: Source, window_s: float | None = None) -> None:
         self._sock = sock
         self._data = b""
-        self._pace = Pace(PACE_WINDOW_S if window_s is None else window_s)
+        self._pace = Pace(PACE_WINDOW_S if window_s is None else window_s, sock.gettimeout())
         self._has_begun = False
 
     @property

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fusefs.store")
 
 # How long obstore may keep credentials. It asks again five minutes before the
-# end (at each request, if that is nearer); boto3 renews temporary ones at least
-# ten minutes before they expire.
+# end, or at each request if that is nearer, as with those that expire sooner than this.
 ASK_AGAIN = timedelta(minutes=10)
 RECONNECT_EVERY_S = 2.0
 # Credentials that stay the same until an administrator changes them.
@@ -415,12 +414,16 @@ class Clients:
     def _provide_credentials(self) -> dict[str, Any]:
         """What obstore signs with; it asks again when they expire."""
         assert self._credentials is not None
+        now = datetime.now(UTC)
+        # Before these are taken, which may be renewed at any moment.
+        ends_within = getattr(self._credentials, "refresh_needed", lambda _seconds: False)
+        keeps = timedelta() if ends_within(ASK_AGAIN.total_seconds()) else ASK_AGAIN
         current = self._credentials.get_frozen_credentials()
         return {
             "access_key_id": current.access_key,
             "secret_access_key": current.secret_key,
             "token": current.token,
-            "expires_at": datetime.now(UTC) + ASK_AGAIN,
+            "expires_at": now + keeps,
         }
 
     def _custom_endpoint(self) -> str | None:

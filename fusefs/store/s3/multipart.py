@@ -550,7 +550,14 @@ async def copy(
     kept: Mapping[str, Any],
     condition: Condition,
 ) -> ObjectInfo:
-    """Copy what is too large for one copy; `kept` are boto3's parameters for what it has."""
+    """Copy what is too large for one copy; `kept` are boto3's parameters for what it has.
+
+    Raises:
+        UnsupportedError: some stores would copy another object, which is there.
+    """
+    other = unquote(source.key)
+    if is_mistakable(source.key) and await fence.find(other) is not None:
+        raise UnsupportedError(f"the store may copy {other} in its place")
     begun = await _begin(requester, fence, key, COPY_PART, kept)
     async with _aborted_on_failure(requester, begun) as upload:
         await upload.copy_all(source)

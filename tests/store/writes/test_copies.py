@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError
+from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, UnsupportedError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion
 from fusefs.store.s3 import copy, multipart
@@ -37,6 +37,23 @@ async def test_a_copy_has_what_its_source_has(
     assert copied == seen
     assert (without_token(seen.metadata or {}), seen.content_type) == (METADATA, "text/x-test")
     assert digest(stored(bucket, "a copy/ü")) == digest(file.data)
+
+
+async def test_what_is_too_large_for_one_copy_is_not_copied_from_a_similar_name(
+    bucket: Bucket, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ceph's gateway would take that for the source of the parts, and what is renamed be lost."""
+    monkeypatch.setattr(copy, "LARGEST_COPY", PART)
+    monkeypatch.setattr(multipart, "COPY_PART", PART)
+    file = make_file(2 * PART)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        source = await put(store, "a%20b", file)
+        await store.copy(source.version, "copy")
+        assert digest(stored(bucket, "copy")) == digest(file.data)
+        bucket.put("a b", b"another")
+        with pytest.raises(UnsupportedError):
+            await store.copy(source.version, "other")
+    assert "other" not in keys(bucket)
 
 
 @pytest.mark.parametrize("key", ["it's/~a+b %20&=?#*()!@:,;$[]", *KEYS])

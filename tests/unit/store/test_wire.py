@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from botocore import auth
@@ -401,6 +402,57 @@ def test_a_slow_network_is_no_endless_answer() -> None:
         pace.note(1.0, 0)
     with pytest.raises(TimeoutError):
         pace.note(1.0, LEAST_RATE)
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is stopped for hours whenever it waits for a connection."""
+    clock = itertools.count(0.0, 36_000.0)
+    monkeypatch.setattr(exchange_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+
+def accept(server: Server) -> socket.socket:
+    """The connection of the next request, which has been read."""
+    server.accepted.append(server.listener.accept()[0])
+    server.accepted[-1].recv(1 << 16)
+    return server.accepted[-1]
+
+
+@pytest.mark.parametrize("is_download", [False, True])
+@pytest.mark.usefixtures("stopped")
+def test_an_answer_is_not_given_up_because_this_process_was_stopped(
+    server: Server, is_download: bool
+) -> None:
+    def serve() -> None:
+        sock = accept(server)
+        with contextlib.suppress(OSError):
+            for piece in (b"HTTP/1.1 200 OK\r\nContent-", b"Length: 4\r\n\r\nb", b"ody"):
+                sock.sendall(piece)
+                time.sleep(0.05)  # so that the rest is waited for
+
+    server.run(serve)
+    taken = bytearray()
+    if is_download:
+        with server.pool.connection() as connection:
+            download(connection.sock, HEAD, 4, lambda _headers: None, taken.extend)
+    else:
+        taken.extend(ask(server).content)
+    assert taken == b"body"
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_body_goes_on_after_this_process_was_stopped(server: Server) -> None:
+    def serve() -> None:
+        sock = accept(server)
+        sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        received = 0
+        while received < 3 * SMALL and (piece := sock.recv(1 << 16)):
+            received += len(piece)
+        with contextlib.suppress(OSError):
+            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    server.run(serve)
+    assert ask(server, body=Body()).status == 200
 
 
 @pytest.mark.usefixtures("impatient")
