@@ -185,7 +185,7 @@ class Download:
             self.cancel_scope.cancel()
 
 
-class Fetcher:
+class Downloader:
     """All downloads of one mount; they run in `nursery`.
 
     What is read past the cache takes at most `unkept` bytes of memory. Ahead of

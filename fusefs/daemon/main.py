@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from fusefs.cache.disk import CacheDirectoryError, usable
-from fusefs.cache.downloader import Fetcher
+from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon import control_socket, preloading, setup, status
@@ -172,7 +172,7 @@ class Daemon:
         allowed = setup.s3_settings(self.settings)
         if self.settings.cluster_cache is not None:
             self.cluster_cache = self._make_cluster_cache(nursery)
-        self.fetcher = Fetcher(
+        self.downloader = Downloader(
             self.store if self.cluster_cache is None else self.cluster_cache.tier,
             self.cache,
             self.evictor,
@@ -182,8 +182,8 @@ class Daemon:
             most_small=allowed.max_connections,
         )
         if self.cluster_cache is not None:
-            self.fetcher.on_fetched = self.cluster_cache.filler.fetched
-            self.fetcher.proves_versions = False
+            self.downloader.on_fetched = self.cluster_cache.filler.fetched
+            self.downloader.proves_versions = False
             nursery.start_soon(self.cluster_cache.run)
         self.scrub = Scrub(
             self.cache.files,
@@ -194,7 +194,7 @@ class Daemon:
         self.verifier = Verifier(
             self.store,
             self.cache,
-            self.fetcher,
+            self.downloader,
             self.settings.source.prefix,
             nursery,
             self._unsent,
@@ -203,7 +203,7 @@ class Daemon:
         self.warmer = CacheWarmer(
             self.store,
             self.cache,
-            self.fetcher,
+            self.downloader,
             self.settings,
             self.selector,
             self.cluster_cache.filler if self.cluster_cache is not None else None,
@@ -230,7 +230,7 @@ class Daemon:
             self.store,
             self.cache,
             nursery,
-            lambda: self.fetcher.under_way > 0,
+            lambda: self.downloader.under_way > 0,
         )
 
     def _unsent(self, key: str) -> list[StagedFile]:
@@ -411,7 +411,7 @@ class Daemon:
             store=self.watched or self.store,
             directories=self.directories,
             cache=self.cache,
-            downloader=self.fetcher,
+            downloader=self.downloader,
             backing=self.backing,
             journal=log,
             inodes=InodeTable(settings.source.prefix, log, notifier, ids_are_inos=ids_are_inos),

@@ -77,7 +77,7 @@ def _cache(parts: MountParts) -> Samples:
     cache = parts.cache
     counters = parts.operations.counters
     # What was read for the first time since it was fetched, and was not waited for.
-    ahead = counters.miss_bytes - counters.unkept_bytes - parts.fetcher.waited_bytes
+    ahead = counters.miss_bytes - counters.unkept_bytes - parts.downloader.waited_bytes
     counters.ahead_bytes = max(counters.ahead_bytes, ahead)
     return {
         "read_bytes_total": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from fusefs.cache.downloader import Fetcher
+from fusefs.cache.downloader import Downloader
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon.access_guard import AccessGuard
@@ -33,7 +33,7 @@ class MountParts(Protocol):
     backing: PassthroughFiles | NoPassthrough
     store: S3Store
     cache: FileCache
-    fetcher: Fetcher
+    downloader: Downloader
     directories: Directories
     operations: Operations
     forgetting: Forgetting

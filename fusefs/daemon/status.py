@@ -183,7 +183,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         "integrity": _integrity(daemon),
         "access": {"is_shut": guard.is_shut, "refused_s": guard.refused_s},
         "s3": daemon.store.counters(),
-        "path": daemon.fetcher.path.describe(),
+        "path": daemon.downloader.path.describe(),
         "conditions": daemon.store.fence.describe(),
         "metadata": {
             "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,
@@ -199,7 +199,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
             "compiled": session.compiled_requests,
             "waiting": len(session.waiting),
             "busy_polling": session.busy_poll.describe() if session.busy_poll else None,
-            "downloads": daemon.fetcher.under_way,
+            "downloads": daemon.downloader.under_way,
         },
         "stalls": _stalls(session),
         "writing": _writing(daemon),
@@ -334,5 +334,5 @@ def log_waiting(daemon: MountParts) -> None:
     logger.warning("%d requests wait", len(waiting))
     for request in sorted(waiting, key=lambda request: request.since):
         logger.warning("%s", request.describe(now, daemon.operations))
-    for line in daemon.fetcher.describe():
+    for line in daemon.downloader.describe():
         logger.warning("%s", line)

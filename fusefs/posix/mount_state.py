@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trio
 
-from fusefs.cache.downloader import Fetcher
+from fusefs.cache.downloader import Downloader
 from fusefs.cache.file_cache import FileCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.late.requests import LateRequests
@@ -60,7 +60,7 @@ class MountState:
     store: Store
     directories: Directories
     cache: FileCache
-    downloader: Fetcher
+    downloader: Downloader
     backing: BackingFiles
     journal: NodeLog
     inodes: InodeTable
@@ -79,4 +79,4 @@ class MountState:
         if inode.parent is not None:
             directory = self.directories.get(self.inodes.key(inode.parent))
             self.directories.correct(directory, inode.name, info)
-        self.inodes.supersede(inode)
+        self.inodes.mark_replaced(inode)

@@ -56,7 +56,7 @@ class Operations:
         self._state = state
         self._directories = state.directories
         self.cache = state.cache
-        self.fetcher = state.downloader
+        self.downloader = state.downloader
         self.owner = state.owner
         self.mounted_ns = state.mounted_ns
         self.inodes = state.inodes
@@ -249,7 +249,7 @@ class Operations:
         for handle in self.handles.files.values():
             inode = handle.inode
             if handle.file is file and inode.is_current and inode.staged is None:
-                self.inodes.supersede(inode)
+                self.inodes.mark_replaced(inode)
 
     # Directories
 
@@ -307,7 +307,7 @@ class Operations:
         if inode.parent is not None or inode.entries_changed_ns:
             log.node(inode)
             if not inode.is_current:
-                log.superseded(inode.nodeid)
+                log.replaced(inode.nodeid)
         for position, number in (inode.marks or {}).items():
             log.mark(inode.nodeid, number, position)
 

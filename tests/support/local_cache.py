@@ -23,7 +23,7 @@ import trio.testing
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.catalog import Row
-from fusefs.cache.downloader import Fetcher
+from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Quota
@@ -128,7 +128,7 @@ class Parts:
     quota: Quota
     evictor: Evictor
     cache: FileCache
-    fetcher: Fetcher
+    downloader: Downloader
     directory: Path
 
     async def read(self, version: ObjectVersion, start: int, stop: int) -> bytes:
@@ -141,7 +141,7 @@ class Parts:
             self.cache.unpin(file)
 
     async def read_pinned(self, file: CacheFile, start: int, stop: int) -> bytes:
-        await self.fetcher.wait_for(file, start, stop)
+        await self.downloader.wait_for(file, start, stop)
         return os.pread(file.fd, stop - start, start)
 
     async def fetch(self, version: ObjectVersion) -> None:
@@ -163,7 +163,7 @@ class Parts:
     async def quiet(self) -> None:
         """Wait until no download is under way."""
         await trio.testing.wait_all_tasks_blocked()  # those just started count as well
-        await eventually(lambda: not self.fetcher.under_way)
+        await eventually(lambda: not self.downloader.under_way)
 
 
 @asynccontextmanager
@@ -205,8 +205,8 @@ async def cache_in(
     store = bucket or Bucket()
     try:
         async with trio.open_nursery() as nursery:
-            fetcher = Fetcher(store, cache, evictor, nursery)
-            yield Parts(store, quota, evictor, cache, fetcher, directory)
+            downloader = Downloader(store, cache, evictor, nursery)
+            yield Parts(store, quota, evictor, cache, downloader, directory)
             nursery.cancel_scope.cancel()
     finally:
         await cache.aclose()

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from fusefs.cache.downloader import PART, Download, Fetcher
+from fusefs.cache.downloader import PART, Download, Downloader
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.readahead.siblings import SMALL, Files
 from fusefs.store.interface import ObjectInfo
@@ -45,8 +45,8 @@ class _Begun:
 class NextFiles:
     """Begins the large files of a mount's folders ahead. Belongs to the event loop."""
 
-    def __init__(self, fetcher: Fetcher, cache: FileCache, listing: Files) -> None:
-        self._fetcher = fetcher
+    def __init__(self, downloader: Downloader, cache: FileCache, listing: Files) -> None:
+        self._downloader = downloader
         self._cache = cache
         self._listing = listing
         self._begun: OrderedDict[str, _Begun] = OrderedDict()  # not opened yet, by their keys
@@ -101,7 +101,7 @@ class NextFiles:
         file = self._cache.pin(begun.info.version)
         try:
             stop = min(begun.info.size, size)
-            begun.downloads += self._fetcher.want(file, begun.stop, stop)
+            begun.downloads += self._downloader.want(file, begun.stop, stop)
         finally:
             self._cache.unpin(file)
         if begun.downloads:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from fusefs.cache.downloader import Download, Fetcher, NotKeptError
+from fusefs.cache.downloader import Download, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.store.interface import ObjectInfo
 
@@ -88,8 +88,8 @@ class _Folder:
 class Siblings:
     """Fetches the small files of a mount's folders ahead. Belongs to the event loop."""
 
-    def __init__(self, fetcher: Fetcher, cache: FileCache, listing: Listing) -> None:
-        self._fetcher = fetcher
+    def __init__(self, downloader: Downloader, cache: FileCache, listing: Listing) -> None:
+        self._downloader = downloader
         self._cache = cache
         self._listing = listing
         # The one that was of use last is the last.
@@ -103,8 +103,8 @@ class Siblings:
     @property
     def width(self) -> int:
         """How many are to be under way at a time."""
-        wanted = round(FILES_PER_SECOND * self._fetcher.path.latency_s)
-        return min(self._fetcher.most_small, max(LEAST_WIDTH, wanted))
+        wanted = round(FILES_PER_SECOND * self._downloader.path.latency_s)
+        return min(self._downloader.most_small, max(LEAST_WIDTH, wanted))
 
     def opened(self, prefix: str, info: ObjectInfo, *, was_there: bool) -> None:
         """Note that a small file of a folder is being opened; fetch others.
@@ -197,7 +197,7 @@ class Siblings:
         return True
 
     def _is_full(self) -> bool:
-        return self._unread_bytes >= UNREAD_SHARE * self._fetcher.room
+        return self._unread_bytes >= UNREAD_SHARE * self._downloader.room
 
     def _begin_next(self, folder: _Folder) -> None:
         """All files of a folder are here or under way: begin those of the next one."""
@@ -218,7 +218,7 @@ class Siblings:
             return True
         file = self._cache.pin(info.version)
         try:
-            downloads = self._fetcher.want(file, 0, info.size)
+            downloads = self._downloader.want(file, 0, info.size)
         finally:
             self._cache.unpin(file)
         for download in downloads:

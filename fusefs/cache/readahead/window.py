@@ -26,7 +26,7 @@ from collections.abc import Callable
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.downloader import BLOCK, PART, Download, Fetcher
+from fusefs.cache.downloader import BLOCK, PART, Download, Downloader
 from fusefs.cache.readahead.path_meter import Sharing
 
 FIRST_WINDOW = 4 << 20
@@ -54,7 +54,7 @@ class Readahead:
     """
 
     __slots__ = (
-        "_fetcher",
+        "_downloader",
         "_file",
         "_go_on",
         "_has_several",
@@ -65,19 +65,22 @@ class Readahead:
     )
 
     def __init__(
-        self, fetcher: Fetcher, file: CacheFile, go_on: Callable[[int], None] = lambda _size: None
+        self,
+        downloader: Downloader,
+        file: CacheFile,
+        go_on: Callable[[int], None] = lambda _size: None,
     ) -> None:
         self.last_read = 0.0
-        self._fetcher = fetcher
+        self._downloader = downloader
         self._file = file
         self._go_on = go_on
         self._windows = [self._window(0)]  # the one that was read last is the first
         self._has_several = False
-        self._steps = Steps(Interest(fetcher, file, self))
-        self._scattered = Scattered(fetcher, file)
+        self._steps = Steps(Interest(downloader, file, self))
+        self._scattered = Scattered(downloader, file)
 
     def _window(self, expected: int) -> Window:
-        return Window(Interest(self._fetcher, self._file, self), expected, self._go_on)
+        return Window(Interest(self._downloader, self._file, self), expected, self._go_on)
 
     def reads(self, start: int, stop: int) -> None:
         """Note a read of [start, stop) and start to download what comes next. Does not wait."""
@@ -115,30 +118,30 @@ class Readahead:
             window.close()
         self._steps.close()
         self._scattered.close()
-        self._fetcher.path.leaves(self)
+        self._downloader.path.leaves(self)
 
 
 class Interest:
     """The downloads ahead of one reader of a file, which `parts` may be at a time."""
 
-    __slots__ = ("_downloads", "_fetcher", "_reader", "file")
+    __slots__ = ("_downloader", "_downloads", "_reader", "file")
 
-    def __init__(self, fetcher: Fetcher, file: CacheFile, reader: Sharing) -> None:
+    def __init__(self, downloader: Downloader, file: CacheFile, reader: Sharing) -> None:
         self.file = file
-        self._fetcher = fetcher
+        self._downloader = downloader
         self._reader = reader
         self._downloads: list[Download] = []
 
     def parts(self) -> int:
         """How many parts the reader may have under way now."""
-        room = int(LARGEST_SHARE_OF_CACHE * self._fetcher.room) // PART
-        return max(1, min(self._fetcher.path.share(self._reader), room))
+        room = int(LARGEST_SHARE_OF_CACHE * self._downloader.room) // PART
+        return max(1, min(self._downloader.path.share(self._reader), room))
 
     def want(self, start: int, stop: int) -> None:
         """Have what is missing of [start, stop) on its way."""
         if start < stop:
             self._downloads = [download for download in self._downloads if not download.is_done]
-            self._downloads += self._fetcher.want(self.file, start, stop)
+            self._downloads += self._downloader.want(self.file, start, stop)
 
     def close(self) -> None:
         """End the interest in all of them; those without readers stop."""
@@ -289,10 +292,10 @@ class Steps:
 class Scattered:
     """Reads in no order that can be guessed: fetches the file when waiting for them costs more."""
 
-    __slots__ = ("_fetcher", "_file", "_scope", "_until", "_waited_s")
+    __slots__ = ("_downloader", "_file", "_scope", "_until", "_waited_s")
 
-    def __init__(self, fetcher: Fetcher, file: CacheFile) -> None:
-        self._fetcher = fetcher
+    def __init__(self, downloader: Downloader, file: CacheFile) -> None:
+        self._downloader = downloader
         self._file = file
         self._waited_s = 0.0
         self._until = 0.0  # what was waited before has been counted
@@ -302,17 +305,17 @@ class Scattered:
         """Note when a read has waited; what several wait at the same time counts once."""
         self._waited_s += max(0.0, ended - max(began, self._until))
         self._until = max(ended, self._until)
-        bandwidth = self._fetcher.path.bandwidth
+        bandwidth = self._downloader.path.bandwidth
         if self._scope is not None or self._waited_s * bandwidth < WAITED_SHARE * self._file.size:
             return
-        if self._file.size <= LARGEST_SHARE_OF_CACHE * self._fetcher.room:
+        if self._file.size <= LARGEST_SHARE_OF_CACHE * self._downloader.room:
             self._scope = trio.CancelScope()
-            self._fetcher.in_background(self._fetch)
+            self._downloader.in_background(self._fetch)
 
     async def _fetch(self) -> None:
         assert self._scope is not None
         with self._scope:
-            await self._fetcher.fill_all(self._file)
+            await self._downloader.fill_all(self._file)
 
     def close(self) -> None:
         """Stop fetching."""

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.downloader import PART, Fetcher, NotKeptError
+from fusefs.cache.downloader import PART, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard, is_pattern
 from fusefs.daemon.takeover import Handover, state_directory
@@ -262,7 +262,7 @@ class CacheWarmer:
         self,
         store: Store,
         cache: FileCache,
-        fetcher: Fetcher,
+        downloader: Downloader,
         settings: MountSettings,
         selector: Selector,
         filler: Filler | None = None,
@@ -272,7 +272,7 @@ class CacheWarmer:
         self._turn = _turn(settings) if filler is not None else 0.0
         self._store = store
         self._cache = cache
-        self._fetcher = fetcher
+        self._downloader = downloader
         self._prefix = settings.source.prefix
         self._record = state_directory(settings) / "warming.json"
         self._lists = state_directory(settings) / "warming"
@@ -589,7 +589,7 @@ class CacheWarmer:
         job, file = work.job, work.file
         try:
             since = EVICT_ANYTHING if job.spec.is_pinned else job.since
-            missing = await self._fetcher.fill(file, start, stop, since)
+            missing = await self._downloader.fill(file, start, stop, since)
             work.arrived += stop - start
             job.arrived(stop - start, missing)
             return True

@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from fusefs.cache.downloader import PART, Fetcher, NotKeptError
+from fusefs.cache.downloader import PART, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.linux.clock import steady_time
 from fusefs.posix.nodes.inode import StagedFile
@@ -84,14 +84,14 @@ class Verifier:
         self,
         store: Store,
         cache: FileCache,
-        fetcher: Fetcher,
+        downloader: Downloader,
         prefix: str,
         nursery: trio.Nursery,
         unsent: Callable[[str], list[StagedFile]],
     ) -> None:
         self._store = store
         self._cache = cache
-        self._fetcher = fetcher
+        self._downloader = downloader
         self._prefix = prefix
         self._nursery = nursery
         self._unsent = unsent
@@ -193,6 +193,6 @@ class Verifier:
         try:
             for start, stop in ranges:
                 for at in range(start, stop, PART):
-                    await self._fetcher.fill(file, at, min(at + PART, stop), steady_time())
+                    await self._downloader.fill(file, at, min(at + PART, stop), steady_time())
         finally:
             self._cache.unpin(file)

@@ -56,12 +56,12 @@ from fusefs.posix.journal.records import (
     NODE_TYPE,
     OPEN,
     OPEN_TYPE,
+    REPLACED_TYPE,
     SLOT,
     SLOTS,
     STALE,
     STALE_TYPE,
     START_TYPE,
-    SUPERSEDED_TYPE,
     TABLE,
     TABLE_TYPE,
     WHOLE_COUNT,
@@ -92,7 +92,7 @@ class NoJournal:
     def count(self, inode: Inode) -> None: ...
     def gone(self, nodeid: int) -> None: ...
     def mark(self, nodeid: int, number: int, position: str) -> None: ...
-    def superseded(self, nodeid: int) -> None: ...
+    def replaced(self, nodeid: int) -> None: ...
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None: ...
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
@@ -252,8 +252,8 @@ class Journal:
         """A position to which the offsets of a directory's entries refer; 0: no others any more."""
         self._append(MARK_TYPE, MARK.pack(nodeid, number) + position.encode())
 
-    def superseded(self, nodeid: int) -> None:
-        self._append(SUPERSEDED_TYPE, ID.pack(nodeid))
+    def replaced(self, nodeid: int) -> None:
+        self._append(REPLACED_TYPE, ID.pack(nodeid))
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
         self._append(STALE_TYPE, STALE.pack(nodeid, pid, is_pending))

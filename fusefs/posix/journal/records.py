@@ -62,7 +62,7 @@ STALE = struct.Struct("<QII")  # node id, pid, 1 while a lookup is awaited, 0 af
     CLOSED_TYPE,
     INIT_TYPE,
     TABLE_TYPE,
-    SUPERSEDED_TYPE,
+    REPLACED_TYPE,
     STALE_TYPE,
     BEGUN_TYPE,
     MARK_TYPE,

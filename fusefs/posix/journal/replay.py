@@ -21,12 +21,12 @@ from fusefs.posix.journal.records import (
     NODE_TYPE,
     OPEN,
     OPEN_TYPE,
+    REPLACED_TYPE,
     SLOT,
     SLOTS,
     STALE,
     STALE_TYPE,
     START_TYPE,
-    SUPERSEDED_TYPE,
     TABLE,
     TABLE_TYPE,
     UNCHAINED_FORMATS,
@@ -43,10 +43,10 @@ from fusefs.posix.nodes.inode import FIRST_ID
 
 @dataclass(slots=True)
 class KernelState:
-    """All that a log tells.
+    """What the kernel held when the last record was written.
 
     `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown.
-    `superseded` are nodes that their names no longer stand for; `stale` are
+    `replaced` are nodes that their names no longer stand for; `stale` are
     (node id, pid) of openers that got ESTALE and have not looked up since;
     `begun` are the requests of changes that may have been made; `marks` are those of
     directories by node id (nodes/offsets.py).
@@ -55,7 +55,7 @@ class KernelState:
     init_out: bytes = b""
     nodes: dict[int, LoggedNode] = field(default_factory=dict)
     handles: dict[int, LoggedHandle] = field(default_factory=dict)
-    superseded: set[int] = field(default_factory=set)
+    replaced: set[int] = field(default_factory=set)
     stale: set[tuple[int, int]] = field(default_factory=set)
     marks: dict[int, dict[str, int]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
@@ -77,7 +77,7 @@ class KernelState:
             (nodeid,) = ID.unpack(payload)
             self.nodes.pop(nodeid, None)
             self.marks.pop(nodeid, None)
-            self.superseded.discard(nodeid)
+            self.replaced.discard(nodeid)
         elif kind == OPEN_TYPE:
             handle = LoggedHandle(*OPEN.unpack(payload))
             self.handles[handle.fh] = handle
@@ -89,10 +89,10 @@ class KernelState:
         elif kind == TABLE_TYPE:
             next_id, next_fh, self.mounted_ns = TABLE.unpack(payload)
             self.next_id, self.next_fh = max(self.next_id, next_id), max(self.next_fh, next_fh)
-        elif kind == SUPERSEDED_TYPE:
+        elif kind == REPLACED_TYPE:
             (nodeid,) = ID.unpack(payload)
-            self.superseded.add(nodeid)
-            # The kernel may never have got it; another node of this number is not superseded.
+            self.replaced.add(nodeid)
+            # The kernel may never have got it; another node of this number is not replaced.
             self.next_id = max(self.next_id, nodeid + 1)
         elif kind == MARK_TYPE:
             self._apply_mark(payload)

@@ -69,7 +69,7 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
     """Take up the nodes that the kernel knows from an earlier process.
 
     Of the nodes of one name the youngest is current, unless it is on record as
-    superseded. Nothing is valid yet: an open asks the bucket.
+    replaced. Nothing is valid yet: an open asks the bucket.
     """
     inodes.go_on_from(state.next_id)
     for node in state.nodes.values():
@@ -82,7 +82,7 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
             continue  # on record for its time alone
         inode = inodes.get(node.nodeid)
         inode.nlookup = node.nlookup
-        inodes.adopt_name(inode, node.parent, is_current=node.nodeid not in state.superseded)
+        inodes.adopt_name(inode, node.parent, is_current=node.nodeid not in state.replaced)
         if inode.info is not None and inode.ino != stable_ino(inode.info.key):
             inode.is_removed = True
             removed.setdefault(inode.ino, []).append(inode)
@@ -131,7 +131,7 @@ async def _restore_handle(
         if st_ino and file.st_ino != st_ino:
             # It was dropped, because its bytes were wrong: no other handle is to read it.
             if inode.is_current:
-                operations.inodes.supersede(inode)
+                operations.inodes.mark_replaced(inode)
             cache.unpin(file)
             unread = CacheFile.dropped(file.name, file.size, st_ino)
             file = dropped.setdefault(logged.backing_id, unread)
@@ -141,4 +141,4 @@ async def _restore_handle(
     )
     operations.handles.adopt_file(handle)
     if logged.mode == SERVED and not file.is_complete:
-        handle.readahead = Readahead(operations.fetcher, file)
+        handle.readahead = Readahead(operations.downloader, file)

@@ -98,7 +98,7 @@ class Mover:
     def _stand_for(self, inode: Inode, copy: ObjectInfo) -> None:
         """What was copied is not the version that the node stands for."""
         if inode.is_open:
-            self._inodes.supersede(inode)
+            self._inodes.mark_replaced(inode)
         else:
             self._inodes.replace_version(inode, copy)
 
@@ -119,7 +119,7 @@ class Mover:
             for child in list((inode.children or {}).values()):
                 if child.name not in there.children:
                     self._inodes.move(child, there, child.name)
-            self._inodes.supersede(inode)
+            self._inodes.mark_replaced(inode)
         self._move_nodes(old, new, {})
         for file in self._staging:
             if file.key.startswith(new):
@@ -131,7 +131,7 @@ class Mover:
         if inode is not None and to is not None:
             self._inodes.move(inode, to, _name(new), moved)
         elif inode is not None:
-            self._inodes.supersede(inode)
+            self._inodes.mark_replaced(inode)
         for file in staged:
             self._staging.try_record(file)
         for parent in (self._inodes.at(_parent(old)), to):
@@ -164,7 +164,7 @@ class Mover:
                     inode.ino = stable_ino(copy.key)
                 self._inodes.follow(inode, copy, copy.key)
             elif inode.is_current and handle.backing_id and inode.info.version in uncached:
-                self._inodes.supersede(inode)
+                self._inodes.mark_replaced(inode)
 
 
 def _follow_copy(staged: StagedFile, copies: Copies) -> None:

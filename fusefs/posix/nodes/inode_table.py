@@ -46,7 +46,7 @@ class NodeLog(Protocol):
     def count(self, inode: Inode) -> None: ...
     def gone(self, nodeid: int) -> None: ...
     def mark(self, nodeid: int, number: int, position: str) -> None: ...
-    def superseded(self, nodeid: int) -> None: ...
+    def replaced(self, nodeid: int) -> None: ...
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None: ...
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
@@ -119,7 +119,7 @@ class InodeTable:
     def adopt_name(self, inode: Inode, parent_id: int, *, is_current: bool) -> None:
         """Give a node that was taken up its parent; the youngest of a name is current.
 
-        `is_current` is False for one that is on record as superseded.
+        `is_current` is False for one that is on record as replaced.
         """
         parent = inode.parent = self.by_id.get(parent_id, self.root)
         assert parent.children is not None
@@ -191,7 +191,7 @@ class InodeTable:
                 inode.packed = None
                 self._log.node(inode)
                 return inode
-            self.supersede(inode)
+            self.mark_replaced(inode)
         ino = stable_ino(key)
         inode = Inode(self._new_id(ino), ino, parent, name, info)
         self.by_id[inode.nodeid] = inode
@@ -229,9 +229,9 @@ class InodeTable:
             directory.marks = None
             self._log.mark(directory.nodeid, 0, "")
 
-    def supersede(self, inode: Inode) -> None:
-        """Let the next lookup of its name make a new inode."""
-        self._log.superseded(inode.nodeid)
+    def mark_replaced(self, inode: Inode) -> None:
+        """The inode stands for its name no longer: the next lookup makes another inode."""
+        self._log.replaced(inode.nodeid)
         self._unlist(inode)
 
     def _unlist(self, inode: Inode) -> None:
@@ -251,7 +251,7 @@ class InodeTable:
         assert parent.children is not None
         old = parent.children.get(name)
         if old is not None:
-            self.supersede(old)
+            self.mark_replaced(old)
         return self.resolve(parent, name, info, key)
 
     def at(self, prefix: str) -> Inode | None:
@@ -272,7 +272,7 @@ class InodeTable:
         files = [inode for inode in nodes if inode.info is not None]
         lead = choose_lead(files) if files else None
         for inode in nodes:
-            self.supersede(inode)
+            self.mark_replaced(inode)
             inode.packed = None
             if lead is None or lead.info is None or inode.info is None:
                 continue

@@ -52,7 +52,7 @@ class Opener:
         self._store = state.store
         self._directories = state.directories
         self._cache = state.cache
-        self._fetcher = state.downloader
+        self._downloader = state.downloader
         self._backing = state.backing
         self._inodes = state.inodes
         self._handles = state.handles
@@ -134,7 +134,7 @@ class Opener:
                 if not inode.served:
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
                 if not self.redirects.is_redirected(inode, caller.program):
-                    self._inodes.supersede(inode)
+                    self._inodes.mark_replaced(inode)
                     return await self._open_elsewhere(inode, flags, caller)
             keep_cache = file.name not in self._cache.discarded
             return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
@@ -223,12 +223,12 @@ class Opener:
             return True
         # The first bytes of a large file also show that the version is the current one.
         needed = info.size if info.size <= SMALL else 1
-        is_proof = self._fetcher.proves_versions and not file.present.covers(0, BLOCK)
+        is_proof = self._downloader.proves_versions and not file.present.covers(0, BLOCK)
         if needed == 1 and not is_proof:
             await self._ask_again(inode)
             return False
         try:
-            await self._fetcher.wait_for(file, 0, needed)
+            await self._downloader.wait_for(file, 0, needed)
         except NotKeptError:
             await self._ask_again(inode)
         except (StaleVersionError, NotFoundError):
@@ -334,7 +334,7 @@ class Opener:
                 prefix = self._inodes.key(inode.parent)
                 self._next_files.go_on(prefix, inode.info, size)
 
-        return Readahead(self._fetcher, file, go_on)
+        return Readahead(self._downloader, file, go_on)
 
 
 def _version(inode: Inode, file: CacheFile) -> ObjectVersion:

@@ -37,7 +37,7 @@ class Reader:
 
     def __init__(self, state: MountState, editor: Editor | None) -> None:
         self._cache = state.cache
-        self._fetcher = state.downloader
+        self._downloader = state.downloader
         self._handles = state.handles
         self._counters = state.counters
         self._mark_stale = state.mark_stale
@@ -145,7 +145,7 @@ class Reader:
             began = time.monotonic()
             if handle.readahead is not None and not is_there:
                 handle.readahead.reads(offset, stop)
-            await self._fetcher.wait_for(file, offset, stop)
+            await self._downloader.wait_for(file, offset, stop)
             if handle.readahead is not None:
                 handle.readahead.waited(began, time.monotonic())
             # What has just been written is in the page cache.
@@ -183,21 +183,21 @@ class Reader:
         self._counters.miss(stop - offset)
         self._counters.unkept_bytes += stop - offset
         self._counters.answered(stop - offset, stop - offset)
-        buffers = self._fetcher.unkept
+        buffers = self._downloader.unkept
         start, data = handle.unkept
         if not (start <= offset and stop <= start + len(data)):
             start = offset
             end = min(handle.file.size, max(stop, offset + buffers.ahead(handle)))
             # The object may have another key than when it was opened.
             version = handle.file.version or handle.version
-            data = await self._fetcher.read_unkept(version, start, end)
+            data = await self._downloader.read_unkept(version, start, end)
             if self._handles.files.get(handle.fh) is handle:
                 buffers.keep(handle, start, data)
         return memoryview(data)[offset - start : stop - start]
 
     def closed(self, handle: FileHandle) -> None:
         """A handle is closed, and reads no more."""
-        self._fetcher.unkept.drop(handle)
+        self._downloader.unkept.drop(handle)
 
 
 def _read_what_is_there(fd: int, offset: int, size: int) -> bytes:

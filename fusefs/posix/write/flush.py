@@ -183,7 +183,7 @@ class Flusher:
             self._staging.try_record(staged)
             if inode.is_current:
                 assert inode.parent is not None
-                self._inodes.supersede(inode)
+                self._inodes.mark_replaced(inode)
                 prefix = self._inodes.key(inode.parent)
                 self._directories.changed(prefix, inode.name, inode.info)
         if inode.staged is staged and not inode.served:
@@ -359,7 +359,7 @@ class Flusher:
         self.exclusive.lost(staged.creator)
         prefix, name = self._inodes.key(inode.parent), inode.name
         # The kernel goes on to believe that the node has the name, until it opens it.
-        self._inodes.supersede(inode)
+        self._inodes.mark_replaced(inode)
         inode.name = info.key[len(prefix) :]
         self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
         self._landed(staged, info)
@@ -370,7 +370,7 @@ class Flusher:
         assert inode.info is not None
         assert inode.parent is not None
         prefix, name = self._inodes.key(inode.parent), inode.name
-        self._inodes.supersede(inode)
+        self._inodes.mark_replaced(inode)
         self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
         kept = self._staging.set_aside(staged)
         logger.error("%s was replaced while it was edited: the edits are in %s", staged.key, kept)

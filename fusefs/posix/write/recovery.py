@@ -138,7 +138,7 @@ def restore(writer: Writer, inode: Inode) -> None:
         writer.staging.unlink(staged)
     if staged.is_unlinked:
         if inode.is_current:
-            writer.inodes.supersede(inode)
+            writer.inodes.mark_replaced(inode)
         state = staged.upload_state.plain() if staged.upload_state is not None else None
         writer.uploads.abort_later(staged.key, state, staged.begun_ns)
         staged.upload_state = staged.begun_ns = None

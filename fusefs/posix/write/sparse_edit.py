@@ -15,7 +15,7 @@ import os
 
 import trio
 
-from fusefs.cache.downloader import Fetcher, NotKeptError
+from fusefs.cache.downloader import Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.posix.nodes.edit_base import PAGE, Base, page_edges
 from fusefs.store.errors import NotFoundError, StaleVersionError
@@ -30,9 +30,9 @@ class BaseLostError(StaleVersionError):
 class Editor:
     """Brings what an edited file lacks. Belongs to the event loop."""
 
-    def __init__(self, cache: FileCache, fetcher: Fetcher) -> None:
+    def __init__(self, cache: FileCache, downloader: Downloader) -> None:
         self._cache = cache
-        self._fetcher = fetcher
+        self._downloader = downloader
         self._disk = trio.CapacityLimiter(4)
 
     async def fill_edges(self, base: Base, fd: int, start: int, stop: int) -> None:
@@ -60,13 +60,13 @@ class Editor:
     async def _bring(self, base: Base, fd: int, start: int, stop: int) -> None:
         file = base.file
         try:
-            await self._fetcher.wait_for(file, start, stop)
+            await self._downloader.wait_for(file, start, stop)
             if not await self._cache.ensure_open(file):
                 raise NotKeptError
             if not await self._cache.integrity.copy(file, fd, start, stop):
                 raise NotKeptError
         except NotKeptError:
-            data = await self._fetcher.read_unkept(base.version, start, stop)
+            data = await self._downloader.read_unkept(base.version, start, stop)
             await trio.to_thread.run_sync(_write, fd, data, start, limiter=self._disk)
 
 

@@ -275,7 +275,7 @@ class Writer:
         to: the two would be uploaded under one key. One whose name was removed here may be.
         """
         if inode.passthrough:
-            self.inodes.supersede(inode)
+            self.inodes.mark_replaced(inode)
             raise OSError(errno.ESTALE, "the node is open for passthrough")
         if was_current and not inode.is_current and not inode.is_removed:
             raise OSError(errno.ESTALE, "the name stands for something else now")

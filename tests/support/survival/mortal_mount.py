@@ -18,7 +18,7 @@ from typing import Any
 
 import trio
 
-from fusefs.cache.downloader import Fetcher
+from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.listing_cache import NoPages
@@ -229,7 +229,7 @@ class MortalMount:
                     store=self.store,
                     directories=directories,
                     cache=cache,
-                    downloader=Fetcher(self.store, cache, Evictor(cache), nursery),
+                    downloader=Downloader(self.store, cache, Evictor(cache), nursery),
                     backing=self.backing,
                     journal=journal,
                     inodes=InodeTable(self.prefix, journal, notifier),

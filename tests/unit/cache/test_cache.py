@@ -94,7 +94,7 @@ async def test_a_dropped_file_that_is_read_on_leaves_its_successor_alone(tmp_pat
         parts.cache.discard(held)  # its bytes are wrong
         await parts.fetch(A)
         parts.cache.pin_again(held)
-        assert parts.fetcher.want(held, 0, MIB)
+        assert parts.downloader.want(held, 0, MIB)
         await parts.quiet()
         await parts.fetch(A)
         for _ in range(2):
@@ -251,7 +251,7 @@ async def test_a_file_that_two_mounts_fetch_at_once_is_right_for_both(tmp_path: 
             try:
                 await parts.fetch(A)
             except NotKeptError:
-                assert await parts.fetcher.read_unkept(A, 0, MIB) == content(A)
+                assert await parts.downloader.read_unkept(A, 0, MIB) == content(A)
         assert one.quota.reserved == other.quota.reserved == 0
     async with cache_in(tmp_path) as parts:
         await parts.fetch(A)

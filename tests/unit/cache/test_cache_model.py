@@ -70,7 +70,7 @@ class Model:
             try:
                 found = await self.parts.read(one, start, stop)
             except NotKeptError:
-                found = bytes(await self.parts.fetcher.read_unkept(one, start, stop))
+                found = bytes(await self.parts.downloader.read_unkept(one, start, stop))
             assert found == content(one)[start:stop]
 
     async def _limit(self, limit: int) -> None:

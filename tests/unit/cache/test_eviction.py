@@ -251,7 +251,7 @@ async def test_what_other_mounts_have_open_is_not_tried_for_each_download(
     async with cache_in(tmp_path) as other, cache_in(tmp_path, limit=8 * MIB) as one:
         for number in range(8):
             file = other.cache.pin(version(f"{number}", MIB))
-            await other.fetcher.wait_for(file, 0, MIB)
+            await other.downloader.wait_for(file, 0, MIB)
         await other.cache.record()
         await one.cache.record()
         for _ in range(5):
@@ -269,7 +269,7 @@ async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> Non
                 try:
                     await parts.fetch(one)
                 except NotKeptError:
-                    assert len(await parts.fetcher.read_unkept(one, 0, one.size)) == one.size
+                    assert len(await parts.downloader.read_unkept(one, 0, one.size)) == one.size
 
         async def watch() -> None:
             nonlocal worst
@@ -291,7 +291,7 @@ async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> Non
 async def test_what_was_closed_since_a_job_began_is_not_evicted_for_it(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=2 * MIB) as parts:
         held = parts.cache.pin(version("open before", MIB))
-        await parts.fetcher.wait_for(held, 0, MIB)
+        await parts.downloader.wait_for(held, 0, MIB)
         began = steady_time()
         parts.cache.unpin(held)
         await parts.fetch(version("a", MIB))
@@ -305,7 +305,7 @@ async def test_what_is_kept_open_for_a_first_open_is_evicted_for_a_later_job(
     async with cache_in(tmp_path, limit=2 * MIB) as parts:
         for key in ("a", "b"):
             ahead = parts.cache.pin(version(key, MIB))
-            await parts.fetcher.wait_for(ahead, 0, MIB)
+            await parts.downloader.wait_for(ahead, 0, MIB)
             parts.cache.keep_open(ahead)
             parts.cache.unpin(ahead)
         assert await parts.evictor.reserve(2 * MIB, keep_used_since=steady_time())
@@ -319,7 +319,7 @@ async def test_a_reader_that_joins_a_job_has_the_room_of_a_reader(tmp_path: Path
         new = version("new", MIB)
         file = parts.cache.pin(new)
         async with parts.evictor._evicting:
-            nursery.start_soon(parts.fetcher.fill, file, 0, MIB, began)  # nothing older is there
+            nursery.start_soon(parts.downloader.fill, file, 0, MIB, began)  # nothing older is there
             await wait_all_tasks_blocked()
             nursery.start_soon(parts.fetch, new)
             await wait_all_tasks_blocked()
@@ -331,12 +331,12 @@ async def test_a_job_that_joins_what_is_fetched_ahead_has_the_room_of_a_job(tmp_
     async with cache_in(tmp_path, limit=2 * MIB) as parts, trio.open_nursery() as nursery:
         await parts.fetch(version("a", MIB))
         held = parts.cache.pin(version("held", MIB - 10_000))
-        await parts.fetcher.wait_for(held, 0, held.size)
+        await parts.downloader.wait_for(held, 0, held.size)
         file = parts.cache.pin(version("new", 20_000))
         async with parts.evictor._evicting:
-            assert parts.fetcher.want(file, 0, file.size)
+            assert parts.downloader.want(file, 0, file.size)
             await wait_all_tasks_blocked()
-            nursery.start_soon(parts.fetcher.fill, file, 0, file.size, time.time() + 1)
+            nursery.start_soon(parts.downloader.fill, file, 0, file.size, time.time() + 1)
             await wait_all_tasks_blocked()
         await eventually(lambda: file.is_complete)
         assert kept(parts, "a") == []

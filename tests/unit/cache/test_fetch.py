@@ -43,7 +43,7 @@ async def test_a_reader_is_woken_when_its_bytes_are_there(tmp_path: Path) -> Non
         with trio.fail_after(LIMIT_S):
             assert await parts.read_pinned(file, 0, 1000) == content(BIG)[:1000]
             await stopped.wait()
-        assert parts.fetcher.under_way == 1
+        assert parts.downloader.under_way == 1
         parts.bucket.let_go()
         await parts.quiet()
         parts.cache.unpin(file)
@@ -72,9 +72,9 @@ async def test_a_read_asks_only_for_what_is_missing(tmp_path: Path) -> None:
 async def test_a_range_is_wanted_ahead_in_parts(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         file = parts.cache.pin(BIG)
-        started = parts.fetcher.want(file, 0, BIG.size)
+        started = parts.downloader.want(file, 0, BIG.size)
         # A second interest joins the downloads, and no range is requested twice.
-        assert parts.fetcher.want(file, 0, BIG.size) == started
+        assert parts.downloader.want(file, 0, BIG.size) == started
         await parts.quiet()
         assert file.is_complete
         parts.cache.unpin(file)
@@ -101,7 +101,7 @@ async def test_a_download_ends_with_its_last_reader(tmp_path: Path) -> None:
             await wait_all_tasks_blocked()
             scopes[0].cancel()
             await wait_all_tasks_blocked()
-            assert parts.fetcher.under_way == 1
+            assert parts.downloader.under_way == 1
             scopes[1].cancel()
         await parts.quiet()
         assert parts.quota.reserved == 0
@@ -112,7 +112,7 @@ async def test_who_comes_when_a_download_was_given_up_gets_another(tmp_path: Pat
     async with cache_in(tmp_path) as parts:
         parts.bucket.hold()
         file = parts.cache.pin(BIG)
-        [download] = parts.fetcher.want(file, 0, MIB)
+        [download] = parts.downloader.want(file, 0, MIB)
         await eventually(lambda: len(parts.bucket.running) == 1)
         download.unwant()
         async with trio.open_nursery() as nursery:
@@ -129,7 +129,7 @@ async def test_a_small_file_given_up_while_it_is_created_is_created_once(
     small = version("small", 4 * CHUNK)
     async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
         file = parts.cache.pin(small)
-        [download] = parts.fetcher.want(file, 0, small.size)
+        [download] = parts.downloader.want(file, 0, small.size)
         create = parts.cache.create
 
         async def give_up_and_come_back() -> None:
@@ -155,7 +155,7 @@ async def test_a_small_file_given_up_while_it_is_created_is_created_once(
 async def test_what_had_arrived_of_a_download_that_was_given_up_is_kept(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         file = parts.cache.pin(BIG)
-        [download] = parts.fetcher.want(file, 0, MIB)
+        [download] = parts.downloader.want(file, 0, MIB)
         parts.bucket.fault = lambda _key, at: download.unwant() if at == 4 * CHUNK else None
         await parts.quiet()
         assert file.present.covers(0, 4 * CHUNK)
@@ -221,7 +221,7 @@ async def test_a_disk_that_takes_no_more_sends_readers_past_the_cache(
         await parts.quiet()
         assert parts.quota.reserved == 0
         parts.bucket.fault = lambda _key, _offset: None
-        assert await parts.fetcher.read_unkept(a, 5, MIB) == content(a)[5:]
+        assert await parts.downloader.read_unkept(a, 5, MIB) == content(a)[5:]
 
 
 async def test_without_room_nothing_is_kept_and_nothing_leaks(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ async def test_a_download_counts_from_its_first_reader_on(tmp_path: Path) -> Non
     async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
         file = parts.cache.pin(version("a", MIB))
         before = STALLS.totals().wait
-        started = parts.fetcher.want(file, 0, MIB)
+        started = parts.downloader.want(file, 0, MIB)
         started[0].work.enter(WaitCause.S3_FIRST_BYTE)
         assert STALLS.totals().wait == before
         parts.bucket.hold()

@@ -94,10 +94,10 @@ async def case(tmp_path: Path) -> AsyncIterator[Case]:
         store.gate.set()
 
         def is_busy() -> bool:
-            return parts.fetcher.under_way > 0
+            return parts.downloader.under_way > 0
 
         made = Filler(cast("ClusterTier", tier), store, DOMAIN, parts.cache, is_busy)
-        parts.fetcher.on_fetched = made.fetched
+        parts.downloader.on_fetched = made.fetched
         nursery.start_soon(made.run)
         yield Case(parts, tier, store, made)
         nursery.cancel_scope.cancel()
@@ -136,7 +136,7 @@ async def test_what_a_reader_left_between_the_last_byte_and_the_end_is_stored(ca
     [name] = case.names(version)
     case.tier.missed[name] = Known.NOTHING
     file = case.pinned(version)
-    [download] = case.parts.fetcher.want(file, 0, version.size)
+    [download] = case.parts.downloader.want(file, 0, version.size)
     case.parts.bucket.at_end = download.unwant
     await case.parts.quiet()
     assert download.error is not None, "it was cancelled"

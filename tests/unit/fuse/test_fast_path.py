@@ -220,7 +220,7 @@ async def test_what_was_opened_is_on_record_before_other_tasks_run(tmp_path: Pat
     "change",
     [
         "is_written",
-        "is_superseded",
+        "is_replaced",
         "is_served",
         "is_evicted",
         "is_unchecked",
@@ -239,8 +239,8 @@ async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) ->
             assert error == 0
             assert inode.staged is not None
             inode.served -= 1  # which alone would show it
-        elif change == "is_superseded":
-            operations.inodes.supersede(inode)
+        elif change == "is_replaced":
+            operations.inodes.mark_replaced(inode)
         elif change == "is_served":
             inode.served += 1
         elif change == "is_evicted":

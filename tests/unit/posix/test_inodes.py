@@ -223,8 +223,8 @@ class Kernel(RuleBasedStateMachine):
         return multiple()
 
     @rule(reference=references)
-    def supersede(self, reference: int) -> None:
-        self.table.supersede(self.table.get(reference))
+    def mark_replaced(self, reference: int) -> None:
+        self.table.mark_replaced(self.table.get(reference))
 
     def above(self, nodeid: int) -> Iterator[Inode]:
         at = self.table.get(nodeid).parent

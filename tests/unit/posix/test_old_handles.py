@@ -57,7 +57,7 @@ async def test_what_was_edited_meanwhile_is_still_that_file(mount: MortalMount) 
     async with mount.serving() as process:
         inode = await opened(process, "file")
         # As where the kernel reads by passthrough: to be written to, the name gets a new node.
-        process.operations.inodes.supersede(inode)
+        process.operations.inodes.mark_replaced(inode)
         await process.close(await process.open("file", os.O_WRONLY | os.O_TRUNC))
         await process.save("other", b"x")
         assert await change(process, inode) == (0o600, 7, 9 * 10**9)
@@ -71,7 +71,7 @@ async def test_what_was_edited_meanwhile_is_still_that_file(mount: MortalMount) 
 async def test_the_attributes_that_the_name_got_meanwhile_stay(mount: MortalMount) -> None:
     async with mount.serving() as process:
         inode = await opened(process, "file")
-        process.operations.inodes.supersede(inode)
+        process.operations.inodes.mark_replaced(inode)
         now = await process.node("file")
         await mutations(process).setattr(now.nodeid, NewAttributes(uid=5, mtime_ns=10**9))
         await mutations(process).setattr(inode.nodeid, NewAttributes(mode=0o600))
@@ -89,7 +89,7 @@ async def test_what_was_edited_and_renamed_is_changed_under_its_new_name(
 ) -> None:
     async with mount.serving() as process:
         inode = await opened(process, "file")
-        process.operations.inodes.supersede(inode)
+        process.operations.inodes.mark_replaced(inode)
         await process.close(await process.open("file", os.O_WRONLY | os.O_TRUNC))
         await process.rename("file", "new")
     async with mount.serving() as process:
@@ -105,7 +105,7 @@ async def test_what_was_edited_and_then_removed_is_no_name_any_more(
 ) -> None:
     async with mount.serving() as process:
         inode = await opened(process, "file")
-        process.operations.inodes.supersede(inode)
+        process.operations.inodes.mark_replaced(inode)
         await process.close(await process.open("file", os.O_WRONLY | os.O_TRUNC))
         await process.save("tmp", b"another file")
         if not is_renamed:
@@ -198,9 +198,9 @@ def shown(process: Process, inode: Inode) -> tuple[int, int, int, int, int]:
 async def test_all_nodes_of_a_removed_file_show_the_same(mount: MortalMount, end: str) -> None:
     async with mount.serving() as process:
         first = await opened(process, "file")
-        process.operations.inodes.supersede(first)
+        process.operations.inodes.mark_replaced(first)
         second = await opened(process, "file")
-        process.operations.inodes.supersede(second)
+        process.operations.inodes.mark_replaced(second)
         writing = await process.open("file", os.O_RDWR)
         third = await process.node("file")
         await process.write(writing, 0, b"new")
@@ -308,7 +308,7 @@ async def test_what_somebody_else_has_replaced_while_it_is_opened_to_be_written_
         await come.wait()
         inode = await process.node("file")
         mount.store.put("file", b"theirs")
-        process.operations.inodes.supersede(inode)
+        process.operations.inodes.mark_replaced(inode)
         goes_on.set()
     assert mount.store.contents()["file"] == b"theirs"
 

@@ -35,8 +35,8 @@ MIB = 1 << 20
 WINDOW = LEAST_WIDTH * PART  # of a path that nothing is known of
 
 
-class RecordingFetcher:
-    """A fetcher that records what is wanted; nothing arrives until `bring`."""
+class RecordingDownloader:
+    """A downloader that records what is wanted; nothing arrives until `bring`."""
 
     room = 1 << 40
 
@@ -61,9 +61,9 @@ class RecordingFetcher:
             download.finish(None)
 
 
-def readahead_of(size: int) -> tuple[Readahead, RecordingFetcher]:
-    fetcher = RecordingFetcher(CacheFile("x", size))
-    return Readahead(fetcher, fetcher.file), fetcher  # type: ignore[arg-type]
+def readahead_of(size: int) -> tuple[Readahead, RecordingDownloader]:
+    downloader = RecordingDownloader(CacheFile("x", size))
+    return Readahead(downloader, downloader.file), downloader  # type: ignore[arg-type]
 
 
 def read_all(window: Readahead, start: int, stop: int, step: int = 128 << 10) -> None:
@@ -72,17 +72,17 @@ def read_all(window: Readahead, start: int, stop: int, step: int = 128 << 10) ->
 
 
 def test_the_first_read_at_the_start_asks_for_what_follows() -> None:
-    window, fetcher = readahead_of(1 << 30)
+    window, downloader = readahead_of(1 << 30)
     window.reads(0, 4096)
-    assert fetcher.ranges == [(4096, 4096 + FIRST_WINDOW)]
+    assert downloader.ranges == [(4096, 4096 + FIRST_WINDOW)]
 
 
 def test_reading_in_order_doubles_the_window_up_to_its_largest() -> None:
-    window, fetcher = readahead_of(1 << 40)
+    window, downloader = readahead_of(1 << 40)
     ahead = [0]
     for at in range(0, 4 * WINDOW, MIB):
         window.reads(at, at + MIB)
-        ahead.append(max(stop for _, stop in fetcher.ranges) - at - MIB)
+        ahead.append(max(stop for _, stop in downloader.ranges) - at - MIB)
     assert max(ahead) > WINDOW - PART
     assert max(ahead) <= WINDOW
     # Never further behind than half of the window.
@@ -90,44 +90,44 @@ def test_reading_in_order_doubles_the_window_up_to_its_largest() -> None:
 
 
 def test_a_jump_makes_the_window_small_again() -> None:
-    window, fetcher = readahead_of(1 << 40)
+    window, downloader = readahead_of(1 << 40)
     read_all(window, 0, 256 * MIB)
-    fetcher.ranges.clear()
+    downloader.ranges.clear()
     window.reads(1 << 33, (1 << 33) + 4096)
-    assert fetcher.ranges == []
+    assert downloader.ranges == []
     window.reads((1 << 33) + 4096, (1 << 33) + 8192)
-    assert fetcher.ranges == [((1 << 33) + 8192, (1 << 33) + 8192 + FIRST_WINDOW)]
+    assert downloader.ranges == [((1 << 33) + 8192, (1 << 33) + 8192 + FIRST_WINDOW)]
 
 
 def test_random_reads_ask_for_nothing_ahead() -> None:
-    window, fetcher = readahead_of(1 << 40)
+    window, downloader = readahead_of(1 << 40)
     for number in range(1, 200):
         at = number * 7919 * 64 * MIB % (1 << 40)
         window.reads(at, at + 4096)
-    assert fetcher.ranges == []
+    assert downloader.ranges == []
 
 
 def test_reads_slightly_out_of_order_count_as_in_order() -> None:
-    window, fetcher = readahead_of(1 << 30)
+    window, downloader = readahead_of(1 << 30)
     step = 128 << 10
     for at in range(0, 64 * MIB, 4 * step):
         for shift in (2, 0, 3, 1):
             window.reads(at + shift * step, at + (shift + 1) * step)
-    assert max(stop for _, stop in fetcher.ranges) > 64 * MIB + 8 * MIB
+    assert max(stop for _, stop in downloader.ranges) > 64 * MIB + 8 * MIB
 
 
 def test_a_complete_file_needs_nothing_ahead() -> None:
-    window, fetcher = readahead_of(10 * MIB)
-    fetcher.file.present.add(0, 10 * MIB)
+    window, downloader = readahead_of(10 * MIB)
+    downloader.file.present.add(0, 10 * MIB)
     read_all(window, 0, 10 * MIB)
-    assert fetcher.ranges == []
+    assert downloader.ranges == []
 
 
 def test_closing_loses_interest_in_everything_under_way() -> None:
-    window, fetcher = readahead_of(1 << 30)
+    window, downloader = readahead_of(1 << 30)
     read_all(window, 0, 32 * MIB)
     window.close()
-    assert not any(download.wanted for download in fetcher.downloads)
+    assert not any(download.wanted for download in downloader.downloads)
 
 
 @given(
@@ -147,22 +147,22 @@ def test_closing_loses_interest_in_everything_under_way() -> None:
 def test_a_window_asks_for_each_byte_once_and_for_none_behind_the_end(
     size: int, reads: list[tuple[int, int, bool]]
 ) -> None:
-    window, fetcher = readahead_of(size)
+    window, downloader = readahead_of(size)
     at, jumped = 0, 0
     for distance, length, arrives in reads:
         start = min(max(0, at + distance), size - 1)
         stop = min(size, start + length)
         if abs(start - at) > TOLERANCE:
-            jumped = len(fetcher.ranges)
+            jumped = len(downloader.ranges)
         window.reads(start, stop)
         at = stop if abs(start - at) > TOLERANCE else max(at, stop)
         if arrives:
-            fetcher.bring()
-    for start, stop in fetcher.ranges:
+            downloader.bring()
+    for start, stop in downloader.ranges:
         assert 0 <= start < stop <= size
         assert stop - start <= WINDOW + PART + TOLERANCE + MIB
     seen = RangeMap()
-    for start, stop in fetcher.ranges[jumped:]:
+    for start, stop in downloader.ranges[jumped:]:
         assert seen.add(start, stop) == stop - start
 
 
@@ -196,7 +196,7 @@ async def held(tmp_path: Path) -> AsyncIterator[Parts]:
 
 def start_reading(parts: Parts, info: ObjectInfo) -> None:
     file = parts.cache.pin(info.version)
-    parts.fetcher.want(file, 0, info.size)
+    parts.downloader.want(file, 0, info.size)
     parts.cache.unpin(file)
 
 
@@ -207,7 +207,7 @@ def requested_keys(parts: Parts) -> set[str]:
 async def test_a_few_files_of_a_directory_bring_others(tmp_path: Path) -> None:
     async with held(tmp_path) as parts:
         files = infos(50)
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(files))
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
         for info in files[: FOLDER_AFTER - 1]:
             siblings.opened("d/", info, was_there=False)
         await wait_all_tasks_blocked()
@@ -220,7 +220,7 @@ async def test_a_few_files_of_a_directory_bring_others(tmp_path: Path) -> None:
 async def test_siblings_are_bounded_by_how_many_were_opened(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         others = [ObjectInfo(f"d/{number}-", 1000, '"1"', 0) for number in range(10)]
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(infos(500)))
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(infos(500)))
         for info in others:
             siblings.opened("d/", info, was_there=False)
         await eventually(lambda: len(requested_keys(parts)) == 10 * UNREAD_EACH)
@@ -232,7 +232,7 @@ async def test_siblings_are_bounded_by_how_many_were_opened(tmp_path: Path) -> N
 async def test_siblings_that_are_opened_bring_more(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         files = infos(200)
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(files))
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
         for info in files[:20]:
             siblings.opened("d/", info, was_there=False)
             await parts.quiet()
@@ -245,7 +245,7 @@ async def test_siblings_that_are_opened_bring_more(tmp_path: Path) -> None:
 async def test_siblings_behind_the_reader_come_first(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         files = infos(200)
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(files))
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
         for info in files[100 : 100 + FOLDER_AFTER]:
             siblings.opened("d/", info, was_there=False)
         following = files[100 + FOLDER_AFTER :][: UNREAD_EACH * FOLDER_AFTER]
@@ -255,13 +255,13 @@ async def test_siblings_behind_the_reader_come_first(tmp_path: Path) -> None:
 
 async def test_as_many_siblings_are_under_way_as_the_distance_calls_for(tmp_path: Path) -> None:
     async with held(tmp_path) as parts:
-        parts.fetcher.path.latency_s = 0.03
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(infos(500)))
+        parts.downloader.path.latency_s = 0.03
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(infos(500)))
         others = [ObjectInfo(f"d/{number}-", 1000, '"1"', 0) for number in range(FOLDER_AFTER)]
         for info in others:
             siblings.opened("d/", info, was_there=False)
         siblings._folders["d/"].useful = 400
-        parts.fetcher.most_small = 100
+        parts.downloader.most_small = 100
         siblings.opened("d/", others[0], was_there=False)
         await eventually(lambda: len(requested_keys(parts)) == round(0.03 * FILES_PER_SECOND))
         siblings.close()
@@ -278,7 +278,7 @@ async def test_a_folder_that_was_fetched_whole_begins_the_next_one(tmp_path: Pat
 
     async with cache_in(tmp_path) as parts:
         files = infos(20)
-        siblings = Siblings(parts.fetcher, parts.cache, TwoFolders(files))
+        siblings = Siblings(parts.downloader, parts.cache, TwoFolders(files))
         for info in files:
             siblings.opened("d/", info, was_there=False)
             await parts.quiet()
@@ -292,7 +292,7 @@ async def test_files_without_room_are_next_without_a_chain_of_them(tmp_path: Pat
     async with cache_in(tmp_path, limit=100_000) as parts:
         for number in range(100):
             await parts.fetch(version(f"before {number}", 1000))
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(order))
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(order))
         for info in order[:300]:
             was_there = parts.cache.find(info.version) is not None
             siblings.opened("d/", info, was_there=was_there)
@@ -307,7 +307,7 @@ async def test_files_without_room_are_next_without_a_chain_of_them(tmp_path: Pat
 async def test_large_and_empty_files_are_no_siblings(tmp_path: Path) -> None:
     async with held(tmp_path) as parts:
         order = infos(10, SMALL + 1) + infos(10, 0)
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(order))
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(order))
         for number in range(10):
             siblings.opened("d/", ObjectInfo(f"other{number}", 10, '"1"', 0), was_there=False)
         await wait_all_tasks_blocked()
@@ -319,7 +319,7 @@ async def test_closed_siblings_end_their_downloads(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         parts.bucket.hold()
         files = infos(50)
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(files))
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
         for info in files[:FOLDER_AFTER]:
             siblings.opened("d/", info, was_there=False)
         await eventually(lambda: bool(parts.bucket.running))
@@ -335,7 +335,7 @@ async def test_a_reader_goes_on_when_the_window_that_wanted_it_has_closed(tmp_pa
         big = version("big", 64 * MIB)
         parts.bucket.hold()
         file = parts.cache.pin(big)
-        window = Readahead(parts.fetcher, file)
+        window = Readahead(parts.downloader, file)
         window.reads(0, MIB)
         await eventually(lambda: bool(parts.bucket.running))
         async with trio.open_nursery() as nursery:
@@ -356,7 +356,7 @@ async def test_reading_in_order_never_asks_twice_for_what_is_under_way(tmp_path:
     async with cache_in(tmp_path) as parts:
         big = version("big", 40 * MIB + 77)
         file = parts.cache.pin(big)
-        window = Readahead(parts.fetcher, file)
+        window = Readahead(parts.downloader, file)
         for at in range(0, big.size, MIB):
             stop = min(at + MIB, big.size)
             window.reads(at, stop)
@@ -369,77 +369,77 @@ async def test_reading_in_order_never_asks_twice_for_what_is_under_way(tmp_path:
 
 
 def test_several_stretches_of_one_handle_have_windows_of_their_own() -> None:
-    readahead, fetcher = readahead_of(1 << 40)
+    readahead, downloader = readahead_of(1 << 40)
     starts = [number << 34 for number in range(4)]
     for at in range(0, 64 * MIB, MIB):
         for start in starts:
             readahead.reads(start + at, start + at + MIB)
     for start in starts:
-        mine = [stop for begin, stop in fetcher.ranges if start <= begin < start + (1 << 34)]
+        mine = [stop for begin, stop in downloader.ranges if start <= begin < start + (1 << 34)]
         assert max(mine) > start + 64 * MIB
     # What the first jumps ended, as they could have been those of a single reader, came again.
-    assert all(download.wanted for download in fetcher.downloads[-4 * len(starts) :])
+    assert all(download.wanted for download in downloader.downloads[-4 * len(starts) :])
 
 
 def test_a_reader_that_goes_on_elsewhere_leaves_nothing_under_way() -> None:
-    readahead, fetcher = readahead_of(1 << 40)
+    readahead, downloader = readahead_of(1 << 40)
     read_all(readahead, 0, 32 * MIB)
     readahead.reads(1 << 33, (1 << 33) + 4096)
-    assert not any(download.wanted for download in fetcher.downloads)
+    assert not any(download.wanted for download in downloader.downloads)
 
 
 def test_reading_backwards_brings_what_comes_before() -> None:
-    readahead, fetcher = readahead_of(1 << 30)
+    readahead, downloader = readahead_of(1 << 30)
     for at in range(1 << 29, (1 << 29) - 32 * MIB, -MIB):
         readahead.reads(at - MIB, at)
-    low = min(start for start, _ in fetcher.ranges)
+    low = min(start for start, _ in downloader.ranges)
     assert low < (1 << 29) - 32 * MIB - FIRST_WINDOW
     # Where reads in order are guessed nothing is wanted twice.
     seen = RangeMap()
-    for start, stop in fetcher.ranges:
+    for start, stop in downloader.ranges:
         assert seen.add(start, stop) == stop - start
 
 
 def test_equal_steps_bring_the_next_ones_and_nothing_between() -> None:
-    readahead, fetcher = readahead_of(1 << 40)
+    readahead, downloader = readahead_of(1 << 40)
     step, length = 50 * MIB, 128 << 10
     for number in range(20):
         readahead.reads(number * step + MIB, number * step + MIB + length)
-    wanted = {start for start, _ in fetcher.ranges if start > 4 * step}
+    wanted = {start for start, _ in downloader.ranges if start > 4 * step}
     assert {number * step + MIB for number in range(5, 22)} <= wanted
     assert all(start % step == MIB for start in wanted)
-    assert all(stop - start == length for start, stop in fetcher.ranges if start > step)
+    assert all(stop - start == length for start, stop in downloader.ranges if start > step)
 
 
 def test_a_share_that_gets_smaller_brings_no_more_steps() -> None:
-    readahead, fetcher = readahead_of(1 << 40)
+    readahead, downloader = readahead_of(1 << 40)
     step = 50 * MIB
     for number in range(20):
         readahead.reads(number * step, number * step + MIB)
-    others = [Readahead(fetcher, fetcher.file) for _ in range(7)]  # type: ignore[arg-type]
+    others = [Readahead(downloader, downloader.file) for _ in range(7)]  # type: ignore[arg-type]
     for other in others:
-        fetcher.path.share(other)
-    before = len(fetcher.ranges)
+        downloader.path.share(other)
+    before = len(downloader.ranges)
     for number in range(20, 40):
         readahead.reads(number * step, number * step + MIB)
-    assert len(fetcher.ranges) < before + 40
+    assert len(downloader.ranges) < before + 40
 
 
 def test_unequal_steps_bring_nothing() -> None:
-    readahead, fetcher = readahead_of(1 << 40)
+    readahead, downloader = readahead_of(1 << 40)
     at = 1 << 30
     for number in range(1, 30):
         at += number * 20 * MIB
         readahead.reads(at, at + 4096)
-    assert fetcher.ranges == []
+    assert downloader.ranges == []
 
 
 async def test_a_file_that_is_read_all_over_is_fetched_whole(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=1 << 30) as parts:
         big = version("big", 40 * MIB + 5)
         file = parts.cache.pin(big)
-        parts.fetcher.path.rate = 1e6
-        readahead = Readahead(parts.fetcher, file)
+        parts.downloader.path.rate = 1e6
+        readahead = Readahead(parts.downloader, file)
         at = 24 * MIB
         readahead.reads(at, at + 4096)
         readahead.waited(10.0, 11.0)  # of the 5 s that all of it would take
@@ -458,8 +458,8 @@ async def test_a_file_that_is_read_all_over_is_fetched_whole(tmp_path: Path) -> 
 async def test_a_file_that_would_fill_the_cache_is_not_fetched_whole(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=60 * MIB) as parts:
         file = parts.cache.pin(version("big", 40 * MIB))
-        parts.fetcher.path.rate = 1e6
-        readahead = Readahead(parts.fetcher, file)
+        parts.downloader.path.rate = 1e6
+        readahead = Readahead(parts.downloader, file)
         readahead.reads(24 * MIB, 24 * MIB + 4096)
         readahead.waited(10.0, 10.0 + 100)
         await parts.quiet()
@@ -471,8 +471,8 @@ async def test_a_file_that_would_fill_the_cache_is_not_fetched_whole(tmp_path: P
 async def test_a_closed_reader_ends_the_fetching_of_its_whole_file(tmp_path: Path) -> None:
     async with held(tmp_path) as parts:
         file = parts.cache.pin(version("big", 200 * MIB))
-        parts.fetcher.path.rate = 1e6
-        readahead = Readahead(parts.fetcher, file)
+        parts.downloader.path.rate = 1e6
+        readahead = Readahead(parts.downloader, file)
         readahead.reads(24 * MIB, 24 * MIB + 4096)
         readahead.waited(10.0, 10.0 + 1000)
         await eventually(lambda: bool(parts.bucket.running))
@@ -489,7 +489,7 @@ def shards(count: int) -> list[ObjectInfo]:
 async def test_the_next_shard_is_begun_before_it_is_opened(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         files = shards(5)
-        next_files = NextFiles(parts.fetcher, parts.cache, OneFolder(files))
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
         next_files.go_on("d/", files[1], 2 * PART + 5)
         await parts.quiet()
         assert sorted(parts.bucket.requested) == [
@@ -503,7 +503,7 @@ async def test_little_is_fetched_of_the_next_file_before_a_guess_was_right(tmp_p
     async with cache_in(tmp_path) as parts:
         files = shards(5)
         small = [ObjectInfo(info.key, 60 * MIB, info.etag, 0) for info in files]
-        next_files = NextFiles(parts.fetcher, parts.cache, OneFolder(files))
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
         next_files.go_on("d/", small[0], 8 * PART)
         await parts.quiet()
         assert not parts.bucket.requested
@@ -521,7 +521,7 @@ async def test_a_shard_that_is_open_is_passed_over(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         files = shards(5)
         read = parts.cache.pin(files[1].version)
-        next_files = NextFiles(parts.fetcher, parts.cache, OneFolder(files))
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
         next_files.go_on("d/", files[0], PART)
         await parts.quiet()
         assert requested_keys(parts) == {files[2].key}
@@ -532,7 +532,7 @@ async def test_a_shard_that_is_open_is_passed_over(tmp_path: Path) -> None:
 async def test_the_last_shard_has_none_behind_it(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         files = shards(5)
-        next_files = NextFiles(parts.fetcher, parts.cache, OneFolder(files))
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
         next_files.go_on("d/", files[-1], PART)
         await parts.quiet()
         assert not parts.bucket.requested
@@ -541,7 +541,7 @@ async def test_the_last_shard_has_none_behind_it(tmp_path: Path) -> None:
 async def test_wrong_guesses_of_the_next_shard_end_the_guessing(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         files = shards(20)
-        next_files = NextFiles(parts.fetcher, parts.cache, OneFolder(files))
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
         next_files.go_on("d/", files[1], PART)
         for info in files[10:13]:
             next_files.opened("d/", info.key, was_there=False)
@@ -556,7 +556,7 @@ async def test_siblings_that_were_evicted_unread_make_room_for_others(
 ) -> None:
     monkeypatch.setattr(file_cache, "MOST_KEPT_OPEN", 0)  # for nothing that is open is evicted
     async with cache_in(tmp_path, limit=16 * MIB) as parts:
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(infos(400, 100 << 10)))
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(infos(400, 100 << 10)))
 
         async def miss(prefix: str, count: int) -> int:
             """Open files that are not there; return how many others have been requested."""
@@ -579,7 +579,7 @@ async def test_siblings_that_were_evicted_unread_make_room_for_others(
 
 async def test_a_folder_that_is_read_no_more_holds_up_no_other(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=16 * MIB) as parts:
-        siblings = Siblings(parts.fetcher, parts.cache, OneFolder(infos(400, 100 << 10)))
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(infos(400, 100 << 10)))
         for prefix in ("d/", "e/"):
             before = len(requested_keys(parts))
             for number in range(10):
@@ -594,7 +594,7 @@ async def test_a_shard_that_was_begun_is_fetched_on_as_its_reader_comes_near(
 ) -> None:
     async with cache_in(tmp_path) as parts:
         files = shards(5)
-        next_files = NextFiles(parts.fetcher, parts.cache, OneFolder(files))
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
         for count in (1, 1, 2):
             next_files.go_on("d/", files[1], count * PART)
             await parts.quiet()
@@ -614,7 +614,7 @@ async def test_a_shard_that_was_begun_is_fetched_on_as_its_reader_comes_near(
 async def test_opening_a_shard_goes_on_with_what_is_under_way(tmp_path: Path) -> None:
     async with held(tmp_path) as parts:
         files = shards(5)
-        next_files = NextFiles(parts.fetcher, parts.cache, OneFolder(files))
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
         next_files.go_on("d/", files[1], PART)
         await eventually(lambda: bool(parts.bucket.running))
         next_files.opened("d/", files[2].key, was_there=True)
@@ -626,7 +626,7 @@ async def test_opening_a_shard_goes_on_with_what_is_under_way(tmp_path: Path) ->
 async def test_guesses_that_were_wrong_are_tried_again_after_a_while(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         files = shards(60)
-        next_files = NextFiles(parts.fetcher, parts.cache, OneFolder(files))
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
         next_files.go_on("d/", files[1], PART)
         for info in files[50:53]:
             next_files.opened("d/", info.key, was_there=False)

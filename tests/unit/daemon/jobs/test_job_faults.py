@@ -40,7 +40,7 @@ def warmer_of(parts: Parts, directory: Path) -> CacheWarmer:
         source=MountSource("bucket"), mountpoint=directory / "mnt", cache_dir=directory
     )
     store = cast(Any, parts.bucket)
-    return CacheWarmer(store, parts.cache, parts.fetcher, settings, Selector(store, ""))
+    return CacheWarmer(store, parts.cache, parts.downloader, settings, Selector(store, ""))
 
 
 def faulty(what: str, _key: str) -> None:
@@ -69,7 +69,7 @@ async def test_a_file_may_be_uploaded_and_closed_while_another_one_is_verified(
     monkeypatch.setattr(staged_sums, "check", check)
     async with cache_in(tmp_path / "cache") as parts, trio.open_nursery() as nursery:
         verifier = Verifier(
-            parts.bucket, parts.cache, parts.fetcher, "", nursery, lambda _key: [one, other]
+            parts.bucket, parts.cache, parts.downloader, "", nursery, lambda _key: [one, other]
         )
         job = verifier.start("")
         await eventually(lambda: job.has_ended)
@@ -96,7 +96,7 @@ async def test_what_cannot_be_opened_or_has_gone_is_not_counted_as_compared(
             if path.name.startswith(parts.cache.name_of(info("b").version))
         )
         gone.unlink()
-        verifier = Verifier(bucket, parts.cache, parts.fetcher, "", nursery, lambda _key: [])
+        verifier = Verifier(bucket, parts.cache, parts.downloader, "", nursery, lambda _key: [])
         monkeypatch.setattr(parts.cache._disk, "open_to_examine", refuse)
         job = verifier.start("")
         await eventually(lambda: job.has_ended)
@@ -189,7 +189,7 @@ async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Pat
         copies = LocalCopies(
             parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
         )
-        verifier = Verifier(bucket, parts.cache, parts.fetcher, "", nursery, lambda _key: [])
+        verifier = Verifier(bucket, parts.cache, parts.downloader, "", nursery, lambda _key: [])
         jobs = [copies.job("a", is_new=True), verifier.start("a")]
         await eventually(lambda: all(job.has_ended for job in jobs))
         assert ["fault" in (job.why or "") for job in jobs] == [True, True]
@@ -220,7 +220,7 @@ async def test_a_slow_cluster_cache_does_not_keep_a_job_from_fetching(
     heads = cast(Any, SimpleNamespace(lacks_version=lambda _info: False))
     async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
         warmer = CacheWarmer(
-            store, parts.cache, parts.fetcher, settings, Selector(store, ""), cast(Any, filler)
+            store, parts.cache, parts.downloader, settings, Selector(store, ""), cast(Any, filler)
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(warmer.run, FRESH, heads)

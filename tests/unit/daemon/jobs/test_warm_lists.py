@@ -30,7 +30,7 @@ def warmer(parts: Parts, directory: Path) -> CacheWarmer:
     source, mountpoint = MountSource("bucket"), directory / "mnt"
     settings = MountSettings(source=source, mountpoint=mountpoint, cache_dir=directory)
     bucket = cast(Any, parts.bucket)
-    return CacheWarmer(bucket, parts.cache, parts.fetcher, settings, Selector(bucket, ""))
+    return CacheWarmer(bucket, parts.cache, parts.downloader, settings, Selector(bucket, ""))
 
 
 async def test_a_list_of_two_jobs_stays_until_both_have_ended(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ EVENT = st.one_of(
     st.tuples(st.just("opened"), U64, IDS, IDS, st.integers(0, 2**32 - 1), st.integers(0, 2)),
     st.tuples(st.just("closed"), IDS),
     st.tuples(st.just("negotiated"), st.binary(max_size=64)),
-    st.tuples(st.just("superseded"), IDS),
+    st.tuples(st.just("replaced"), IDS),
     st.tuples(st.just("table"), U64, U64, st.integers(0, 2**63 - 1)),
 )
 
@@ -66,7 +66,7 @@ def tell(log: Journal, model: KernelState, event: tuple) -> None:
         case ("gone", nodeid):
             log.gone(nodeid)
             model.nodes.pop(nodeid, None)
-            model.superseded.discard(nodeid)
+            model.replaced.discard(nodeid)
         case ("opened", unique, fh, nodeid, flags, mode):
             log.opened(unique, fh, nodeid, flags, mode, 7)
             model.handles[fh] = LoggedHandle(unique, fh, nodeid, flags, mode, 7)
@@ -77,9 +77,9 @@ def tell(log: Journal, model: KernelState, event: tuple) -> None:
         case ("negotiated", init_out):
             log.negotiated(init_out)
             model.init_out = init_out
-        case ("superseded", nodeid):
-            log.superseded(nodeid)
-            model.superseded.add(nodeid)
+        case ("replaced", nodeid):
+            log.replaced(nodeid)
+            model.replaced.add(nodeid)
             model.next_id = max(model.next_id, nodeid + 1)
         case ("table", next_id, next_fh, mounted_ns):
             log.table(next_id, next_fh, mounted_ns)
@@ -96,8 +96,8 @@ def retell(log: Journal, model: KernelState) -> Iterator[None]:
         if nodeid in model.nodes:
             node = model.nodes[nodeid]
             log.node(inode(nodeid, node.parent, node.ino, node.name, node.info, node.nlookup))
-    for nodeid in list(model.superseded):
-        log.superseded(nodeid)
+    for nodeid in list(model.replaced):
+        log.replaced(nodeid)
     for fh in list(model.handles):
         yield
         if fh in model.handles:
@@ -318,11 +318,11 @@ def test_a_mount_without_a_log_gets_none_of_another_mount(tmp_path: Path) -> Non
     young.close(remove=False)
 
 
-def test_the_number_of_a_node_that_is_superseded_alone_is_not_used_again(tmp_path: Path) -> None:
+def test_the_number_of_a_node_that_is_replaced_alone_is_not_used_again(tmp_path: Path) -> None:
     """As one has that was listed, and that the kernel did not get to know."""
     log = Journal(tmp_path / "journal")
     log.table(20, 1, 1)
-    log.superseded(30)
+    log.replaced(30)
     log.close(remove=False)
     assert replay(tmp_path / "journal").state.next_id == 31
 
