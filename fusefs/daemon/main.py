@@ -63,7 +63,7 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal, NoJournal
 from fusefs.posix.journal.restore import restore
 from fusefs.posix.late.repair import Repairer, show_repaired
-from fusefs.posix.late.requests import LateRequests
+from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.posix.mount_state import MountState, Writing
@@ -429,7 +429,7 @@ class Daemon:
     def _writing(self, mounted_ns: int) -> Writing:
         settings, identity = self.settings, self._identity
         with usable(settings.cache_dir):
-            late = LateRequests(
+            late = UncertainKeys(
                 late_requests_directory(settings, mounted_ns),
                 identity,
                 settings.late_request_checks,

@@ -245,7 +245,7 @@ def _writing(daemon: MountParts) -> dict[str, Any] | None:
 
 def _late_requests(daemon: MountParts) -> dict[str, int]:
     """How many keys are uncertain, and how many changes were repaired."""
-    late = daemon.watched.late if daemon.watched is not None else None
+    late = daemon.watched.uncertain_keys if daemon.watched is not None else None
     return {"uncertain": len(late or ()), "repairs": late.repairs if late is not None else 0}
 
 

@@ -11,7 +11,7 @@ import trio
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.file_cache import FileCache
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.late.requests import LateRequests
+from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
 from fusefs.posix.nodes.notifier import Notifier
@@ -37,7 +37,7 @@ class Writing:
 
     Uploads, and changes whose caller was killed, run in `nursery`. Renames of
     directories are on record in the directory `renames`. `make_room` has the
-    cache give up what the disk needs. `late` are the keys that requests without
+    cache give up what the disk needs. `uncertain_keys` are the keys that requests without
     an answer may still change.
     """
 
@@ -46,7 +46,7 @@ class Writing:
     nursery: trio.Nursery
     rules: Rules
     make_room: Callable[[], Awaitable[None]]
-    late: LateRequests | None = None
+    uncertain_keys: UncertainKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)

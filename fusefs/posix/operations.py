@@ -69,7 +69,7 @@ class Operations:
         settled, writer = state, None
         if writing is not None:
             removals = Removals(
-                state.store, writing.staging.directory, writing.nursery, writing.late
+                state.store, writing.staging.directory, writing.nursery, writing.uncertain_keys
             )
             touched = TouchedKeys()
             removals.is_renaming = touched.covers

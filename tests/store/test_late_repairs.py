@@ -9,7 +9,7 @@ import trio
 
 from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.request_log import DELETE, Change
-from fusefs.posix.late.requests import LateRequests, Uncertain
+from fusefs.posix.late.uncertain_keys import UncertainKey, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import ObjectInfo
@@ -25,15 +25,15 @@ async def test_metadata_that_cannot_be_sent_again_keep_no_content_from_being_put
 ) -> None:
     """An object of another client's that was renamed here keeps what that wrote beside it."""
     async with opened(bucket, bucket.server.endpoint_url) as inner:
-        late = LateRequests(tmp_path / "late", "bucket", (60.0,))
+        late = UncertainKeys(tmp_path / "late", "bucket", (60.0,))
         store = WatchedStore(inner, late)
-        entry = late.note(Change(DELETE, "file"))
+        entry = late.note_unanswered(Change(DELETE, "file"))
         content = late.content_path(entry)
         content.write_bytes(b"content")
         metadata = {"title": "caf\xe9", "owner": "x"}
         expected = ObjectInfo("file", 7, '"gone"', 0, metadata=metadata)
         late.expect(entry, expected, content.name)
-        await Repairer(store, lambda _key, _state: None).look(entry)
+        await Repairer(store, lambda _key, _state: None).check(entry)
         assert stored(bucket, "file") == b"content"
         assert without_token((await store.head("file")).metadata or {}) == {"owner": "x"}
     store.close(remove=False)
@@ -42,7 +42,7 @@ async def test_metadata_that_cannot_be_sent_again_keep_no_content_from_being_put
 async def test_a_fault_about_one_key_ends_no_mount(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(_repairer: Repairer, entry: Uncertain) -> bool:
+    async def fail(_repairer: Repairer, entry: UncertainKey) -> bool:
         raise ValueError(f"a fault about {entry.key}")
 
     monkeypatch.setattr(Repairer, "_is_right", fail)
@@ -50,10 +50,12 @@ async def test_a_fault_about_one_key_ends_no_mount(
         opened(bucket, bucket.server.endpoint_url) as inner,
         trio.open_nursery() as nursery,
     ):
-        late = LateRequests(tmp_path / "late", "bucket", (0.0,))
+        late = UncertainKeys(tmp_path / "late", "bucket", (0.0,))
         store = WatchedStore(inner, late)
         for key in ("one", "two"):
-            late.expect(late.note(Change(DELETE, key)), ObjectInfo(key, 0, '"e"', 0), None)
+            late.expect(
+                late.note_unanswered(Change(DELETE, key)), ObjectInfo(key, 0, '"e"', 0), None
+            )
         nursery.start_soon(Repairer(store, lambda _key, _state: None).run)
         await eventually(lambda: not len(late))
         nursery.cancel_scope.cancel()

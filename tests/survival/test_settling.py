@@ -16,7 +16,7 @@ import trio
 from fusefs.cache.listing_cache import NoPages
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.late.request_log import PUT, Change, RequestLog
-from fusefs.posix.late.requests import SETTLE_S, LateRequests, boottime
+from fusefs.posix.late.uncertain_keys import SETTLE_S, UncertainKeys, boottime
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.store.interface import ObjectVersion
 from tests.support.local_cache import Bucket as MemoryBucket
@@ -100,8 +100,8 @@ async def test_changes_of_keys_with_open_requests_wait_and_no_others(
 
     async with opened(bucket, faulty.endpoint_url) as inner, trio.open_nursery() as nursery:
         begun = boottime()
-        store = WatchedStore(inner, LateRequests(mounts / "one", "bucket", (60.0,)))
-        for entry in store.late:
+        store = WatchedStore(inner, UncertainKeys(mounts / "one", "bucket", (60.0,)))
+        for entry in store.uncertain_keys:
             assert entry.settled_at >= begun + SETTLE_S
             entry.settled_at += 1000.0
         put = partial(store.put_file, fd=fd, size=10, metadata={}, content_type=None)

@@ -1,9 +1,9 @@
-"""Uncertain keys are looked at again, and what a late request has undone is put back.
+"""Checks of uncertain keys, and repairs of what a late request has undone.
 
-requests.py tells which keys, when, and what is expected of them. A repair
-is a change like any other: with a condition about what was found, where the
-store honours conditions, and on record while it is under way, so that a repair
-without an answer makes the key uncertain anew.
+uncertain_keys.py says what a late request is, which key is checked when, and what is
+expected of it. A repair is a change like any other: with a condition about what was
+found, where the store honours conditions, and on record while it is under way, so that
+a repair without an answer makes the key uncertain anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import trio
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
-from fusefs.posix.late.requests import LateRequests, State, Uncertain, Verdict, boottime
+from fusefs.posix.late.uncertain_keys import (
+    CheckResult,
+    KeyState,
+    UncertainKey,
+    UncertainKeys,
+    boottime,
+)
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.metadata import object_metadata
 from fusefs.posix.nodes.inode_table import Inode
@@ -30,13 +36,15 @@ from fusefs.store.s3.head import sendable
 logger = logging.getLogger("fusefs.late")
 
 AT_ONCE = 8
-# A key whose HEAD failed is looked at again after this.
+# A key whose HEAD failed is checked again after this.
 RETRY_S = 5.0
-# How often a key is looked at anew where it changed while it was repaired.
+# How often a key is checked anew where it changed while it was repaired.
 TRIES = 3
 
 
-def show_repaired(operations: Operations, directories: Directories, key: str, state: State) -> None:
+def show_repaired(
+    operations: Operations, directories: Directories, key: str, state: KeyState
+) -> None:
     """Have names and attributes show what a repair has made of a key."""
     stem = key.removesuffix("/")
     cut = stem.rfind("/") + 1
@@ -58,49 +66,52 @@ def show_repaired(operations: Operations, directories: Directories, key: str, st
 
 
 class Repairer:
-    """Looks at one mount's uncertain keys. `changed` is called with what a repair made of a key."""
+    """Checks one mount's uncertain keys; calls `changed` with what a repair made of a key."""
 
-    def __init__(self, store: WatchedStore, changed: Callable[[str, State], None]) -> None:
+    def __init__(self, store: WatchedStore, changed: Callable[[str, KeyState], None]) -> None:
         self._store = store
-        self._late: LateRequests = store.late
+        self._uncertain_keys: UncertainKeys = store.uncertain_keys
         self._changed = changed
 
     async def run(self) -> None:
-        """Look at each uncertain key when it is due, until cancelled."""
-        failed: dict[Uncertain, float] = {}
+        """Check each uncertain key when it is due, until cancelled."""
+        failed: dict[UncertainKey, float] = {}
         while True:
-            self._late.woken = trio.Event()
+            self._uncertain_keys.woken = trio.Event()
             now = boottime()
             failed = {one: at for one, at in failed.items() if not one.is_over}
-            times = {one: max(self._late.due_at(one), failed.get(one, 0.0)) for one in self._late}
+            times = {
+                one: max(self._uncertain_keys.due_at(one), failed.get(one, 0.0))
+                for one in self._uncertain_keys
+            }
             due = [one for one, at in times.items() if at <= now]
             if due:
-                await self._look_at_all(due, failed)
+                await self._check_all(due, failed)
                 continue
             wait_s = min(times.values(), default=float("inf")) - now
             with trio.move_on_after(wait_s):
-                await self._late.woken.wait()
+                await self._uncertain_keys.woken.wait()
 
-    async def _look_at_all(self, due: list[Uncertain], failed: dict[Uncertain, float]) -> None:
+    async def _check_all(self, due: list[UncertainKey], failed: dict[UncertainKey, float]) -> None:
         todo = iter(due)
 
         async def go_on() -> None:
             for one in todo:
                 try:
-                    await self.look(one)
+                    await self.check(one)
                 except StoreError as error:
                     failed[one] = boottime() + RETRY_S
                     logger.info("%s could not be looked at again: %s", one.key, error)
                 except Exception:  # a fault about one key is none about the others, and all goes on
                     logger.exception("%s could not be looked at again", one.key)
-                    self._late.looked(one)
+                    self._uncertain_keys.note_checked(one)
 
         async with trio.open_nursery() as nursery:
             for _ in range(min(AT_ONCE, len(due))):
                 nursery.start_soon(go_on)
 
-    async def look(self, entry: Uncertain) -> None:
-        """Look at a key again, and put back what is expected if a late request has undone it.
+    async def check(self, entry: UncertainKey) -> None:
+        """Check a key, and put back what is expected if a late request has undone it.
 
         Raises:
             StoreError: a request failed.
@@ -112,18 +123,18 @@ class Repairer:
                 if entry.is_harmless or await self._is_right(entry):
                     break
             if not entry.is_over:
-                self._late.looked(entry)
+                self._uncertain_keys.note_checked(entry)
         if not entry.is_over and not entry.is_harmless:
             await self._store.fetch_content(entry)
 
-    async def _is_right(self, entry: Uncertain) -> bool:
-        """Whether nothing is left to be done about a key; False if it is to be judged anew."""
-        found = await self._store.found(entry.key)
-        verdict = entry.judge(found)
-        if verdict == Verdict.FOREIGN:
+    async def _is_right(self, entry: UncertainKey) -> bool:
+        """Whether nothing is left to be done about a key; False if it is to be checked anew."""
+        found = await self._store.current_state(entry.key)
+        result = entry.check(found)
+        if result == CheckResult.FOREIGN:
             logger.info("%s is somebody else's by now", entry.key)
-            self._late.expect(entry, None, None)
-        if verdict != Verdict.UNDONE:
+            self._uncertain_keys.expect(entry, None, None)
+        if result != CheckResult.UNDONE:
             return True
         if isinstance(entry.expected, Absent) and await self._has_more(entry.key):
             return True
@@ -133,9 +144,9 @@ class Repairer:
             return False  # somebody was faster
         except LookupError as error:
             logger.error("%s was undone by a late request, for good: %s", entry.key, error)
-            self._late.expect(entry, None, None)
+            self._uncertain_keys.expect(entry, None, None)
             return True
-        self._late.repairs += 1
+        self._uncertain_keys.repairs += 1
         what = "is removed again" if isinstance(made, Absent) else "is put back"
         logger.warning("%s was undone by a late request of this mount, and %s", entry.key, what)
         self._changed(entry.key, made)
@@ -148,7 +159,7 @@ class Repairer:
         page = await self._store.list_page(key, delimiter="", max_keys=2)
         return any(info.key != key for info in page.objects)
 
-    async def _put_back(self, entry: Uncertain, found: State) -> State:
+    async def _put_back(self, entry: UncertainKey, found: KeyState) -> KeyState:
         """Have an uncertain key, whose lock is held, be as expected; return what it is then.
 
         Raises:
@@ -179,7 +190,12 @@ class Repairer:
         return made
 
     def _expect(
-        self, entry: Uncertain, expected: State, made: State, content: str | None, change: Change
+        self,
+        entry: UncertainKey,
+        expected: KeyState,
+        made: KeyState,
+        content: str | None,
+        change: Change,
     ) -> None:
         """What was `expected` has been put back; a repeated request may have ended meanwhile.
 
@@ -187,16 +203,18 @@ class Repairer:
             ConflictError: it has, and something else is expected.
         """
         if entry.expected is not expected:
-            self._late.undo(entry, change)
+            self._uncertain_keys.note_unwanted(entry, change)
             raise ConflictError(f"{entry.key} was changed while it was put back")
-        self._late.expect(entry, made, content)
+        self._uncertain_keys.expect(entry, made, content)
 
     async def _put_content(
-        self, entry: Uncertain, expected: ObjectInfo, found: State, token: ChangeToken
+        self, entry: UncertainKey, expected: ObjectInfo, found: KeyState, token: ChangeToken
     ) -> ObjectInfo:
         if entry.content is None and expected.size:
             raise LookupError("its content is not on the local disk")
-        path = os.devnull if entry.content is None else self._late.directory / entry.content
+        path = (
+            os.devnull if entry.content is None else self._uncertain_keys.directory / entry.content
+        )
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

@@ -5,7 +5,7 @@
 
 A process that is killed leaves requests behind that the server may execute
 later. The next process reads here which keys they concern, and what they would
-make of them (requests.py).
+make of them (uncertain_keys.py, which says what a late request is).
 
 The slots are in a file that is mapped shared: to fill one is a copy into memory,
 which the kernel keeps when the process is killed; there is no fsync, for with
@@ -73,7 +73,7 @@ class RequestLog:
     """The changes of one mount that are under way. Belongs to the event loop."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the log, empty; what an earlier process has left is read with `left_in` before.
+        """Open the log, empty; `unanswered_in` reads what an earlier process has left, before.
 
         Raises:
             OSError: the disk does not take it.
@@ -154,7 +154,7 @@ class RequestLog:
             (self._directory / "requests").unlink(missing_ok=True)
 
 
-def left_in(directory: Path) -> list[Change]:
+def unanswered_in(directory: Path) -> list[Change]:
     """The changes that were under way when the process whose log this is was killed. Blocks."""
     left: list[Change] = []
     try:

@@ -2,7 +2,7 @@
 
 A change of a key that no request is out for costs two copies into memory beside
 the request itself (request_log.py). Where an attempt of it got no answer, the
-key is uncertain once the change has ended, well or badly (requests.py).
+key is uncertain once the change has ended, well or badly (uncertain_keys.py).
 
 A change of an uncertain key takes longer: it is made alone, its content is
 copied to the local disk before it is sent, and what it made of the key is on
@@ -25,7 +25,7 @@ import trio
 
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
-from fusefs.posix.late.requests import LateRequests, State, Uncertain, boottime
+from fusefs.posix.late.uncertain_keys import KeyState, UncertainKey, UncertainKeys, boottime
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
@@ -48,7 +48,7 @@ FETCHED_AT_ONCE = 64 << 20
 TRIES = 5
 
 
-class _Open:
+class _ChangeUnderWay:
     """A change that is under way, of one key or, in a DeleteObjects request, of more."""
 
     __slots__ = ("is_doubtful", "keys")
@@ -58,37 +58,39 @@ class _Open:
         self.is_doubtful = False
 
 
-class _OnRecord(_Open):
+class _RecordedChange(_ChangeUnderWay):
     """A change of one key while it is on record: a class costs half of what a generator does."""
 
-    __slots__ = ("_change", "_late", "_others", "_slot")
+    __slots__ = ("_change", "_others", "_slot", "_uncertain_keys")
 
-    def __init__(self, change: Change, late: LateRequests, others: set[_Open]) -> None:
+    def __init__(
+        self, change: Change, uncertain_keys: UncertainKeys, others: set[_ChangeUnderWay]
+    ) -> None:
         super().__init__((change.key,))
         self._change = change
-        self._late = late
+        self._uncertain_keys = uncertain_keys
         self._others = others
         self._slot = -1
 
     def __enter__(self) -> None:
         self._others.add(self)
-        self._slot = self._late.log.begin(self._change)
+        self._slot = self._uncertain_keys.log.begin(self._change)
 
     def __exit__(self, *_: object) -> None:
         self._others.remove(self)
         if self.is_doubtful:
-            self._late.note(self._change)
-        self._late.log.end(self._slot)
+            self._uncertain_keys.note_unanswered(self._change)
+        self._uncertain_keys.log.end(self._slot)
 
 
 class WatchedStore:
     """As `Store`; belongs to the event loop."""
 
-    def __init__(self, store: S3Store, late: LateRequests) -> None:
+    def __init__(self, store: S3Store, uncertain_keys: UncertainKeys) -> None:
         self.inner = store
-        self.late = late
+        self.uncertain_keys = uncertain_keys
         self.tokens = store.tokens
-        self._open: set[_Open] = set()
+        self._open: set[_ChangeUnderWay] = set()
         self._copying = trio.CapacityLimiter(4)
         store.requester.on_unanswered = self._unanswered
         # What changes nothing is the store's.
@@ -108,11 +110,7 @@ class WatchedStore:
 
     def close(self, *, remove: bool) -> None:
         """Nothing is under way any more; with `remove` the mount has ended."""
-        self.late.close(remove=remove and not self._open)
-
-    def is_uncertain(self, key: str) -> bool:
-        """Whether a request without an answer may change a key still."""
-        return self.late.get(key) is not None
+        self.uncertain_keys.close(remove=remove and not self._open)
 
     # Changes
 
@@ -140,7 +138,7 @@ class WatchedStore:
             condition=condition,
             token=token,
         )
-        if self.late.get(key) is None:
+        if self.uncertain_keys.get(key) is None:
             with self.on_record(change):
                 return await send()
         async with (
@@ -181,7 +179,7 @@ class WatchedStore:
             token=token,
             is_own=is_own,
         )
-        if self.late.get(key) is None:
+        if self.uncertain_keys.get(key) is None:
             with self.on_record(change):
                 return await send()
         is_covered = key != source.key and self._covers(key, condition)
@@ -196,7 +194,7 @@ class WatchedStore:
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         """As `Store.delete`."""
         change = Change(DELETE, key)
-        if self.late.get(key) is None:
+        if self.uncertain_keys.get(key) is None:
             with self.on_record(change):
                 await self.inner.delete(key, etag, adopts=adopts)
             return
@@ -214,7 +212,7 @@ class WatchedStore:
             held = [
                 await stack.enter_async_context(self._alone(key, is_covered=False))
                 for key in sorted(keys)
-                if self.late.get(key) is not None
+                if self.uncertain_keys.get(key) is not None
             ]
             with self._all_on_record(keys):
                 failures = await self.inner.delete_many(keys, etags)
@@ -245,7 +243,7 @@ class WatchedStore:
     async def complete(self, upload: Upload, size: int, condition: Condition) -> ObjectInfo:
         """As `Upload.complete`; executed late it fails, for the upload is gone by then."""
         key = upload.state.key
-        if self.late.get(key) is None:
+        if self.uncertain_keys.get(key) is None:
             return await upload.complete(size, condition)
         async with self._alone(key, is_covered=self._covers(key, condition)) as held:
             info = await upload.complete(size, condition)
@@ -255,38 +253,38 @@ class WatchedStore:
 
     # What they have in common
 
-    def on_record(self, change: Change) -> _OnRecord:
+    def on_record(self, change: Change) -> _RecordedChange:
         """Have a change on record while it is under way: until it is answered, or given up."""
-        return _OnRecord(change, self.late, self._open)
+        return _RecordedChange(change, self.uncertain_keys, self._open)
 
     @contextmanager
     def _all_on_record(self, keys: list[str]) -> Iterator[None]:
         """As `on_record`, for one request that deletes many keys."""
-        opened = _Open(frozenset(keys))
+        opened = _ChangeUnderWay(frozenset(keys))
         self._open.add(opened)
-        batch = self.late.log.begin_batch(keys)
+        batch = self.uncertain_keys.log.begin_batch(keys)
         try:
             yield
         finally:
             self._open.remove(opened)
             if opened.is_doubtful:
                 for key in keys:
-                    self.late.note(Change(DELETE, key))
-            self.late.log.end_batch(batch)
+                    self.uncertain_keys.note_unanswered(Change(DELETE, key))
+            self.uncertain_keys.log.end_batch(batch)
 
     @asynccontextmanager
-    async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[Uncertain]:
+    async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[UncertainKey]:
         """Change an uncertain key while no other task does.
 
         Its record stays until the end, also when its time is over meanwhile.
         """
         while True:
-            entry = self.late.get(key)
+            entry = self.uncertain_keys.get(key)
             if entry is None:
                 # Its time was over while this waited: it may be kept for this change as well.
-                entry = Uncertain(key, 0, 0.0, is_over=True)
+                entry = UncertainKey(key, 0, 0.0, is_over=True)
             async with entry.lock:
-                if entry.is_over and self.late.get(key) is not None:
+                if entry.is_over and self.uncertain_keys.get(key) is not None:
                     continue
                 if not is_covered and (wait_s := entry.settled_at - boottime()) > 0:
                     await trio.sleep(wait_s)
@@ -298,14 +296,14 @@ class WatchedStore:
         is_relied_on = condition is not None and self.inner.fence.relies_on("put_if_match")
         return is_relied_on and not key.endswith("/")
 
-    def _acknowledged(self, entry: Uncertain, state: State, content: str | None) -> None:
+    def _acknowledged(self, entry: UncertainKey, state: KeyState, content: str | None) -> None:
         """A change of an uncertain key has been answered."""
         if not entry.is_over:
-            self.late.expect(entry, state, content)
+            self.uncertain_keys.expect(entry, state, content)
         elif content is not None:
-            self.late.remove(content)
+            self.uncertain_keys.remove(content)
 
-    async def found(self, key: str) -> State:
+    async def current_state(self, key: str) -> KeyState:
         """What is under a key.
 
         Raises:
@@ -316,7 +314,7 @@ class WatchedStore:
         except NotFoundError:
             return ABSENT
 
-    async def _acknowledge_anew(self, entry: Uncertain, info: ObjectInfo) -> bool:
+    async def _acknowledge_anew(self, entry: UncertainKey, info: ObjectInfo) -> bool:
         """As `_acknowledged`, of a content that is in the bucket alone, and is fetched.
 
         False if a late request has undone the change already: nothing is acknowledged then, for
@@ -339,13 +337,13 @@ class WatchedStore:
             try:
                 content = await self._fetched(entry, info) if is_small else None
             except (NotFoundError, StaleVersionError):
-                if entry.makers(await self.found(info.key)):
+                if entry.possible_makers(await self.current_state(info.key)):
                     return False
                 content = None
-        self.late.expect(entry, info, content)
+        self.uncertain_keys.expect(entry, info, content)
         return True
 
-    async def fetch_content(self, entry: Uncertain) -> None:
+    async def fetch_content(self, entry: UncertainKey) -> None:
         """Have a copy of the content that is expected under a key, if there is none yet.
 
         The key may be changed meanwhile.
@@ -359,15 +357,15 @@ class WatchedStore:
         if content is None:
             return
         if entry.is_over or entry.expected is not info or entry.content is not None:
-            self.late.remove(content)
+            self.uncertain_keys.remove(content)
             return
         entry.content = content
-        self.late.record(entry)
+        self.uncertain_keys.record(entry)
 
     # The copies of contents
 
     @asynccontextmanager
-    async def _copied(self, entry: Uncertain, fd: int, size: int) -> AsyncIterator[str | None]:
+    async def _copied(self, entry: UncertainKey, fd: int, size: int) -> AsyncIterator[str | None]:
         """Have a copy of a content that is about to be sent; it is removed if that fails.
 
         None if the content is empty, or the disk is full.
@@ -375,7 +373,7 @@ class WatchedStore:
         if entry.is_over or not size:
             yield None
             return
-        path = self.late.content_path(entry)
+        path = self.uncertain_keys.content_path(entry)
         try:
             await trio.to_thread.run_sync(_copy_file, fd, size, path, limiter=self._copying)
         except OSError as error:
@@ -385,7 +383,7 @@ class WatchedStore:
         with _removed_on_failure(path):
             yield path.name
 
-    async def _fetched(self, entry: Uncertain, info: ObjectInfo) -> str | None:
+    async def _fetched(self, entry: UncertainKey, info: ObjectInfo) -> str | None:
         """A copy of an object's content; None if it is empty, or can't be had.
 
         Raises:
@@ -393,7 +391,7 @@ class WatchedStore:
         """
         if not info.size:
             return None
-        path = self.late.content_path(entry)
+        path = self.uncertain_keys.content_path(entry)
         try:
             with _new_file(path) as fd:
                 await self.inner.download(info.version, 0, info.size, partial(_write, fd))
@@ -430,7 +428,7 @@ class _WatchedUpload:
         return await self._watched.complete(self._upload, size, condition)
 
 
-def _warn_not_kept(entry: Uncertain, error: Exception) -> None:
+def _warn_not_kept(entry: UncertainKey, error: Exception) -> None:
     logger.warning(
         "%s: a late request could undo it for good, it is not kept here: %s", entry.key, error
     )

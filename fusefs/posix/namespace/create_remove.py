@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 from fusefs.posix.directory.segment import ABSENT, Absent, Entry
-from fusefs.posix.late.requests import State
+from fusefs.posix.late.uncertain_keys import KeyState
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.prefix_lock import Gate
@@ -50,7 +50,7 @@ class Naming:
         self._log = state.journal
         self._writer = writer
         self._may_delete = writing.rules.may_delete
-        self._late = writing.late
+        self._uncertain_keys = writing.uncertain_keys
         self._gate = Gate(state.inodes.key)
         # Requests that an earlier process had begun, and those that this one has not ended.
         self.begun: set[int] = set()
@@ -92,7 +92,7 @@ class Naming:
         The last upload of a process that was killed may have taken effect, and a
         request without an answer may do so yet.
         """
-        if self._late is not None and self._late.get(staged.key) is not None:
+        if self._uncertain_keys is not None and self._uncertain_keys.get(staged.key) is not None:
             return True
         return staged.etag is not None or staged.inode.nodeid in (self._inherited or ())
 
@@ -105,10 +105,10 @@ class Naming:
         """Whether a request may have been done before."""
         return caller.unique in self.begun
 
-    def _found_done(self, key: str, state: State) -> None:
+    def _found_done(self, key: str, state: KeyState) -> None:
         """A repeated request is answered without a change: what is there is what is expected."""
-        if self._late is not None:
-            self._late.found_done(key, state)
+        if self._uncertain_keys is not None:
+            self._uncertain_keys.found_done(key, state)
 
     async def _find(self, parent: Inode, name: str) -> Entry | Absent:
         directory = self._directories.get(self._inodes.key(parent))

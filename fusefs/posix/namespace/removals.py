@@ -28,7 +28,7 @@ from pathlib import Path
 import trio
 
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
-from fusefs.posix.late.requests import LateRequests
+from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError
 from fusefs.store.interface import Store
 from fusefs.telemetry.stalls import Work, waiting_for
@@ -91,12 +91,16 @@ class Removals:
     """The removals of one mount. Belongs to the event loop; its tasks live in `nursery`."""
 
     def __init__(
-        self, store: Store, directory: Path, nursery: trio.Nursery, late: LateRequests | None
+        self,
+        store: Store,
+        directory: Path,
+        nursery: trio.Nursery,
+        uncertain_keys: UncertainKeys | None,
     ) -> None:
         self._store = store
         self._log = LineLog(directory / NAME)
         self._nursery = nursery
-        self._late = late
+        self._uncertain_keys = uncertain_keys
         # Called with the keys that are gone.
         self.landed: Callable[[str], None] = lambda _key: None
         # Whether a key is below a directory that is being renamed; set by who renames.
@@ -170,7 +174,7 @@ class Removals:
             and self._has_batches
             and key not in self._by_key
             and len(self._by_key) < MOST
-            and (self._late is None or self._late.get(key) is None)
+            and (self._uncertain_keys is None or self._uncertain_keys.get(key) is None)
             and not self.is_renaming(key)
         )
 

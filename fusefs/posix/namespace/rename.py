@@ -360,17 +360,17 @@ class Changes(Naming):
 
         `until` is in seconds of trio's clock.
         """
-        entry = self._late.get(key) if self._late is not None else None
-        if self._late is None or entry is None:
+        entry = self._uncertain_keys.get(key) if self._uncertain_keys is not None else None
+        if self._uncertain_keys is None or entry is None:
             return None
         with trio.move_on_at(until):
             await trio.sleep(PUT_BACK_PAUSE_S)
-            await self._late.look_now(entry)
+            await self._uncertain_keys.check_now(entry)
             return entry.expected if isinstance(entry.expected, ObjectInfo) else None
         return None
 
     def _may_be_undone(self, key: str) -> bool:
-        return self._late is not None and self._late.may_have_undone(key)
+        return self._uncertain_keys is not None and self._uncertain_keys.may_have_undone(key)
 
     def _refuse_undone(self, key: str) -> None:
         """See that no late request may be why an object is not what it should be.
@@ -459,8 +459,8 @@ class Changes(Naming):
         """Give what the kernel knows the names that a killed process was just giving it."""
         for renaming in self._renames.switches():
             self._mover.finish_move(renaming.old, renaming.new)
-            if self._late is not None:
-                self._late.renamed_below(renaming.old)
+            if self._uncertain_keys is not None:
+                self._uncertain_keys.renamed_below(renaming.old)
 
     async def _switch(
         self, copies: Copies, switching: Callable[[], AbstractContextManager[None]]
@@ -505,8 +505,8 @@ class Changes(Naming):
                 elif self._is_settled(copies, held):
                     with switching():
                         self._mover.move_directory(copies, uncached)
-                    if self._late is not None:
-                        self._late.renamed_below(copies.old)
+                    if self._uncertain_keys is not None:
+                        self._uncertain_keys.renamed_below(copies.old)
                     return
 
     def _staged_keys(self) -> list[str]:
@@ -518,9 +518,9 @@ class Changes(Naming):
         Raises:
             StoreError: one may have undone what was to be copied.
         """
-        if self._late is None:
+        if self._uncertain_keys is None:
             return
-        for entry in self._late:
+        for entry in self._uncertain_keys:
             if entry.key.startswith(copies.old) and isinstance(entry.expected, ObjectInfo):
                 source = copies.sources.get(entry.key)
                 if source is None or source.etag != entry.expected.etag:

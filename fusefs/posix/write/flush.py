@@ -17,7 +17,7 @@ import trio
 
 from fusefs.linux.libc import begin_writing
 from fusefs.posix.directory.segment import ABSENT, Absent
-from fusefs.posix.late.requests import Verdict
+from fusefs.posix.late.uncertain_keys import CheckResult
 from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttributes
 from fusefs.posix.metadata.object_metadata import Meta
@@ -58,7 +58,7 @@ class Flusher:
         self._store = state.store
         self._staging = writing.staging
         self._nursery = writing.nursery
-        self._late = writing.late
+        self._uncertain_keys = writing.uncertain_keys
         self._inodes = state.inodes
         self._handles = state.handles
         self._rules = writing.rules
@@ -277,8 +277,8 @@ class Flusher:
 
     def _found_done(self, info: ObjectInfo) -> None:
         """An upload of an earlier process has come to pass: no late request is to undo it."""
-        if self._late is not None:
-            self._late.found_done(info.key, info)
+        if self._uncertain_keys is not None:
+            self._uncertain_keys.found_done(info.key, info)
 
     async def _may_come_back(self, info: ObjectInfo) -> bool:
         """Whether a version that is gone may be put back, as a late request has undone it.
@@ -286,7 +286,7 @@ class Flusher:
         Raises:
             StoreError: the bucket could not tell what is there now.
         """
-        entry = self._late.get(info.key) if self._late is not None else None
+        entry = self._uncertain_keys.get(info.key) if self._uncertain_keys is not None else None
         if entry is None:
             return False
         try:
@@ -295,7 +295,7 @@ class Flusher:
             found = ABSENT
         if isinstance(found, ObjectInfo) and found.etag == info.etag:
             return True
-        return entry.judge(found) is Verdict.UNDONE
+        return entry.check(found) is CheckResult.UNDONE
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
         """A version's object has other attributes, and is another version for that."""

@@ -12,7 +12,7 @@ import pytest
 
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
-from fusefs.posix.late.requests import LateRequests, Verdict
+from fusefs.posix.late.uncertain_keys import CheckResult, UncertainKeys
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import recovery
 from fusefs.store.errors import StoreError
@@ -23,8 +23,8 @@ from tests.support.survival.mortal_mount import DiedError, MortalMount
 def mount(tmp_path: Path) -> Iterator[MortalMount]:
     made = MortalMount(tmp_path)
     yield made
-    if made.late is not None:
-        made.late.close(remove=False)
+    if made.uncertain_keys is not None:
+        made.uncertain_keys.close(remove=False)
 
 
 def kill_after(mount: MortalMount, request: str, key: str) -> None:
@@ -35,20 +35,20 @@ def kill_after(mount: MortalMount, request: str, key: str) -> None:
     mount.store.after = die
 
 
-def make_uncertain(mount: MortalMount, kind: str, key: str) -> LateRequests:
+def make_uncertain(mount: MortalMount, kind: str, key: str) -> UncertainKeys:
     """As the next process finds a key whose last change was sent by the killed one."""
     mount.store.after = lambda _what, _key: None
-    late = mount.late = LateRequests(mount.directory / "late", "test", (3600.0,))
-    late.expect(late.note(Change(DELETE, key)), ABSENT, None)
-    late.note(Change(kind, key, ("token",)))
+    late = mount.uncertain_keys = UncertainKeys(mount.directory / "late", "test", (3600.0,))
+    late.expect(late.note_unanswered(Change(DELETE, key)), ABSENT, None)
+    late.note_unanswered(Change(kind, key, ("token",)))
     return late
 
 
-def check(late: LateRequests, key: str) -> None:
+def check(late: UncertainKeys, key: str) -> None:
     """A late DELETE is repaired."""
     entry = late.get(key)
     assert entry is not None
-    assert entry.judge(ABSENT) is Verdict.UNDONE
+    assert entry.check(ABSENT) is CheckResult.UNDONE
 
 
 async def test_a_copy_of_a_renamed_directory(mount: MortalMount) -> None:
@@ -94,8 +94,12 @@ async def test_attributes_are_kept_where_their_object_may_come_back(
 ) -> None:
     """A DELETE without an answer may have removed it, and then it is put back; a PUT has not."""
     mount.store.put("file", b"content")
-    late = mount.late = LateRequests(mount.directory / "late", "test", (3600.0,))
-    late.expect(late.note(Change(kind, "file", ("token",))), mount.store.objects["file"].info, None)
+    late = mount.uncertain_keys = UncertainKeys(mount.directory / "late", "test", (3600.0,))
+    late.expect(
+        late.note_unanswered(Change(kind, "file", ("token",))),
+        mount.store.objects["file"].info,
+        None,
+    )
     async with mount.serving() as process:
         mutations = process.operations.mutations
         assert mutations is not None

@@ -13,7 +13,7 @@ import pytest
 
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import PUT, Change
-from fusefs.posix.late.requests import SETTLE_S, LateRequests, Uncertain, boottime
+from fusefs.posix.late.uncertain_keys import SETTLE_S, UncertainKey, UncertainKeys, boottime
 from fusefs.posix.write import recovery
 from fusefs.store.interface import ObjectInfo
 from tests.support.survival.mortal_mount import DiedError, MortalMount, close_all
@@ -21,22 +21,22 @@ from tests.support.survival.mortal_mount import DiedError, MortalMount, close_al
 SOURCE = "aws/bucket"
 
 
-def requests_in(directory: Path) -> LateRequests:
+def requests_in(directory: Path) -> UncertainKeys:
     directory.parent.mkdir(exist_ok=True)
-    return LateRequests(directory, SOURCE, (3600.0,))
+    return UncertainKeys(directory, SOURCE, (3600.0,))
 
 
 def left_by_a_mount(directory: Path) -> None:
     """A key with a request without an answer, and the content that is expected under it."""
     late = requests_in(directory)
-    entry = late.note(Change(PUT, "key", ("1.1",)))
+    entry = late.note_unanswered(Change(PUT, "key", ("1.1",)))
     path = late.content_path(entry)
     path.write_bytes(b"expected")
     late.expect(entry, ObjectInfo("key", 8, '"etag"', 5), path.name)
     late.close(remove=False)
 
 
-def taken_over(directory: Path) -> tuple[Uncertain, bytes | None]:
+def taken_over(directory: Path) -> tuple[UncertainKey, bytes | None]:
     late = requests_in(directory)
     (entry,) = late
     content = None
@@ -82,7 +82,7 @@ def test_a_process_that_is_killed_before_it_has_the_record_leaves_the_content(
 
     left_by_a_mount(tmp_path / "late" / "1")
     with monkeypatch.context() as patch:
-        patch.setattr(LateRequests, "record", die)
+        patch.setattr(UncertainKeys, "record", die)
         with pytest.raises(DiedError):
             requests_in(tmp_path / "late" / "2")
     close_all(tmp_path)

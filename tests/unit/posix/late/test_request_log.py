@@ -12,7 +12,7 @@ from fusefs.posix.late.request_log import (
     SLOTS,
     Change,
     RequestLog,
-    left_in,
+    unanswered_in,
 )
 
 CHANGES = [
@@ -25,11 +25,11 @@ CHANGES = [
 def test_what_has_ended_is_not_left(tmp_path: Path) -> None:
     log = RequestLog(tmp_path)
     slots = [log.begin(change) for change in CHANGES]
-    assert sorted(left_in(tmp_path), key=CHANGES.index) == CHANGES
+    assert sorted(unanswered_in(tmp_path), key=CHANGES.index) == CHANGES
     log.end(slots[1])
-    assert set(left_in(tmp_path)) == {CHANGES[0], CHANGES[2]}
+    assert set(unanswered_in(tmp_path)) == {CHANGES[0], CHANGES[2]}
     log.close(remove=False)
-    assert set(left_in(tmp_path)) == {CHANGES[0], CHANGES[2]}
+    assert set(unanswered_in(tmp_path)) == {CHANGES[0], CHANGES[2]}
 
 
 def test_a_new_log_is_empty(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_new_log_is_empty(tmp_path: Path) -> None:
     log.begin_batch(["a", "b"])
     log.close(remove=False)
     RequestLog(tmp_path).close(remove=True)
-    assert left_in(tmp_path) == []
+    assert unanswered_in(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -46,10 +46,10 @@ def test_there_are_more_slots_when_all_are_taken(tmp_path: Path) -> None:
     log = RequestLog(tmp_path)
     changes = {Change(PUT, f"key-{number}") for number in range(3 * SLOTS)}
     slots = [log.begin(change) for change in changes]
-    assert set(left_in(tmp_path)) == changes
+    assert set(unanswered_in(tmp_path)) == changes
     for slot in slots:
         log.end(slot)
-    assert left_in(tmp_path) == []
+    assert unanswered_in(tmp_path) == []
     log.close(remove=True)
 
 
@@ -57,19 +57,19 @@ def test_what_fits_no_slot_is_not_on_record(tmp_path: Path) -> None:
     log = RequestLog(tmp_path)
     slot = log.begin(Change(PUT, "k" * SLOT))
     log.end(slot)
-    assert left_in(tmp_path) == []
+    assert unanswered_in(tmp_path) == []
     log.close(remove=True)
 
 
 def test_many_deletes_of_one_request_are_on_record_together(tmp_path: Path) -> None:
     log = RequestLog(tmp_path)
     batch = log.begin_batch(["a", "b"])
-    assert left_in(tmp_path) == [Change(DELETE, "a"), Change(DELETE, "b")]
+    assert unanswered_in(tmp_path) == [Change(DELETE, "a"), Change(DELETE, "b")]
     assert batch is not None
     whole = batch.read_bytes()
     for size in range(len(whole)):
         batch.write_bytes(whole[:size])
-        assert left_in(tmp_path) == []
+        assert unanswered_in(tmp_path) == []
     log.end_batch(batch)
     log.close(remove=True)
 
@@ -86,6 +86,6 @@ def test_a_slot_that_was_being_filled_is_not_taken_for_a_change(tmp_path: Path) 
         for value in (0, whole[at] ^ 0x40):
             torn = whole[:at] + bytes([value]) + whole[at + 1 :]
             path.write_bytes(torn)
-            assert left_in(tmp_path) == ([CHANGES[0]] if torn == whole else [])
+            assert unanswered_in(tmp_path) == ([CHANGES[0]] if torn == whole else [])
     path.write_bytes(whole[: start + size - 1])
-    assert left_in(tmp_path) == []
+    assert unanswered_in(tmp_path) == []

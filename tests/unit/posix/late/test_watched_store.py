@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from fusefs.posix.late.request_log import DELETE, Change
-from fusefs.posix.late.requests import LateRequests
+from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
@@ -31,23 +31,23 @@ def bucket() -> Bucket:
 
 
 @pytest.fixture
-def late(tmp_path: Path) -> Iterator[LateRequests]:
-    requests = LateRequests(tmp_path / "late", "aws/bucket", (3600.0,))
+def late(tmp_path: Path) -> Iterator[UncertainKeys]:
+    requests = UncertainKeys(tmp_path / "late", "aws/bucket", (3600.0,))
     yield requests
     requests.close(remove=False)
 
 
 @pytest.fixture
-def watched(bucket: Bucket, late: LateRequests) -> WatchedStore:
+def watched(bucket: Bucket, late: UncertainKeys) -> WatchedStore:
     """A store in which a DELETE of `new` is on its way."""
     store = WatchedStore(cast(S3Store, cast(Any, bucket)), late)
-    late.note(Change(DELETE, "new"))
+    late.note_unanswered(Change(DELETE, "new"))
     return store
 
 
 @pytest.mark.parametrize("others", [None, b"theirs"])
 async def test_a_copy_that_is_undone_before_it_is_safe_is_made_again(
-    bucket: Bucket, late: LateRequests, watched: WatchedStore, others: bytes | None
+    bucket: Bucket, late: UncertainKeys, watched: WatchedStore, others: bytes | None
 ) -> None:
     """What was renamed was deleted next, and its only copy was gone."""
     bucket.put("old", b"data")
@@ -74,7 +74,7 @@ async def test_a_copy_that_is_undone_before_it_is_safe_is_made_again(
 
 
 async def test_a_copy_that_is_undone_each_time_fails(
-    bucket: Bucket, late: LateRequests, watched: WatchedStore
+    bucket: Bucket, late: UncertainKeys, watched: WatchedStore
 ) -> None:
     bucket.put("old", b"data")
 

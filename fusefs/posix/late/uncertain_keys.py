@@ -1,19 +1,20 @@
-"""Keys that a late request may change, looked at again and repaired.
+"""The uncertain keys of a mount: keys that a late request may still change.
 
-A request that got no answer (a time-out, a connection that was lost, a process
-that was killed) may be executed at any later time. Its key is *uncertain* from
-then on. For uncertain keys alone it is on record what the last acknowledged
-change made of them, and, for content, a copy of it is kept on the local disk:
+A *late request* is a change (PUT, COPY or DELETE) that the server executes after
+its sender has given it up. Any request that got no answer (a time-out, a lost
+connection, a killed process) may become one. Its key is *uncertain* from then on.
+For uncertain keys alone it is on record what the last acknowledged change made of
+them, and, for content, a copy of it is kept on the local disk:
 
     DIRECTORY/source     the bucket that all of it belongs to
     DIRECTORY/N.json     an uncertain key: requests without an answer, what is expected
     DIRECTORY/N.SEQUENCE its content, where it is expected to have one
 
-The key is looked at again after 5, 15, 60 and 300 s (a setting). What is found
-there is judged by the token in the object's metadata (store/fencing.py): where
-one of those requests has made it, or has deleted what is expected, the expected
-state is put back. What anybody else has made there is left alone, and ends the
-looking. A request that was sent after the last acknowledged change undoes
+The key is checked after 5, 15, 60 and 300 s (a setting; repair.py sends the HEAD).
+The token in the object's metadata (store/fencing.py) tells which request has made
+it: where an unanswered one has made it, or has deleted what is expected, the
+expected state is put back. What anybody else has made there is left alone, and
+ends the checks. A request that was sent after the last acknowledged change undoes
 nothing, nor does one that makes what is expected.
 
 A record of an expected state is written before the change is acknowledged, and
@@ -46,7 +47,7 @@ from fusefs.store.interface import ObjectInfo
 logger = logging.getLogger("fusefs.late")
 
 # What is found under a key, or expected there.
-State = ObjectInfo | Absent
+KeyState = ObjectInfo | Absent
 
 # How long the changes of a key wait for a request that was under way when its process was
 # killed. Of 1,200 requests to a server on a machine that was busy tenfold none took longer
@@ -60,8 +61,12 @@ def boottime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Verdict(enum.Enum):
-    """What is under an uncertain key."""
+class CheckResult(enum.Enum):
+    """What a check has found under an uncertain key.
+
+    `UNDONE`: a late request has undone the last acknowledged change. `FOREIGN`: another
+    client has made it since.
+    """
 
     AS_EXPECTED = enum.auto()
     UNDONE = enum.auto()
@@ -69,8 +74,8 @@ class Verdict(enum.Enum):
 
 
 @dataclass(slots=True)
-class Unanswered:
-    """A request without an answer; `is_newer` than the last change that was acknowledged."""
+class UnansweredRequest:
+    """A request that got no answer; `is_newer` than the last change that was acknowledged."""
 
     change: Change
     is_newer: bool = True
@@ -88,23 +93,23 @@ class Unanswered:
 
 
 @dataclass(slots=True, eq=False)
-class Uncertain:
-    """One uncertain key. `lock` is held by who changes the key, or repairs it.
+class UncertainKey:
+    """One uncertain key. The task that changes or repairs the key holds `lock`.
 
     `since` is when the last request without an answer was given up, `settled_at`
     when changes of the key need not wait any more, both in seconds of boottime();
-    `looks` is how often the key has been looked at since. `expected` is None where
-    no change was acknowledged, and `content` the name of its copy. Where somebody waits
-    for the next look, `wanted` is set by it.
+    `checks_done` counts the checks since. `expected` is None where no change was
+    acknowledged, and `content` the name of its copy. Where a task waits for the next
+    check, that sets `wanted`.
     """
 
     key: str
     number: int
     since: float
-    unanswered: list[Unanswered] = field(default_factory=list)
-    expected: State | None = None
+    unanswered: list[UnansweredRequest] = field(default_factory=list)
+    expected: KeyState | None = None
     content: str | None = None
-    looks: int = 0
+    checks_done: int = 0
     settled_at: float = -math.inf
     is_over: bool = False
     wanted: trio.Event | None = None
@@ -120,7 +125,7 @@ class Uncertain:
         """Whether no request without an answer can undo anything."""
         return self.expected is None or all(map(self._does_no_harm, self.unanswered))
 
-    def _does_no_harm(self, one: Unanswered) -> bool:
+    def _does_no_harm(self, one: UnansweredRequest) -> bool:
         if one.is_newer:
             return True
         if isinstance(self.expected, Absent):
@@ -128,24 +133,24 @@ class Uncertain:
         assert self.expected is not None
         return str(self.expected.token) in one.change.tokens
 
-    def judge(self, found: State) -> Verdict:
-        """What to make of what is under the key."""
+    def check(self, found: KeyState) -> CheckResult:
+        """Compare what a HEAD has found under the key with what is expected."""
         expected = self.expected
-        if expected is None or is_same(found, expected):
-            return Verdict.AS_EXPECTED
-        makers = self.makers(found)
+        if expected is None or matches_expected(found, expected):
+            return CheckResult.AS_EXPECTED
+        makers = self.possible_makers(found)
         if not makers:
-            return Verdict.FOREIGN
+            return CheckResult.FOREIGN
         is_undone = any(not one.is_newer for one in makers)
-        return Verdict.UNDONE if is_undone else Verdict.AS_EXPECTED
+        return CheckResult.UNDONE if is_undone else CheckResult.AS_EXPECTED
 
-    def makers(self, found: State) -> list[Unanswered]:
-        """The requests without an answer whose work what is under the key may be."""
+    def possible_makers(self, found: KeyState) -> list[UnansweredRequest]:
+        """The unanswered requests that may have made what is under the key."""
         if isinstance(found, Absent):
             return [one for one in self.unanswered if one.change.kind == DELETE]
         return [one for one in self.unanswered if one.has_made(found)]
 
-    def expect(self, state: State | None) -> None:
+    def expect(self, state: KeyState | None) -> None:
         """The last change of the key was acknowledged; None if it is not known what it made."""
         self.expected = state
         for one in self.unanswered:
@@ -157,7 +162,7 @@ class Uncertain:
         return {
             "key": self.key,
             "since": self.since,
-            "looks": self.looks,
+            "looks": self.checks_done,
             "settled_at": self.settled_at if math.isfinite(self.settled_at) else None,
             "unanswered": [
                 [one.change.kind, one.change.tokens, one.change.etag, one.is_newer]
@@ -168,16 +173,16 @@ class Uncertain:
         }
 
     @staticmethod
-    def from_plain(number: int, plain: Mapping[str, Any]) -> Uncertain:
+    def from_plain(number: int, plain: Mapping[str, Any]) -> UncertainKey:
         """The record that `plain` gave."""
         key, state = plain["key"], plain["expected"]
         unanswered = [
-            Unanswered(Change(kind, key, tuple(tokens), etag), is_newer)
+            UnansweredRequest(Change(kind, key, tuple(tokens), etag), is_newer)
             for kind, tokens, etag, is_newer in plain["unanswered"]
         ]
         expected = ABSENT if state == "absent" else None if state is None else ObjectInfo(**state)
         settled_at = plain.get("settled_at")  # which earlier versions do not write
-        return Uncertain(
+        return UncertainKey(
             key,
             number,
             plain["since"],
@@ -205,7 +210,7 @@ def _is_of(directory: Path, source: str) -> bool:
         return False
 
 
-def is_same(found: State, expected: State) -> bool:
+def matches_expected(found: KeyState, expected: KeyState) -> bool:
     """Whether an object, or none, is what is expected."""
     if isinstance(found, Absent) or isinstance(expected, Absent):
         return isinstance(found, Absent) and isinstance(expected, Absent)
@@ -214,10 +219,10 @@ def is_same(found: State, expected: State) -> bool:
     return (found.etag, found.token) == (expected.etag, expected.token)
 
 
-class LateRequests:
+class UncertainKeys:
     """The uncertain keys of one mount, and their records. Belongs to the event loop.
 
-    `checks` are the times, in seconds, after which a key is looked at again.
+    `checks` are the seconds after which a key is checked.
     """
 
     def __init__(self, directory: Path, source: str, checks: tuple[float, ...]) -> None:
@@ -230,7 +235,7 @@ class LateRequests:
         self.checks = checks
         self.repairs = 0
         self.woken = trio.Event()
-        self._entries: dict[str, Uncertain] = {}
+        self._entries: dict[str, UncertainKey] = {}
         self._numbers = 0
         self._sequence = 0
         self._boot_id = _BOOT_ID.read_text().strip()
@@ -248,10 +253,10 @@ class LateRequests:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Uncertain]:
+    def __iter__(self) -> Iterator[UncertainKey]:
         return iter(list(self._entries.values()))
 
-    def get(self, key: str) -> Uncertain | None:
+    def get(self, key: str) -> UncertainKey | None:
         """The record of a key, if it is uncertain."""
         return self._entries.get(key)
 
@@ -268,8 +273,8 @@ class LateRequests:
             return False
         return isinstance(entry.expected, ObjectInfo)
 
-    def note(self, change: Change, settled_at: float = -math.inf) -> Uncertain:
-        """A request got no answer: its key is uncertain from now on.
+    def note_unanswered(self, change: Change, settled_at: float = -math.inf) -> UncertainKey:
+        """Note that a request got no answer: its key is uncertain from now on.
 
         Changes of the key wait until `settled_at`, in seconds of boottime(). Blocks for as
         long as creating a small file does.
@@ -277,15 +282,15 @@ class LateRequests:
         entry = self._entries.get(change.key)
         if entry is None:
             self._numbers += 1
-            entry = self._entries[change.key] = Uncertain(change.key, self._numbers, 0.0)
-        entry.unanswered.append(Unanswered(change))
-        entry.since, entry.looks = boottime(), 0
+            entry = self._entries[change.key] = UncertainKey(change.key, self._numbers, 0.0)
+        entry.unanswered.append(UnansweredRequest(change))
+        entry.since, entry.checks_done = boottime(), 0
         entry.settled_at = max(entry.settled_at, settled_at)
         self.record(entry)
         self.woken.set()
         return entry
 
-    def expect(self, entry: Uncertain, state: State | None, content: str | None) -> None:
+    def expect(self, entry: UncertainKey, state: KeyState | None, content: str | None) -> None:
         """Put on record what the last acknowledged change made of a key."""
         old = entry.content
         entry.expect(state)
@@ -294,7 +299,7 @@ class LateRequests:
         if old is not None and old != content:
             self.remove(old)
 
-    def found_done(self, key: str, state: State) -> None:
+    def found_done(self, key: str, state: KeyState) -> None:
         """A request that is repeated has found done what an earlier process had sent."""
         entry = self._entries.get(key)
         if entry is not None:
@@ -306,12 +311,12 @@ class LateRequests:
             if entry.key.startswith(prefix) and not isinstance(entry.expected, Absent):
                 self.expect(entry, ABSENT, None)
 
-    def undo(self, entry: Uncertain, change: Change) -> None:
-        """A change of this process is not to stay: something else was acknowledged meanwhile."""
-        entry.unanswered.append(Unanswered(change, is_newer=False))
+    def note_unwanted(self, entry: UncertainKey, change: Change) -> None:
+        """Have what a repair has just made undone: another change was acknowledged meanwhile."""
+        entry.unanswered.append(UnansweredRequest(change, is_newer=False))
         self.record(entry)
 
-    def record(self, entry: Uncertain) -> None:
+    def record(self, entry: UncertainKey) -> None:
         """Write a key's record, whole or not at all. Blocks.
 
         A disk that does not take it costs what the next process would do about the key.
@@ -322,15 +327,15 @@ class LateRequests:
         except OSError as error:
             logger.warning("%s: a request without an answer is not on record: %s", entry.key, error)
 
-    def content_path(self, entry: Uncertain) -> Path:
+    def content_path(self, entry: UncertainKey) -> Path:
         """A new file for the content of a key."""
         self._sequence += 1
         return self.directory / f"{entry.number}.{time.time_ns()}-{self._sequence}"
 
-    def forget(self, entry: Uncertain) -> None:
+    def forget(self, entry: UncertainKey) -> None:
         """Nothing can happen to a key any more, or it is somebody else's."""
         entry.is_over = True
-        self._answer(entry)
+        self._wake_waiter(entry)
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
         self.remove(self._path(entry).name)
@@ -344,32 +349,32 @@ class LateRequests:
         except OSError as error:
             logger.info("%s is kept: %s", self.directory / name, error.strerror)
 
-    def due_at(self, entry: Uncertain) -> float:
-        """When a key is to be looked at again, in seconds of boottime()."""
+    def due_at(self, entry: UncertainKey) -> float:
+        """When a key is to be checked next, in seconds of boottime()."""
         if entry.wanted is not None:
             return 0.0
-        return entry.since + self.checks[min(entry.looks, len(self.checks) - 1)]
+        return entry.since + self.checks[min(entry.checks_done, len(self.checks) - 1)]
 
-    async def look_now(self, entry: Uncertain) -> None:
-        """Have a key looked at again before its time, and wait for that."""
+    async def check_now(self, entry: UncertainKey) -> None:
+        """Have a key checked before its time, and wait for that."""
         if entry.is_over:
             return
         wanted = entry.wanted = entry.wanted or trio.Event()
         self.woken.set()
         await wanted.wait()
 
-    def _answer(self, entry: Uncertain) -> None:
+    def _wake_waiter(self, entry: UncertainKey) -> None:
         if entry.wanted is not None:
             entry.wanted.set()
             entry.wanted = None
 
-    def looked(self, entry: Uncertain) -> None:
-        """A key has been looked at: after the last time it is certain."""
-        self._answer(entry)
+    def note_checked(self, entry: UncertainKey) -> None:
+        """Note that a key was checked: after the last check it is certain."""
+        self._wake_waiter(entry)
         now = boottime()
-        while entry.looks < len(self.checks) and self.due_at(entry) <= now:
-            entry.looks += 1
-        if entry.looks >= len(self.checks):
+        while entry.checks_done < len(self.checks) and self.due_at(entry) <= now:
+            entry.checks_done += 1
+        if entry.checks_done >= len(self.checks):
             self.forget(entry)
         else:
             self.record(entry)
@@ -387,7 +392,7 @@ class LateRequests:
 
     # What earlier processes have left
 
-    def _path(self, entry: Uncertain) -> Path:
+    def _path(self, entry: UncertainKey) -> Path:
         return self.directory / f"{entry.number}.json"
 
     def _adopt(self, other: Path, source: str) -> None:
@@ -413,8 +418,8 @@ class LateRequests:
             except (ValueError, KeyError, TypeError) as error:
                 logger.error("%s is damaged: %s", path, error)
                 path.unlink()
-        for change in request_log.left_in(directory):
-            self.note(change, boottime() + SETTLE_S)
+        for change in request_log.unanswered_in(directory):
+            self.note_unanswered(change, boottime() + SETTLE_S)
         known = {entry.content for entry in self._entries.values()}
         for path in self.directory.iterdir():
             is_content = path.name.partition(".")[0].isdecimal() and path.suffix != ".json"
@@ -427,9 +432,9 @@ class LateRequests:
         if path.parent != self.directory:
             self._numbers += 1
             number = self._numbers
-        entry = Uncertain.from_plain(number, plain)
+        entry = UncertainKey.from_plain(number, plain)
         if plain["boot_id"] != self._boot_id:
-            entry.since, entry.looks, entry.settled_at = boottime(), 0, -math.inf
+            entry.since, entry.checks_done, entry.settled_at = boottime(), 0, -math.inf
         older = self._entries.get(entry.key)
         if older is not None and older.content == entry.content:
             older.content = None  # a process that was killed had brought it here already
