@@ -22,9 +22,9 @@ from fusefs import __version__
 from fusefs.cluster_cache.access import AccessError as ClusterCacheAccessError
 from fusefs.cluster_cache.access import read as check_cluster_cache
 from fusefs.daemon.log_handlers import OneLineFormatter
-from fusefs.exporter.asking import Target as MetricsTarget
-from fusefs.exporter.asking import target_at as metrics_target
 from fusefs.exporter.main import address_of
+from fusefs.exporter.queries import Target as MetricsTarget
+from fusefs.exporter.queries import target_at as metrics_target
 from fusefs.launch import registry
 from fusefs.launch.control import MALFORMED, ControlError, Message, NotAnsweringError
 from fusefs.launch.launcher import SupervisorAddress, resume, start
@@ -197,7 +197,9 @@ def describe_warming(jobs: Sequence[Message]) -> str:
     from fusefs.cli import status_report, warm
 
     if all(warm.has_ended(job) for job in jobs):
-        return "; ".join(f"{job['path'] or '.'}: {status_report.warmth(job)}" for job in jobs)
+        return "; ".join(
+            f"{job['path'] or '.'}: {status_report.warm_progress(job)}" for job in jobs
+        )
     return status_report.progress(warm.together(list(jobs)))
 
 

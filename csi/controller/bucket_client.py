@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from csi.identities.keys import Keys
+from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings
 from fusefs.api import (
     NO_CREDENTIALS,
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedObject:
     """One object of a listing; `etag` is quoted, as S3 gives it."""
 
     key: str
@@ -56,7 +56,7 @@ class Bucket:
     """One bucket of a store. Any thread may use it. Every method blocks."""
 
     def __init__(
-        self, store: StoreSettings, name: str, region: str | None, keys: Keys | None
+        self, store: StoreSettings, name: str, region: str | None, keys: AccessKeys | None
     ) -> None:
         """Raises:
         InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does.
@@ -100,7 +100,7 @@ class Bucket:
             with contextlib.closing(body):
                 return bytes(body.read(MOST_BYTES))
 
-    def pages(self, prefix: str) -> Iterator[list[Listed]]:
+    def pages(self, prefix: str) -> Iterator[list[ListedObject]]:
         """The objects below `prefix`, up to `PAGE` at a time. No page is empty."""
         token: dict[str, Any] = {}
         while True:
@@ -108,7 +108,7 @@ class Bucket:
                 answer = self._client.list_objects_v2(
                     Bucket=self.name, Prefix=prefix, MaxKeys=PAGE, **token
                 )
-            found = [Listed(item["Key"], item["ETag"]) for item in answer.get("Contents", [])]
+            found = [ListedObject(item["Key"], item["ETag"]) for item in answer.get("Contents", [])]
             # The caller may delete every listed key.
             if not all(item.key.startswith(prefix) for item in found):
                 raise StoreError(f"s3://{self.name}/{prefix}: the store lists other keys")
@@ -193,7 +193,7 @@ class NoSuchBucketError(NotFoundError):
 
 @functools.lru_cache(maxsize=64)
 def make_client(
-    store: StoreSettings, region: str | None, keys: Keys | None
+    store: StoreSettings, region: str | None, keys: AccessKeys | None
 ) -> tuple[Any, Trust | None]:
     """boto3's client of a store, the same for the same arguments, and what it trusts.
 

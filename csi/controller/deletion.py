@@ -19,7 +19,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from csi.controller.bucket_client import Bucket
-from csi.controller.volume_record import Record, RecordError, Records, key_of, read
+from csi.controller.volume_record import (
+    VolumeRecord,
+    VolumeRecordError,
+    VolumeRecords,
+    key_of,
+    read,
+)
 from csi.errors import AbortedError
 from csi.volume.location import VolumeId, new_volume_id, overlap
 
@@ -31,7 +37,7 @@ PATIENCE_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class Progress:
+class DeletionProgress:
     """How many objects a deletion has deleted."""
 
     def __init__(self) -> None:
@@ -46,14 +52,14 @@ class Deletions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: dict[str, tuple[Future[None], Progress]] = {}
+        self._running: dict[str, tuple[Future[None], DeletionProgress]] = {}
 
     def is_running(self, volume: VolumeId) -> bool:
         with self._lock:
             return str(volume) in self._running
 
     def run(
-        self, volume: VolumeId, work: Callable[[Progress], None], time_left_s: float | None
+        self, volume: VolumeId, work: Callable[[DeletionProgress], None], time_left_s: float | None
     ) -> None:
         """Start `work` for `volume`, or join the running one, and return when it is done.
 
@@ -71,13 +77,13 @@ class Deletions:
             raise AbortedError(f"deleting volume {volume}: {progress}") from None
 
     def _start_or_join(
-        self, volume: VolumeId, work: Callable[[Progress], None]
-    ) -> tuple[Future[None], Progress]:
+        self, volume: VolumeId, work: Callable[[DeletionProgress], None]
+    ) -> tuple[Future[None], DeletionProgress]:
         with self._lock:
             if str(volume) in self._running:
                 return self._running[str(volume)]
             future: Future[None] = Future()
-            progress = Progress()
+            progress = DeletionProgress()
             self._running[str(volume)] = future, progress
         try:
             threading.Thread(
@@ -92,9 +98,9 @@ class Deletions:
     def _do(
         self,
         volume: VolumeId,
-        work: Callable[[Progress], None],
+        work: Callable[[DeletionProgress], None],
         future: Future[None],
-        progress: Progress,
+        progress: DeletionProgress,
     ) -> None:
         error: BaseException | None = None
         try:
@@ -111,7 +117,11 @@ class Deletions:
 
 
 def delete(
-    bucket: Bucket, volume: VolumeId, cluster: str, records: Records, progress: Progress
+    bucket: Bucket,
+    volume: VolumeId,
+    cluster: str,
+    records: VolumeRecords,
+    progress: DeletionProgress,
 ) -> None:
     """Delete a volume's data, unless they are retained, and then its record.
 
@@ -120,7 +130,7 @@ def delete(
     """
     try:
         record = read(bucket, volume)
-    except RecordError as error:
+    except VolumeRecordError as error:
         log.warning("volume %s: retained: its record %s", volume, error)
         return
     if record is None:
@@ -140,7 +150,7 @@ def delete(
         log.info("volume %s: %s is deleted, %d objects", volume, where, progress.deleted)
 
 
-def _why_retained(record: Record, volume: VolumeId, cluster: str) -> str:
+def _why_retained(record: VolumeRecord, volume: VolumeId, cluster: str) -> str:
     """Why the record itself forbids to delete the data; "" if it does not."""
     if not record.deletes:
         return "its class says onDelete: retain"
@@ -154,7 +164,11 @@ def _why_retained(record: Record, volume: VolumeId, cluster: str) -> str:
 
 
 def _delete_data(
-    bucket: Bucket, volume: VolumeId, record: Record, records: Records, progress: Progress
+    bucket: Bucket,
+    volume: VolumeId,
+    record: VolumeRecord,
+    records: VolumeRecords,
+    progress: DeletionProgress,
 ) -> str:
     """Delete all objects below the prefix; "" when done, else why the deletion stopped."""
     # Listed once more after the last object, as a node may have uploaded meanwhile.
@@ -174,7 +188,9 @@ def _delete_data(
     return why
 
 
-def _why_shared(bucket: Bucket, volume: VolumeId, record: Record, records: Records) -> str:
+def _why_shared(
+    bucket: Bucket, volume: VolumeId, record: VolumeRecord, records: VolumeRecords
+) -> str:
     """Which other volume's data may overlap; "" if none do.
 
     Raises:
@@ -188,7 +204,7 @@ def _why_shared(bucket: Bucket, volume: VolumeId, record: Record, records: Recor
                 own = other
             elif overlap(record.prefix, other.prefix):
                 return f"the volume of {key} has {other.prefix!r}"
-    except RecordError as error:
+    except VolumeRecordError as error:
         return f"another volume may have a part of it: {error}"
     if own != record:
         raise AbortedError(f"volume {volume}: another driver has deleted it")

@@ -18,8 +18,8 @@ import grpc
 
 from csi.controller import volume_record
 from csi.controller.bucket_client import Bucket, NoSuchBucketError
-from csi.controller.deletion import Deletions, Progress, delete
-from csi.controller.volume_record import Record, RecordError, Records
+from csi.controller.deletion import DeletionProgress, Deletions, delete
+from csi.controller.volume_record import VolumeRecord, VolumeRecordError, VolumeRecords
 from csi.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the controller to a command line."""
     parser.add_argument(
         "--cluster-id",
         default="",
@@ -70,6 +71,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_service(options: argparse.Namespace, stores: Stores) -> ControllerService:
+    """The service that these options want."""
     return ControllerService(stores, options.cluster_id.strip())
 
 
@@ -82,7 +84,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         # By volume id: the server's own claims are by name while a volume is created.
         self._claims = Claims()
         self._deletions = Deletions()
-        self._records = Records()
+        self._records = VolumeRecords()
 
     def ControllerGetCapabilities(
         self, request: csi_pb2.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
@@ -115,7 +117,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             )
         )
 
-    def _refuse_shared(self, bucket: Bucket, record: Record) -> None:
+    def _refuse_shared(self, bucket: Bucket, record: VolumeRecord) -> None:
         """Refuse a folder named after a claim that a claim of another cluster has.
 
         Neither owner would know that its files are the other's as well.
@@ -134,7 +136,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
                     f" its record s3://{bucket.name}/{key}; the files stay"
                 )
 
-    def _withdraw_if_shared(self, bucket: Bucket, volume: VolumeId, record: Record) -> None:
+    def _withdraw_if_shared(self, bucket: Bucket, volume: VolumeId, record: VolumeRecord) -> None:
         """Remove a new record if another cluster has just made one, too.
 
         Raises:
@@ -146,7 +148,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             bucket.delete(volume_record.key_of(volume))
             raise AbortedError(str(error)) from error
 
-    def _planned(self, request: csi_pb2.CreateVolumeRequest) -> tuple[Record, VolumeId]:
+    def _planned(self, request: csi_pb2.CreateVolumeRequest) -> tuple[VolumeRecord, VolumeId]:
         """The record and the id of the requested volume, after all checks."""
         if not request.name:
             raise InvalidArgumentError("name: missing")
@@ -176,7 +178,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         attributes["store"] = location.store.name
         _check_settings(attributes, request.volume_capabilities)
         now = datetime.now(UTC).isoformat()
-        record = Record(request.name, prefix, deletes, self._cluster, size, attributes, now)
+        record = VolumeRecord(request.name, prefix, deletes, self._cluster, size, attributes, now)
         return record, new_volume_id(location.store.name, location.bucket, request.name)
 
     def DeleteVolume(
@@ -190,7 +192,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             return csi_pb2.DeleteVolumeResponse()
         bucket = self._bucket(volume, request.secrets)
 
-        def work(progress: Progress) -> None:
+        def work(progress: DeletionProgress) -> None:
             delete(bucket, volume, self._cluster, self._records, progress)
 
         try:
@@ -240,7 +242,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             capacity_bytes=max(size, record.capacity_bytes), node_expansion_required=False
         )
 
-    def _existing(self, volume_id: str, secrets: Mapping[str, str]) -> Record:
+    def _existing(self, volume_id: str, secrets: Mapping[str, str]) -> VolumeRecord:
         """The record of the volume with this id.
 
         Raises:
@@ -255,7 +257,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         if volume is not None and self._stores.named(volume.store) is not None:
             try:
                 record = volume_record.read(self._bucket(volume, secrets), volume)
-            except RecordError as error:
+            except VolumeRecordError as error:
                 raise FailedPreconditionError(f"volume {volume}: its record {error}") from error
         if record is None:
             raise VolumeNotFoundError(f"there is no volume {volume_id!r}")
@@ -269,8 +271,8 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 
 
 def _create(
-    bucket: Bucket, volume: VolumeId, record: Record, request: csi_pb2.CreateVolumeRequest
-) -> tuple[Record, bool]:
+    bucket: Bucket, volume: VolumeId, record: VolumeRecord, request: csi_pb2.CreateVolumeRequest
+) -> tuple[VolumeRecord, bool]:
     """Write the record of a new volume, or return an existing record that is equal.
 
     Returns the record, and whether it is new.
@@ -285,7 +287,7 @@ def _create(
         pass
     try:
         found = volume_record.read(bucket, volume)
-    except RecordError as error:
+    except VolumeRecordError as error:
         raise AlreadyExistsError(f"volume {volume}: its existing record {error}") from error
     if found is None:
         raise AbortedError(f"volume {volume} is being deleted")

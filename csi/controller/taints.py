@@ -40,7 +40,7 @@ TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Api:
+class ApiServer:
     """The API server at `url`, as the account whose token is in the file `token`."""
 
     url: str
@@ -90,7 +90,7 @@ class Api:
         return opener.open(request, timeout=timeout_s)
 
 
-def api_of_pod() -> Api:
+def api_of_pod() -> ApiServer:
     """The API server as a pod finds it.
 
     Raises:
@@ -102,13 +102,13 @@ def api_of_pod() -> Api:
         raise OSError("KUBERNETES_SERVICE_HOST is not set: this is no pod of a cluster")
     context = ssl.create_default_context(cafile=os.fspath(ACCOUNT / "ca.crt"))
     name = f"[{host}]" if ":" in host else host
-    return Api(f"https://{name}:{port}", ACCOUNT / "token", context)
+    return ApiServer(f"https://{name}:{port}", ACCOUNT / "token", context)
 
 
 class Untainter:
     """Removes the taint of nodes that have the driver, each once."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: ApiServer) -> None:
         self._api = api
         self._done: set[str] = set()  # the uids of CSINode objects
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from csi.controller.bucket_client import Bucket, Listed
+from csi.controller.bucket_client import Bucket, ListedObject
 from csi.errors import InvalidArgumentError
 from csi.volume.location import VolumeId, has_segment, normal_prefix
 from fusefs.api import PRIVATE, NotFoundError
@@ -24,12 +24,12 @@ FOLDER = f"{PRIVATE}/volumes/"
 READERS = 8
 
 
-class RecordError(ValueError):
+class VolumeRecordError(ValueError):
     """An object among the records cannot be read as a record."""
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class VolumeRecord:
     """One volume. `name` is the caller's, `attributes` are the volume's context.
 
     `cluster` is the id of the cluster that made it, or "".
@@ -46,19 +46,20 @@ class Record:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
+        """The content of the record's object."""
         return json.dumps(asdict(self), ensure_ascii=False, sort_keys=True).encode()
 
     @classmethod
-    def from_json(cls, body: bytes) -> Record:
+    def from_json(cls, body: bytes) -> VolumeRecord:
         """What `to_json` wrote.
 
         Raises:
-            RecordError: it is something else.
+            VolumeRecordError: it is something else.
         """
         try:
             values = json.loads(body)
             if values["format"] != FORMAT:
-                raise RecordError(f"has format {values['format']}")
+                raise VolumeRecordError(f"has format {values['format']}")
             record = cls(**values)
             attributes = record.attributes
             is_sound = (
@@ -73,9 +74,9 @@ class Record:
                 and all(isinstance(value, str) for value in attributes.values())
             )
         except (ValueError, TypeError, KeyError, RecursionError, InvalidArgumentError) as error:
-            raise RecordError(f"is not a volume's record: {error}") from error
+            raise VolumeRecordError(f"is not a volume's record: {error}") from error
         if not is_sound:
-            raise RecordError("is not a volume's record")
+            raise VolumeRecordError("is not a volume's record")
         return record
 
     @property
@@ -89,53 +90,53 @@ def key_of(volume: VolumeId) -> str:
     return f"{FOLDER}{volume.name}.json"
 
 
-def read(bucket: Bucket, volume: VolumeId) -> Record | None:
+def read(bucket: Bucket, volume: VolumeId) -> VolumeRecord | None:
     """A volume's record; None if there is no such volume.
 
     Raises:
-        RecordError: what is there is no record.
+        VolumeRecordError: what is there is no record.
     """
     try:
-        return Record.from_json(bucket.get(key_of(volume)))
+        return VolumeRecord.from_json(bucket.get(key_of(volume)))
     except NotFoundError:
         return None
 
 
-class Records:
+class VolumeRecords:
     """The records of whole buckets. Any thread may ask.
 
     A record never changes, so one that was read under an ETag is known for good.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, Listed], Record] = {}
+        self._known: dict[tuple[str, ListedObject], VolumeRecord] = {}
         # By bucket: who comes second finds what the first has read.
         self._reading: dict[str, threading.Lock] = {}
 
-    def now(self, bucket: Bucket) -> Iterator[tuple[str, Record]]:
+    def now(self, bucket: Bucket) -> Iterator[tuple[str, VolumeRecord]]:
         """The records that are in the bucket now, with their keys.
 
         Raises:
-            RecordError: a record cannot be read; the message has its key.
+            VolumeRecordError: a record cannot be read; the message has its key.
             StoreError: a request failed.
         """
         for key, found in self._found_now(bucket):
-            if isinstance(found, RecordError):
+            if isinstance(found, VolumeRecordError):
                 raise found
             yield key, found
 
-    def readable_now(self, bucket: Bucket) -> Iterator[tuple[str, Record]]:
+    def readable_now(self, bucket: Bucket) -> Iterator[tuple[str, VolumeRecord]]:
         """As `now`, without what cannot be read.
 
         Raises:
             StoreError: a request failed.
         """
         for key, found in self._found_now(bucket):
-            if isinstance(found, Record):
+            if isinstance(found, VolumeRecord):
                 yield key, found
 
-    def _found_now(self, bucket: Bucket) -> Iterator[tuple[str, Record | RecordError]]:
-        present: set[Listed] = set()
+    def _found_now(self, bucket: Bucket) -> Iterator[tuple[str, VolumeRecord | VolumeRecordError]]:
+        present: set[ListedObject] = set()
         for page in bucket.pages(FOLDER):
             present.update(page)
             with self._reading.setdefault(bucket.url, threading.Lock()):
@@ -147,18 +148,18 @@ class Records:
                 self._known.pop((url, item), None)
 
     def _read_page(
-        self, bucket: Bucket, page: list[Listed]
-    ) -> list[tuple[Listed, Record | RecordError]]:
+        self, bucket: Bucket, page: list[ListedObject]
+    ) -> list[tuple[ListedObject, VolumeRecord | VolumeRecordError]]:
         """The records of a page of the listing, but for those that were removed meanwhile."""
 
-        def read_one(item: Listed) -> bytes | None:
+        def read_one(item: ListedObject) -> bytes | None:
             try:
                 return bucket.get(item.key)
             except NotFoundError:
                 return None
 
         # Another thread, whose listing was made before, may drop what is found here.
-        known: dict[Listed, Record | RecordError | None] = {
+        known: dict[ListedObject, VolumeRecord | VolumeRecordError | None] = {
             item: self._known.get((bucket.url, item)) for item in page
         }
         unknown = [item for item, record in known.items() if record is None]
@@ -167,7 +168,7 @@ class Records:
                 if body is None:
                     continue
                 try:
-                    known[item] = self._known[bucket.url, item] = Record.from_json(body)
-                except RecordError as error:
-                    known[item] = RecordError(f"{item.key} {error}")
+                    known[item] = self._known[bucket.url, item] = VolumeRecord.from_json(body)
+                except VolumeRecordError as error:
+                    known[item] = VolumeRecordError(f"{item.key} {error}")
         return [(item, record) for item, record in known.items() if record is not None]

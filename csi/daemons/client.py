@@ -77,6 +77,7 @@ class FdStoreClient:
 
     @property
     def is_there(self) -> bool:
+        """Whether a process listens on the socket, answering or not."""
         return control.peer(self._path) is not None
 
 

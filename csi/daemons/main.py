@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from csi.daemons.client import FdStoreClient
-from csi.daemons.migration import Moving
+from csi.daemons.migration import Migration
 from csi.daemons.supervisor import Supervisor, own_environment
 from csi.daemons.template import DaemonTemplate
 from csi.node.config import CACHE, DESCRIPTOR_STORE, SUPERVISOR, add_host_path_flag, check_disk
@@ -90,11 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     service.take_over()
     old = running(state / SUPERVISOR)
     templates = DaemonTemplate(launcher.DAEMON, own_environment())
-    templates.look()
+    templates.check_process()
     supervisor = Supervisor(
         state / SUPERVISOR,
         old=running(state / SUPERVISOR),
-        on_look=service.look,
+        on_tick=service.check_process,
         on_return=service.start_or_retry,
         has_successor_beside=arguments.successor == "beside",
         daemon_template=templates,
@@ -122,7 +122,7 @@ def running(path: Path) -> socket.socket | None:
 
 def _move(old: socket.socket | None, state: Path, number: int, ready: Path | None) -> None:
     if old is not None:
-        Moving(old, state / "fusefs", number).run()
+        Migration(old, state / "fusefs", number).run()
     log.info("ready")
     if ready is not None:
         ready.write_text("")
@@ -195,10 +195,10 @@ class FdStoreProcess:
             time.sleep(POLL_S)
 
     def pids(self) -> set[int]:
-        """The children that `look` waits for."""
+        """The children that `check_process` waits for."""
         return {pid for pid in (self._pid, *self.helpers) if pid}
 
-    def look(self) -> None:
+    def check_process(self) -> None:
         """Start another if it has died, and wait for the processes that have ended."""
         self.helpers = [pid for pid in self.helpers if not os.waitpid(pid, os.WNOHANG)[0]]
         if self._pid and os.waitpid(self._pid, os.WNOHANG)[0]:
@@ -208,7 +208,7 @@ class FdStoreProcess:
             self.start_or_retry()
 
     def start_or_retry(self) -> None:
-        """As `start`; where it does not come up, `look` tries again.
+        """As `start`; where it does not come up, `check_process` tries again.
 
         A node that lacks memory or process ids for it has daemons that still serve.
         """

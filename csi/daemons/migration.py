@@ -36,7 +36,7 @@ PATIENCE_S = 120.0
 _HOPELESS = f"exited with {CANNOT_TAKE_OVER}"
 
 
-class Moving:
+class Migration:
     """From the supervisor behind `old` to the one of this number. `keepers` has their sockets."""
 
     def __init__(self, old: socket.socket, keepers: Path, number: int) -> None:

@@ -75,7 +75,7 @@ class Supervisor:
     """Listens at `path`; `command` is what it starts. One process may have one of them.
 
     `old` is a connection to the one before it, which may still have daemons.
-    `on_look` is called each second, and `on_return` when it listens again, after
+    `on_tick` is called each second, and `on_return` when it listens again, after
     another took its place and has gone. `daemon_template` makes daemons in less time.
     `other_children` are the pids of children that others wait for; with it all further ones,
     which such a template may leave, are waited for here.
@@ -92,7 +92,7 @@ class Supervisor:
         path: Path,
         command: Sequence[str] = launcher.DAEMON,
         old: socket.socket | None = None,
-        on_look: Callable[[], None] = lambda: None,
+        on_tick: Callable[[], None] = lambda: None,
         on_return: Callable[[], None] = lambda: None,
         *,
         has_successor_beside: bool = True,
@@ -104,7 +104,7 @@ class Supervisor:
         self._path = path
         self._command = command
         self._old = old
-        self._on_look = on_look
+        self._on_tick = on_tick
         self._on_return = on_return
         self._template = daemon_template
         self._other_children = other_children
@@ -124,12 +124,12 @@ class Supervisor:
             self._loop.run_once(LOOK_S)
             if not self._is_ending:
                 self._keep_listening()
-                self._on_look()
+                self._on_tick()
             if self._template is not None:
                 if self._is_ending:
                     self._template.end()
                 else:
-                    self._template.look()
+                    self._template.check_process()
                     self._reap_stray(self._template.pid)
         self._listener.remove()
 
@@ -206,7 +206,7 @@ class Supervisor:
             message = supervisor_protocol.receive(client)
         except BlockingIOError:
             return
-        except supervisor_protocol.LaunchingError as error:
+        except supervisor_protocol.SupervisorProtocolError as error:
             log.warning("a request that is none: %s", error)
             _say(
                 client,

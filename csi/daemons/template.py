@@ -51,7 +51,7 @@ class DaemonTemplate:
         """Of the template; 0 if there is none."""
         return self._pid
 
-    def look(self) -> None:
+    def check_process(self) -> None:
         """Start a template if there is none, and one may come up."""
         if self._socket is not None and has_ended(self._pidfd):
             log.warning("the template of the daemons has ended")

@@ -39,7 +39,7 @@ _STATE = frozenset(("mounts", "format"))
 
 
 @dataclass(frozen=True, slots=True)
-class Domain:
+class CacheDomain:
     """One domain's user and cache directory."""
 
     name: str
@@ -48,7 +48,7 @@ class Domain:
 
 
 @dataclass(frozen=True, slots=True)
-class Unused:
+class UnusedDomain:
     """A domain that was used last `unused_s` seconds ago, as its directory's time says."""
 
     name: str
@@ -58,7 +58,7 @@ class Unused:
     mtime_ns: int
 
 
-class Domains:
+class CacheDomains:
     """The domains below `directory`, with uids from `first` to `last`. Thread-safe.
 
     `of_mounts` returns the uids of all mounts on record, by the names of their domains.
@@ -85,7 +85,7 @@ class Domains:
         text = b"".join(len(part.encode()).to_bytes(4) + part.encode() for part in parts)
         return hmac.digest(self._key, text, "sha256").hex()[:32]
 
-    def claim(self, name: str) -> Domain:
+    def claim(self, name: str) -> CacheDomain:
         """The domain of this name; made if there is none.
 
         Raises:
@@ -114,7 +114,7 @@ class Domains:
                     " began on another disk, and have to end first"
                 )
             os.utime(directory, follow_symlinks=False)
-        return Domain(name, uid, directory)
+        return CacheDomain(name, uid, directory)
 
     # --- unused domains ---
 
@@ -124,7 +124,7 @@ class Domains:
             with suppress(FileNotFoundError):
                 os.utime(self.directory / name, follow_symlinks=False)
 
-    def unused(self) -> list[Unused]:
+    def unused(self) -> list[UnusedDomain]:
         """All domains, the longest unused first."""
         found = []
         for entry in os.scandir(self.directory):
@@ -132,7 +132,9 @@ class Domains:
                 status = entry.stat(follow_symlinks=False)
                 unused_s = time.time() - status.st_mtime
                 path = self.directory / entry.name
-                found.append(Unused(entry.name, status.st_uid, path, unused_s, status.st_mtime_ns))
+                found.append(
+                    UnusedDomain(entry.name, status.st_uid, path, unused_s, status.st_mtime_ns)
+                )
         return sorted(found, key=lambda domain: domain.mtime_ns)
 
     @contextmanager
@@ -141,11 +143,11 @@ class Domains:
         with self._locked():
             yield
 
-    def is_unchanged(self, domain: Unused) -> bool:
+    def is_unchanged(self, domain: UnusedDomain) -> bool:
         """Whether no mount has used a domain since `unused` returned it."""
         return domain.directory.lstat().st_mtime_ns == domain.mtime_ns
 
-    def set_aside(self, domain: Unused, *, keeps_state: bool = False) -> Path:
+    def set_aside(self, domain: UnusedDomain, *, keeps_state: bool = False) -> Path:
         """Rename a domain's directory so that no mount finds it. Only within `alone`.
 
         With `keeps_state` what mounts left stays in its place, and the rest is moved.

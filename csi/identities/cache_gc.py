@@ -26,8 +26,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from csi.identities.cache_domains import Domains, Unused
-from csi.volume.options import Shares
+from csi.identities.cache_domains import CacheDomains, UnusedDomain
+from csi.volume.options import NodeShares
 from fusefs.api import MIN_FREE, SHARE, MountSettings, kernel_mounts, resolve_path
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,9 @@ class CacheCollector(threading.Thread):
     `used` returns the settings of all mounts as JSON; `shares` has the space to leave free.
     """
 
-    def __init__(self, domains: Domains, used: Callable[[], list[str]], shares: Shares) -> None:
+    def __init__(
+        self, domains: CacheDomains, used: Callable[[], list[str]], shares: NodeShares
+    ) -> None:
         super().__init__(name="cache collector", daemon=True)
         self._domains = domains
         self._used = used
@@ -95,7 +97,7 @@ class CacheCollector(threading.Thread):
             or status.f_favail < self._min_free_inodes.bytes_of(status.f_files)
         )
 
-    def _remove_unused(self, domain: Unused) -> None:
+    def _remove_unused(self, domain: UnusedDomain) -> None:
         with self._domains.alone():
             # A mount may have claimed the domain since.
             if domain.name in self._names_in_use() or not self._domains.is_unchanged(domain):

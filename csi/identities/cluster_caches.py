@@ -71,7 +71,7 @@ class CacheSecrets:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterCache:
+class ClusterCacheConfig:
     """One domain's cluster cache: `url` and `endpoint_url` as `fusefs mount` takes them."""
 
     domain: str
@@ -121,9 +121,9 @@ class ClusterCache:
 class ClusterCaches:
     """The cluster caches of a node, by domain."""
 
-    by_domain: Mapping[str, ClusterCache] = field(default_factory=dict)
+    by_domain: Mapping[str, ClusterCacheConfig] = field(default_factory=dict)
 
-    def of(self, domain: str | None, *, is_inline: bool) -> ClusterCache | None:
+    def of(self, domain: str | None, *, is_inline: bool) -> ClusterCacheConfig | None:
         """The cluster cache of a volume with this cacheDomain, or with none."""
         if domain is None and is_inline:
             return None
@@ -161,7 +161,7 @@ def _tables(content: dict[str, Any]) -> list[tuple[str, Any]]:
     return list(tables.items())
 
 
-def _cluster_cache(domain: str, table: Any) -> ClusterCache:
+def _cluster_cache(domain: str, table: Any) -> ClusterCacheConfig:
     where = f"cluster-caches.{domain}"
     if domain != OTHERS and not is_cache_domain(domain):
         raise ValueError(f"{where}: is no cacheDomain")
@@ -177,7 +177,7 @@ def _cluster_cache(domain: str, table: Any) -> ClusterCache:
             read_url(table["endpoint"])
         except ValueError as error:
             raise ValueError(f"{where}.endpoint: {error}") from None
-    cache = ClusterCache(
+    cache = ClusterCacheConfig(
         domain,
         table["url"],
         table.get("endpoint"),

@@ -34,7 +34,7 @@ from csi.errors import (
     UnauthenticatedError,
 )
 from csi.identities.cluster_caches import CacheSecrets
-from csi.identities.keys import Keys, keys_from
+from csi.identities.keys import AccessKeys, keys_from
 from csi.volume.options import Options
 from csi.volume.stores import AWS, StoreSettings
 from fusefs.api import replace_file
@@ -70,7 +70,7 @@ class Identity:
 
     who: str
     proof: tuple[str, ...] = field(repr=False)
-    keys: Keys | None = field(default=None, repr=False)
+    keys: AccessKeys | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
     role_arn: str | None = None
     session: str = ""
@@ -121,7 +121,7 @@ def choose(
     return Identity(DRIVER, ("driver",), keys=_own.keys())
 
 
-def _refuse_control_characters(keys: Keys) -> None:
+def _refuse_control_characters(keys: AccessKeys) -> None:
     for value in (keys.access_key_id, keys.secret_access_key, keys.session_token or ""):
         if not value.isprintable():
             raise InvalidArgumentError("a key in the Secret has a control character")
@@ -193,9 +193,9 @@ class _OwnKeys:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._credentials: Any = None
-        self._last: Keys | None = None
+        self._last: AccessKeys | None = None
 
-    def keys(self) -> Keys:
+    def keys(self) -> AccessKeys:
         """What is valid now.
 
         Raises:
@@ -213,7 +213,7 @@ class _OwnKeys:
         except UnauthenticatedError as error:
             log.warning("%s", error)
 
-    def _ask(self) -> Keys:
+    def _ask(self) -> AccessKeys:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -225,7 +225,7 @@ class _OwnKeys:
                 now = self._credentials.get_frozen_credentials()
             except (BotoCoreError, ClientError) as error:
                 raise UnauthenticatedError(f"the driver's own credentials: {error}") from error
-            self._last = Keys(now.access_key, now.secret_key, now.token)
+            self._last = AccessKeys(now.access_key, now.secret_key, now.token)
             return self._last
 
 
@@ -322,7 +322,7 @@ class CredentialFiles:
             directory.rmdir()
 
 
-def _as_profile(keys: Keys) -> str:
+def _as_profile(keys: AccessKeys) -> str:
     lines = [
         "[default]",
         f"aws_access_key_id = {keys.access_key_id}",

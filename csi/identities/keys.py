@@ -18,7 +18,7 @@ _BY_SPELLING = {name.replace("_", ""): name for name in _FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class AccessKeys:
     """What requests are signed with. Neither `repr` nor `str` shows it."""
 
     access_key_id: str = field(repr=False)
@@ -26,7 +26,7 @@ class Keys:
     session_token: str | None = field(default=None, repr=False)
 
 
-def keys_from(secrets: Mapping[str, str]) -> Keys | None:
+def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
     """The keys in a Secret's fields; None if it has none at all.
 
     Raises:
@@ -46,7 +46,7 @@ def keys_from(secrets: Mapping[str, str]) -> Keys | None:
     missing = [name for name in _FIELDS[:2] if not found.get(name)]
     if missing:
         raise InvalidArgumentError(f"the Secret has no {_listed(missing)}")
-    return Keys(found[_FIELDS[0]], found[_FIELDS[1]], found.get(_FIELDS[2]) or None)
+    return AccessKeys(found[_FIELDS[0]], found[_FIELDS[1]], found.get(_FIELDS[2]) or None)
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:

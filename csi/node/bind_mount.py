@@ -59,6 +59,7 @@ class MountTable:
         return [mount for mount in self._mounts if mount.mountpoint == path]
 
     def top(self, path: Path) -> KernelMount | None:
+        """What is mounted on top at a path; None if nothing is."""
         stack = self.stack(path)
         return stack[-1] if stack else None
 

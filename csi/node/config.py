@@ -20,7 +20,7 @@ from csi.errors import FailedPreconditionError
 from csi.identities.cluster_caches import ClusterCaches, read_cluster_caches
 from csi.identities.credentials import POD_IDENTITY_AGENT
 from csi.node.pod_records import InlineBounds
-from csi.volume.options import Shares
+from csi.volume.options import NodeShares
 from fusefs.api import (
     LEAST_MEMORY,
     MIB,
@@ -67,7 +67,7 @@ class NodeConfiguration:
     mounts_directory: Path
     cache_directory: Path
     uids: tuple[int, int]
-    shares: Shares
+    shares: NodeShares
     most_volumes: int
     inline_bounds: InlineBounds
     daemons: str = "either"
@@ -332,7 +332,7 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
         resolve_path(arguments.mounts_dir),
         resolve_path(arguments.cache_dir),
         arguments.uid_range,
-        Shares(
+        NodeShares(
             arguments.memory_limit,
             arguments.max_connections,
             arguments.cache_size,

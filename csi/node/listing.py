@@ -31,7 +31,7 @@ _HEADINGS = ("POD", "CLAIM", "VOLUME", "SOURCE", "IDENTITY", "CACHE", "PENDING",
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class VolumeRow:
     """One volume of one pod. `cache_bytes` is what the identity has cached on the node.
 
     `pending_files` and `pending_bytes` are not in the bucket yet.
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def rows_of(state: Path) -> Iterator[Row]:
+def rows_of(state: Path) -> Iterator[VolumeRow]:
     """The volumes on record below the driver's state directory, mounted or not."""
     use_runtime_directory(state / RUNTIME)
     records = state / MOUNT_RECORDS
@@ -102,8 +102,8 @@ def _row(
     status: dict[str, Any] | None,
     *,
     is_mounted: bool,
-) -> Row:
-    row = Row(
+) -> VolumeRow:
+    row = VolumeRow(
         namespace=pod.namespace,
         pod=pod.name,
         claim=pod.claim,
@@ -145,7 +145,7 @@ def _ask(record: MountRecord) -> dict[str, Any] | None:
         return None
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: VolumeRow) -> tuple[str, ...]:
     pod = f"{row.namespace}/{row.pod}" if row.pod else "-"
     pending = "-"
     if row.pending_files is not None and row.pending_bytes is not None:

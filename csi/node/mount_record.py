@@ -74,9 +74,11 @@ class MountRecords:
             yield
 
     def write(self, record: MountRecord) -> None:
+        """Write a record, whole or not at all."""
         replace_file(self._path(record.key), json.dumps(asdict(record)))
 
     def read(self, key: str) -> MountRecord | None:
+        """The record of a mount; None if there is none that can be read."""
         try:
             return MountRecord(**known_fields(MountRecord, self._path(key)))
         except (OSError, ValueError, TypeError):
@@ -87,6 +89,7 @@ class MountRecords:
         return [record for record in found if record is not None]
 
     def of_volume(self, volume_id: str) -> list[MountRecord]:
+        """The records of a volume's mounts, one for each identity."""
         return [record for record in self.all() if record.volume_id == volume_id]
 
     def uids_of_domains(self) -> dict[str, int]:

@@ -38,9 +38,9 @@ from csi.errors import (
     VolumeNotFoundError,
 )
 from csi.generated import csi_pb2, csi_pb2_grpc
-from csi.identities.cache_domains import Domains
+from csi.identities.cache_domains import CacheDomains
 from csi.identities.cache_gc import CacheCollector
-from csi.identities.cluster_caches import CacheSecrets, ClusterCache
+from csi.identities.cluster_caches import CacheSecrets, ClusterCacheConfig
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
 from csi.node import bind_mount, volume_metrics
@@ -65,7 +65,14 @@ from csi.node.stats import Stats
 from csi.node.warmup import Warmups
 from csi.server import end_of
 from csi.volume.location import Location, location_of
-from csi.volume.options import Options, Place, Warm, finished, mount_layer, read_options
+from csi.volume.options import (
+    DriverSettings,
+    Options,
+    WarmOption,
+    finished,
+    mount_layer,
+    read_options,
+)
 from csi.volume.stores import Stores
 from fusefs.api import MetricsTarget, MountSource, RawValue, use_runtime_directory
 
@@ -113,7 +120,7 @@ class _Plan:
 
     identity: Identity
     record: MountRecord
-    warm: Warm
+    warm: WarmOption
     cache_secrets: CacheSecrets | None
 
 
@@ -129,7 +136,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         use_runtime_directory(state / RUNTIME)
         self._files = CredentialFiles(state / "credentials", configuration.pod_identity_agent)
         records = MountRecords(state / MOUNT_RECORDS)
-        self._domains = Domains(
+        self._domains = CacheDomains(
             configuration.cache_directory, *configuration.uids, records.uids_of_domains
         )
         self._mounts = Mounts(
@@ -204,7 +211,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
 
     def _publish_if_warm(
         self, request: Request, publish: PublishRequest, ends: float
-    ) -> tuple[MountRecord, Warm] | None:
+    ) -> tuple[MountRecord, WarmOption] | None:
         """Publish, or return the mount whose warm-up comes first."""
         table = MountTable()
         pod = PodRecord.of(publish.target, request.volume_context, is_inline=publish.is_inline)
@@ -260,7 +267,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
 
     def _publish(
         self, request: Request, publish: PublishRequest, ends: float
-    ) -> tuple[MountRecord, Warm] | None:
+    ) -> tuple[MountRecord, WarmOption] | None:
         if not publish.target.parent.is_dir():
             raise InvalidArgumentError(f"target_path: there is no {publish.target.parent}")
         plan = self._plan(request, publish, ends)
@@ -372,11 +379,11 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         publish: PublishRequest,
         location: Location,
         options: Options,
-        cluster_cache: ClusterCache | None,
+        cluster_cache: ClusterCacheConfig | None,
     ) -> dict[str, RawValue]:
         """What the volume and the driver say of the mount's settings."""
         store = location.store
-        place = Place(
+        place = DriverSettings(
             MountSource(location.bucket, location.prefix),
             store.endpoint_url,
             location.region,

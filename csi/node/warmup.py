@@ -23,7 +23,7 @@ from pathlib import Path
 from csi.errors import AbortedError
 from csi.node.mount_record import MountRecord
 from csi.node.record_files import known_fields
-from csi.volume.options import Warm
+from csi.volume.options import WarmOption
 from fusefs.api import (
     MALFORMED,
     ControlError,
@@ -61,7 +61,7 @@ class Warmups:
         self._lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def begin(self, record: MountRecord, warm: Warm) -> None:
+    def begin(self, record: MountRecord, warm: WarmOption) -> None:
         """Start the warm-up of a served mount, if it has had none; does not wait for it.
 
         A failure is logged: the volume is published already.
@@ -76,7 +76,7 @@ class Warmups:
             except (ControlError, *MALFORMED) as error:
                 log.warning("%s cannot be warmed: %s", record.source, error)
 
-    def blocks_publish(self, record: MountRecord, warm: Warm) -> bool:
+    def blocks_publish(self, record: MountRecord, warm: WarmOption) -> bool:
         """Whether a pod has to wait for the warm-up before it starts."""
         if not warm.is_first:
             return False
@@ -96,7 +96,7 @@ class Warmups:
 
         return self._change(key, add).began
 
-    def wait(self, record: MountRecord, warm: Warm, target: Path, ends: float) -> None:
+    def wait(self, record: MountRecord, warm: WarmOption, target: Path, ends: float) -> None:
         """Return when the mount is warm, or the volume's `warmTimeout` has passed.
 
         Raises:
@@ -177,7 +177,7 @@ def _without(known: _Record, target: Path) -> _Record:
     return replace(known, waiting=waiting)
 
 
-def _jobs(record: MountRecord, warm: Warm) -> list[Message]:
+def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
     """The mount's jobs for the volume's paths; those that the daemon does not have are started.
 
     Raises:

@@ -95,7 +95,7 @@ REVOKE_AFTER = "120s"
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class WarmOption:
     """What of a volume is fetched before it is read, relative to it; "" is all.
 
     With `is_first` a pod starts when that is done, or after `timeout_s`.
@@ -118,12 +118,12 @@ class Options:
     is_anonymous: bool = False
     cache_domain: str | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
-    warm: Warm = Warm()
+    warm: WarmOption = WarmOption()
     has_pod_identity: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class NodeShares:
     """What one mount may have of its node. Sizes are in bytes; None is no limit."""
 
     memory_limit: int
@@ -293,16 +293,16 @@ def _duration(attributes: Mapping[str, str], name: str, default_s: float) -> flo
         raise InvalidArgumentError(f"{name}: {error}") from None
 
 
-def _warm(attributes: Mapping[str, str]) -> Warm:
+def _warm(attributes: Mapping[str, str]) -> WarmOption:
     is_first = _switch(attributes, "warmBeforePublish")
     timeout_s = _duration(attributes, "warmTimeout", WARM_TIMEOUT_S)
     if "warm" not in attributes:
         for name in ("warmBeforePublish", "warmTimeout"):
             if name in attributes:
                 raise InvalidArgumentError(f"{name}: there is no warm, which says what")
-        return Warm()
+        return WarmOption()
     paths = [_warm_path(text.strip()) for text in attributes["warm"].split(",")]
-    return Warm(tuple(dict.fromkeys(paths)), is_first, timeout_s)
+    return WarmOption(tuple(dict.fromkeys(paths)), is_first, timeout_s)
 
 
 def _warm_path(text: str) -> str:
@@ -322,8 +322,8 @@ def _warm_path(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What the driver decides about a mount, whatever the volume says."""
+class DriverSettings:
+    """The settings of a mount that the driver decides, whatever the volume says."""
 
     source: MountSource
     endpoint_url: str | None
@@ -335,7 +335,12 @@ class Place:
 
 
 def mount_layer(
-    options: Options, place: Place, shares: Shares, *, is_read_only: bool, fs_group: int | None
+    options: Options,
+    place: DriverSettings,
+    shares: NodeShares,
+    *,
+    is_read_only: bool,
+    fs_group: int | None,
 ) -> dict[str, RawValue]:
     """The settings of a volume's mount but for the paths and the user, as texts.
 
@@ -376,7 +381,7 @@ def mount_layer(
     }
 
 
-def _limited(settings: Layer, shares: Shares) -> dict[str, RawValue]:
+def _limited(settings: Layer, shares: NodeShares) -> dict[str, RawValue]:
     wanted = build(settings, anywhere())
     memory_limit = min(wanted.memory_limit, shares.memory_limit)
     connections = min(wanted.max_connections, shares.max_connections)

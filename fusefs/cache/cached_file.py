@@ -111,6 +111,7 @@ class CacheFile:
 
     @classmethod
     def from_row(cls, row: Row) -> CacheFile:
+        """The file of a row of the catalog, which is closed and has no users."""
         file = cls(row.name, row.size)
         file.become(row.generation, row.st_ino, row.ranges)
         file.used_at = row.used_at
@@ -132,6 +133,7 @@ class CacheFile:
         return file
 
     def row(self) -> Row:
+        """Its row of the catalog, with the checksums that the catalog does not have yet."""
         ranges, sums = self.present.pack(), tuple(self.sums or ())
         return Row(
             self.name, self.generation, self.st_ino, self.size, ranges, self.used_at, sums=sums

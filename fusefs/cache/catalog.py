@@ -281,6 +281,7 @@ class Catalog:
             ]
 
     def find(self, name: str) -> Row | None:
+        """The row of the file of this name; None if there is none."""
         with self._lock, readable_errors():
             values = self._db.execute(
                 f"SELECT {_COLUMNS} FROM files WHERE name = ?", (name,)

@@ -96,6 +96,7 @@ class CatalogWriter:
         self._unsynced[file.name] = file
 
     def used(self, file: CacheFile) -> None:
+        """A file was used: its last-use time is written with the next batch."""
         self._used[file.name] = file
 
     def forget(self, file: CacheFile) -> None:

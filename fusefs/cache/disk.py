@@ -26,7 +26,7 @@ from typing import TypeVar
 import trio
 
 from fusefs.cache.catalog import Catalog
-from fusefs.cache.integrity.probes import DirectReader
+from fusefs.cache.integrity.direct_reader import DirectReader
 from fusefs.linux import files
 
 logger = logging.getLogger("fusefs.cache")

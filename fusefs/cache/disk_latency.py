@@ -24,6 +24,7 @@ class DiskLatency:
 
     @property
     def is_quick(self) -> bool:
+        """Whether no access of late was slow, so that the event loop may make small ones."""
         return time.monotonic() >= self._slow_until
 
     def begin(self) -> tuple[int, float]:

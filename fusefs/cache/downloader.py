@@ -116,6 +116,7 @@ class Download:
         return -math.inf if self.file.rank is Rank.AHEAD else math.inf
 
     def advance(self, position: int) -> None:
+        """Wake the readers whose bytes lie before `position`: all before it is in the file."""
         self.position = position
         if self._waiters:
             reached = [event for needed, event in self._waiters if needed <= position]
@@ -124,6 +125,7 @@ class Download:
                 event.set()
 
     def finish(self, error: Exception | None) -> None:
+        """End the download and wake all readers; with an error they raise it."""
         self.error = error
         self.is_done = True
         for _, event in self._waiters:
@@ -225,6 +227,7 @@ class Downloader:
 
     @property
     def under_way(self) -> int:
+        """How many downloads have been begun and have not ended."""
         return len(self._running)
 
     @property
@@ -560,8 +563,10 @@ class Reservation:
         self._remaining = size
 
     def use(self, size: int) -> None:
+        """Take `size` bytes off the reservation: they are in the file now."""
         self._remaining -= size
         self._quota.release(size)
 
     def close(self) -> None:
+        """Give back what was not used."""
         self.use(self._remaining)

@@ -44,9 +44,9 @@ from fusefs.cache.disk import IN_USE, ORPHAN_AGE_S, CacheDirectoryError, Disk, s
 from fusefs.cache.eviction_order import EvictionOrder
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import create, open_or_create
+from fusefs.cache.integrity.readability import ReadabilityCheck
 from fusefs.cache.integrity.scrub import UseMark
 from fusefs.cache.integrity.trouble import Trouble
-from fusefs.cache.integrity.unreadable import Probing
 from fusefs.cache.integrity.verify import Integrity
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
@@ -128,7 +128,7 @@ class FileCache:
         self.integrity = Integrity(
             self._disk, self._catalog, self.discard, self._summed, self._threads
         )
-        self.probing = Probing(self._disk, self.integrity, self.disable)
+        self.probing = ReadabilityCheck(self._disk, self.integrity, self.disable)
         self._mark = UseMark(directory / IN_USE)
         # Called for each file that is dropped because its bytes are wrong.
         self.on_discard: Callable[[CacheFile], None] = lambda _file: None
@@ -215,6 +215,7 @@ class FileCache:
         return self._order.fetch_ahead(file)
 
     def unpin(self, file: CacheFile, *, was_used: bool = True) -> None:
+        """Take a user off a file; the last one closes it and gives it its place in the order."""
         file.pins -= 1
         if file.pins:
             return

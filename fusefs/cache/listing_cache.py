@@ -30,7 +30,7 @@ SIZE_LIMIT = 256 << 20
 QUEUE = 16
 
 
-class NoPages:
+class NoListingCache:
     """Stores no pages, for a writable mount: its own changes make earlier listings wrong."""
 
     async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
@@ -43,7 +43,7 @@ class NoPages:
     def close(self) -> None: ...
 
 
-class RememberedPages:
+class ListingCache:
     """The stored pages of one bucket, in a directory that other mounts may share.
 
     `identity` tells buckets apart; `ttl_s` is for how many seconds a page is used.

@@ -3,7 +3,7 @@
     python -m fusefs.cache.purge look DIRECTORY
     python -m fusefs.cache.purge all DIRECTORY
 
-`look` prints, as JSON, whether a mount uses the directory (`is_used`), and how
+`find_obstacles` prints, as JSON, whether a mount uses the directory (`is_used`), and how
 many files there have what was never uploaded (`leftovers`): contents, removals,
 attributes, renames, uploads to be aborted; the caller keeps those. `all` removes everything.
 
@@ -29,7 +29,7 @@ _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 
 
-def look(directory: Path) -> dict[str, object]:
+def find_obstacles(directory: Path) -> dict[str, object]:
     """What forbids the removal of a cache directory. Blocks.
 
     Raises:
@@ -114,7 +114,7 @@ def main() -> int:
     what, directory = sys.argv[1], Path(sys.argv[2])
     try:
         if what == "look":
-            print(json.dumps(look(directory)))
+            print(json.dumps(find_obstacles(directory)))
         else:
             remove(directory)
     except OSError as error:

@@ -59,7 +59,7 @@ KeyRange = tuple[str, str | bytes]
 _END = b""
 
 
-class Hashes:
+class HashSet:
     """Strings that are known by their hashes. Changed by a thread at a time, read at any time."""
 
     def __init__(self, pages: Iterable[list[str]] = ()) -> None:
@@ -142,7 +142,7 @@ class Retention:
         self._threads = trio.CapacityLimiter(4)
         # Of what follows `_lock` is held, but for reading `_pins`.
         self._lock = threading.RLock()
-        self._pins = Hashes()
+        self._pins = HashSet()
         self._db: sqlite3.Connection | None = None
         self._st_ino = 0
         # What is known of the record: its version, the latest pin and how many removals.
@@ -219,7 +219,7 @@ class Retention:
                 pass  # it is taken over
         db = self._open()
         if db is None:
-            had_pins, self._pins = len(self._pins) > 0, Hashes()
+            had_pins, self._pins = len(self._pins) > 0, HashSet()
             return had_pins
         version = db.execute("PRAGMA data_version").fetchone()[0]
         if version == self._version:
@@ -323,7 +323,7 @@ class Retention:
         removals = db.execute("SELECT count FROM removals").fetchone()[0]
         if removals != self._removals:
             self._added = 0
-            self._pins = Hashes(self._new(db))
+            self._pins = HashSet(self._new(db))
             self._removals = removals
         else:
             for page in self._new(db):

@@ -238,7 +238,7 @@ def _warm(options: argparse.Namespace) -> int:
     return _fetch([order], is_waiting=options.wait) or min(bad, 1)
 
 
-def _fetch(orders: Sequence[warm.Order], *, is_waiting: bool) -> int:
+def _fetch(orders: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
     """Have daemons do jobs of `fusefs warm` or `fusefs pin`."""
     from fusefs.cli import status_report, warm
     from fusefs.settings.display import shown
@@ -254,7 +254,7 @@ def _fetch(orders: Sequence[warm.Order], *, is_waiting: bool) -> int:
         _complain("the job goes on; fusefs status shows its progress, fusefs warm --cancel ends it")
         return 130
     for order, job in ended.items():
-        print(shown(f"{order.title}: {status_report.warmth(job)}"))
+        print(shown(f"{order.title}: {status_report.warm_progress(job)}"))
     return 0 if all(warm.is_complete(job) for job in ended.values()) else 1
 
 

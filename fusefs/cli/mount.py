@@ -67,7 +67,9 @@ def upgrade(options: argparse.Namespace) -> None:
     request = {
         "do": "upgrade",
         "command": launcher.DAEMON,
-        "settings": launcher.daemon_input(present.changed(flags(options)), users.serving(place)),
+        "settings": launcher.daemon_input(
+            present.changed(flags(options)), users.daemon_user(place)
+        ),
     }
     answer = keeper_request(place, request, present.retry_time + UPGRADE_TIMEOUT_S)
     print(f"{shown(str(place))}: daemon {answer['pid']} took over; pause {answer['pause_s']:.1f} s")

@@ -15,7 +15,7 @@ from typing import Any
 from fusefs.launch import control
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.settings.display import human_duration, human_size
-from fusefs.telemetry.access_summary import Access, AccessSummary, Surroundings
+from fusefs.telemetry.access_summary import Access, AccessSummary, MountContext
 
 ANSWER_TIMEOUT_S = 5.0
 POLL_S = 0.25
@@ -86,13 +86,13 @@ def _ask(mountpoint: Path, message: dict[str, Any]) -> dict[str, Any]:
     return daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
 
 
-def surroundings(mountpoint: Path) -> Surroundings:
+def surroundings(mountpoint: Path) -> MountContext:
     """What the mount is set to; nothing if its daemon does not answer."""
     try:
         status = _ask(mountpoint, {"command": "status"})
     except control.ControlError:
-        return Surroundings()
-    return Surroundings(status["cache"]["limit_bytes"], status["metadata"]["ttl_s"])
+        return MountContext()
+    return MountContext(status["cache"]["limit_bytes"], status["metadata"]["ttl_s"])
 
 
 def line(access: Access) -> str:
@@ -108,7 +108,7 @@ def json_line(access: Access) -> str:
     return json.dumps(access._asdict())
 
 
-def report(summary: AccessSummary, seconds: float, around: Surroundings) -> str:
+def report(summary: AccessSummary, seconds: float, around: MountContext) -> str:
     """The summary and the advice as lines for people."""
     rows = [("requests", _requests(summary, seconds)), ("files", _files(summary, seconds))]
     rows += [("reads", sentence) for sentence in _reads(summary)]
@@ -160,7 +160,7 @@ def _reads(summary: AccessSummary) -> Iterable[str]:
         yield f"{human_size(summary.written_bytes)} were written"
 
 
-def _working_set(summary: AccessSummary, around: Surroundings) -> str:
+def _working_set(summary: AccessSummary, around: MountContext) -> str:
     limit = around.cache_limit
     of_cache = f"; the cache may hold {human_size(limit)}" if limit is not None else ""
     left_out = summary.left_out_files
@@ -180,7 +180,7 @@ def _short(seconds: float) -> str:
     return f"{1e6 * seconds:.0f} us" if seconds < 0.001 else f"{1e3 * seconds:.1f} ms"
 
 
-def as_json(summary: AccessSummary, seconds: float, around: Surroundings) -> dict[str, Any]:
+def as_json(summary: AccessSummary, seconds: float, around: MountContext) -> dict[str, Any]:
     """The summary for programs: bytes, seconds and counts."""
     sizes = summary.opened_files
     return {

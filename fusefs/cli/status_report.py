@@ -51,7 +51,10 @@ def render(status: Status) -> str:
     if any((writing.get("late_requests") or {}).values()):
         rows.append(("late", _late_requests(writing["late_requests"])))
     rows += [
-        ("pinning" if job.get("is_pinned") else "warming", f"{job['path'] or '.'}: {warmth(job)}")
+        (
+            "pinning" if job.get("is_pinned") else "warming",
+            f"{job['path'] or '.'}: {warm_progress(job)}",
+        )
         for job in status.get("warming", ())
     ]
     rows += [("warning", warning) for warning in _warnings(status)]
@@ -290,7 +293,7 @@ def _renaming(job: Status) -> str:
     return f"{job['from']} to {job['to']}: {job['phase']}, {done}, for {age}"
 
 
-def warmth(job: Status) -> str:
+def warm_progress(job: Status) -> str:
     """The progress of a job of `fusefs warm`, or its result."""
     troubles = warming_troubles(job)
     if job.get("unshared_blocks"):

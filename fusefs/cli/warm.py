@@ -49,7 +49,7 @@ BAD_LINES_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WarmRequest:
     """A job for the daemon of one mount.
 
     `below` is a path or pattern relative to the mountpoint ("" for the whole mount), or
@@ -83,7 +83,7 @@ class Order:
 
 
 # The job of each order, by the id that its daemon gave it.
-Ids = dict[Order, str]
+Ids = dict[WarmRequest, str]
 
 
 def shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
@@ -111,7 +111,7 @@ def shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
 
 def orders(
     paths: Sequence[Path], shard: tuple[int, int] | None = None, *, is_pinned: bool = False
-) -> list[Order]:
+) -> list[WarmRequest]:
     """The jobs for these paths, many of a mount being one. Sends their lists.
 
     Raises:
@@ -128,15 +128,17 @@ def orders(
         if len(parts) > MANY and all(map(manifest.has_line, parts)):
             title = f"{len(parts):,} paths of {mountpoint}"
             name = manifest.send(mountpoint, parts)
-            found.append(Order(mountpoint, title, shard, is_pinned, name))
+            found.append(WarmRequest(mountpoint, title, shard, is_pinned, name))
         else:
-            found += [Order(mountpoint, part, shard, is_pinned) for part in dict.fromkeys(parts)]
+            found += [
+                WarmRequest(mountpoint, part, shard, is_pinned) for part in dict.fromkeys(parts)
+            ]
     return found
 
 
 def manifest_order(
     file: str, base: Path | None, shard: tuple[int, int] | None, complain: Callable[[str], None]
-) -> tuple[Order, int]:
+) -> tuple[WarmRequest, int]:
     """The job for a manifest ("-" is standard input), and how many of its lines are bad.
 
     `complain` gets a line for each of the first of these. Relative paths are below
@@ -162,10 +164,10 @@ def manifest_order(
     if bad > BAD_LINES_NAMED:
         complain(f"{file}: and {bad - BAD_LINES_NAMED:,} more lines that name nothing of the mount")
     title = "standard input" if file == "-" else file
-    return Order(mountpoint, title, shard, list_name=name), bad
+    return WarmRequest(mountpoint, title, shard, list_name=name), bad
 
 
-def start(orders: Sequence[Order]) -> Ids:
+def start(orders: Sequence[WarmRequest]) -> Ids:
     """Start the jobs, or join those under way.
 
     Raises:
@@ -175,7 +177,7 @@ def start(orders: Sequence[Order]) -> Ids:
     return {order: _start(order)["id"] for order in orders}
 
 
-def _start(order: Order) -> Job:
+def _start(order: WarmRequest) -> Job:
     job = daemon_request(order.mountpoint, order.message, ANSWER_TIMEOUT_S)
     if "id" not in job and len(order.message) > 2:
         raise CommandError(
@@ -217,7 +219,7 @@ def accepted(ids: Ids) -> None:
         pause_s = min(2 * pause_s, POLL_S)
 
 
-def wait(ids: Ids) -> dict[Order, Job]:
+def wait(ids: Ids) -> dict[WarmRequest, Job]:
     """Wait until all jobs have ended, and return them.
 
     Raises:
@@ -225,7 +227,7 @@ def wait(ids: Ids) -> dict[Order, Job]:
         ControlError: a mount has ended.
     """
     display = _ProgressDisplay()
-    jobs: dict[Order, Job] = {}
+    jobs: dict[WarmRequest, Job] = {}
     began = last_answer = time.monotonic()
     while True:
         remaining = {
@@ -258,7 +260,7 @@ def has_ended(job: Job) -> bool:
     return job["state"] in ("ended", "cancelled")
 
 
-def _jobs(ids: Ids) -> dict[Order, Job]:
+def _jobs(ids: Ids) -> dict[WarmRequest, Job]:
     """The current state of the jobs."""
     jobs = {}
     for mountpoint in dict.fromkeys(order.mountpoint for order in ids):
@@ -270,7 +272,7 @@ def _jobs(ids: Ids) -> dict[Order, Job]:
     return jobs
 
 
-def _again(order: Order) -> Job:
+def _again(order: WarmRequest) -> Job:
     """Start a job again: a daemon that was restarted does not know jobs that ended before."""
     if order.list_name:
         raise CommandError(

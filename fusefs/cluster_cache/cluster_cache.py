@@ -10,18 +10,20 @@ import trio
 from fusefs.cache.file_cache import FileCache
 from fusefs.cluster_cache.block import Domain
 from fusefs.cluster_cache.filler import Filler
-from fusefs.cluster_cache.remote import Remote
-from fusefs.cluster_cache.tier import ClusterTier, Outcome
+from fusefs.cluster_cache.remote import BlockBucket
+from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome
 from fusefs.settings.mount import MountSettings
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import Source
 from fusefs.store.s3.clients import S3Settings
 
-_LOOKUPS = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.CANCELLED)
+_LOOKUPS = tuple(
+    outcome.value for outcome in LookupOutcome if outcome is not LookupOutcome.CANCELLED
+)
 _FILLS = ("stored", "present", "failed", "dropped", "lost")
 
 
-class Clearing:
+class ClearJob:
     """The removal of all blocks that a mount's domain has of its bucket."""
 
     def __init__(self) -> None:
@@ -71,10 +73,10 @@ class ClusterCache:
         self._is_signed = bool(key)
         self._nursery = nursery
         self._domain = Domain(settings.endpoint_url or "", settings.source.bucket, key)
-        self._remote = Remote(access, self._place.prefix)
+        self._remote = BlockBucket(access, self._place.prefix)
         self.tier = ClusterTier(source, self._remote, self._domain, nursery)
         self.filler = Filler(self.tier, self._remote, self._domain, cache, is_busy)
-        self._clearing: Clearing | None = None
+        self._clearing: ClearJob | None = None
 
     async def run(self) -> None:
         """Open the bucket and fill it, until cancelled."""
@@ -106,11 +108,11 @@ class ClusterCache:
         """Begin to remove what the domain has stored of the mount's bucket, or tell how it goes."""
         clearing = self._clearing
         if clearing is None or (is_new and clearing.has_ended):
-            clearing = self._clearing = Clearing()
+            clearing = self._clearing = ClearJob()
             self._nursery.start_soon(self._clear, clearing)
         return clearing.describe()
 
-    async def _clear(self, clearing: Clearing) -> None:
+    async def _clear(self, clearing: ClearJob) -> None:
         try:
             async for blocks in self._remote.names(self._domain.prefix):
                 names = [name for name, _ in blocks]

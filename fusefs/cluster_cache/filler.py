@@ -21,7 +21,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
 from fusefs.cluster_cache.block import BLOCK, Block, Domain, StoredBlock
-from fusefs.cluster_cache.tier import ClusterTier, Known, Outcome
+from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import AttemptError
 from fusefs.store.interface import ObjectVersion
 
@@ -52,8 +52,8 @@ def rest_after(took_s: float, size: int, processors: int) -> float:
     return min(max(least_s, took_s * (1 / share - 1)), MOST_REST_S)
 
 
-class Store(Protocol):
-    """Where blocks are stored; as `fusefs.cluster_cache.remote.Remote`."""
+class BlockSink(Protocol):
+    """Where blocks are stored; as `fusefs.cluster_cache.remote.BlockBucket`."""
 
     async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool: ...
 
@@ -61,13 +61,15 @@ class Store(Protocol):
 class _Fill:
     """A block that is to be stored, from a cache file that has all of it."""
 
-    __slots__ = ("block", "done", "file", "known", "outcome", "version")
+    __slots__ = ("block", "done", "file", "outcome", "state", "version")
 
-    def __init__(self, file: CacheFile, version: ObjectVersion, block: Block, known: Known) -> None:
+    def __init__(
+        self, file: CacheFile, version: ObjectVersion, block: Block, state: StoredState
+    ) -> None:
         self.file = file
         self.version = version
         self.block = block
-        self.known = known
+        self.state = state
         self.outcome = "dropped"
         self.done = trio.Event()
 
@@ -93,7 +95,7 @@ class Filler:
     def __init__(
         self,
         tier: ClusterTier,
-        store: Store,
+        store: BlockSink,
         domain: Domain,
         cache: FileCache,
         is_busy: Callable[[], bool],
@@ -224,13 +226,13 @@ class Filler:
         return fill.is_stored
 
     async def _put(self, fill: _Fill) -> str:
-        block, overwrites = fill.block, fill.known is Known.WRONG
-        if fill.known is Known.DOUBT:
+        block, overwrites = fill.block, fill.state is StoredState.CORRUPT
+        if fill.state is StoredState.DOUBTFUL:
             # Not all that answers late is to be sent again: that would keep it busy for good.
-            outcome = await self._tier.look_again(block)
-            if outcome is Outcome.HIT:
+            outcome = await self._tier.retry_lookup(block)
+            if outcome is LookupOutcome.HIT:
                 return "present"
-            overwrites = outcome not in (None, Outcome.MISS)
+            overwrites = outcome not in (None, LookupOutcome.MISS)
         async with self._large if block.stop - block.start > SMALL else nullcontext():
             data = await self._read(fill)
             if data is None:

@@ -44,6 +44,7 @@ class Deadline:
 
     @property
     def wait_s(self) -> float:
+        """Seconds for which a reader waits for a first byte before S3 is requested as well."""
         if self._mean_s is None:
             return MOST_S
         return min(MOST_S, max(LEAST_S, MEANS * self._mean_s))
@@ -63,7 +64,7 @@ class Deadline:
             self.note_first_byte(min(waited_s, 2 * self._mean_s))
 
 
-class State(enum.StrEnum):
+class BreakerState(enum.StrEnum):
     """Of a `Breaker`: in use, not in use, or probed at this moment."""
 
     CLOSED = "closed"
@@ -78,33 +79,33 @@ class Breaker:
         self._clock = clock
         self._failures = 0.0
         self._probe_at = 0.0
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         # How often it has opened.
         self.opened = 0
 
     @property
     def is_closed(self) -> bool:
         """Whether requests are sent as they come."""
-        return self.state is State.CLOSED
+        return self.state is BreakerState.CLOSED
 
     def take_probe(self) -> bool:
         """Whether to send a request for which no reader waits, and to note how it ends."""
-        if self.state is not State.OPEN or self._clock() < self._probe_at:
+        if self.state is not BreakerState.OPEN or self._clock() < self._probe_at:
             return False
-        self.state = State.PROBED
+        self.state = BreakerState.PROBED
         return True
 
     def note_success(self) -> None:
         """There was an answer of use: also that there is no such block."""
         self._failures = 0.0
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
 
     def note_failure(self, weight: float = 1.0) -> None:
         """There was none, or one that counts for less than that."""
         self._failures += weight
-        if self.state is State.PROBED or self._failures >= FAILURES:
-            self.opened += self.state is State.CLOSED
-            self.state = State.OPEN
+        if self.state is BreakerState.PROBED or self._failures >= FAILURES:
+            self.opened += self.state is BreakerState.CLOSED
+            self.state = BreakerState.OPEN
             self._failures = 0.0
             self._probe_at = self._clock() + OPEN_S
 

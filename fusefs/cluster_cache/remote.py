@@ -61,7 +61,7 @@ def _renewing(requester: Requester) -> Iterator[None]:
         raise
 
 
-class Remote:
+class BlockBucket:
     """The blocks below a prefix of a bucket. Belongs to the event loop."""
 
     def __init__(self, settings: S3Settings, prefix: str) -> None:

@@ -27,9 +27,9 @@ from fusefs.cluster_cache.policy import (
     OPEN_S,
     USELESS,
     Breaker,
+    BreakerState,
     Deadline,
     Sampling,
-    State,
 )
 from fusefs.store.errors import AttemptError, NotFoundError
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Priority, Source, Urgency, demanded
@@ -48,8 +48,8 @@ LEAST_RATE = 8 << 20
 LINE_EVERY_S = 60.0
 
 
-class Blocks(Protocol):
-    """Where the blocks are; as `fusefs.cluster_cache.remote.Remote`."""
+class BlockSource(Protocol):
+    """Where the blocks are; as `fusefs.cluster_cache.remote.BlockBucket`."""
 
     async def open(self) -> None: ...
 
@@ -68,8 +68,8 @@ class Blocks(Protocol):
     ) -> None: ...
 
 
-class Outcome(enum.StrEnum):
-    """How a look into the cluster cache ended, as `status` and metrics count it."""
+class LookupOutcome(enum.StrEnum):
+    """How a lookup in the cluster cache ended, as `status` and metrics count it."""
 
     HIT = "hits"
     MISS = "misses"
@@ -81,22 +81,22 @@ class Outcome(enum.StrEnum):
 
 
 # How long it took tells how long others will.
-_TIMED = (Outcome.HIT, Outcome.MISS, Outcome.LATE)
+_TIMED = (LookupOutcome.HIT, LookupOutcome.MISS, LookupOutcome.LATE)
 # What is stored may be of no use.
-_DOUBTFUL = (Outcome.LATE, Outcome.FAILED, Outcome.REFUSED)
+_DOUBTFUL = (LookupOutcome.LATE, LookupOutcome.FAILED, LookupOutcome.REFUSED)
 
 
-class Known(enum.IntEnum):
-    """What a look has shown of a block of which something came from S3 then.
+class StoredState(enum.IntEnum):
+    """What a lookup has shown of a block that S3 then had to send.
 
-    `NOTHING`: it was not there, or no request was sent. `DOUBT`: there was no answer in time, or
-    not all of it, which may be the block's fault, or the server's load. `WRONG`: other bytes
-    than were stored.
+    `UNKNOWN`: the block was not there, or no request was sent. `DOUBTFUL`: there was no answer in
+    time, or not all of it: the block's fault, or the server's load. `CORRUPT`: other bytes than
+    were stored.
     """
 
-    NOTHING = 0
-    DOUBT = 1
-    WRONG = 2
+    UNKNOWN = 0
+    DOUBTFUL = 1
+    CORRUPT = 2
 
 
 class _LostError(Exception):
@@ -144,7 +144,7 @@ class _Race:
                 scope.cancel()
 
 
-class _Look:
+class _Lookup:
     """One GET of what a download wants of one block, and how it ends."""
 
     def __init__(
@@ -158,7 +158,7 @@ class _Look:
         self.begun = trio.Event()
         self._is_on_its_way = trio.Event()  # there is a connection for it, or it has ended
         self._ended = trio.Event()
-        self.outcome = Outcome.CANCELLED
+        self.outcome = LookupOutcome.CANCELLED
         self.why = ""
         # How long it took to the first bytes.
         self.took_s: float | None = None
@@ -174,7 +174,7 @@ class _Look:
         self._token = trio.lowlevel.current_trio_token()
         self._began = trio.current_time()
 
-    async def run(self, blocks: Blocks, priority: Urgency, *, in_loop: bool) -> None:
+    async def run(self, blocks: BlockSource, priority: Urgency, *, in_loop: bool) -> None:
         """Send it, and write what comes; raises nothing."""
         first, last = self.block.stored_range(self._start, self._stop)
         try:
@@ -190,20 +190,20 @@ class _Look:
                 )
                 if not self._frames.is_complete:
                     raise BadBlockError(f"{self.block.name} is too short")
-                self.outcome = Outcome.HIT
+                self.outcome = LookupOutcome.HIT
             if self._is_given_up:
-                self.outcome, self.why = Outcome.FAILED, "its answer is too slow"
+                self.outcome, self.why = LookupOutcome.FAILED, "its answer is too slow"
             elif self.race.winner == "s3":
-                self.outcome = Outcome.LATE
+                self.outcome = LookupOutcome.LATE
         except _LostError:
-            self.outcome = Outcome.LATE
+            self.outcome = LookupOutcome.LATE
         except BadBlockError as error:
-            self.outcome, self.why = Outcome.BAD, str(error)
+            self.outcome, self.why = LookupOutcome.BAD, str(error)
         except AttemptError as error:
-            self.outcome, self.why = _judge(error), error.failure.in_full
-        except Exception as error:  # what a library makes of an answer ends this look alone
+            self.outcome, self.why = _classify(error), error.failure.in_full
+        except Exception as error:  # what a library makes of an answer ends this lookup alone
             if self.error is None:
-                self.outcome, self.why = Outcome.FAILED, repr(error)
+                self.outcome, self.why = LookupOutcome.FAILED, repr(error)
                 logger.warning("an answer of the cluster cache can't be read", exc_info=error)
         finally:
             if self.took_s is None and self.outcome in _TIMED:
@@ -266,11 +266,15 @@ class _Look:
         return self.position - self._start
 
     @property
-    def known(self) -> Known:
+    def stored_state(self) -> StoredState:
         """What it has shown of its block, once it has ended."""
-        if self.outcome is Outcome.BAD:
-            return Known.WRONG
-        return Known.DOUBT if self.is_sent and self.outcome in _DOUBTFUL else Known.NOTHING
+        if self.outcome is LookupOutcome.BAD:
+            return StoredState.CORRUPT
+        return (
+            StoredState.DOUBTFUL
+            if self.is_sent and self.outcome in _DOUBTFUL
+            else StoredState.UNKNOWN
+        )
 
     def give_up(self) -> None:
         """End it; what it has written stays."""
@@ -279,24 +283,24 @@ class _Look:
             self.race.leave("cluster")
 
 
-def _judge(error: AttemptError) -> Outcome:
+def _classify(error: AttemptError) -> LookupOutcome:
     failure = error.failure
     if issubclass(failure.kind, NotFoundError) and failure.code != "NoSuchBucket":
-        return Outcome.MISS
+        return LookupOutcome.MISS
     if failure.status == 416:  # shorter than a block of this name is
-        return Outcome.BAD
-    return Outcome.REFUSED if failure.status else Outcome.FAILED
+        return LookupOutcome.BAD
+    return LookupOutcome.REFUSED if failure.status else LookupOutcome.FAILED
 
 
 class ClusterTier:
-    """A `Source` that looks into the cluster cache before it. Belongs to the event loop.
+    """A `Source` before which the cluster cache is looked up. Belongs to the event loop.
 
-    `missed` has the blocks of which something came from `source`, by their names, and what
-    is known of what is stored under the name.
+    `missed` has the names of the blocks of which something came from `source`, with the state of
+    what the cluster cache has stored under the name.
     """
 
     def __init__(
-        self, source: Source, blocks: Blocks, domain: Domain, nursery: trio.Nursery
+        self, source: Source, blocks: BlockSource, domain: Domain, nursery: trio.Nursery
     ) -> None:
         self._source = source
         self._blocks = blocks
@@ -308,7 +312,7 @@ class ClusterTier:
         self.breaker = Breaker()
         self.sampling = Sampling()
         self.counted: Counter[str] = Counter()
-        self.missed: OrderedDict[str, Known] = OrderedDict()
+        self.missed: OrderedDict[str, StoredState] = OrderedDict()
         self._next_line = -math.inf
         self._wanted = trio.Event()
         # Why it can't be used at this moment.
@@ -366,12 +370,12 @@ class ClusterTier:
                 if not self._wants(block):
                     break
                 end = min(block.stop, stop)
-                look = last = _Look(self._domain, block, position, end, write)
-                running = partial(look.run, self._blocks, priority, in_loop=in_loop)
-                await self._race(look, running, from_source, write)
-                if look.race.winner == "s3":
+                lookup = last = _Lookup(self._domain, block, position, end, write)
+                running = partial(lookup.run, self._blocks, priority, in_loop=in_loop)
+                await self._race(lookup, running, from_source, write)
+                if lookup.race.winner == "s3":
                     return
-                position = look.position
+                position = lookup.position
                 if position < end:
                     break
             if position < stop:
@@ -384,7 +388,7 @@ class ClusterTier:
 
     async def _race(
         self,
-        look: _Look,
+        lookup: _Lookup,
         running: Callable[[], Awaitable[None]],
         from_source: Callable[[int, ChunkWriter], Awaitable[None]],
         write: ChunkWriter,
@@ -400,30 +404,30 @@ class ClusterTier:
         error: Exception | None = None
 
         def write_first(offset: int, chunk: memoryview) -> None:
-            look.race.claim("s3")
+            lookup.race.claim("s3")
             write(offset, chunk)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(running)
-            look.waited_s = self.deadline.wait_s
-            if not await look.begins_within(look.waited_s):
+            lookup.waited_s = self.deadline.wait_s
+            if not await lookup.begins_within(lookup.waited_s):
                 try:
-                    with look.race.entered("s3"):
-                        await from_source(look.position, write_first)
+                    with lookup.race.entered("s3"):
+                        await from_source(lookup.position, write_first)
                 except _LostError:
                     pass
                 except Exception as failure:  # raised below, outside of the nursery
                     error = failure
-                    if look.race.winner != "cluster":
-                        look.give_up()
-            if look.race.winner == "cluster":
-                await look.ends_in_time()
-        self._note(look)
-        if look.race.winner == "cluster":
-            self.counted["bytes_read"] += look.written
-        if look.error is not None:
-            raise look.error
-        if error is not None and look.race.winner != "cluster":
+                    if lookup.race.winner != "cluster":
+                        lookup.give_up()
+            if lookup.race.winner == "cluster":
+                await lookup.ends_in_time()
+        self._note(lookup)
+        if lookup.race.winner == "cluster":
+            self.counted["bytes_read"] += lookup.written
+        if lookup.error is not None:
+            raise lookup.error
+        if error is not None and lookup.race.winner != "cluster":
             raise error
 
     def _wants(self, block: Block) -> bool:
@@ -441,62 +445,62 @@ class ClusterTier:
         """See whether it answers again. No reader waits for that."""
         self._note(await self._try(block))
 
-    async def look_again(self, block: Block) -> Outcome | None:
-        """Whether a block of which there was no answer can be read; no reader waits for that.
+    async def retry_lookup(self, block: Block) -> LookupOutcome | None:
+        """Look a block up once more that had no answer; no reader waits for that.
 
-        None, and not known, while the cluster cache is not used: then it is no one block's fault.
+        None while the cluster cache is not used: its state says nothing of one block.
         """
         return (await self._try(block)).outcome if self.breaker.is_closed else None
 
-    async def _try(self, block: Block) -> _Look:
-        """A look for the beginning of a block, which is written nowhere."""
+    async def _try(self, block: Block) -> _Lookup:
+        """Look up the beginning of a block, which is written nowhere."""
         stop = min(block.start + FRAME, block.stop)
-        look = _Look(self._domain, block, block.start, stop, lambda _offset, _chunk: None)
+        lookup = _Lookup(self._domain, block, block.start, stop, lambda _offset, _chunk: None)
         with trio.move_on_after(PROBE_S):
-            await look.run(self._blocks, lambda: Priority.PREFETCH, in_loop=True)
-        if look.outcome is Outcome.CANCELLED:
-            look.outcome = Outcome.FAILED
-        return look
+            await lookup.run(self._blocks, lambda: Priority.PREFETCH, in_loop=True)
+        if lookup.outcome is LookupOutcome.CANCELLED:
+            lookup.outcome = LookupOutcome.FAILED
+        return lookup
 
-    def _note(self, look: _Look) -> None:
-        """Have what became of a look decide about the next ones."""
-        outcome, was = look.outcome, self.breaker.state
+    def _note(self, lookup: _Lookup) -> None:
+        """Let the outcome of a lookup decide about the next ones."""
+        outcome, was = lookup.outcome, self.breaker.state
         self.counted[outcome.value] += 1
-        if look.took_s is not None and outcome is not Outcome.LATE:
-            self.deadline.note_first_byte(look.took_s)
-        if outcome is Outcome.HIT:
+        if lookup.took_s is not None and outcome is not LookupOutcome.LATE:
+            self.deadline.note_first_byte(lookup.took_s)
+        if outcome is LookupOutcome.HIT:
             self.sampling.note_hit()
             self.breaker.note_success()
-        elif outcome is Outcome.MISS:
+        elif outcome is LookupOutcome.MISS:
             self.sampling.note_miss()
             self.breaker.note_success()
-        elif outcome is Outcome.FAILED:
+        elif outcome is LookupOutcome.FAILED:
             self.breaker.note_failure()
-        elif outcome is Outcome.LATE and look.is_sent:
+        elif outcome is LookupOutcome.LATE and lookup.is_sent:
             # As much of a failure as it has cost: a busy cluster is still of use.
-            assert look.took_s is not None
-            self.deadline.note_late(look.took_s)
-            self.breaker.note_failure(look.waited_s / MOST_S)
-        elif outcome in (Outcome.REFUSED, Outcome.BAD):
+            assert lookup.took_s is not None
+            self.deadline.note_late(lookup.took_s)
+            self.breaker.note_failure(lookup.waited_s / MOST_S)
+        elif outcome in (LookupOutcome.REFUSED, LookupOutcome.BAD):
             self.breaker.note_failure(USELESS)
-        if outcome is Outcome.BAD and trio.current_time() >= self._next_line:
+        if outcome is LookupOutcome.BAD and trio.current_time() >= self._next_line:
             self._next_line = trio.current_time() + LINE_EVERY_S
-            logger.warning("the cluster cache has other bytes than were stored: %s", look.why)
-        if was is State.CLOSED and not self.breaker.is_closed:
-            self.why = look.why or "its answers are late"
+            logger.warning("the cluster cache has other bytes than were stored: %s", lookup.why)
+        if was is BreakerState.CLOSED and not self.breaker.is_closed:
+            self.why = lookup.why or "its answers are late"
             logger.warning("the cluster cache is not used for %.0f s: %s", OPEN_S, self.why)
-        elif was is not State.CLOSED and self.breaker.is_closed:
+        elif was is not BreakerState.CLOSED and self.breaker.is_closed:
             self.why = ""
             logger.info("the cluster cache is in use again")
 
     def _note_missed(
-        self, version: ObjectVersion, start: int, stop: int, last: _Look | None
+        self, version: ObjectVersion, start: int, stop: int, last: _Lookup | None
     ) -> None:
-        """The bytes [start, stop) came from S3, after the `last` look."""
+        """The bytes [start, stop) came from S3, after the `last` lookup."""
         for at in range(start - start % BLOCK, stop, BLOCK):
             name = self._domain.block(version, at).name
             is_last = last is not None and last.block.name == name
-            known = last.known if last is not None and is_last else Known.NOTHING
-            self.missed[name] = max(self.missed.pop(name, Known.NOTHING), known)
+            state = last.stored_state if last is not None and is_last else StoredState.UNKNOWN
+            self.missed[name] = max(self.missed.pop(name, StoredState.UNKNOWN), state)
         while len(self.missed) > MOST_MISSED:
             self.missed.popitem(last=False)

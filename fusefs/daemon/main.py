@@ -43,8 +43,8 @@ from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
 from fusefs.daemon.jobs.verifier import Verifier
 from fusefs.daemon.takeover import (
-    Handover,
-    TakeOverError,
+    Takeover,
+    TakeoverError,
     late_requests_directory,
     renames_directory,
     staging_directory,
@@ -67,10 +67,10 @@ from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.posix.mount_state import MountState, Writing
-from fusefs.posix.nodes.forgetting import Forgetting
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import InodeTable, Ownership
+from fusefs.posix.nodes.name_pruner import NamePruner
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.write import recovery
@@ -93,7 +93,7 @@ USER_ERRORS = (
     CacheDirectoryError,
     KeeperError,
     MountError,
-    TakeOverError,
+    TakeoverError,
     UnsupportedKernelError,
     registry.MountsError,
     SettingsError,
@@ -118,7 +118,7 @@ class Daemon:
         # None on a read-only mount.
         self.watched: WatchedStore | None = None
         self.cluster_cache: ClusterCache | None = None
-        self._handover: Handover | None = None
+        self._takeover: Takeover | None = None
         self._is_unmounted = False
 
     async def run(self, ready: Ready) -> None:
@@ -128,17 +128,17 @@ class Daemon:
             USER_ERRORS: it can't be started; nothing new stays mounted.
         """
         if self.settings.session != SessionKind.PYFUSE3:
-            self._handover = await Handover.begin(self.settings)
+            self._takeover = await Takeover.begin(self.settings)
         self.store = S3Store(setup.s3_settings(self.settings))
         try:
-            if self._handover is None or self._handover.checks_first:
+            if self._takeover is None or self._takeover.checks_first:
                 await self.store.check(self.settings.source.prefix)
-            if self._handover is not None and not self._handover.is_fresh:
-                await self._handover.take()
+            if self._takeover is not None and not self._takeover.is_fresh:
+                await self._takeover.take()
             await self._open_cache()
             self.prober = self._prober()
             await self.prober.recall()
-            if self._is_strict and (self._handover is None or self._handover.is_fresh):
+            if self._is_strict and (self._takeover is None or self._takeover.is_fresh):
                 await self.prober.require_strict()
             async with trio.open_nursery() as nursery:
                 self._build(nursery)
@@ -151,8 +151,8 @@ class Daemon:
                 self.watched.close(remove=self._is_unmounted)
             await self.cache.aclose(sync=self._is_unmounted)
             self.pages.close()
-            if self._handover is not None:
-                self._handover.keeper.ending()
+            if self._takeover is not None:
+                self._takeover.keeper.ending()
         finally:
             with trio.CancelScope(shield=True):
                 await self.store.aclose()
@@ -246,14 +246,14 @@ class Daemon:
     async def _open_cache(self) -> None:
         settings = self.settings
         directory = settings.cache_dir / self._principal_directory()
-        is_fresh = self._handover is None or self._handover.is_fresh
+        is_fresh = self._takeover is None or self._takeover.is_fresh
         opening = partial(setup.open_cache, in_any_case=not is_fresh)
         self.cache, self.pages = await trio.to_thread.run_sync(
             opening, settings, directory, self._identity
         )
         self.evictor = Evictor(self.cache)
-        if self._handover is not None and is_fresh:
-            self._handover.remember(directory.name)
+        if self._takeover is not None and is_fresh:
+            self._takeover.remember(directory.name)
 
     @property
     def _identity(self) -> str:
@@ -275,10 +275,10 @@ class Daemon:
 
     def _principal_directory(self) -> str:
         """The part of the cache that is read with these credentials."""
-        handover = self._handover
-        if handover is not None and not handover.is_fresh:
+        takeover = self._takeover
+        if takeover is not None and not takeover.is_fresh:
             # Who the credentials belong to takes a second to find out; it stays as it was.
-            return handover.recall()
+            return takeover.recall()
         principal = "shared" if self.settings.shared_cache else self.store.principal
         return hashlib.blake2b(principal.encode(), digest_size=8).hexdigest()
 
@@ -304,9 +304,9 @@ class Daemon:
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.evictor.run)
                     nursery.start_soon(self.pages.run)
-                    nursery.start_soon(self.forgetting.run)
+                    nursery.start_soon(self.name_pruner.run)
                     nursery.start_soon(self.scrub.run)
-                    nursery.start_soon(self.warmer.run, self._handover, self.operations.head_cache)
+                    nursery.start_soon(self.warmer.run, self._takeover, self.operations.head_cache)
                     if self.operations.mutations is not None:
                         nursery.start_soon(self.operations.mutations.writer.backlog.run)
                         nursery.start_soon(self.operations.mutations.changes.run)
@@ -317,7 +317,7 @@ class Daemon:
                         nursery.start_soon(Repairer(self.watched, repaired).run)
                     serving.start_soon(self._compact)
             finally:
-                if self._is_unmounted or self._handover is None:
+                if self._is_unmounted or self._takeover is None:
                     registry.unregister(mountpoint, pid=os.getpid())
 
     async def _register(self, nursery: trio.Nursery) -> None:
@@ -329,7 +329,7 @@ class Daemon:
         try:
             await self._answer_commands(nursery)
         except (OSError, registry.MountsError) as error:
-            if self._handover is None or self._handover.is_fresh:
+            if self._takeover is None or self._takeover.is_fresh:
                 raise
             # Programs are served without that. The disk of /run may have room later.
             logger.error("commands do not find this mount for now: %s", error)
@@ -365,8 +365,8 @@ class Daemon:
 
     def _is_gone(self) -> bool:
         """Whether the mount has ended. It may be out of this container's sight."""
-        if self._handover is not None:
-            return self._handover.is_disconnected
+        if self._takeover is not None:
+            return self._takeover.is_disconnected
         return mountinfo.find_mount(self.settings.mountpoint) is None
 
     def _watch_rights(self, nursery: trio.Nursery) -> None:
@@ -423,7 +423,7 @@ class Daemon:
         self.operations = Operations(state, writing)
         if self.operations.writer is not None:
             self.store.requester.upload_log = self.operations.writer.uploads.aborts
-        self.forgetting = Forgetting(state.inodes, self._budget.names, notifier.prune_names)
+        self.name_pruner = NamePruner(state.inodes, self._budget.names, notifier.prune_names)
         return self.operations
 
     def _writing(self, mounted_ns: int) -> Writing:
@@ -446,18 +446,18 @@ class Daemon:
     @asynccontextmanager
     async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:
         """Hand out the session that serves: of a new mount, or of one that is taken over."""
-        settings, handover = self.settings, self._handover
-        assert handover is not None
-        if handover.is_fresh:
-            await handover.mount()
-        log, state = await handover.open_journal()
-        passthrough = self._passthrough(handover)
+        settings, takeover = self.settings, self._takeover
+        assert takeover is not None
+        if takeover.is_fresh:
+            await takeover.mount()
+        log, state = await takeover.open_journal()
+        passthrough = self._passthrough(takeover)
         depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
         mounted_ns = time.time_ns() if state is None else state.mounted_ns
         operations = self._operations(log, mounted_ns=mounted_ns)
         may_resend = settings.resend is not ResendMode.OFF
         session = Session(
-            handover.fd,
+            takeover.fd,
             operations,
             log,
             max_stack_depth=depth,
@@ -465,8 +465,8 @@ class Daemon:
             busy_polling=settings.busy_polling,
             fast_path=settings.fast_path,
         )
-        session.callers.keeper = handover
-        nursery.start_soon(handover.keep, lambda: len(session.waiting))
+        session.callers.keeper = takeover
+        nursery.start_soon(takeover.keep, lambda: len(session.waiting))
         try:
             if state is None:
                 with trio.fail_after(INIT_TIMEOUT_S):
@@ -475,54 +475,54 @@ class Daemon:
                 if operations.writer is not None:
                     recovery.adopt(operations.writer)
             else:
-                assert handover.taken is not None
-                await restore(operations, state, handover.taken.backing)
+                assert takeover.taken is not None
+                await restore(operations, state, takeover.taken.backing)
                 if passthrough is not None:
-                    registered = handover.taken.backing
+                    registered = takeover.taken.backing
                     inodes = {st_ino for _, st_ino in registered.values()}
                     whole = await self.cache.whole_files(inodes)
                     passthrough.take_over(registered, operations.handles, whole)
-                self._adopt(session, handover, state.init_out)
+                self._adopt(session, takeover, state.init_out)
             if passthrough is not None:
                 await passthrough.turn_on(session.has_passthrough, self.cache.directory)
-            nursery.start_soon(self._leave_when_quiesced, handover, session)
-            handover.serving(has_resend=session.has_resend)
+            nursery.start_soon(self._leave_when_quiesced, takeover, session)
+            takeover.serving(has_resend=session.has_resend)
             yield session
         finally:
-            os.close(handover.fd)
-            log.close(remove=self._is_unmounted or (handover.is_fresh and self.session is None))
+            os.close(takeover.fd)
+            log.close(remove=self._is_unmounted or (takeover.is_fresh and self.session is None))
 
-    def _adopt(self, session: Session, handover: Handover, init_out: bytes) -> None:
+    def _adopt(self, session: Session, takeover: Takeover, init_out: bytes) -> None:
         """Go on with the kernel where the last daemon ended.
 
         Raises:
-            TakeOverError: the kernel lacks what that takes.
+            TakeoverError: the kernel lacks what that takes.
         """
         try:
-            session.adopt(init_out, is_all_answered=handover.is_all_answered)
+            session.adopt(init_out, is_all_answered=takeover.is_all_answered)
         except UnsupportedKernelError as error:
-            raise TakeOverError(str(error)) from error
+            raise TakeoverError(str(error)) from error
 
-    def _passthrough(self, handover: Handover) -> PassthroughFiles | None:
+    def _passthrough(self, takeover: Takeover) -> PassthroughFiles | None:
         if self.settings.passthrough == "off":
             self.backing = NoPassthrough("turned off by --passthrough off")
             return None
-        if handover.is_fresh and not handover.is_privileged:
+        if takeover.is_fresh and not takeover.is_privileged:
             self.backing = NoPassthrough("needs CAP_SYS_ADMIN: mount as root")
             return None
-        passthrough = self.backing = PassthroughFiles(handover.keeper)
+        passthrough = self.backing = PassthroughFiles(takeover.keeper)
         self.cache.on_evict = passthrough.drop
 
         def move(keeper: KeeperClient) -> None:
             passthrough.registrar = keeper
 
-        handover.on_revival = move
-        handover.table = passthrough.table
+        takeover.on_revival = move
+        takeover.table = passthrough.table
         return passthrough
 
-    async def _leave_when_quiesced(self, handover: Handover, session: Session) -> None:
+    async def _leave_when_quiesced(self, takeover: Takeover, session: Session) -> None:
         """Answer what has been read, and leave the rest to the daemon of an upgrade."""
-        await handover.keeper.quiesced.wait()
+        await takeover.keeper.quiesced.wait()
         session.stop_reading()
 
     @asynccontextmanager
@@ -554,8 +554,8 @@ class Daemon:
 
     async def _unmount(self) -> None:
         mountpoint = self.settings.mountpoint
-        if self._handover is not None and self._handover.is_privileged:
-            self._handover.keeper.unmount()
+        if self._takeover is not None and self._takeover.is_privileged:
+            self._takeover.keeper.unmount()
             return
         try:
             await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=False))
@@ -634,7 +634,7 @@ def main() -> int:
     except USER_ERRORS as error:
         logger.error("%s", error)
         tell({"error": str(error)})
-        return CANNOT_TAKE_OVER if isinstance(error, TakeOverError) else 1
+        return CANNOT_TAKE_OVER if isinstance(error, TakeoverError) else 1
     except Exception as error:
         logger.exception("a fault in fusefs")
         tell({"error": f"a fault in fusefs, see the log: {_innermost(error)!r}"})

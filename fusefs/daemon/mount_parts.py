@@ -15,7 +15,7 @@ from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.late.watched_store import WatchedStore
-from fusefs.posix.nodes.forgetting import Forgetting
+from fusefs.posix.nodes.name_pruner import NamePruner
 from fusefs.posix.operations import Operations
 from fusefs.settings.mount import MountSettings
 from fusefs.store.s3.store import S3Store
@@ -36,7 +36,7 @@ class MountParts(Protocol):
     downloader: Downloader
     directories: Directories
     operations: Operations
-    forgetting: Forgetting
+    name_pruner: NamePruner
     watched: WatchedStore | None
     cluster_cache: ClusterCache | None
     scrub: Scrub

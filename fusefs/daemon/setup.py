@@ -13,10 +13,10 @@ from pathlib import Path
 
 from fusefs.cache.disk import CacheDirectoryError, prepare_directory
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.listing_cache import NoPages, RememberedPages
+from fusefs.cache.listing_cache import ListingCache, NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.daemon import log_handlers
-from fusefs.posix.mount_state import Rules
+from fusefs.posix.mount_state import WriteRules
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import Conflict, Durability, ExclusiveCreate
@@ -57,7 +57,7 @@ def _raise_descriptor_limit() -> None:
 
 def open_cache(
     settings: MountSettings, directory: Path, identity: str, *, in_any_case: bool
-) -> tuple[FileCache, RememberedPages | NoPages]:
+) -> tuple[FileCache, ListingCache | NoListingCache]:
     """Open the part of the cache in `directory`, and the listings that are kept there. Blocks.
 
     With `in_any_case`, for a mount that is taken over, also on a disk that is full.
@@ -70,15 +70,15 @@ def open_cache(
     quota = Quota(directory, settings.cache_size, *floors)
     cache = FileCache(directory, identity, quota, in_any_case=in_any_case)
     if not settings.read_only:
-        return cache, NoPages()
+        return cache, NoListingCache()
     try:
-        pages = RememberedPages(directory / "metadata", identity, settings.metadata_ttl)
+        pages = ListingCache(directory / "metadata", identity, settings.metadata_ttl)
     except (OSError, sqlite3.Error) as error:
         if not in_any_case:
             why = f"can't use the cache directory {directory}: {error}"
             raise CacheDirectoryError(why) from error
         logger.info("listings are not remembered: %s", error)
-        return cache, NoPages()
+        return cache, NoListingCache()
     return cache, pages
 
 
@@ -137,9 +137,9 @@ def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
     return reached, key
 
 
-def writing_rules(settings: MountSettings) -> Rules:
+def writing_rules(settings: MountSettings) -> WriteRules:
     """The settings of the writer."""
-    return Rules(
+    return WriteRules(
         is_local=settings.durability == Durability.LOCAL,
         fails_on_conflict=settings.conflict == Conflict.FAIL,
         may_delete=not settings.no_delete,

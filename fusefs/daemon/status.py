@@ -189,9 +189,9 @@ def collect(daemon: MountParts) -> dict[str, Any]:
             "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,
             "directories": len(daemon.directories),
             "nodes": len(daemon.operations.inodes),
-            "most_nodes": daemon.forgetting.most,
-            "pruned_nodes": daemon.forgetting.pruned,
-            "can_prune_nodes": daemon.forgetting.can_prune,
+            "most_nodes": daemon.name_pruner.most,
+            "pruned_nodes": daemon.name_pruner.pruned,
+            "can_prune_nodes": daemon.name_pruner.can_prune,
             "hidden_keys": daemon.directories.hidden.count,
         },
         "requests": {

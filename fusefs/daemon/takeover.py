@@ -29,7 +29,7 @@ import trio
 
 from fusefs.cache.disk import STATE, CacheDirectoryError, usable
 from fusefs.keeper import supervisor_protocol
-from fusefs.keeper.client import KeeperClient, KeeperError, Taken
+from fusefs.keeper.client import KeeperClient, KeeperError, TakenMount
 from fusefs.keeper.protocol import FRESH, PREPARE
 from fusefs.launch import launcher, registry
 from fusefs.launch.preflight import LaunchError
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 REVIVE_PAUSE_S = 1.0
 
 
-class TakeOverError(Exception):
+class TakeoverError(Exception):
     """The mount cannot be taken over; the message is for the log."""
 
 
@@ -75,7 +75,7 @@ def late_requests_directory(settings: MountSettings, mounted_ns: int) -> Path:
     return state_directory(settings) / "late" / str(mounted_ns)
 
 
-class Handover:
+class Takeover:
     """One daemon's dealings with its keeper. Use `begin`."""
 
     def __init__(self, settings: MountSettings, keeper: KeeperClient, task: int) -> None:
@@ -88,13 +88,13 @@ class Handover:
         self.fd = -1
         # The number of the mount's connection, as far as it is known.
         self._connection = 0
-        self.taken: Taken | None = None
+        self.taken: TakenMount | None = None
         # What another keeper has to know, and what is to be done when it is there.
         self.table: Callable[[], list[tuple[int, int]]] = list
         self.on_revival: Callable[[KeeperClient], None] = lambda _keeper: None
 
     @classmethod
-    async def begin(cls, settings: MountSettings) -> Handover:
+    async def begin(cls, settings: MountSettings) -> Takeover:
         """Say hello to the keeper that has started this process.
 
         Raises:
@@ -104,14 +104,15 @@ class Handover:
         if keeper is None:
             raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
         welcome = await keeper.hello()
-        handover = cls(settings, keeper, welcome.task)
-        handover._connection = welcome.connection
-        handover.is_privileged = welcome.is_privileged
-        handover._supervisor = _from_supervisor()
-        return handover
+        takeover = cls(settings, keeper, welcome.task)
+        takeover._connection = welcome.connection
+        takeover.is_privileged = welcome.is_privileged
+        takeover._supervisor = _from_supervisor()
+        return takeover
 
     @property
     def is_fresh(self) -> bool:
+        """Whether there is no mount yet: this daemon has the keeper make it."""
         return self._task == FRESH
 
     @property
@@ -142,13 +143,13 @@ class Handover:
         """The name that was put on record.
 
         Raises:
-            TakeOverError: there is none.
+            TakeoverError: there is none.
             CacheDirectoryError: it can't be read now.
         """
         try:
             return (self._directory / "cache").read_text()
         except FileNotFoundError as error:
-            raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
+            raise TakeoverError(f"what the last daemon knew can't be read: {error}") from error
         except OSError as error:
             raise CacheDirectoryError(f"{self._directory} can't be read: {error}") from error
 
@@ -156,7 +157,7 @@ class Handover:
         """Get hold of a mount that exists; of an upgrade's, when its daemon has finished.
 
         Raises:
-            TakeOverError: the journal can't be used.
+            TakeoverError: the journal can't be used.
             CacheDirectoryError: it can't be read now.
         """
         if self._task == PREPARE:
@@ -193,7 +194,7 @@ class Handover:
         """A new journal, or the last daemon's and what it tells.
 
         Raises:
-            TakeOverError: the last daemon's can't be used.
+            TakeoverError: the last daemon's can't be used.
             CacheDirectoryError: the disk does not take a new one, or can't be read now.
         """
         if self.taken is None:
@@ -219,7 +220,7 @@ class Handover:
         try:
             return await trio.to_thread.run_sync(read)
         except (FileNotFoundError, UnusableJournalError) as error:
-            raise TakeOverError(f"what the last daemon knew can't be read: {error}") from error
+            raise TakeoverError(f"what the last daemon knew can't be read: {error}") from error
         except OSError as error:  # the disk may take it the next time
             raise CacheDirectoryError(f"the journal can't be gone on with: {error}") from error
 
@@ -228,9 +229,9 @@ class Handover:
         """The PID namespace of requests' processes, if the keeper looks at them; else 0."""
         return self.keeper.namespace
 
-    async def look(self, pid: int) -> int:
+    async def look_at_process(self, pid: int) -> int:
         """What becomes of a process, by its number there; see linux/callers.py."""
-        return await self.keeper.look(pid)
+        return await self.keeper.look_at_process(pid)
 
     @property
     def is_disconnected(self) -> bool:

@@ -37,7 +37,7 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "lustre", "g
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class DiskSpeed:
     """Bytes per second in order, and seconds for one page at a random place."""
 
     written: float
@@ -179,7 +179,7 @@ def _speed(directory: Path, free: int) -> Finding:
     return ok("cache speed", text, **figures)
 
 
-def measure(directory: Path, size: int) -> Speed:
+def measure(directory: Path, size: int) -> DiskSpeed:
     """Write and read a file of `size` bytes, a multiple of PIECE. Blocks.
 
     Raises:
@@ -189,7 +189,7 @@ def measure(directory: Path, size: int) -> Speed:
         written = _write(file.fileno(), size)
         reader, is_direct = _reader(file.fileno())
         try:
-            return Speed(written, _read(reader, size), _read_pages(reader, size), is_direct)
+            return DiskSpeed(written, _read(reader, size), _read_pages(reader, size), is_direct)
         finally:
             os.close(reader)
 

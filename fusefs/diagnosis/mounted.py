@@ -12,7 +12,6 @@ from fusefs.settings.display import human_duration, human_size
 
 # An upload that has waited for this long has been tried again several times.
 OLD_UPLOAD_S = 600.0
-MANY_WAITING = 1000
 
 
 def check(subject: MountSubject) -> Iterator[Finding]:

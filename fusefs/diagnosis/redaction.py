@@ -72,6 +72,7 @@ class Secrets:
         self._known = sorted(forms, key=len, reverse=True)
 
     def remove(self, text: str) -> str:
+        """The text with each secret replaced by `REMOVED`."""
         for secret in self._known:
             text = text.replace(secret, REMOVED)
         for pattern in _PATTERNS:
@@ -143,7 +144,7 @@ def _password(url: str) -> str:
         return ""
 
 
-class Names:
+class NameHashes:
     """Replaces names in text by hashes; see the module's text.
 
     Words of `known` are names wherever they stand, though fusefs may use them as well.

@@ -29,7 +29,7 @@ from typing import Any
 import fusefs
 from fusefs.diagnosis import cache_disk, machine, subject
 from fusefs.diagnosis.mounted import check as findings_of
-from fusefs.diagnosis.redaction import Names, Secrets, known_secrets
+from fusefs.diagnosis.redaction import NameHashes, Secrets, known_secrets
 from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch import log_location, registry
 from fusefs.launch.control import ControlError
@@ -60,7 +60,9 @@ _MACHINE_FILES = (
 class Archive:
     """The files of a report; each text loses secrets, and names where that is wanted."""
 
-    def __init__(self, tar: tarfile.TarFile, top: str, known: Secrets, names: Names | None) -> None:
+    def __init__(
+        self, tar: tarfile.TarFile, top: str, known: Secrets, names: NameHashes | None
+    ) -> None:
         self._tar = tar
         self._top = top
         self._secrets = known
@@ -100,7 +102,7 @@ def write(path: Path, mountpoint: Path | None, settings: MountSettings, *, redac
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
-            names = Names(_names_of(subjects)) if redacts else None
+            names = NameHashes(_names_of(subjects)) if redacts else None
             top = path.name.partition(".")[0]
             archive = Archive(tar, top, Secrets(_secrets_of(subjects)), names)
             _add_machine(archive, settings)

@@ -27,7 +27,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from fusefs.exporter.asking import MALFORMED, Answer, Target, ask_all
+from fusefs.exporter.queries import MALFORMED, MountAnswer, Target, query_all
 from fusefs.telemetry.metrics import METRICS
 
 logger = logging.getLogger(__name__)
@@ -64,10 +64,10 @@ class MountCollector:
     def __init__(
         self,
         targets: Callable[[], Iterable[Target]],
-        ask: Callable[[Iterable[Target]], Sequence[Answer]] = ask_all,
+        query: Callable[[Iterable[Target]], Sequence[MountAnswer]] = query_all,
     ) -> None:
         self._targets = targets
-        self._ask = ask
+        self._ask = query
 
     def describe(self) -> list[Metric]:
         """Nothing: prometheus_client would scrape to find the names out."""
@@ -121,7 +121,7 @@ def _family_name(name: str) -> str:
     return f"{PREFIX}{name.removesuffix('_total')}"
 
 
-def _parsed(answer: Answer) -> tuple[Target, _MetricsOfMount | None]:
+def _parsed(answer: MountAnswer) -> tuple[Target, _MetricsOfMount | None]:
     """The metrics of a mount, None where it has not answered or what it answered is malformed."""
     target = answer.target
     if answer.metrics is None:

@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 
-from fusefs.exporter.asking import mounts_of_user
+from fusefs.exporter.queries import mounts_of_user
 from fusefs.launch.control import CommandError
 from fusefs.linux import files
 from fusefs.settings.mount import SettingsError

@@ -31,7 +31,7 @@ class NotMountedError(OSError):
         super().__init__(errno.ENODEV, sentence, path)
 
 
-class Place(NamedTuple):
+class BucketMount(NamedTuple):
     """A directory that shows the keys of a bucket that begin with a prefix.
 
     `location` is the bucket and the prefix, and ends with a slash. At and below the directories
@@ -54,7 +54,7 @@ class Place(NamedTuple):
         return f"{self.directory.rstrip('/')}/{rest}" if rest else self.directory
 
 
-class Places:
+class BucketMounts:
     """All places that this process sees, as they are at each moment; for any thread."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Places:
             os.close(self._fd)
         self._fd = -1
         self._lock = threading.Lock()
-        self._known: list[Place] = []
+        self._known: list[BucketMount] = []
         self._named = ""
 
     def forget_in_children(self) -> Self:
@@ -75,7 +75,7 @@ class Places:
         os.register_at_fork(after_in_child=self._forget)
         return self
 
-    def all(self) -> list[Place]:
+    def all(self) -> list[BucketMount]:
         """The places, in the order in which they were mounted, those of the variable last.
 
         Raises:
@@ -95,7 +95,7 @@ class Places:
                     raise
             return self._known
 
-    def find(self, path: str, *, for_writing: bool = False) -> Place:
+    def find(self, path: str, *, for_writing: bool = False) -> BucketMount:
         """The place of `bucket/key`: the one with the longest prefix, a writable one if it can be.
 
         Raises:
@@ -121,7 +121,7 @@ class Places:
         return bool(poll.poll(0))
 
 
-def _mounted() -> list[Place]:
+def _mounted() -> list[BucketMount]:
     """What the kernel's table shows, as far as this user may use it and nothing covers it."""
     table = mountinfo.kernel_mounts()
     places = []
@@ -135,11 +135,11 @@ def _mounted() -> list[Place]:
         location = f"{source}/{mount.root.strip('/')}".rstrip("/") + "/"
         is_read_only = mount.is_read_only or "ro" in mount.options.split(",")
         covered = tuple(f"{other.path}/" for other in table if other.parent == mount.number)
-        places.append(Place(location, mount.path, is_read_only, covered))
+        places.append(BucketMount(location, mount.path, is_read_only, covered))
     return places
 
 
-def _named(text: str) -> list[Place]:
+def _named(text: str) -> list[BucketMount]:
     places = []
     for one in filter(None, (part.strip() for part in text.split(","))):
         source, separator, directory = one.rpartition("=")
@@ -148,7 +148,7 @@ def _named(text: str) -> list[Place]:
         location = source.removeprefix(_SCHEME).rstrip("/") + "/"
         _refuse_own_disk(location, directory)
         is_read_only = bool(os.statvfs(directory).f_flag & os.ST_RDONLY)
-        places.append(Place(location, directory, is_read_only))
+        places.append(BucketMount(location, directory, is_read_only))
     return places
 
 
@@ -166,5 +166,5 @@ def _refuse_own_disk(location: str, directory: str) -> None:
         raise NotMountedError(location, f"nothing is mounted at {directory} ({VARIABLE})")
 
 
-PLACES = Places().forget_in_children()
+PLACES = BucketMounts().forget_in_children()
 """Those of this process."""

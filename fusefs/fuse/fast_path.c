@@ -46,7 +46,7 @@ enum {
     MOST_OPCODES = 64,
     MOST_NAMES = 16384,    /* as FileCache's MOST_NAMES */
     LONGEST_POLLED_NS = 500 * 1000, /* of one `serve`: other tasks wait meanwhile */
-    LAST_CLOSED = 16,      /* as MOST_CLOSED in cache/integrity/unreadable.py */
+    LAST_CLOSED = 16,      /* as MOST_CLOSED in cache/integrity/readability.py */
     LONGEST_READ = 64 << 10, /* to copy more, Python lets other threads run */
     READ_AS_ONE = 4 << 10, /* a READ of more counts as several requests */
     ATTRIBUTES = 88,       /* struct fuse_attr as of FUSE 7.9 and later */

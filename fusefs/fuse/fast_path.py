@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from fusefs.cache.cached_file import CHECKED_AT_OPEN
-from fusefs.cache.integrity.unreadable import AGAIN_WITHIN_S
+from fusefs.cache.integrity.readability import AGAIN_WITHIN_S
 from fusefs.fuse.busy_poll import LONGEST_NS, BusyPoll
 from fusefs.fuse.protocol import Opcode
 from fusefs.posix.operations import Operations
@@ -49,7 +49,7 @@ MOST_AT_ONCE = 512
 class _Settling(trio.abc.Instrument):
     """Settles before each step of a task that is not the one that receives."""
 
-    def __init__(self, warm: WarmRequests, receiver: trio.lowlevel.Task) -> None:
+    def __init__(self, warm: FastPathReader, receiver: trio.lowlevel.Task) -> None:
         self._warm = warm
         self._receiver = receiver
 
@@ -64,7 +64,7 @@ class _Settling(trio.abc.Instrument):
             os._exit(1)
 
 
-class WarmRequests:
+class FastPathReader:
     """Reads one mount's requests, and answers what compiled code can. Belongs to the event loop.
 
     `receive` leaves a request that is Python's in the request buffer. What else was answered

@@ -39,14 +39,14 @@ class Interruptible(Protocol):
     scope: trio.CancelScope
 
 
-class Onlooker(Protocol):
-    """The keeper, as far as it looks at processes."""
+class ProcessInspector(Protocol):
+    """Looks at processes of the mount's PID namespace: the keeper."""
 
     @property
     def namespace(self) -> int:
         """The PID namespace of requests' processes, which is its own; 0 if it does not look."""
 
-    async def look(self, pid: int) -> int:
+    async def look_at_process(self, pid: int) -> int:
         """What `callers.fate` says there."""
 
 
@@ -56,7 +56,7 @@ class Callers:
     def __init__(self) -> None:
         self._namespace = callers.namespace()
         # None: there is no keeper that could look.
-        self.keeper: Onlooker | None = None
+        self.keeper: ProcessInspector | None = None
 
     def fate(self, pid: int) -> int:
         """What this process can see."""
@@ -72,7 +72,7 @@ class Callers:
         keeper = self.keeper
         if not pid or keeper is None or not keeper.namespace or seen not in (UNKNOWN, EXITS):
             return seen
-        reported = await keeper.look(pid)
+        reported = await keeper.look_at_process(pid)
         return reported if reported != UNKNOWN else seen
 
     async def was_killed(self, pid: int) -> bool:

@@ -106,6 +106,8 @@ LAYOUTS = [value for value in list(globals().values()) if isinstance(value, Layo
 
 
 class Opcode(enum.IntEnum):
+    """The requests of the protocol: `enum fuse_opcode` of Linux's include/uapi/linux/fuse.h."""
+
     LOOKUP = 1
     FORGET = 2
     GETATTR = 3
@@ -205,8 +207,3 @@ UNIQUE_RESEND = 1 << 63
 # ioctls on /dev/fuse: _IOW(229, 1, struct fuse_backing_map), _IOW(229, 2, uint32_t)
 DEV_IOC_BACKING_OPEN = 0x4010E501
 DEV_IOC_BACKING_CLOSE = 0x4004E502
-
-
-def pad(length: int) -> int:
-    """Round up to the 8 bytes to which directory entries are aligned."""
-    return (length + 7) & ~7

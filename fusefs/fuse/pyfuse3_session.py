@@ -23,7 +23,7 @@ import trio
 from fusefs.fuse.access_trace import AccessTrace
 from fusefs.fuse.busy_poll import BusyPoll
 from fusefs.fuse.protocol import Opcode
-from fusefs.fuse.session import OPERATIONS, Waiting, name_request
+from fusefs.fuse.session import OPERATIONS, WaitingRequest, name_request
 from fusefs.linux.mount import MountError, MountRequest
 from fusefs.linux.mountinfo import FILESYSTEM_TYPE
 from fusefs.posix.namespace.mutations import Mutations
@@ -63,7 +63,7 @@ class PyfuseSession(KernelNotifications):
         return self._handlers.requests
 
     @property
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[WaitingRequest]:
         return list(self._handlers.waiting.values())
 
     @contextmanager
@@ -111,7 +111,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self.requests = 0
         self.times = RequestTimes(OPERATIONS)
         self.slowest = SlowestWaits(partial(name_request, operations))
-        self.waiting: dict[int, Waiting] = {}
+        self.waiting: dict[int, WaitingRequest] = {}
 
     async def lookup(
         self, parent: int, name: bytes, context: pyfuse3.RequestContext
@@ -358,7 +358,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     ) -> T:
         """The answer of an operation that waits; it is on the list of those meanwhile."""
         unique, since = id(answer), time.monotonic()
-        self.waiting[unique] = Waiting(opcode, nodeid, pid, since, trio.CancelScope())
+        self.waiting[unique] = WaitingRequest(opcode, nodeid, pid, since, trio.CancelScope())
         try:
             with served():
                 return await answer

@@ -18,7 +18,7 @@ from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Fopen, Opcode
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.operations import Operations
-from fusefs.posix.types import Caller, Found, NameKind, Opened
+from fusefs.posix.types import Caller, LookupResult, NameKind, OpenResult
 
 FOREVER_S = 1 << 40
 
@@ -49,7 +49,7 @@ Result = Payload | Coroutine[Any, Any, Payload]
 Handler = Callable[[int, memoryview, Caller], Result]
 
 
-class Handlers:
+class ReadHandlers:
     """What a session answers with; `table` has the handlers by opcode."""
 
     def __init__(self, operations: Operations) -> None:
@@ -83,11 +83,11 @@ class Handlers:
 
     def _lookup(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         answer = self._operations.lookup(nodeid, bytes(body[:-1]), caller)
-        if isinstance(answer, Found):
+        if isinstance(answer, LookupResult):
             return self._entry(answer)
         return self._when_there(answer, self._entry)
 
-    def _entry(self, found: Found) -> bytes:
+    def _entry(self, found: LookupResult) -> bytes:
         if found.inode is None:
             if not found.valid_s:
                 raise OSError(errno.ENOENT, "no such name")
@@ -163,7 +163,7 @@ class Handlers:
     def _open(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         flags, _ = protocol.OPEN_IN.unpack_from(body)
         answer = self._operations.open(nodeid, flags, caller)
-        if isinstance(answer, Opened):
+        if isinstance(answer, OpenResult):
             return open_out(answer)
         return self._when_there(answer, open_out)
 
@@ -242,7 +242,7 @@ class _Entries:
 
     takes_names = True
 
-    def __init__(self, handlers: Handlers, size: int, *, is_plus: bool) -> None:
+    def __init__(self, handlers: ReadHandlers, size: int, *, is_plus: bool) -> None:
         self._handlers = handlers
         self._size = size
         self.is_plus = is_plus
@@ -302,7 +302,7 @@ def _refuse_change(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
     raise OSError(errno.EROFS, "the mount is read-only")
 
 
-def open_out(opened: Opened) -> bytes:
+def open_out(opened: OpenResult) -> bytes:
     """The reply to OPEN, and the end of that to CREATE."""
     # Handles that cannot write have nothing to flush.
     flags = 0 if opened.may_write else _NOFLUSH

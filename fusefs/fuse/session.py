@@ -46,11 +46,11 @@ import trio
 from fusefs.fuse import protocol
 from fusefs.fuse.access_trace import AccessTrace
 from fusefs.fuse.busy_poll import BusyPoll, polling
-from fusefs.fuse.fast_path import IS_BUILT, WarmRequests
+from fusefs.fuse.fast_path import IS_BUILT, FastPathReader
 from fusefs.fuse.interrupts import Callers, Interrupts
 from fusefs.fuse.protocol import Init, Opcode
-from fusefs.fuse.read_handlers import REFUSED, Buffer, Handler, Handlers, Payload
-from fusefs.fuse.write_handlers import ChangingHandlers
+from fusefs.fuse.read_handlers import REFUSED, Buffer, Handler, Payload, ReadHandlers
+from fusefs.fuse.write_handlers import WriteHandlers
 from fusefs.linux.libc import lock_memory
 from fusefs.posix.nodes.inode_table import NodeLog
 from fusefs.posix.nodes.notifier import KernelNotifications
@@ -110,7 +110,7 @@ class UnsupportedKernelError(Exception):
 
 
 @dataclass(slots=True)
-class Waiting:
+class WaitingRequest:
     """A request that a task is working on; `since` is in monotonic seconds."""
 
     opcode: int
@@ -120,6 +120,7 @@ class Waiting:
     scope: trio.CancelScope
 
     def describe(self, now: float, operations: Operations) -> str:
+        """The request as a line of the log; `now` is in seconds of the monotonic clock."""
         name, key = name_request(operations, self.opcode, self.nodeid)
         who = f" by process {self.pid}" if self.pid else ""
         return f"{name.upper()} of {key!r}{who} waits for {now - self.since:.1f} s"
@@ -152,7 +153,7 @@ class RunningSession(Protocol):
     @property
     def compiled_requests(self) -> int | None: ...
     @property
-    def waiting(self) -> list[Waiting]: ...
+    def waiting(self) -> list[WaitingRequest]: ...
     @property
     def busy_poll(self) -> BusyPoll | None: ...
     @property
@@ -200,7 +201,7 @@ class Session(KernelNotifications):
         self._buffers = [self._buffer]
         self.busy_poll = polling(fd, busy_polling)
         # By their unique numbers, without the mark.
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, WaitingRequest] = {}
         self.callers = Callers()
         self._interrupts = Interrupts(self.callers)
         self._reading = trio.CancelScope()
@@ -208,18 +209,18 @@ class Session(KernelNotifications):
         self._requests = 0
         self.times = RequestTimes(OPERATIONS)
         self.slowest = SlowestWaits(partial(name_request, operations))
-        handlers = Handlers(operations)
+        handlers = ReadHandlers(operations)
         self._handlers: dict[int, Handler] = handlers.table | {
             Opcode.DESTROY: self._destroy,
             Opcode.INTERRUPT: self._interrupt,
         }
         if operations.mutations is not None:
-            self._handlers |= ChangingHandlers(handlers, operations.mutations).table
+            self._handlers |= WriteHandlers(handlers, operations.mutations).table
         self.trace = AccessTrace(operations, self._handlers)
-        self._warm: WarmRequests | None = None
+        self._warm: FastPathReader | None = None
         if IS_BUILT and fast_path is FastPathMode.AUTO:
             reply = _locked_memory(REPLY_SIZE)
-            self._warm = WarmRequests(
+            self._warm = FastPathReader(
                 fd, memory, reply, operations, self.times, log, self._note_lost_reply
             )
         operations.notifier.connect(self)
@@ -235,7 +236,7 @@ class Session(KernelNotifications):
         return self._warm.requests if self._warm is not None else None
 
     @property
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[WaitingRequest]:
         return list(self._waiting.values())
 
     @property
@@ -351,7 +352,7 @@ class Session(KernelNotifications):
             warm.settle()
         return self._answer_all(nursery)
 
-    def _answer_cold(self, warm: WarmRequests, nursery: trio.Nursery) -> int:
+    def _answer_cold(self, warm: FastPathReader, nursery: trio.Nursery) -> int:
         """Answer what compiled code leaves to Python."""
         warm.begin()
         for count in range(BATCH):
@@ -428,12 +429,12 @@ class Session(KernelNotifications):
                 times.sampled(opcode, began)
         elif result is not None:
             since = began or time.monotonic()
-            waiting = Waiting(opcode, nodeid, pid, since, trio.CancelScope())
+            waiting = WaitingRequest(opcode, nodeid, pid, since, trio.CancelScope())
             self._waiting[unique & _UNMARKED] = waiting
             nursery.start_soon(self._answer_later, unique, waiting, result)
 
     async def _answer_later(
-        self, unique: int, waiting: Waiting, result: Coroutine[Any, Any, Payload]
+        self, unique: int, waiting: WaitingRequest, result: Coroutine[Any, Any, Payload]
     ) -> None:
         """Wait for an answer and give it; EINTR if the process is being killed."""
         work = serve()

@@ -8,10 +8,10 @@ from collections.abc import Awaitable
 
 from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Opcode, Setattr
-from fusefs.fuse.read_handlers import Handler, Handlers, Payload, Result, open_out
+from fusefs.fuse.read_handlers import Handler, Payload, ReadHandlers, Result, open_out
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.types import Caller, NewAttributes, Opened
+from fusefs.posix.types import Caller, NewAttributes, OpenResult
 
 SECOND_NS = 1_000_000_000
 
@@ -23,10 +23,10 @@ NEW_S = 1.0
 _UNSUPPORTED = (Opcode.COPY_FILE_RANGE, Opcode.TMPFILE)
 
 
-class ChangingHandlers:
+class WriteHandlers:
     """`table` has the handlers by opcode."""
 
-    def __init__(self, handlers: Handlers, mutations: Mutations) -> None:
+    def __init__(self, handlers: ReadHandlers, mutations: Mutations) -> None:
         self._handlers = handlers
         self._mutations = mutations
         self.table: dict[int, Handler] = {
@@ -61,10 +61,10 @@ class ChangingHandlers:
             return self._created(*answer)
         return self._created_later(answer)
 
-    async def _created_later(self, answer: Awaitable[tuple[Inode, Opened]]) -> Payload:
+    async def _created_later(self, answer: Awaitable[tuple[Inode, OpenResult]]) -> Payload:
         return self._created(*await answer)
 
-    def _created(self, inode: Inode, opened: Opened) -> Payload:
+    def _created(self, inode: Inode, opened: OpenResult) -> Payload:
         return self._handlers.packed_entry(inode, 0.0, NEW_S) + open_out(opened)
 
     def _mknod(self, nodeid: int, body: memoryview, caller: Caller) -> Result:

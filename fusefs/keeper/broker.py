@@ -35,7 +35,7 @@ from collections import deque
 
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.state import Configuration, KeeperState, log
-from fusefs.keeper.supervisor_protocol import Process
+from fusefs.keeper.supervisor_protocol import ProcessHandle
 from fusefs.keeper.system import lower_privileges, raise_privileges
 from fusefs.linux import callers
 from fusefs.linux.fuse_connection import FUSE_DEVICE
@@ -85,7 +85,7 @@ class Broker:
         configuration: Configuration,
         state: KeeperState,
         daemon: socket.socket,
-        process: Process,
+        process: ProcessHandle,
         task: int,
         is_lingering: bool = False,
     ) -> None:

@@ -48,7 +48,7 @@ class Welcome:
 
 
 @dataclass(slots=True)
-class Taken:
+class TakenMount:
     """What the last daemon leaves: the /dev/fuse descriptor, and {id: (st_dev, st_ino)}.
 
     `is_all_answered`: it has left no request unanswered.
@@ -88,6 +88,7 @@ class KeeperClient:
     # Before serving: one question at a time.
 
     async def hello(self) -> Welcome:
+        """Begin the session; what the keeper says of the mount."""
         message = await self._ask(wire.pack(wire.HELLO, wire.VERSION, 1), wire.WELCOME)
         return Welcome(message.a, message.b, message.c, bool(message.d & 1), message.d >> 1)
 
@@ -110,14 +111,14 @@ class KeeperClient:
         """Say that this process could take the mount over."""
         wire.send(self._socket, wire.pack(wire.PREPARED))
 
-    async def take(self) -> Taken:
+    async def take(self) -> TakenMount:
         """Wait until the mount is this process's own."""
         take = await self._receive(wire.TAKE)
         backing = {}
         for _ in range(take.a):
             entry = await self._receive(wire.ENTRY)
             backing[entry.a] = (entry.b, entry.c)
-        return Taken(take.fd, backing, bool(take.b), bool(take.c))
+        return TakenMount(take.fd, backing, bool(take.b), bool(take.c))
 
     async def _ask(self, question: bytes, answer: int) -> KeeperMessage:
         wire.send(self._socket, question)
@@ -139,6 +140,7 @@ class KeeperClient:
     # While serving.
 
     def serving(self, *, has_resend: bool) -> None:
+        """Say that this process answers requests, and whether the kernel can send them again."""
         # Keepers of earlier versions answer with ABLE only where the second number is 1.
         self._send(wire.pack(wire.SERVING, has_resend, 1))
 
@@ -191,7 +193,7 @@ class KeeperClient:
             raise OSError(reply.error, os.strerror(reply.error))
         return reply.value
 
-    async def look(self, pid: int) -> int:
+    async def look_at_process(self, pid: int) -> int:
         """What becomes of a process, by its number in `namespace`; see linux/callers.py."""
         if self.gone.is_set() or not self.namespace:
             return UNKNOWN

@@ -47,6 +47,7 @@ class Loop:
             self._poll.unregister(fd)
 
     def run_once(self, timeout_s: float | None) -> None:
+        """Wait for `timeout_s` seconds at most (None: for ever); call the handlers that are due."""
         timeout_ms = None
         if timeout_s is not None:
             timeout_ms = int(1000 * min(max(0.0, timeout_s), LONGEST_WAIT_S)) + 1
@@ -76,9 +77,9 @@ class Listener:
             os.chmod(unfinished, 0o600)
             self.socket.listen()
             os.rename(unfinished, name)
-        self._identity = self._look()
+        self._identity = self._find_identity()
 
-    def _look(self) -> tuple[int, int]:
+    def _find_identity(self) -> tuple[int, int]:
         status = os.stat(self._path)
         return status.st_dev, status.st_ino
 
@@ -86,7 +87,7 @@ class Listener:
     def has_name(self) -> bool:
         """Whether its name is still there, and not another process's by now."""
         try:
-            return self._look() == self._identity
+            return self._find_identity() == self._identity
         except OSError:
             return False
 
@@ -109,7 +110,7 @@ def listen(path: str) -> Listener | None:
 class Client:
     """One connection: a request, and at some time its answer."""
 
-    def __init__(self, control: Control, connection: socket.socket) -> None:
+    def __init__(self, control: ControlSocket, connection: socket.socket) -> None:
         self._control = control
         self.connection = connection
         self.deadline = time.monotonic() + CLIENT_S
@@ -158,7 +159,7 @@ class Client:
             self._control.dismiss(self)
 
 
-class Control:
+class ControlSocket:
     """The keeper's named socket. `ask` gets each request, and answers it then or later."""
 
     def __init__(
@@ -179,11 +180,13 @@ class Control:
         return min((client.deadline for client in self._clients), default=float("inf"))
 
     def dismiss_late(self, now: float) -> None:
+        """End the connections whose deadline, in monotonic seconds, is over."""
         for client in list(self._clients):
             if now >= client.deadline:
                 self.dismiss(client)
 
     def dismiss(self, client: Client) -> None:
+        """End a connection without an answer."""
         if client in self._clients:
             self._clients.remove(client)
             self.loop.forget(client.connection.fileno())

@@ -123,7 +123,7 @@ def complete(path: str) -> None:
 # --- the service --------------------------------------------------------------------
 
 
-class Service:
+class FdStore:
     """The socket that listens on `path`, and which process holds what.
 
     `parent` is a pidfd of whoever has started this process.
@@ -342,7 +342,7 @@ def main(socket_path: str | os.PathLike[str], filling_s: float = 0.0) -> int:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
-    service = Service(listener.socket, path, parent, filling_s)
+    service = FdStore(listener.socket, path, parent, filling_s)
     try:
         service.run()
     except SystemExit:

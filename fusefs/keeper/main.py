@@ -35,7 +35,7 @@ from fusefs.keeper.early_start import EarlyDaemon
 from fusefs.keeper.policy import Keeper
 from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null, take_early
 from fusefs.keeper.state import Configuration, KeeperState, Program, abort_own, log
-from fusefs.keeper.supervisor_protocol import Process
+from fusefs.keeper.supervisor_protocol import ProcessHandle
 from fusefs.linux import fuse_connection, mountinfo, processes
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
@@ -104,16 +104,16 @@ def _find_adoptee(given: dict[str, Any], program: Program) -> DaemonProcess | No
     if os.getppid() != given["adopt_pid"]:  # the number may be somebody else's by now
         os.close(pidfd)
         return None
-    return DaemonProcess(Process(given["adopt_pid"], pidfd), channel, program)
+    return DaemonProcess(ProcessHandle(given["adopt_pid"], pidfd), channel, program)
 
 
-def _process_elsewhere(given: dict[str, Any]) -> Process:
+def _process_elsewhere(given: dict[str, Any]) -> ProcessHandle:
     pidfd = given["pidfd"]
     os.set_inheritable(pidfd, False)
     supervisor = socket.socket(fileno=given["supervisor_fd"])
     supervisor.set_inheritable(False)
     supervisor.setblocking(False)
-    return Process(processes.pid_behind(pidfd), pidfd, supervisor, given["supervisor"])
+    return ProcessHandle(processes.pid_behind(pidfd), pidfd, supervisor, given["supervisor"])
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
@@ -184,6 +184,6 @@ def _play(role: Role, listener: Listener | None) -> Role:
         return fork
     except Exception:
         if isinstance(role, Keeper):
-            role.tell_failure()
+            role.report_failure()
         raise
     return 0

@@ -22,7 +22,7 @@ from types import FrameType
 from fusefs.keeper import fd_store, system
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.broker import FAILED, MOUNT_MADE, REGISTERED, Broker
-from fusefs.keeper.control import Client, Control, Listener, Loop
+from fusefs.keeper.control import Client, ControlSocket, Listener, Loop
 from fusefs.keeper.processes import DaemonProcess, ProcessTable, describe
 from fusefs.keeper.standby import Standby
 from fusefs.keeper.state import (
@@ -65,7 +65,7 @@ class Keeper:
         self._state = state
         self._loop = Loop()
         self._listener = listener
-        self._control = Control(self._loop, listener, self._ask)
+        self._control = ControlSocket(self._loop, listener, self._ask)
         self._processes = ProcessTable(
             configuration,
             state,
@@ -129,7 +129,7 @@ class Keeper:
         self._clean_up()
         return self._exit_code
 
-    def tell_failure(self) -> None:
+    def report_failure(self) -> None:
         """Have the broker know that this keeper is not killed, but can't go on."""
         daemon = self._processes.current
         if daemon is not None and daemon.broker is not None:

@@ -23,7 +23,7 @@ from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.broker import CUT_OFF, FROM_BROKER, REGISTERED, Broker
 from fusefs.keeper.control import Loop
 from fusefs.keeper.state import NEVER, Configuration, KeeperState, Program, log
-from fusefs.keeper.supervisor_protocol import Process
+from fusefs.keeper.supervisor_protocol import ProcessHandle
 from fusefs.linux.processes import has_ended, spawn
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
@@ -98,7 +98,7 @@ class DaemonProcess:
         "step",
     )
 
-    def __init__(self, process: Process, channel: socket.socket, program: Program) -> None:
+    def __init__(self, process: ProcessHandle, channel: socket.socket, program: Program) -> None:
         self.process = process
         self.pid = process.pid
         self.pidfd = process.pidfd
@@ -171,7 +171,7 @@ def take_early(
         early.end()
         return None
     pid, pidfd, channel = taken
-    return DaemonProcess(Process(pid, pidfd), channel, program)
+    return DaemonProcess(ProcessHandle(pid, pidfd), channel, program)
 
 
 def _input_of(program: Program) -> int:
@@ -188,7 +188,7 @@ def _input_of(program: Program) -> int:
 
 def _start(
     command: list[str], configuration: Configuration, channel: int, stdin: int, *, is_beside: bool
-) -> Process:
+) -> ProcessHandle:
     credentials, launcher = configuration.credentials, configuration.launcher
     if launcher is not None:
         try:
@@ -213,7 +213,7 @@ def _start(
         environment={**os.environ, wire.ENVIRONMENT: str(channel)},
         credentials=credentials,
     )
-    return Process(pid, os.pidfd_open(pid))
+    return ProcessHandle(pid, os.pidfd_open(pid))
 
 
 class BecomeBroker(Exception):
@@ -316,7 +316,7 @@ class ProcessTable:
     def _on_supervisor_message(self, daemon: DaemonProcess) -> None:
         """Its supervisor says that it has ended, or is gone itself, which ends it as well."""
         assert daemon.process.supervisor is not None
-        daemon.status = daemon.process.hear_end()
+        daemon.status = daemon.process.poll_end()
         self._loop.forget(daemon.process.supervisor.fileno())
         self._loop.watch(daemon.pidfd, select.POLLIN, partial(self._die, daemon))
 

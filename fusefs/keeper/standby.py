@@ -28,7 +28,7 @@ from fusefs.keeper import template
 from fusefs.keeper.control import Loop
 from fusefs.keeper.processes import DaemonProcess
 from fusefs.keeper.state import NEVER, Configuration, KeeperState, Program, log
-from fusefs.keeper.supervisor_protocol import Process
+from fusefs.keeper.supervisor_protocol import ProcessHandle
 from fusefs.linux import processes
 
 # For the imports, or a fork: while a mount waits for it, and by itself.
@@ -237,7 +237,9 @@ class Standby:
         standby.socket.close()
         if _may_order_by_memory():
             processes.copy_memory_order(standby.pid)
-        return DaemonProcess(Process(standby.pid, standby.pidfd), standby.channel, standby.program)
+        return DaemonProcess(
+            ProcessHandle(standby.pid, standby.pidfd), standby.channel, standby.program
+        )
 
     def dismiss(self, why: str) -> None:
         """End them, if they are there."""
@@ -259,7 +261,7 @@ class Standby:
         if one.pid:
             log(f"the standby process {one.pid} is ended: {why}")
             self._loop.forget(one.pidfd)
-            Process(one.pid, one.pidfd).kill()
+            ProcessHandle(one.pid, one.pidfd).kill()
             self._reap(one.pid)
         else:
             processes.adopt_orphans(False)

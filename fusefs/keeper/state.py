@@ -89,10 +89,10 @@ class Configuration:
         # The named socket of a second descriptor store.
         self.descriptor_store: str | None = given.get("descriptor_store")
         # Who starts the daemons, where that is not the keeper itself.
-        self.launcher = Launcher(**given["launcher"]) if given.get("launcher") else None
+        self.launcher = SupervisorPlace(**given["launcher"]) if given.get("launcher") else None
 
 
-class Launcher:
+class SupervisorPlace:
     """A supervisor's named socket, and the mount's number there.
 
     Without `is_needed` the keeper starts a daemon itself if no process listens.
@@ -207,6 +207,7 @@ class KeeperState:
         return following + ([self.doubtful_id] if self.doubtful_id else [])
 
     def paused(self, since: float) -> None:
+        """No daemon answers requests any more, since this time unless it was so before."""
         if self.pause_since is None:
             self.pause_since = since
 
@@ -246,13 +247,16 @@ class KeeperState:
         self.died_at = now
 
     def expects_deaths(self, now: float) -> bool:
+        """Whether daemons have died so soon after each other that more deaths are expected."""
         return now < self.expects_deaths_until
 
     def died(self, reason: str) -> None:
+        """Count a restart: the daemon has died, for this reason."""
         self.restarts += 1
         self._was_replaced(reason)
 
     def upgraded(self) -> None:
+        """Count an upgrade: another daemon has taken the mount over."""
         self.upgrades += 1
         self._was_replaced("upgrade")
 

@@ -70,7 +70,7 @@ INHERITED = ("AWS_", "FUSEFS_")
 ANSWER_S = 5.0
 
 
-class LaunchingError(OSError):
+class SupervisorProtocolError(OSError):
     """The other side does not speak as it should; the message says how."""
 
 
@@ -115,7 +115,7 @@ def receive(sock: socket.socket) -> SupervisorMessage | None:
 
     Raises:
         BlockingIOError, TimeoutError: there is none.
-        LaunchingError: it is something else.
+        SupervisorProtocolError: it is something else.
     """
     data, fds, is_cut = sockets.receive(sock, MESSAGE.size + 1, _MOST_DESCRIPTORS)
     if not data and not fds:
@@ -125,14 +125,16 @@ def receive(sock: socket.socket) -> SupervisorMessage | None:
     if message.version in SPOKEN and len(fds) == _DESCRIPTORS.get(message.kind, 0):
         return message
     message.close()
-    raise LaunchingError(f"{len(data)} bytes, version {message.version}, kind {message.kind}")
+    raise SupervisorProtocolError(
+        f"{len(data)} bytes, version {message.version}, kind {message.kind}"
+    )
 
 
 # --- for keepers --------------------------------------------------------------
 
 
-class Process:
-    """A daemon's process: our own child, or a supervisor's, with the connection to that."""
+class ProcessHandle:
+    """A daemon's process: a child of this one, or a supervisor's, with the connection to that."""
 
     __slots__ = ("pid", "pidfd", "supervisor", "supervisor_number")
 
@@ -161,7 +163,7 @@ class Process:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
 
-    def hear_end(self) -> int | None:
+    def poll_end(self) -> int | None:
         """Its status from waitpid, once the supervisor's socket is readable; else None."""
         assert self.supervisor is not None
         try:
@@ -181,7 +183,7 @@ def launch(
     stdin: int,
     stdout: int,
     is_beside: bool = False,
-) -> Process:
+) -> ProcessHandle:
     """Have the supervisor at `path` start a daemon for the mount of this number.
 
     It is the mount's only one, unless it is to be beside another, in an upgrade.
@@ -200,7 +202,7 @@ def launch(
         os.close(environment)
 
 
-def adopt(path: str, mount: int, channel: int) -> Process:
+def adopt(path: str, mount: int, channel: int) -> ProcessHandle:
     """Be the keeper of the mount's daemon, whose own is gone.
 
     Raises:
@@ -253,16 +255,16 @@ def ask(sock: socket.socket, question: bytes, *fds: int) -> SupervisorMessage:
     return message
 
 
-def _begin(path: str, question: bytes, *fds: int) -> Process:
+def _begin(path: str, question: bytes, *fds: int) -> ProcessHandle:
     sock = connect(path)
     try:
         answer = ask(sock, question, *fds)
         if answer.kind != STARTED:
             answer.close()
-            raise LaunchingError(f"an answer of kind {answer.kind}")
+            raise SupervisorProtocolError(f"an answer of kind {answer.kind}")
     except OSError:
         sock.close()
         raise
     sock.setblocking(False)
     [pidfd] = answer.fds
-    return Process(pid_behind(pidfd), pidfd, sock, answer.a)
+    return ProcessHandle(pid_behind(pidfd), pidfd, sock, answer.a)

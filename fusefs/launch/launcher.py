@@ -224,7 +224,7 @@ def _spawn(
     if settings.session == SessionKind.PYFUSE3:
         if keeper is not None:
             keeper.dismiss()
-        return _popen(DAEMON, daemon_input(settings, users.own()), log)
+        return _popen(DAEMON, daemon_input(settings, users.current_user()), log)
     user = _choose_user(settings)
     settings = _with_owner(settings)
     registry.hand_over(settings.mountpoint, user.uid, user.gid)

@@ -76,12 +76,12 @@ def choose(settings: MountSettings) -> User:
     return _own(why)
 
 
-def own() -> User:
+def current_user() -> User:
     """Whoever runs this."""
     return _own("")
 
 
-def serving(mountpoint: Path) -> User | None:
+def daemon_user(mountpoint: Path) -> User | None:
     """Whom the daemon of a mount runs as, if that is on record."""
     uid = registry.server_of(mountpoint)
     return None if uid is None else _look_up(str(uid))

@@ -21,7 +21,7 @@ from fusefs.store.interface import ObjectInfo, Store
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class WriteRules:
     """How a mount writes; see the settings of the same names."""
 
     is_local: bool = False
@@ -44,7 +44,7 @@ class Writing:
     staging: Staging
     renames: Path
     nursery: trio.Nursery
-    rules: Rules
+    rules: WriteRules
     make_room: Callable[[], Awaitable[None]]
     uncertain_keys: UncertainKeys | None = None
 

@@ -25,7 +25,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.directory.entries import resolved
 from fusefs.posix.directory.listings import Absent, Directory, Entry
-from fusefs.posix.directory.readdir import Streams
+from fusefs.posix.directory.readdir import DirectoryStreams
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
@@ -33,7 +33,7 @@ from fusefs.posix.metadata.xattrs import Xattrs
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.namespace.removals import Removals
-from fusefs.posix.namespace.rename import Changes
+from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.namespace.settled_store import SettledStore
 from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.posix.nodes import names
@@ -41,7 +41,7 @@ from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Attributes, Inode, NodeLog
 from fusefs.posix.read.open import Opener
 from fusefs.posix.read.read import Reader
-from fusefs.posix.types import Answer, Caller, DirectoryBuffer, Found, Opened, waiting
+from fusefs.posix.types import Answer, Caller, DirectoryBuffer, LookupResult, OpenResult, waiting
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo
 
@@ -84,7 +84,7 @@ class Operations:
             writing.nursery if writing is not None else None,
             deferred=writer.deferred.get if writer is not None else None,
         )
-        self._streams = Streams(state, self.head_cache)
+        self._streams = DirectoryStreams(state, self.head_cache)
         self._xattrs = Xattrs(state.store, state.inodes, self.head_cache)
         self._opener = Opener(state, writer.open_staged if writer is not None else None)
         # For compiled code, whose opens are on record before they are known here.
@@ -95,23 +95,23 @@ class Operations:
         self.mutations: Mutations | None = None
         if writing is not None and writer is not None:
             renaming_store = SettledStore(state.store, removals)
-            changes = Changes(settled, writing, writer, renaming_store, touched)
+            changes = NameChanges(settled, writing, writer, renaming_store, touched)
             self.mutations = Mutations(
                 settled, writing.nursery, writer, changes, self.head_cache, self.release
             )
 
     # Names
 
-    def lookup(self, parent_id: int, name: bytes, caller: Caller) -> Answer[Found]:
+    def lookup(self, parent_id: int, name: bytes, caller: Caller) -> Answer[LookupResult]:
         """What a name stands for."""
         self._refuse_if_shut()
         parent = self.inodes.directory(parent_id)
         text = names.decode(name)
         if text is None or not names.is_expressible(text):
-            return Found(None, 0.0) if len(name) <= names.NAME_MAX else _too_long()
+            return LookupResult(None, 0.0) if len(name) <= names.NAME_MAX else _too_long()
         prefix = self.inodes.key(parent)
         if names.is_private(prefix, text):
-            return Found(None, 0.0)
+            return LookupResult(None, 0.0)
         self._opener.redirects.looked_up(parent_id, text, caller.program)
         directory = self._directories.get(prefix)
         known = self._directories.lookup_now(directory, text)
@@ -119,7 +119,7 @@ class Operations:
             return waiting(self._lookup_later(parent, directory, text))
         entry, expires = known
         if isinstance(entry, Absent):
-            return Found(None, max(0.0, expires - time.monotonic()))
+            return LookupResult(None, max(0.0, expires - time.monotonic()))
         inode = resolved(self.inodes, parent, directory, text, entry)
         has_attributes = self.writer is None or not self.head_cache.needs_head(inode)
         if not has_attributes and not self._is_leaving(parent, entry):
@@ -138,7 +138,7 @@ class Operations:
         is_removing = self.writer.removals.is_removing_from(self.inodes.key(parent))
         return is_removing and not self.attributes(parent).mode & stat.S_ISVTX
 
-    async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> Found:
+    async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> LookupResult:
         while True:
             entry, expires = await self._directories.lookup(directory, name)
             if not isinstance(entry, Absent) and self._is_of(directory, parent):
@@ -150,7 +150,7 @@ class Operations:
             # It was renamed meanwhile, and what was listed has other keys now.
             directory = self._directories.get(self.inodes.key(parent))
         if isinstance(entry, Absent):
-            return Found(None, max(0.0, expires - time.monotonic()))
+            return LookupResult(None, max(0.0, expires - time.monotonic()))
         # The name may stand for something else by now.
         return self._found(resolved(self.inodes, parent, directory, name, entry), expires)
 
@@ -158,9 +158,9 @@ class Operations:
         """Whether these are the listings of a directory as it is called now."""
         return self.inodes.key(inode) == directory.prefix
 
-    def _found(self, inode: Inode, expires: float, has_attributes: bool = True) -> Found:
+    def _found(self, inode: Inode, expires: float, has_attributes: bool = True) -> LookupResult:
         self.inodes.count(inode, expires)
-        return Found(inode, max(0.0, expires - time.monotonic()), has_attributes)
+        return LookupResult(inode, max(0.0, expires - time.monotonic()), has_attributes)
 
     def forget(self, nodeid: int, nlookup: int) -> None:
         self.inodes.forget(nodeid, nlookup)
@@ -186,14 +186,14 @@ class Operations:
 
     # Files
 
-    def open(self, nodeid: int, flags: int, caller: Caller) -> Answer[Opened]:
+    def open(self, nodeid: int, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file; for reading alone, unless the mount is writable."""
         self._refuse_if_shut()
         inode = self.inodes.get(nodeid)
         is_writing = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
         if self.writer is not None and (is_writing or inode.staged is not None):
             if known := self.handles.opened_by(caller.unique):
-                return Opened(known, keep_cache=False, may_write=bool(is_writing))
+                return OpenResult(known, keep_cache=False, may_write=bool(is_writing))
             if not inode.is_current:
                 self._opener.redirect(inode, caller)
             if self.head_cache.lacks(inode):
@@ -203,14 +203,14 @@ class Operations:
 
     async def _open_learned(
         self, writer: Writer, inode: Inode, flags: int, caller: Caller
-    ) -> Opened:
+    ) -> OpenResult:
         """Open a file for writing once it is known what is to be written with it."""
         was_current = inode.is_current
         await self.head_cache.learn(inode)
         if was_current and not inode.is_current:
             self._opener.redirect(inode, caller)
         answer = writer.open(inode, flags, caller)
-        return answer if isinstance(answer, Opened) else await answer
+        return answer if isinstance(answer, OpenResult) else await answer
 
     def recall_stale(self, nodeid: int, pid: int) -> None:
         """A process got ESTALE for a node, and may have no name to look up."""
@@ -320,5 +320,5 @@ class Operations:
             raise OSError(errno.EACCES, "S3 refuses everything")
 
 
-def _too_long() -> Found:
+def _too_long() -> LookupResult:
     raise OSError(errno.ENAMETOOLONG, "a name has 255 bytes at most")

@@ -41,7 +41,7 @@ class Caller:
 
 
 @dataclass(slots=True)
-class Found:
+class LookupResult:
     """A name's inode (None: there is none) and for how many seconds to believe it.
 
     Without `has_attributes` only its type is known: whoever wants more asks again.
@@ -53,7 +53,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class Opened:
+class OpenResult:
     """An open handle. `backing_id` is not 0 for passthrough.
 
     What is written through an `is_direct` handle need not be kept by the kernel, too.

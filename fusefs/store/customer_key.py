@@ -52,6 +52,7 @@ class CustomerKey:
 
     @property
     def identity(self) -> str:
+        """16 hexadecimal digits of the key's SHA-256."""
         return hashlib.sha256(self._raw).hexdigest()[:16]
 
     def headers(self, *, is_copy: bool) -> dict[str, str]:

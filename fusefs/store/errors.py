@@ -293,7 +293,7 @@ def _from_answer(response: Mapping[str, Any]) -> Failure:
     return from_status(int(answer.get("HTTPStatusCode", 0)), code, request_id)
 
 
-def _unreachable(cause: unreachable.Cause) -> Failure:
+def _unreachable(cause: unreachable.UnreachableCause) -> Failure:
     return Failure(UnreachableError, cause.sentence, is_retryable=cause.may_pass)
 
 

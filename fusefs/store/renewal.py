@@ -26,8 +26,8 @@ LAST_S = 60
 AGAIN_S = 30.0
 
 
-class Renewed:
-    """As botocore's `RefreshableCredentials`, from any number of threads."""
+class RenewedCredentials:
+    """Credentials that renew themselves: botocore's `RefreshableCredentials`, for any thread."""
 
     def __init__(self, credentials: Any) -> None:
         self._inner = credentials
@@ -81,7 +81,7 @@ class Renewed:
         self._is_renewing = False
 
 
-class Provider:
+class RenewingProvider:
     """A credential provider of botocore's whose credentials are renewed so."""
 
     def __init__(self, provider: Any) -> None:
@@ -90,7 +90,7 @@ class Provider:
     def load_credentials(self) -> Any:
         """As botocore's."""
         found = self._inner.load_credentials()
-        return Renewed(found) if hasattr(found, "refresh_needed") else found
+        return RenewedCredentials(found) if hasattr(found, "refresh_needed") else found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

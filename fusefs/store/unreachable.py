@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class UnreachableCause:
     """Why there is no connection; `may_pass` if another attempt may find it otherwise."""
 
     sentence: str
@@ -67,7 +67,7 @@ _GENERAL = r'General\(\s*"([^"]*)"'
 _MESSAGE = r'(?:message|error): "([^"]*)"'
 
 
-def of_botocore(error: Any) -> Cause:
+def of_botocore(error: Any) -> UnreachableCause:
     """The cause of one of botocore's connection errors."""
     from botocore import exceptions
 
@@ -75,9 +75,9 @@ def of_botocore(error: Any) -> Cause:
     whom = f"{url.scheme}://{url.netloc}" if url.netloc else "S3"
     reason = str(error.kwargs.get("error", ""))
     if isinstance(error, exceptions.ConnectTimeoutError | exceptions.ReadTimeoutError):
-        return Cause(f"no answer from {whom} in time")
+        return UnreachableCause(f"no answer from {whom} in time")
     if isinstance(error, exceptions.IncompleteReadError | exceptions.ResponseStreamingError):
-        return Cause("the answer broke off")
+        return UnreachableCause("the answer broke off")
     if isinstance(error, exceptions.SSLError):
         return _of_openssl(reason, whom)
     if isinstance(error, exceptions.ProxyConnectionError):
@@ -85,10 +85,12 @@ def of_botocore(error: Any) -> Cause:
         place = str(error.kwargs["proxy_url"]).rpartition("@")[2].rpartition("://")[2]
         return _of_proxy(reason, urlsplit(f"//{place}"))
     why = _of_network(reason)
-    return Cause(f"no connection to {whom}: {why}" if why else f"no connection to {whom}")
+    return UnreachableCause(
+        f"no connection to {whom}: {why}" if why else f"no connection to {whom}"
+    )
 
 
-def of_connecting(error: Exception, origin: str, proxy: str | None) -> Cause:
+def of_connecting(error: Exception, origin: str, proxy: str | None) -> UnreachableCause:
     """Why a connection of our own to `origin` was not opened; `proxy` if that is the reason."""
     if proxy is not None:
         return _of_proxy(str(error), urlsplit(proxy))
@@ -97,32 +99,34 @@ def of_connecting(error: Exception, origin: str, proxy: str | None) -> Cause:
     return of_exchange(error, origin)
 
 
-def of_exchange(error: Exception, origin: str) -> Cause:
+def of_exchange(error: Exception, origin: str) -> UnreachableCause:
     """Why there was no whole answer on a connection of our own."""
     if isinstance(error, TimeoutError):
-        return Cause(f"no answer from {origin} in time")
+        return UnreachableCause(f"no answer from {origin} in time")
     why = _of_network(str(error))
-    return Cause(f"no connection to {origin}: {why}" if why else f"no connection to {origin}")
+    return UnreachableCause(
+        f"no connection to {origin}: {why}" if why else f"no connection to {origin}"
+    )
 
 
-def of_obstore(text: str) -> Cause:
+def of_obstore(text: str) -> UnreachableCause:
     """The cause of an error of obstore's that is about a request without an answer."""
     uri = re.search(_URI, text)
     whom = uri[1] if uri else "S3"
     refusal = re.search(_RUSTLS_REFUSAL, text)
     if refusal is not None:
         why = _RUSTLS.get(refusal[1], f"its certificate is refused ({refusal[1]})")
-        return Cause(f"no secure connection to {whom}: {why}", may_pass=False)
+        return UnreachableCause(f"no secure connection to {whom}: {why}", may_pass=False)
     if "InvalidContentType" in text:
-        return Cause(f"no secure connection to {whom}: {_NO_TLS}", may_pass=False)
+        return UnreachableCause(f"no secure connection to {whom}: {_NO_TLS}", may_pass=False)
     if "TunnelUnsuccessful" in text or "TunnelProxyAuth" in text:
-        return Cause(f"the proxy refuses the connection to {whom}", may_pass=False)
+        return UnreachableCause(f"the proxy refuses the connection to {whom}", may_pass=False)
     if "dns error" in text:
-        return Cause(f"no connection to {whom}: the name is not known")
+        return UnreachableCause(f"no connection to {whom}: the name is not known")
     if "TimedOut" in text or "deadline has elapsed" in text:
-        return Cause(f"no answer from {whom} in time")
+        return UnreachableCause(f"no answer from {whom} in time")
     messages = re.findall(_MESSAGE, text)
-    return Cause(
+    return UnreachableCause(
         f"no connection to {whom}: {messages[-1].lower()}" if messages else f"no answer from {whom}"
     )
 
@@ -135,34 +139,36 @@ def of_builder(text: str) -> str:
     return f"its client can't be made: {causes[-1] if causes else 'builder error'}"
 
 
-def _of_openssl(reason: str, whom: str) -> Cause:
+def _of_openssl(reason: str, whom: str) -> UnreachableCause:
     refused = f"no secure connection to {whom}: "
     for part, sentence in _OPENSSL:
         if part in reason:
-            return Cause(refused + sentence, may_pass=False)
+            return UnreachableCause(refused + sentence, may_pass=False)
     if re.search(_OTHER_NAME, reason):
         names = re.findall(r"'([\w.*:-]+)'", reason)
         of = f", for {', '.join(names[1:])}" if names[1:] else ""
-        return Cause(f"{refused}its certificate is for another name{of}", may_pass=False)
+        return UnreachableCause(f"{refused}its certificate is for another name{of}", may_pass=False)
     verify = re.search(_VERIFY, reason)
     if verify is not None:
-        return Cause(f"{refused}its certificate is refused: {verify[1]}", may_pass=False)
-    return Cause(refused + reason)
+        return UnreachableCause(f"{refused}its certificate is refused: {verify[1]}", may_pass=False)
+    return UnreachableCause(refused + reason)
 
 
-def _of_proxy(reason: str, proxy: Any) -> Cause:
+def _of_proxy(reason: str, proxy: Any) -> UnreachableCause:
     whom = f"{proxy.hostname}:{proxy.port}" if proxy.port else f"{proxy.hostname}"
     tunnel = re.search(_TUNNEL, reason)
     if tunnel is not None and tunnel[1] == "407":
-        return Cause(f"{PROXY_PASSWORD} ({whom})", may_pass=False)
+        return UnreachableCause(f"{PROXY_PASSWORD} ({whom})", may_pass=False)
     if tunnel is not None:
         status = f"{tunnel[1]} {tunnel[2]}".strip()
         is_refusal = tunnel[1].startswith("4")
-        return Cause(f"the proxy {whom} does not connect to S3: {status}", may_pass=not is_refusal)
+        return UnreachableCause(
+            f"the proxy {whom} does not connect to S3: {status}", may_pass=not is_refusal
+        )
     if "CERTIFICATE_VERIFY_FAILED" in reason or re.search(_OTHER_NAME, reason):
         return _of_openssl(reason, f"the proxy {whom}")
     why = _of_network(reason)
-    return Cause(f"no connection to the proxy {whom}" + (f": {why}" if why else ""))
+    return UnreachableCause(f"no connection to the proxy {whom}" + (f": {why}" if why else ""))
 
 
 def _of_network(reason: str) -> str:

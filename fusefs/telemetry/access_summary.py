@@ -53,7 +53,7 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class MountContext:
     """What the mount is set to: bytes of its cache, and seconds for which listings hold."""
 
     cache_limit: int | None = None
@@ -178,13 +178,13 @@ class AccessSummary:
         times = sorted(self._times[operation])
         return times[min(len(times) - 1, int(0.99 * len(times)))]
 
-    def advice(self, around: Surroundings) -> Iterable[str]:
+    def advice(self, around: MountContext) -> Iterable[str]:
         """Sentences that say what may be changed, the most useful first; none is possible."""
         yield from self._about_cache(around)
         yield from self._about_metadata(around)
         yield from self._about_files()
 
-    def _about_cache(self, around: Surroundings) -> Iterable[str]:
+    def _about_cache(self, around: MountContext) -> Iterable[str]:
         total = sum(self.read_bytes.values())
         from_s3 = self.read_bytes["s3"] / total if total else 0.0
         if around.cache_limit is not None and self.working_set > around.cache_limit:
@@ -204,7 +204,7 @@ class AccessSummary:
                 " whole files"
             )
 
-    def _about_metadata(self, around: Surroundings) -> Iterable[str]:
+    def _about_metadata(self, around: MountContext) -> Iterable[str]:
         names = ("lookup", "getattr", "readdir", "readdirplus")
         waits = sum(self.waits[name] for name in names)
         waited_s = sum(self.waited_s[name] for name in names)

@@ -65,6 +65,7 @@ class S3Requests:
         self._times: dict[tuple[str, str], _Times] = {}
 
     def observe(self, operation: str, code: str, first_byte_s: float, whole_s: float) -> None:
+        """Count a request that has ended; times are in seconds from when it was sent."""
         times = self._times.get((operation, code))
         if times is None:
             times = self._times[operation, code] = _Times()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusefs.exporter.asking import Answer, ask_all, mounts_of_user
+from fusefs.exporter.queries import MountAnswer, mounts_of_user, query_all
 from fusefs.launch import control
 from fusefs.launch.control import CommandError, ControlError
 from fusefs.top import lines
@@ -45,11 +45,11 @@ UP, DOWN, ESCAPE = "\x1b[A", "\x1b[B", "\x1b"
 class Sampler:
     """Gets the rates of all mounts, one time after the other."""
 
-    _before: dict[str, Answer] = field(default_factory=dict)
+    _before: dict[str, MountAnswer] = field(default_factory=dict)
 
     def sample(self) -> list[Rates]:
         """What happened since the last call. Blocks for as long as a silent mount may take."""
-        answers = ask_all(mounts_of_user())
+        answers = query_all(mounts_of_user())
         found = [rates(self._before.get(one.target.volume), one) for one in answers]
         # A mount that misses one answer goes on from the last that it gave and that can be read.
         self._before = {

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fusefs.exporter.asking import MALFORMED, Answer
+from fusefs.exporter.queries import MALFORMED, MountAnswer
 
 # Answers of which nothing is wrong (404 and 412 are answers like others), or which are counted
 # as throttled.
@@ -84,7 +84,7 @@ class Rates:
         return asdict(self)
 
 
-def rates(before: Answer | None, after: Answer) -> Rates:
+def rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
     """What happened between two answers of one mount; of the first there are no rates yet.
 
     What can't be read in an answer concerns that mount alone. `before` has been read.
@@ -98,7 +98,7 @@ def rates(before: Answer | None, after: Answer) -> Rates:
         return Rates(after.target.volume, is_malformed=True, why=why)
 
 
-def _rates(before: Answer | None, after: Answer) -> Rates:
+def _rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
     assert after.metrics is not None
     then = before if before is not None and before.metrics is not None else after
     interval_s = after.taken - then.taken

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusefs.cli import stall_report
-from fusefs.exporter.asking import MALFORMED
+from fusefs.exporter.queries import MALFORMED
 from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top import lines
 from fusefs.top.rates import Operation, Rates

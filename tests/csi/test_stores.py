@@ -9,7 +9,7 @@ import pytest
 
 from csi.controller.bucket_client import Bucket, make_client
 from csi.errors import InvalidArgumentError, UnavailableError
-from csi.identities.keys import Keys, keys_from
+from csi.identities.keys import AccessKeys, keys_from
 from csi.volume.location import VolumeId, fill_in, location_of, normal_prefix, overlap
 from csi.volume.stores import Stores, StoresError, StoreSettings, is_forbidden, read_stores
 from fusefs.settings.types import Addressing
@@ -19,7 +19,7 @@ from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
 
 MINIO = "https://minio.storage.svc:9000"
-KEYS = Keys(ACCESS_KEY, SECRET_KEY, "session-token")
+KEYS = AccessKeys(ACCESS_KEY, SECRET_KEY, "session-token")
 
 
 def written(directory: Path, text: str) -> Path:
@@ -263,7 +263,7 @@ def test_an_empty_answer_to_deletes_is_no_success(bucket: servers.Bucket, faulty
     bucket.put("one", b"1")
     faulty.add("DELETE MANY", times=1, status=200, body=b"")
     store = StoreSettings("faulty", faulty.endpoint_url, REGION)
-    Bucket(store, bucket.name, None, Keys(ACCESS_KEY, SECRET_KEY, None)).delete_all(["one"])
+    Bucket(store, bucket.name, None, AccessKeys(ACCESS_KEY, SECRET_KEY, None)).delete_all(["one"])
     assert servers.keys(bucket) == []
     # Without it many stores refuse the request.
     assert all("content-md5" in one.headers for one in faulty.requests("DELETE MANY"))

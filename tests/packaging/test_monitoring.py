@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client import generate_latest
 
-from fusefs.exporter.asking import Answer, Target
 from fusefs.exporter.collector import PREFIX, MountCollector, registry_of
+from fusefs.exporter.queries import MountAnswer, Target
 from fusefs.telemetry.metrics import METRICS
 from tests.support.servers.prometheus import (
     PROJECT,
@@ -58,7 +58,7 @@ def test_the_exported_metrics_are_named_as_prometheus_wants_them() -> None:
         for name, metric in METRICS.items()
     }
     target = Target("/data", Path(), (("team", "pod"),))
-    collector = MountCollector(lambda: [target], lambda _targets: [Answer(target, answer)])
+    collector = MountCollector(lambda: [target], lambda _targets: [MountAnswer(target, answer)])
     text = generate_latest(registry_of(collector)).decode()
     promtool("check", "metrics", text=text)
     assert names_in(text) & EXPORTED == EXPORTED

@@ -8,7 +8,7 @@ import pytest
 
 from fusefs.store.errors import ConflictError, ExistsError, StaleVersionError
 from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource, without_token
-from fusefs.store.http.client import Direct
+from fusefs.store.http.client import HttpClient
 from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo
 from fusefs.store.s3 import copy
 from tests.support.machine.local_file import LocalFile
@@ -114,7 +114,7 @@ async def test_a_small_file_with_a_condition_takes_no_thread(
 
     async with opened(bucket, bucket.server.endpoint_url) as store:
         await put(store, "first", make_file(1000))  # opens a connection
-        monkeypatch.setattr(Direct, "send", fail)
+        monkeypatch.setattr(HttpClient, "send", fail)
         info = await put(store, "file", make_file(1000), Expect(None))
         await put(store, "file", make_file(1000), Expect(info.etag))
         # One that finds another object is sent again over that, from the event loop as well.

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from botocore.credentials import RefreshableCredentials
 
-from fusefs.store.renewal import Renewed
+from fusefs.store.renewal import RenewedCredentials
 from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -76,7 +76,7 @@ async def read_all(store: S3Store) -> None:
         assert await store.list_uploads("") == []
 
 
-async def near_the_end(store: S3Store, source: Source, minutes: float) -> Renewed:
+async def near_the_end(store: S3Store, source: Source, minutes: float) -> RenewedCredentials:
     """Connect with credentials that expire after so long."""
     source.give(60)
     clients = await store.requester.source.connect()
@@ -84,7 +84,7 @@ async def near_the_end(store: S3Store, source: Source, minutes: float) -> Renewe
     later = timedelta(minutes=60 - minutes)
     credentials._inner._time_fetcher = lambda: datetime.now(UTC) + later
     assert source.calls == 1
-    return cast(Renewed, credentials)
+    return cast(RenewedCredentials, credentials)
 
 
 @pytest.mark.parametrize("minutes", [12, 5])
@@ -144,7 +144,7 @@ def test_what_is_about_to_expire_is_not_used_while_there_is_other() -> None:
     inner = RefreshableCredentials(
         "first", "", "", begun + timedelta(hours=1), give, "test", time_fetcher=lambda: now
     )
-    credentials = Renewed(inner)
+    credentials = RenewedCredentials(inner)
     assert credentials.get_frozen_credentials().access_key == "first"
     assert not credentials.is_due
     now = begun + timedelta(minutes=59, seconds=30)

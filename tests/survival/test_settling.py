@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache.listing_cache import NoPages
+from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.late.request_log import PUT, Change, RequestLog
 from fusefs.posix.late.uncertain_keys import SETTLE_S, UncertainKeys, boottime
@@ -67,7 +67,7 @@ def test_an_upload_that_lands_late_brings_no_old_name_back(
 async def test_what_was_listed_before_all_had_landed_is_listed_again() -> None:
     store = MemoryBucket(["a"])
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, 60.0, NoPages(), nursery)
+        directories = Directories(store, 60.0, NoListingCache(), nursery)
         directories.settled_at = time.monotonic() + 0.05
         root = directories.get("")
         for lists in (1, 2, 2):

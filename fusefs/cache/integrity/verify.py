@@ -30,7 +30,7 @@ from fusefs.cache.catalog import SUMS_PART, Catalog
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity import checksums
 from fusefs.cache.integrity.checksums import BLOCK, Read, Sum
-from fusefs.cache.integrity.probes import idle_priority, is_lost
+from fusefs.cache.integrity.direct_reader import idle_priority, is_lost
 from fusefs.cache.ranges import RangeMap
 from fusefs.store.checksum import crc32
 
@@ -43,7 +43,7 @@ SUMMED_AT_ONCE = 128 << 10
 MOST_NAMED = 10
 
 
-class Examined(NamedTuple):
+class Examination(NamedTuple):
     """How many bytes of a file were compared, what is wrong, and whether all were compared."""
 
     size: int
@@ -120,7 +120,7 @@ class Integrity:
 
     async def examine(
         self, file: CacheFile, *, is_direct: bool = False, rest: float = 0.0
-    ) -> Examined:
+    ) -> Examination:
         """Compare all of a file; what differs is dropped.
 
         Bytes without a checksum get one. With `is_direct` they come from the
@@ -142,17 +142,17 @@ class Integrity:
             examine_part = partial(self._examine_part, *place, start, present, pending, is_direct)
             outcome = await trio.to_thread.run_sync(examine_part, limiter=self._examiners)
             if outcome is None or file.generation != generation or not file.is_kept:
-                return Examined(examined, None, is_whole=False)
+                return Examination(examined, None, is_whole=False)
             fault, new = outcome
             examined += present.total
             if fault is not None:
                 self.drop(file, fault)
-                return Examined(examined, fault, is_whole=False)
+                return Examination(examined, fault, is_whole=False)
             if new:
                 self._summed(file, new)
             if rest:
                 await trio.sleep(rest * (time.monotonic() - began))
-        return Examined(examined, None, is_whole=True)
+        return Examination(examined, None, is_whole=True)
 
     def _examine_part(
         self,

@@ -40,7 +40,7 @@ FORGETTING = 0.01
 NEWS = 0.1
 
 
-class Sharing(Protocol):
+class LargeFileReader(Protocol):
     """A reader of a large file; `last_read` is in seconds of the monotonic clock."""
 
     last_read: float
@@ -65,7 +65,7 @@ class PathMeter:
         self._next_trial = 0.0
         self._is_trial = False
         self._running = 0
-        self._readers: dict[Sharing, None] = {}
+        self._readers: dict[LargeFileReader, None] = {}
         self._begin_round()
 
     @property
@@ -86,7 +86,7 @@ class PathMeter:
             "parts": self.width,
         }
 
-    def share(self, reader: Sharing) -> int:
+    def share(self, reader: LargeFileReader) -> int:
         """How many parts may be under way for a reader, which reads now."""
         now = self._clock()
         reader.last_read = now
@@ -96,7 +96,7 @@ class PathMeter:
                 del self._readers[other]
         return max(LEAST_SHARE, self.width // len(self._readers))
 
-    def leaves(self, reader: Sharing) -> None:
+    def leaves(self, reader: LargeFileReader) -> None:
         """A reader needs its share no more."""
         self._readers.pop(reader, None)
 

@@ -10,10 +10,10 @@ arrive slightly out of order (the kernel's read-ahead sends several at once), so
 "in order" has some tolerance. Threads or forked processes that share a handle
 read several stretches at once: each has a window of its own.
 
-*In steps* (`Steps`): reads that go backwards, or that skip the same distance
+*In steps* (`StridedReads`): reads that go backwards, or that skip the same distance
 each time (a column of a table, a rank's part of each record).
 
-*Everywhere* (`Scattered`): a mapped file that faults all over, read in whatever
+*Everywhere* (`RandomReads`): a mapped file that faults all over, read in whatever
 order. Each such read costs a round trip. When the reader has waited for a
 quarter of the time that all of the file would take, all of it is fetched: what
 comes too much is bounded by what was waited for.
@@ -27,7 +27,7 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import BLOCK, PART, Download, Downloader
-from fusefs.cache.readahead.path_meter import Sharing
+from fusefs.cache.readahead.path_meter import LargeFileReader
 
 FIRST_WINDOW = 4 << 20
 GROWTH = 4
@@ -76,11 +76,11 @@ class Readahead:
         self._go_on = go_on
         self._windows = [self._window(0)]  # the one that was read last is the first
         self._has_several = False
-        self._steps = Steps(Interest(downloader, file, self))
-        self._scattered = Scattered(downloader, file)
+        self._steps = StridedReads(DownloadsAhead(downloader, file, self))
+        self._scattered = RandomReads(downloader, file)
 
     def _window(self, expected: int) -> Window:
-        return Window(Interest(self._downloader, self._file, self), expected, self._go_on)
+        return Window(DownloadsAhead(self._downloader, self._file, self), expected, self._go_on)
 
     def reads(self, start: int, stop: int) -> None:
         """Note a read of [start, stop) and start to download what comes next. Does not wait."""
@@ -121,12 +121,12 @@ class Readahead:
         self._downloader.path.leaves(self)
 
 
-class Interest:
-    """The downloads ahead of one reader of a file, which `parts` may be at a time."""
+class DownloadsAhead:
+    """The downloads ahead of one reader of a file, at most `parts` at a time."""
 
     __slots__ = ("_downloader", "_downloads", "_reader", "file")
 
-    def __init__(self, downloader: Downloader, file: CacheFile, reader: Sharing) -> None:
+    def __init__(self, downloader: Downloader, file: CacheFile, reader: LargeFileReader) -> None:
         self.file = file
         self._downloader = downloader
         self._reader = reader
@@ -155,7 +155,9 @@ class Window:
 
     __slots__ = ("_ahead", "_expected", "_go_on", "_interest", "_size")
 
-    def __init__(self, interest: Interest, expected: int, go_on: Callable[[int], None]) -> None:
+    def __init__(
+        self, interest: DownloadsAhead, expected: int, go_on: Callable[[int], None]
+    ) -> None:
         self._interest = interest
         self._go_on = go_on
         self._expected = expected
@@ -207,7 +209,7 @@ class Window:
         self._interest.close()
 
 
-class Steps:
+class StridedReads:
     """Reads that go backwards, or skip the same distance each time.
 
     A *run* is what is read without a gap; a *step* leads from the start of one
@@ -216,7 +218,7 @@ class Steps:
 
     __slots__ = ("_ahead", "_interest", "_length", "_repeats", "_size", "_start", "_step", "_stop")
 
-    def __init__(self, interest: Interest) -> None:
+    def __init__(self, interest: DownloadsAhead) -> None:
         self._interest = interest
         self._start = self._stop = 0  # the run that is being read
         self._length = 0  # of the run before
@@ -289,7 +291,7 @@ class Steps:
         self._interest.close()
 
 
-class Scattered:
+class RandomReads:
     """Reads in no order that can be guessed: fetches the file when waiting for them costs more."""
 
     __slots__ = ("_downloader", "_file", "_scope", "_until", "_waited_s")

@@ -43,7 +43,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard, is_pattern
-from fusefs.daemon.takeover import Handover, state_directory
+from fusefs.daemon.takeover import Takeover, state_directory
 from fusefs.launch.control import ControlError
 from fusefs.linux import files
 from fusefs.linux.clock import steady_time
@@ -168,6 +168,7 @@ class WarmJob:
         return self.has_ended or self.scope.cancel_called
 
     def is_within(self, path: str) -> bool:
+        """Whether its path is `path` or below it ("" is all); of a list only "" contains it."""
         if self.spec.list_name:
             return not path
         return not path or self.spec.path == path or self.spec.path.startswith(path + "/")
@@ -289,12 +290,12 @@ class CacheWarmer:
         self._parts = trio.Semaphore(connections + MOST_UNSTORED)
         self._selector = selector
 
-    async def run(self, handover: Handover | None, head_cache: HeadCache) -> None:
+    async def run(self, takeover: Takeover | None, head_cache: HeadCache) -> None:
         """Do the jobs until cancelled; after a takeover, those of the last daemon first."""
         self._head_cache = head_cache
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            if handover is not None and not handover.is_fresh:
+            if takeover is not None and not takeover.is_fresh:
                 for spec, since in await trio.to_thread.run_sync(self._read):
                     self._begin(WarmJob(spec, min(since, steady_time())))
             await trio.to_thread.run_sync(self._remove_lists)

@@ -235,7 +235,7 @@ class LocalCopies:
                     file = self._cache.find(info.version)
                     if file is not None and await self._is_there(file):
                         file.version = file.version or info.version
-                        await self._look(job, file)
+                        await self._count_copy(job, file)
                     if number % TURN == 0:
                         await trio.lowlevel.checkpoint()
 
@@ -259,7 +259,7 @@ class LocalCopies:
             return True
         return await self._cache.integrity.is_on_disk(file)  # else another mount has evicted it
 
-    async def _look(self, job: CopiesJob, file: CacheFile) -> None:
+    async def _count_copy(self, job: CopiesJob, file: CacheFile) -> None:
         size = file.present.total
         if file.is_retained:
             job.pinned.add(size)

@@ -50,16 +50,19 @@ class Verification:
         self.why: str | None = None
 
     def note_differing(self, name: str) -> None:
+        """Count a file whose bytes differed from its checksums; the first ones are named."""
         self.differed_files += 1
         if len(self.differed) < MOST_NAMED:
             self.differed.append(name)
 
     def note_lost(self, name: str, why: str) -> None:
+        """Count a file that could not be compared to its end; the first ones are named."""
         self.lost_files += 1
         if len(self.lost) < MOST_NAMED:
             self.lost.append(f"{name} ({why})")
 
     def describe(self) -> dict[str, Any]:
+        """The verification as JSON can hold it; sizes are in bytes."""
         return {
             "path": self.path,
             "has_ended": self.has_ended,

@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 import trio
 
 from fusefs.posix.directory.directory import Directory
-from fusefs.posix.directory.pending_changes import LocalNames, put
+from fusefs.posix.directory.pending_changes import PendingChanges, put
 from fusefs.posix.directory.segment import (
     ABSENT,
     Absent,
@@ -39,13 +39,13 @@ from fusefs.posix.directory.segment import (
     segment_from,
     start_after,
 )
-from fusefs.posix.directory.walk import Walk, Walks, unasked
+from fusefs.posix.directory.walk import Walk, Walks, run_ahead
 from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
 from fusefs.telemetry.stalls import WaitCause, stage
 
-__all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageMemory", "Segment"]
+__all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageStore", "Segment"]
 
 # About 560 bytes each: 110 MB when full, a hundred times a usual data set's folder. Less
 # memory holds fewer (settings/memory.py).
@@ -61,7 +61,7 @@ def _size_of(segment: Segment) -> int:
     return len(segment.entries) + _SEGMENT_SIZE
 
 
-class PageMemory(Protocol):
+class PageStore(Protocol):
     """Pages that a restart may reuse; see cache/listing_cache.py."""
 
     async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
@@ -82,7 +82,7 @@ class Directories:
         self,
         store: Store,
         ttl_s: float,
-        memory: PageMemory,
+        memory: PageStore,
         nursery: trio.Nursery,
         head_policy: HeadPolicy | None = None,
     ) -> None:
@@ -93,13 +93,13 @@ class Directories:
         self.settled_at = -math.inf
         self.head_policy = head_policy or HeadPolicy()
         self.hidden = HiddenKeys()
-        self.local = LocalNames()
+        self.pending_changes = PendingChanges()
         # Called with the directories that a program is about to walk through.
         self.expect: Callable[[str, Segment], None] = lambda _prefix, _segment: None
         self._store = store
         self._memory = memory
         self._nursery = nursery
-        self._walks = Walks(store, nursery, self.local, self._fill)
+        self._walks = Walks(store, nursery, self.pending_changes, self._fill)
         # A bucket may have millions: those in use, and those of segments below.
         self._known: WeakValueDictionary[str, Directory] = WeakValueDictionary()
         # All segments, those looked up or listed last at the end, for dropping the first.
@@ -117,7 +117,7 @@ class Directories:
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
         """What is known and valid of a name, and until when; None if that takes a request."""
-        here = self.local.get(directory.prefix, name)
+        here = self.pending_changes.get(directory.prefix, name)
         if here is not None:
             return here, math.inf
         segment = directory.holding(name)
@@ -144,7 +144,7 @@ class Directories:
                 known = segment.answer(name)
                 if known is not None:
                     return known
-        return await self.ask_by_name(directory, name)
+        return await self.lookup_by_name(directory, name)
 
     async def segment_behind(
         self, directory: Directory, position: str, valid_since: float
@@ -207,7 +207,7 @@ class Directories:
         directory = self.get(prefix)
         if not isinstance(entry, Absent):
             self.head_policy.changed(prefix)
-        self.local.set(prefix, name, entry, lasting=lasting)
+        self.pending_changes.set(prefix, name, entry, lasting=lasting)
         directory.generation += 1
         directory.doubt_carried(name)
         for segment in directory.segments:
@@ -218,14 +218,14 @@ class Directories:
 
     def settled(self, prefix: str, name: str) -> None:
         """A lasting change of a name is in the bucket, and listings show it."""
-        self.local.settle(prefix, name)
+        self.pending_changes.settle(prefix, name)
 
     def has_other(self, prefix: str, name: str) -> bool:
         """Whether the bucket is known to have something in a directory beside one name."""
         directory = self._known.get(prefix)
         if directory is not None and directory.has_other(name, time.monotonic()):
             return True
-        return self.local.has_replacements(prefix, without=name)
+        return self.pending_changes.has_replacements(prefix, without=name)
 
     def made(self, prefix: str) -> None:
         """This mount has made a directory: nothing is in it."""
@@ -233,13 +233,13 @@ class Directories:
         segment = Segment("", None, {})
         segment.fetched = time.monotonic()
         segment.expires = segment.fetched + self.ttl_s
-        self.local.apply(prefix, segment)
+        self.pending_changes.apply(prefix, segment)
         self._add(directory, segment)
 
     def moved(self, old: str, new: str) -> None:
         """This mount has renamed a directory: nothing that listings had of it holds."""
         self.head_policy.moved(old, new)
-        self.local.move(old, new)
+        self.pending_changes.move(old, new)
         for directory in list(self._known.values()):
             if directory.prefix.startswith((old, new)):
                 for segment in directory.segments:
@@ -252,7 +252,7 @@ class Directories:
         is_known = following is not None and following.expires > valid_since
         if not is_known and stop not in directory.loading:
             directory.loading[stop] = trio.Event()
-            self._nursery.start_soon(unasked, self._load, directory, stop)
+            self._nursery.start_soon(run_ahead, self._load, directory, stop)
 
     async def _walk_to(self, directory: Directory) -> bool:
         """Whether a walk that leads to a directory had anything of it."""
@@ -289,7 +289,7 @@ class Directories:
     ) -> Segment:
         event = directory.loading.setdefault(start, trio.Event())
         try:
-            with self.local.listing() as began:
+            with self.pending_changes.listing() as began:
                 after = start_after(directory.prefix, start)
                 page, fetched = await self._page(directory.prefix, after, began)
                 segment = self._absorb(directory, start, page, fetched)
@@ -320,7 +320,7 @@ class Directories:
         segment = segment_from(page, directory.prefix, start, carried, self.hidden)
         segment.fetched = fetched
         segment.expires = self._valid_until(fetched)
-        self.local.apply(directory.prefix, segment)
+        self.pending_changes.apply(directory.prefix, segment)
         self._add(directory, segment)
         return segment
 
@@ -346,7 +346,7 @@ class Directories:
         """Ask for the names that a segment can't answer for."""
         files = {}
         for name in sorted(segment.doubtful):
-            found, _ = await self.ask_by_name(directory, name)
+            found, _ = await self.lookup_by_name(directory, name)
             if isinstance(found, ObjectInfo):
                 files[name] = found
         before = len(segment.entries)
@@ -354,7 +354,7 @@ class Directories:
         if id(segment) in self._by_use:  # it may have been dropped meanwhile
             self._entries += len(segment.entries) - before
 
-    async def ask_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
+    async def lookup_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
         """Ask for one name alone: as a directory and, if it is none, as a file."""
         expires = self._valid_until(time.monotonic())
         key = directory.prefix + name

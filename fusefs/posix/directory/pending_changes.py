@@ -35,7 +35,7 @@ MOST_KEPT = 20_000
 MOST_FORMER = 4096
 
 
-class LocalNames:
+class PendingChanges:
     """The changes of all directories. Times are seconds of the monotonic clock."""
 
     def __init__(self) -> None:
@@ -66,6 +66,7 @@ class LocalNames:
             del self._listings[number]
 
     def set(self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool) -> None:
+        """Note a change of a name: a `lasting` one until `settle`, others for KEPT_S seconds."""
         now = time.monotonic()
         self._forget_before(now - KEPT_S)
         if isinstance(entry, Absent) and self.is_leaving(prefix + name):

@@ -6,7 +6,7 @@ with their attributes where these are known. On a writable mount that may take a
 question to the bucket for each: then names come alone, if the session can do that,
 behind a first few that show whether the others are worth asking
 (see posix/metadata/head_policy.py). So they do where the kernel knows as many nodes
-as it may: a directory of millions would take a node for each (nodes/forgetting.py).
+as it may: a directory of millions would take a node for each (nodes/name_pruner.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DOT, DOT_DOT = 2, 3
 _SEARCHED = 100_000
 
 
-class Streams:
+class DirectoryStreams:
     """The open directories of one mount. Belongs to the event loop."""
 
     def __init__(self, state: MountState, head_cache: HeadCache) -> None:
@@ -92,7 +92,7 @@ class Streams:
         if start is None or code < 0:
             raise OSError(errno.EINVAL, f"unknown directory offset {offset}")
         directory = self._directories.get(self._inodes.key(handle.inode))
-        for name in self._directories.local.removed(directory.prefix):
+        for name in self._directories.pending_changes.removed(directory.prefix):
             if code_of(name.encode()) == code:
                 return names.position(name)
         position, searched = start, 0

@@ -131,6 +131,7 @@ class HiddenKeys:
         return len(self._seen)
 
     def note(self, key: str, why: str) -> None:
+        """Count a key that is hidden; the first one is logged, with the reason."""
         if not self._seen:
             logger.warning("hiding the key %r: %s (further ones are only counted)", key, why)
         if len(self._seen) < MOST_HIDDEN:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from fusefs.posix.directory.pending_changes import LocalNames
+from fusefs.posix.directory.pending_changes import PendingChanges
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ListPage, Store
 from fusefs.telemetry.stalls import WaitCause, stage, unattended
@@ -79,7 +79,7 @@ class Walks:
         self,
         store: Store,
         nursery: trio.Nursery,
-        local: LocalNames,
+        local: PendingChanges,
         fill: Callable[[Walk, str, ListPage, float], None],
     ) -> None:
         self._store = store
@@ -116,7 +116,7 @@ class Walks:
         if walk.next is not None and walk.loading is None:
             start, walk.next = walk.next, None
             walk.loading = trio.Event()
-            self._nursery.start_soon(unasked, self._load, walk, start)
+            self._nursery.start_soon(run_ahead, self._load, walk, start)
 
     async def _load(self, walk: Walk, start: Start) -> None:
         """Fill the directories that a page from there on tells the rest of."""
@@ -145,7 +145,7 @@ class Walks:
             event.set()
 
 
-async def unasked(load: Callable[..., Awaitable[object]], *args: object) -> None:
+async def run_ahead(load: Callable[..., Awaitable[object]], *args: object) -> None:
     """Fetch something that no request waits for yet; an error is left to the next request."""
     try:
         with unattended():

@@ -291,6 +291,7 @@ class Journal:
 
     @property
     def wants_compaction(self) -> bool:
+        """Whether the log has doubled since it was last written anew, or has an earlier format."""
         log = self._log
         if log is None or self._next is not None:
             return False
@@ -319,6 +320,7 @@ class Journal:
         return self.is_compacting
 
     def finish_compaction(self) -> None:
+        """Let the new log, which has everything by now, take the place of the old one."""
         if self._log is None or self._next is None:
             return
         try:
@@ -342,6 +344,7 @@ class Journal:
             os.link(self._path, self._alias)
 
     def close(self, *, remove: bool) -> None:
+        """Stop writing; `remove` the log if nobody is to take the mount over."""
         names = [name for name in (self._path, self._alias) if name is not None]
         own = [name for name in names if self._log is not None and self._log.is_at(name)]
         if self._next is not None:

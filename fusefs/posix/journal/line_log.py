@@ -95,6 +95,7 @@ class LineLog:
             self._fd = -1
 
     def close(self, *, remove: bool) -> None:
+        """Stop writing, and `remove` the log if nothing on it is of use any more."""
         self._close()
         if remove:
             self._path.unlink(missing_ok=True)

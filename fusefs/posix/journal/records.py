@@ -108,6 +108,7 @@ class Parsed(NamedTuple):
 
 
 def unchained_record(kind: int, payload: bytes) -> bytes:
+    """A record as logs of earlier formats have it: its CRC covers no record before it."""
     return UNCHAINED.pack(len(payload), kind, zlib.crc32(payload, kind)) + payload
 
 
@@ -148,11 +149,13 @@ def parse_unchained(data: bytes) -> Iterator[Parsed]:
 
 
 def start_payload(format: int = FORMAT) -> bytes:
+    """The first record of a log: the format, and the boot in which it is of use."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"fusefs journal {format} {boot_id}".encode()
 
 
 def node_payload(inode: Inode) -> bytes:
+    """The record of a node: its ids, lookup count, name and version (no version: a directory)."""
     parent = inode.parent.nodeid if inode.parent is not None else 0
     name = inode.name.encode()
     info = inode.info
@@ -185,6 +188,7 @@ def node_payload(inode: Inode) -> bytes:
 
 
 def parse_node(payload: bytes) -> LoggedNode:
+    """The node that `node_payload` has packed."""
     nodeid, parent, ino, nlookup, size, mtime_ns, name_len, etag_len, class_len = NODE.unpack_from(
         payload
     )

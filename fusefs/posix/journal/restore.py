@@ -58,7 +58,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
         if index % 200 == 0:
             await trio.lowlevel.checkpoint()
     if operations.writer is not None:
-        recovery.let_go(operations.writer)
+        recovery.drop_unneeded(operations.writer)
     for nodeid, pid in state.stale:
         operations.recall_stale(nodeid, pid)
     operations.inodes.prune()

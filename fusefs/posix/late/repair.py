@@ -51,7 +51,7 @@ def show_repaired(
     prefix, name = key[:cut], stem[cut:]
     if not key.startswith(operations.inodes.prefix) or not name:
         return
-    if directories.local.get(prefix, name) is not None:
+    if directories.pending_changes.get(prefix, name) is not None:
         return  # a newer content is on its way
     is_directory = key.endswith("/") and not isinstance(state, Absent)
     directories.changed(prefix, name, None if is_directory else state)

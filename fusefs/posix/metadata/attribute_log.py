@@ -23,7 +23,7 @@ NAME = "attributes"
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedAttributes:
     """What an object is to say: `info` is its version, `metadata` all of its user metadata.
 
     `tokens` are those of requests that may have made another version of it. They are in
@@ -47,7 +47,7 @@ class AttributeLog(LineLog):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / NAME)
 
-    def put(self, record: Recorded) -> None:
+    def put(self, record: RecordedAttributes) -> None:
         """Put on record what an object is to say.
 
         Raises:
@@ -55,20 +55,22 @@ class AttributeLog(LineLog):
         """
         self.append(record.line())
 
-    def rewrite(self, remaining: Iterable[Recorded]) -> None:
+    def rewrite(self, remaining: Iterable[RecordedAttributes]) -> None:
         """Have nothing on record but this."""
         self.write_anew(record.line() for record in remaining)
 
 
-def load(directory: Path) -> list[Recorded]:
+def load(directory: Path) -> list[RecordedAttributes]:
     """What is on record in a staging directory. Blocks."""
-    records: list[Recorded] = []
+    records: list[RecordedAttributes] = []
     for key, fields in load_lines(directory / NAME).items():
         try:
             etag, size, mtime_ns, metadata = fields
             metadata = dict(metadata)
             tokens = tuple(str(metadata.pop(CHANGE, "")).split())
-            records.append(Recorded(ObjectInfo(key, size, etag, mtime_ns), metadata, tokens))
+            records.append(
+                RecordedAttributes(ObjectInfo(key, size, etag, mtime_ns), metadata, tokens)
+            )
         except (ValueError, TypeError):
             logger.warning("%s: what is on record of %s can't be read", directory / NAME, key)
     return records

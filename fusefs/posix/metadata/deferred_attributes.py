@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from fusefs.posix.metadata.attribute_log import AttributeLog, Recorded
+from fusefs.posix.metadata.attribute_log import AttributeLog, RecordedAttributes
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
@@ -48,7 +48,7 @@ MOST_OWN = 4096
 MOST_TOKENS = 8
 
 
-class Deferred:
+class DeferredChange:
     """What one object is to say; `info` is the version that it is about.
 
     `since` and `due` are in trio's seconds. `sending` is set while a request is
@@ -91,8 +91,8 @@ class Deferred:
         """The bytes that wait to be sent, which are none."""
         return 0
 
-    def recorded(self) -> Recorded:
-        return Recorded(self.info, self.meta.as_metadata(), self.tokens)
+    def recorded(self) -> RecordedAttributes:
+        return RecordedAttributes(self.info, self.meta.as_metadata(), self.tokens)
 
 
 class OwnObjects:
@@ -106,6 +106,7 @@ class OwnObjects:
         self._known: OrderedDict[str, tuple[float, ObjectInfo]] = OrderedDict()
 
     def note(self, info: ObjectInfo) -> None:
+        """Remember an object as this mount has put it; the oldest of many are forgotten."""
         self._known[info.key] = time.monotonic(), info
         self._known.move_to_end(info.key)
         if len(self._known) > MOST_OWN:
@@ -143,11 +144,11 @@ class DeferredAttributes:
         self._copy = copy
         self._landed = landed
         self._lost = lost
-        self._by_key: dict[str, Deferred] = {}
+        self._by_key: dict[str, DeferredChange] = {}
         # What goes along with a change that is under way: on record until that is done.
-        self._taken: set[Deferred] = set()
+        self._taken: set[DeferredChange] = set()
         # By when each is due; what was sent or taken meanwhile is passed over.
-        self._queue: list[tuple[float, int, Deferred]] = []
+        self._queue: list[tuple[float, int, DeferredChange]] = []
         self._numbers = itertools.count()
         self._is_running = False
         self._is_sooner = trio.Event()
@@ -169,7 +170,7 @@ class DeferredAttributes:
     def has(self, key: str) -> bool:
         return key in self._by_key
 
-    def pending(self, key: str) -> list[Deferred]:
+    def pending(self, key: str) -> list[DeferredChange]:
         """What waits of a file, or of what is below a prefix ("": of everything)."""
         if not self._by_key:
             return []
@@ -204,15 +205,15 @@ class DeferredAttributes:
         """
         entry = self._by_key.get(info.key)
         if entry is not None and entry.info.etag == info.etag:
-            self._log.put(Recorded(entry.info, meta.as_metadata(), entry.tokens))
+            self._log.put(RecordedAttributes(entry.info, meta.as_metadata(), entry.tokens))
             entry.meta = meta
             entry.changes += 1
             entry.token = None
         else:
-            self._log.put(Recorded(info, meta.as_metadata()))
-            self._add(Deferred(info, meta))
+            self._log.put(RecordedAttributes(info, meta.as_metadata()))
+            self._add(DeferredChange(info, meta))
 
-    def _note(self, record: Recorded) -> bool:
+    def _note(self, record: RecordedAttributes) -> bool:
         """Put a change on record if the disk takes it; it is sent in any case."""
         try:
             self._log.put(record)
@@ -225,11 +226,11 @@ class DeferredAttributes:
             )
             return False
 
-    def _add(self, entry: Deferred) -> None:
+    def _add(self, entry: DeferredChange) -> None:
         self._by_key[entry.key] = entry
         self._wait_for(entry)
 
-    def _wait_for(self, entry: Deferred) -> None:
+    def _wait_for(self, entry: DeferredChange) -> None:
         if self._queue and entry.due < self._queue[0][0]:
             self._is_sooner.set()
         heapq.heappush(self._queue, (entry.due, next(self._numbers), entry))
@@ -242,7 +243,7 @@ class DeferredAttributes:
         entry = self._by_key.pop(key, None)
         if entry is not None:
             if info is not None:
-                new = Deferred(info, entry.meta)
+                new = DeferredChange(info, entry.meta)
                 if not self._note(new.recorded()):
                     new.due = new.since
                 self._add(new)
@@ -261,7 +262,7 @@ class DeferredAttributes:
             self._log.rewrite(entry.recorded() for entry in remaining)
 
     @asynccontextmanager
-    async def taken(self, key: str) -> AsyncIterator[Deferred | None]:
+    async def taken(self, key: str) -> AsyncIterator[DeferredChange | None]:
         """Do what makes a change of attributes needless, or takes it along.
 
         No request for it is under way meanwhile. If that fails the change
@@ -350,18 +351,18 @@ class DeferredAttributes:
         finally:
             self._is_running = False
 
-    async def _send_due(self, entry: Deferred) -> None:
+    async def _send_due(self, entry: DeferredChange) -> None:
         try:
             await self._send_unattended(entry)
         finally:
             self._due.release()
 
-    async def _send_unattended(self, entry: Deferred) -> None:
+    async def _send_unattended(self, entry: DeferredChange) -> None:
         """As `_send`, where the request that has begun this task does not wait for it."""
         with unattended():
             await self._send(entry)
 
-    async def _send(self, entry: Deferred) -> None:
+    async def _send(self, entry: DeferredChange) -> None:
         """Send a change; one that is under way is waited for."""
         with waiting_for(entry.work):
             if entry.sending is not None:
@@ -370,7 +371,7 @@ class DeferredAttributes:
             with entry.work.doing():
                 await self._begin_sending(entry)
 
-    async def _begin_sending(self, entry: Deferred) -> None:
+    async def _begin_sending(self, entry: DeferredChange) -> None:
         entry.sending = trio.Event()
         try:
             async with self._at_once:
@@ -387,7 +388,7 @@ class DeferredAttributes:
             entry.sending.set()
             entry.sending = None
 
-    async def _send_now(self, entry: Deferred) -> None:
+    async def _send_now(self, entry: DeferredChange) -> None:
         changes = entry.changes
         try:
             info = await self._copied(entry)
@@ -406,7 +407,7 @@ class DeferredAttributes:
                 await self._landed(entry.info, info)
             self._sent(entry, changes, info)
 
-    async def _is_lost_for_now(self, entry: Deferred, error: StoreError) -> bool:
+    async def _is_lost_for_now(self, entry: DeferredChange, error: StoreError) -> bool:
         """Whether a version that is gone may come back, or that can't be known now."""
         try:
             if not await self._may_come_back(entry.info):
@@ -417,7 +418,7 @@ class DeferredAttributes:
         self._failed(entry, error)
         return True
 
-    async def _copied(self, entry: Deferred) -> ObjectInfo:
+    async def _copied(self, entry: DeferredChange) -> ObjectInfo:
         """Send a change; return the version that it has made.
 
         Where an earlier request was executed without an answer, it goes over what that
@@ -441,7 +442,7 @@ class DeferredAttributes:
             return made
         return await self._copy(entry.info, entry.meta, self._token_of(entry))
 
-    def _token_of(self, entry: Deferred) -> ChangeToken:
+    def _token_of(self, entry: DeferredChange) -> ChangeToken:
         """The token of a request that is about to be sent, on record unless the disk is full.
 
         By that the next process knows what the request has made.
@@ -455,7 +456,7 @@ class DeferredAttributes:
                 logger.info("the token of %s is not on record: %s", entry.key, error.strerror)
         return entry.token
 
-    async def is_about(self, entry: Deferred, info: ObjectInfo) -> bool:
+    async def is_about(self, entry: DeferredChange, info: ObjectInfo) -> bool:
         """Whether a change is about a version, or an earlier request has made that one of it.
 
         Raises:
@@ -469,7 +470,7 @@ class DeferredAttributes:
             return False
         return made.etag == info.etag and str(made.token) in entry.tokens
 
-    def _failed(self, entry: Deferred, error: Exception) -> None:
+    def _failed(self, entry: DeferredChange, error: Exception) -> None:
         if entry.error is None:
             logger.warning("the attributes of %s are not in the bucket yet: %s", entry.key, error)
         entry.error = error
@@ -478,7 +479,7 @@ class DeferredAttributes:
         self._is_failing = True
         self._note_less()
 
-    def _sent(self, entry: Deferred, changes: int, info: ObjectInfo) -> None:
+    def _sent(self, entry: DeferredChange, changes: int, info: ObjectInfo) -> None:
         """The bucket has the first so many changes of an object, which is another one for that."""
         self._is_failing = False
         if self._by_key.get(entry.key) is not entry:
@@ -494,7 +495,9 @@ class DeferredAttributes:
 
     # Another process's
 
-    def adopt(self, found: Iterable[tuple[Recorded, Meta]], *, is_on_record: bool) -> None:
+    def adopt(
+        self, found: Iterable[tuple[RecordedAttributes, Meta]], *, is_on_record: bool
+    ) -> None:
         """Take up what an earlier process was to send.
 
         Raises:
@@ -504,7 +507,7 @@ class DeferredAttributes:
         if new and not is_on_record:
             self._log.append(b"".join(record.line() for record, _ in new))
         for record, meta in new:
-            self._add(Deferred(record.info, meta, record.tokens))
+            self._add(DeferredChange(record.info, meta, record.tokens))
 
     async def drain(self) -> None:
         """Send everything once. What fails stays on record."""

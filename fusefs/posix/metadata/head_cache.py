@@ -292,7 +292,7 @@ class HeadCache:
 
     def _observe(self, info: ObjectInfo) -> None:
         modified_ns = 0 if info.key.endswith("/") else info.mtime_ns
-        has_attributes = meta.tells_attributes(info.metadata or {})
+        has_attributes = meta.has_attributes_in(info.metadata or {})
         self._policy.observe(_directory(info.key), modified_ns, has_attributes=has_attributes)
 
     # Ahead

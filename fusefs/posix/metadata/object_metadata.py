@@ -81,7 +81,7 @@ class Meta:
         return size + len(_HEADER_PREFIX) + CHANGE_SIZE <= METADATA_LIMIT
 
 
-def tells_attributes(metadata: Mapping[str, str]) -> bool:
+def has_attributes_in(metadata: Mapping[str, str]) -> bool:
     """Whether an object's metadata says anything of what POSIX keeps with a file."""
     return not _READ.isdisjoint(metadata)
 

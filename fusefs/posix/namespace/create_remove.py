@@ -24,7 +24,7 @@ from fusefs.posix.directory.segment import ABSENT, Absent, Entry
 from fusefs.posix.late.uncertain_keys import KeyState
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
-from fusefs.posix.namespace.prefix_lock import Gate
+from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.types import Caller
@@ -38,8 +38,8 @@ Made = TypeVar("Made")
 MARKER_ETAG = '"d41d8cd98f00b204e9800998ecf8427e"'
 
 
-class Naming:
-    """What makes and removes the names of one mount. Belongs to the event loop."""
+class CreateRemove:
+    """Makes and removes the names of one mount. Belongs to the event loop."""
 
     def __init__(self, state: MountState, writing: Writing, writer: Writer) -> None:
         self._store = state.store
@@ -51,7 +51,7 @@ class Naming:
         self._writer = writer
         self._may_delete = writing.rules.may_delete
         self._uncertain_keys = writing.uncertain_keys
-        self._gate = Gate(state.inodes.key)
+        self._prefix_lock = PrefixLock(state.inodes.key)
         # Requests that an earlier process had begun, and those that this one has not ended.
         self.begun: set[int] = set()
         self._under_way: set[int] = set()
@@ -68,7 +68,7 @@ class Naming:
         """Do what a request asks for in these directories."""
         self._note_inherited()
         try:
-            async with self._gate.change(*directories):
+            async with self._prefix_lock.change(*directories):
                 yield
         finally:
             self._under_way.discard(caller.unique)
@@ -76,7 +76,7 @@ class Naming:
     async def below(self, directory: Inode, change: Coroutine[Any, Any, Made]) -> Made:
         """Do what makes a file in a directory, whose key stays as it is meanwhile."""
         try:
-            async with self._gate.change(directory):
+            async with self._prefix_lock.change(directory):
                 return await change
         finally:
             change.close()  # it may not have begun
@@ -196,7 +196,7 @@ class Naming:
 
     async def change_directory(self, inode: Inode, meta: Meta) -> None:
         """Give a directory another mode, owner or time."""
-        async with self._gate.change(inode):
+        async with self._prefix_lock.change(inode):
             condition = Expect(MARKER_ETAG) if inode.has_marker else None
             await self._writer.put_marker(self._inodes.key(inode), meta, condition)
             inode.meta, inode.has_marker = meta, True
@@ -210,7 +210,7 @@ class Naming:
         """
         prefix = self._inodes.key(parent)
         key = prefix + name
-        if not self._writer.removals.may_wait(key) or not self._gate.is_open(parent):
+        if not self._writer.removals.may_defer(key) or not self._prefix_lock.is_open(parent):
             return False
         known = self._directories.lookup_now(self._directories.get(prefix), name)
         inode = self._current(parent, name)
@@ -223,7 +223,7 @@ class Naming:
             return False
         self._note_inherited()
         self._log.begun(caller.unique)
-        if not self._writer.removals.takes(key, known[0].etag):
+        if not self._writer.removals.try_defer(key, known[0].etag):
             return False
         self._gone(parent, name)
         return True
@@ -261,12 +261,12 @@ class Naming:
         """Delete a file's object, or put it on record that it is to be deleted."""
         if staged is None:
             etag = entry.etag
-            if self._writer.removals.takes(key, etag):
+            if self._writer.removals.try_defer(key, etag):
                 return
         else:
             etag = staged.etag or ""
         await self._store.delete(key, etag or None, adopts=True)
-        self._writer.removals.allowed(key)
+        self._writer.removals.note_allowed(key)
 
     async def rmdir(self, parent: Inode, name: str, caller: Caller) -> None:
         async with self._changing(caller, parent):
@@ -300,7 +300,7 @@ class Naming:
 
     async def _is_empty(self, prefix: str) -> bool:
         await self._writer.removals.flush_below(prefix)
-        if self._directories.local.has_lasting(prefix):
+        if self._directories.pending_changes.has_lasting(prefix):
             return False
         if self._directories.get(prefix).is_empty(time.monotonic()):
             return True

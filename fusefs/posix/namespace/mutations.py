@@ -19,11 +19,11 @@ from fusefs.posix.metadata import xattrs
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.object_metadata import MOST_NS, PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState
-from fusefs.posix.namespace.rename import Changes
+from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.namespace.uncancelled import UncancelledRunner
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.types import Answer, Caller, NewAttributes, Opened, waiting
+from fusefs.posix.types import Answer, Caller, NewAttributes, OpenResult, waiting
 from fusefs.posix.write.writer import Writer
 
 
@@ -35,7 +35,7 @@ class Mutations:
         state: MountState,
         nursery: trio.Nursery,
         writer: Writer,
-        changes: Changes,
+        changes: NameChanges,
         head_cache: HeadCache,
         release: Callable[[int], None],
     ) -> None:
@@ -126,6 +126,7 @@ class Mutations:
         await self._change_xattrs(nodeid, name, value, flags, caller)
 
     async def removexattr(self, nodeid: int, name: bytes, caller: Caller) -> None:
+        """Remove an extended attribute; ENODATA if there is none, see removexattr(2)."""
         await self._change_xattrs(nodeid, name, None, 0, caller)
 
     async def _change_xattrs(
@@ -178,11 +179,11 @@ class Mutations:
         caller: Caller,
         *,
         is_reserved: bool = False,
-    ) -> Answer[tuple[Inode, Opened]]:
+    ) -> Answer[tuple[Inode, OpenResult]]:
         """Make a new file and open it; `is_reserved` as for `Writer.create`."""
         if known := self._state.handles.opened_by(caller.unique):
             handle = self._state.handles.files[known]
-            return handle.inode, Opened(known, keep_cache=False, may_write=True)
+            return handle.inode, OpenResult(known, keep_cache=False, may_write=True)
         parent = self._inodes.directory(parent_id)
         answer = self.writer.create(
             parent, self._new_name(parent, name), mode, flags, caller, is_reserved=is_reserved
@@ -193,7 +194,7 @@ class Mutations:
             self.changes.below(parent, answer), unwanted=lambda made: self._forget_opened(*made)
         )
 
-    def _forget_opened(self, inode: Inode, opened: Opened) -> None:
+    def _forget_opened(self, inode: Inode, opened: OpenResult) -> None:
         self._release(opened.fh)
         self._forget(inode)
 
@@ -202,6 +203,7 @@ class Mutations:
         self._inodes.forget(inode.nodeid, 1)
 
     async def mknod(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
+        """Make an empty file; EPERM for devices, pipes and sockets, which a bucket can't hold."""
         if not stat.S_ISREG(mode):
             raise OSError(errno.EPERM, "a bucket has no devices, pipes and sockets")
         flags = os.O_WRONLY | os.O_EXCL
@@ -211,6 +213,7 @@ class Mutations:
         return inode
 
     async def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
+        """Make a directory by putting its marker; EEXIST if the name is taken."""
         parent = self._inodes.directory(parent_id)
         made = self.changes.mkdir(parent, self._new_name(parent, name, "/"), mode, caller)
         inode = await self._uncancelled.run(waiting(made), unwanted=self._inodes.drop_unknown)
@@ -218,6 +221,7 @@ class Mutations:
         return inode
 
     async def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Inode:
+        """Make a symbolic link: an object that has the target as its content."""
         parent = self._inodes.directory(parent_id)
         made = self.changes.symlink(parent, self._new_name(parent, name), target, caller)
         inode = await self._uncancelled.run(waiting(made), unwanted=self._inodes.drop_unknown)
@@ -225,6 +229,7 @@ class Mutations:
         return inode
 
     async def readlink(self, nodeid: int) -> bytes:
+        """The target of a symbolic link; EINVAL for what is none."""
         inode = self._inodes.get(nodeid)
         await waiting(self._head_cache.learn(inode))
         if inode.info is None or not self._head_cache.meta(inode).is_symlink:
@@ -233,6 +238,7 @@ class Mutations:
         return bytes(await waiting(self._state.downloader.read_unkept(info.version, 0, info.size)))
 
     def unlink(self, parent_id: int, name: bytes, caller: Caller) -> Answer[None]:
+        """Remove a file; open handles read on what they have."""
         parent = self._inodes.directory(parent_id)
         text = self._known_name(name)
         if self.changes.unlink_now(parent, text, caller):
@@ -240,6 +246,7 @@ class Mutations:
         return self._uncancelled.run(waiting(self.changes.unlink(parent, text, caller)))
 
     async def rmdir(self, parent_id: int, name: bytes, caller: Caller) -> None:
+        """Remove a directory; ENOTEMPTY while something is in it."""
         parent = self._inodes.directory(parent_id)
         removed = self.changes.rmdir(parent, self._known_name(name), caller)
         await self._uncancelled.run(waiting(removed))
@@ -254,6 +261,7 @@ class Mutations:
     async def rename(
         self, parent_id: int, name: bytes, to_id: int, new_name: bytes, flags: int, caller: Caller
     ) -> None:
+        """Rename a file or directory; of the flags of renameat2(2) only NOREPLACE is known."""
         parent, to = self._inodes.directory(parent_id), self._inodes.directory(to_id)
         renamed = self.changes.rename(
             parent, self._known_name(name), to, self._new_name(to, new_name), flags, caller

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.posix.namespace.touched_keys import Touched
+from fusefs.posix.namespace.touched_keys import KeysTouchedMeanwhile
 from fusefs.posix.nodes import names
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Store
@@ -40,8 +40,8 @@ DELETES_AT_ONCE = 250
 TRIES = 3
 
 
-class Copies:
-    """What is copied from below `old` to below `new`; `empty` is a descriptor of an empty file.
+class PrefixCopy:
+    """The copies below the prefix `new` of what is below `old`; `empty` is an empty file's fd.
 
     `is_dated` tells of objects whose metadata is known to say when they were modified.
     `touched` are the keys that are not the rename's any more. A file whose new name is
@@ -54,7 +54,13 @@ class Copies:
     """
 
     def __init__(
-        self, store: Store, touched: Touched, empty: int, is_dated: IsDated, *, is_strict: bool
+        self,
+        store: Store,
+        touched: KeysTouchedMeanwhile,
+        empty: int,
+        is_dated: IsDated,
+        *,
+        is_strict: bool,
     ) -> None:
         self._store = store
         self._touched = touched
@@ -168,7 +174,7 @@ class Copies:
         }
         return listed, there
 
-    async def bring(self, listed: Iterable[ObjectInfo] | None = None) -> None:
+    async def copy_all(self, listed: Iterable[ObjectInfo] | None = None) -> None:
         """Have everything that is below the old prefix below the new one, and no more.
 
         May be called again when something has changed. `listed` is what is
@@ -204,7 +210,7 @@ class Copies:
     def check(self, staged: Iterable[str]) -> bool:
         """See whether the rename may take place, where files of these keys are only here yet.
 
-        Tells whether that leaves more files under their old names, which `bring` sees to.
+        Tells whether that leaves more files under their old names, which `copy_all` sees to.
 
         Raises:
             ExistsError: programs have made files below the new prefix meanwhile.
@@ -248,7 +254,7 @@ class Copies:
                     return  # it stays under its old name
             except NotFoundError:
                 self.total -= 1
-                self.sources.pop(source.key, None)  # removed meanwhile: `bring` sees to a copy
+                self.sources.pop(source.key, None)  # removed meanwhile: `copy_all` sees to a copy
                 return
             except BaseException:
                 self._touched.changed.add(source.key)
@@ -369,7 +375,7 @@ async def copy_current(
 
 async def delete_all(
     store: Store,
-    touched: Touched,
+    touched: KeysTouchedMeanwhile,
     known: Mapping[str, str | None],
     note: Callable[[list[str]], None] = lambda _gone: None,
 ) -> None:

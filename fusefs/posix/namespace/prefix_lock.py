@@ -16,8 +16,8 @@ import trio
 from fusefs.posix.nodes.inode_table import Inode
 
 
-class Gate:
-    """One mount's gate; `key` tells a directory's prefix. Belongs to the event loop."""
+class PrefixLock:
+    """One mount's locks; `key` tells a directory's prefix. Belongs to the event loop."""
 
     def __init__(self, key: Callable[[Inode], str]) -> None:
         self._key = key

@@ -13,7 +13,7 @@ import trio
 
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.mount_state import MountState
-from fusefs.posix.namespace.prefix_copy import Copies
+from fusefs.posix.namespace.prefix_copy import PrefixCopy
 from fusefs.posix.nodes.inode import StagedFile, stable_ino
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.write.staging import Staging
@@ -25,8 +25,8 @@ Moved = Mapping[ObjectVersion, ObjectInfo]
 CACHED_AT_ONCE = 64
 
 
-class Mover:
-    """Has one mount's state follow its renames. Belongs to the event loop."""
+class Relocator:
+    """Has a mount's nodes, cached copies and staged files follow renames. For the event loop."""
 
     def __init__(self, state: MountState, staging: Staging) -> None:
         self._directories = state.directories
@@ -102,7 +102,7 @@ class Mover:
         else:
             self._inodes.replace_version(inode, copy)
 
-    def move_directory(self, copies: Copies, uncached: set[ObjectVersion]) -> None:
+    def move_directory(self, copies: PrefixCopy, uncached: set[ObjectVersion]) -> None:
         """Let everything below a prefix be below another one."""
         for file in self._staging:
             if file.key.startswith(copies.old):
@@ -167,7 +167,7 @@ class Mover:
                 self._inodes.mark_replaced(inode)
 
 
-def _follow_copy(staged: StagedFile, copies: Copies) -> None:
+def _follow_copy(staged: StagedFile, copies: PrefixCopy) -> None:
     """Know what the bucket has under a staged file's new key."""
     source = copies.sources.get(staged.key)
     # What somebody else has put there meanwhile is for the upload to find.

@@ -11,7 +11,7 @@ in one directory it refuses at its first file, which fails the call.
 The object is deleted over its ETag. What could not be deleted, and what an earlier
 process has left, is looked at first: another object that somebody has put there
 meanwhile stays. Changes of such a key wait until it is gone (settled_store.py);
-listings do not show it (directories.local).
+listings do not show it (`Directories.pending_changes`).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Removals:
 
     # Removing
 
-    def takes(self, key: str, etag: str | None) -> bool:
+    def try_defer(self, key: str, etag: str | None) -> bool:
         """Put a removal on record that is to be sent soon; False if it is to be made now.
 
         That is so until a program removes many, in each directory for the first,
@@ -149,11 +149,11 @@ class Removals:
         being renamed, where the disk is full, and where S3 deletes no more than one with
         a request.
         """
-        may_wait = self.may_wait(key)
+        may_defer = self.may_defer(key)
         now = trio.current_time()
         self._row = self._row + 1 if now < self._last + PAUSE_S else 1
         self._last = now
-        if not may_wait or not etag:
+        if not may_defer or not etag:
             return False
         removal = Removal(key, etag, time.time_ns(), self._batches)
         try:
@@ -167,8 +167,8 @@ class Removals:
             self._nursery.start_soon(self._run)
         return True
 
-    def may_wait(self, key: str) -> bool:
-        """Whether `takes` would put a removal on record, if the object's ETag is known."""
+    def may_defer(self, key: str) -> bool:
+        """Whether `try_defer` would put a removal on record, if the object's ETag is known."""
         return (
             self.is_removing_from(_directory_of(key))
             and self._has_batches
@@ -184,7 +184,7 @@ class Removals:
         is_removing = self._row >= MANY and now < self._last + PAUSE_S
         return is_removing and self._allowed.get(prefix, -math.inf) > now
 
-    def allowed(self, key: str) -> None:
+    def note_allowed(self, key: str) -> None:
         """S3 has deleted an object."""
         directory = _directory_of(key)
         self._allowed[directory] = trio.current_time() + ALLOWED_S
@@ -356,7 +356,7 @@ class Removals:
             return
         for removal in gone:
             del self._by_key[removal.key]
-            self.allowed(removal.key)
+            self.note_allowed(removal.key)
             self.landed(removal.key)
             self._attempted(removal)
         if self._log.is_large:

@@ -17,13 +17,13 @@ from typing import Any
 import trio
 
 from fusefs.posix.directory.segment import ABSENT, Absent, Entry
-from fusefs.posix.metadata.deferred_attributes import Deferred
+from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.mount_state import MountState, Writing
-from fusefs.posix.namespace.create_remove import Naming
-from fusefs.posix.namespace.prefix_copy import Copies, copy_current
-from fusefs.posix.namespace.relocate import Mover
-from fusefs.posix.namespace.rename_job import Renames
+from fusefs.posix.namespace.create_remove import CreateRemove
+from fusefs.posix.namespace.prefix_copy import PrefixCopy, copy_current
+from fusefs.posix.namespace.relocate import Relocator
+from fusefs.posix.namespace.rename_job import RenameJobs
 from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode import FileState, StagedFile
@@ -42,8 +42,10 @@ PUT_BACK_S = 10.0
 PUT_BACK_PAUSE_S = 0.05
 
 
-class Changes(Naming):
-    """The changes of one mount's names. Belongs to the event loop.
+class NameChanges(CreateRemove):
+    """The changes of one mount's names: `rename`, and those of `CreateRemove`.
+
+    Belongs to the event loop.
 
     `run` takes care of renames that no request waits for. Those of directories send
     their requests through `renaming_store`, which does not note them in `touched`.
@@ -58,8 +60,8 @@ class Changes(Naming):
         touched: TouchedKeys,
     ) -> None:
         super().__init__(state, writing, writer)
-        self._mover = Mover(state, writing.staging)
-        self._renames = Renames(
+        self._mover = Relocator(state, writing.staging)
+        self._renames = RenameJobs(
             renaming_store,
             touched,
             writing.renames,
@@ -273,7 +275,7 @@ class Changes(Naming):
             await staging_record.until_later(staged)
         return staged
 
-    async def _new_meta(self, entry: ObjectInfo, described: Deferred | None) -> Meta | None:
+    async def _new_meta(self, entry: ObjectInfo, described: DeferredChange | None) -> Meta | None:
         """The attributes of a copy of an object where they were changed and not sent yet."""
         if described is None:
             return None
@@ -463,7 +465,7 @@ class Changes(Naming):
                 self._uncertain_keys.renamed_below(renaming.old)
 
     async def _switch(
-        self, copies: Copies, switching: Callable[[], AbstractContextManager[None]]
+        self, copies: PrefixCopy, switching: Callable[[], AbstractContextManager[None]]
     ) -> None:
         """Everything below a prefix has been copied: let it be below the other one from now on.
 
@@ -471,8 +473,8 @@ class Changes(Naming):
         """
         uncached: set[ObjectVersion] = set()
         cached: set[ObjectVersion] = set()
-        local = self._directories.local
-        async with self._gate.closed(copies.old, copies.new), AsyncExitStack() as stack:
+        local = self._directories.pending_changes
+        async with self._prefix_lock.closed(copies.old, copies.new), AsyncExitStack() as stack:
             held: set[StagedFile] = set()
             may_delete = False
             while True:
@@ -487,7 +489,7 @@ class Changes(Naming):
                     await self._writer.removals.flush_below(copies.old)
                     continue
                 if local.has_changed(copies.old, copies.listed_at):
-                    await copies.bring()
+                    await copies.copy_all()
                     continue
                 moved = copies.by_version()
                 uncached |= await self._mover.move_cached(
@@ -498,7 +500,7 @@ class Changes(Naming):
                     await self._expect(copies)
                     # Where deleting is not allowed at all, nothing has been done yet.
                     if copies.check(self._staged_keys()):
-                        await copies.bring()
+                        await copies.copy_all()
                         continue
                     await copies.delete_marker()
                     may_delete = True
@@ -512,7 +514,7 @@ class Changes(Naming):
     def _staged_keys(self) -> list[str]:
         return [staged.key for staged in self._writer.staging if not staged.is_unlinked]
 
-    async def _expect(self, copies: Copies) -> None:
+    async def _expect(self, copies: PrefixCopy) -> None:
         """Have no late request undo what an earlier process had copied without an answer.
 
         Raises:
@@ -532,10 +534,10 @@ class Changes(Naming):
             if found.etag == made.etag:
                 self._found_done(entry.key, found)
 
-    def _is_settled(self, copies: Copies, held: set[StagedFile]) -> bool:
+    def _is_settled(self, copies: PrefixCopy, held: set[StagedFile]) -> bool:
         """Whether nothing below a prefix has changed since it was copied."""
         below = {file for file in self._writer.staging if file.key.startswith(copies.old)}
-        return below <= held and not self._directories.local.has_changed(
+        return below <= held and not self._directories.pending_changes.has_changed(
             copies.old, copies.listed_at
         )
 

@@ -37,8 +37,8 @@ from typing import Any
 import trio
 
 from fusefs.linux import files
-from fusefs.posix.namespace.prefix_copy import Copies, IsDated
-from fusefs.posix.namespace.touched_keys import Phase, Touched, TouchedKeys
+from fusefs.posix.namespace.prefix_copy import IsDated, PrefixCopy
+from fusefs.posix.namespace.touched_keys import KeysTouchedMeanwhile, Phase, TouchedKeys
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import Store
 
@@ -52,12 +52,12 @@ IDLE_S = 60.0
 
 # Has this mount go along with a rename of which everything is copied, in one step of the
 # loop and in the context that is given with it.
-Switch = Callable[[Copies, Callable[[], AbstractContextManager[None]]], Awaitable[None]]
+Switch = Callable[[PrefixCopy, Callable[[], AbstractContextManager[None]]], Awaitable[None]]
 TOUCHED = ".touched"
 
 
-class Renaming:
-    """One rename on record. `since_ns` is when it began; its task holds `lock`.
+class RenameJob:
+    """The rename of one directory, on record. `since_ns` is when it began; its task holds `lock`.
 
     `has_replaced` says that there was a directory of the new name, an empty
     one; `is_ours` that this process began it. `until_ns` as in the record; None where
@@ -78,14 +78,14 @@ class Renaming:
         self.path = path
         self.old = old
         self.new = new
-        self.touched = Touched(path.with_suffix(TOUCHED), old, new, phase)
+        self.touched = KeysTouchedMeanwhile(path.with_suffix(TOUCHED), old, new, phase)
         self.has_replaced = has_replaced
         self.is_ours = is_ours
         self.until_ns = until_ns
         # Whether the record of its phase is safe against a power cut.
         self.is_safe = not is_ours
         self.lock = trio.Lock()
-        self.copies: Copies | None = None
+        self.copies: PrefixCopy | None = None
         self.deleted = 0
         # Why it could not be finished at the last try.
         self.error: StoreError | OSError | None = None
@@ -133,11 +133,11 @@ class Renaming:
         }
 
 
-class Renames:
-    """The renames of one mount's directories. Belongs to the event loop.
+class RenameJobs:
+    """The renames of one mount's directories that are not finished. Belongs to the event loop.
 
     `source` says which bucket the mount is of and `prefix` what of it; `staging` is the
-    directory that its process has locked; `empty` and `is_dated` are for `Copies`.
+    directory that its process has locked; `empty` and `is_dated` are for `PrefixCopy`.
     `touched` gets to know what is renamed; changes through `store` are not noted there.
     `switch` is called when everything is copied: it has this mount's nodes go along.
     `ended` is called for what another process had begun.
@@ -166,11 +166,11 @@ class Renames:
         self._is_dated = is_dated
         self._switch = switch
         self._ended = ended
-        self._unfinished: list[Renaming] = []
+        self._unfinished: list[RenameJob] = []
         # Records of mounts that are out of sight and still served.
         self._others: list[Path] = []
         # Those in whose last step a process was killed: nodes may have the old names still.
-        self._switches: list[Renaming] = []
+        self._switches: list[RenameJob] = []
         self._load()
         self._is_wanted = trio.Event()
 
@@ -187,7 +187,7 @@ class Renames:
         try:
             record = json.loads(path.read_text())
             source, mount = record["source"], str(record.get("mount", ""))
-            renaming = Renaming(
+            renaming = RenameJob(
                 path,
                 record["old"],
                 record["new"],
@@ -222,7 +222,7 @@ class Renames:
         self._unfinished.append(renaming)
         self._touched.add(renaming.touched)
 
-    def switches(self) -> Iterator[Renaming]:
+    def switches(self) -> Iterator[RenameJob]:
         """Those in whose last step a process was killed, each until the next one is taken."""
         for renaming in self._switches:
             yield renaming
@@ -253,7 +253,7 @@ class Renames:
         """All that are not finished, as plain data: names, counts and seconds."""
         return [renaming.describe() for renaming in self._unfinished]
 
-    def unfinished(self, prefix: str) -> list[Renaming]:
+    def unfinished(self, prefix: str) -> list[RenameJob]:
         """Those that move something at, above or below a prefix."""
         return [renaming for renaming in self._unfinished if renaming.overlaps(prefix)]
 
@@ -267,7 +267,7 @@ class Renames:
     def are_finished(self) -> bool:
         return not self._unfinished
 
-    def find(self, old: str, new: str) -> Renaming | None:
+    def find(self, old: str, new: str) -> RenameJob | None:
         """An unfinished rename."""
         for renaming in self._unfinished:
             if (renaming.old, renaming.new) == (old, new):
@@ -285,19 +285,19 @@ class Renames:
             if renaming in self._unfinished and renaming.error is not None:
                 raise renaming.error
 
-    def _overlapping(self, *prefixes: str) -> Renaming | None:
+    def _overlapping(self, *prefixes: str) -> RenameJob | None:
         return next(
             (renaming for renaming in self._unfinished if renaming.overlaps(*prefixes)), None
         )
 
-    async def begin(self, old: str, new: str, *, has_replaced: bool) -> Renaming:
+    async def begin(self, old: str, new: str, *, has_replaced: bool) -> RenameJob:
         """Put a rename on record, safe against a power cut.
 
         Raises:
             OSError: the disk does not take it.
         """
         path = self._directory / f"{time.time_ns()}.json"
-        renaming = Renaming(path, old, new, has_replaced=has_replaced, is_ours=True)
+        renaming = RenameJob(path, old, new, has_replaced=has_replaced, is_ours=True)
         self._unfinished.append(renaming)
         self._touched.add(renaming.touched)
         self._is_wanted.set()  # `run` waits longer where there is nothing
@@ -310,7 +310,7 @@ class Renames:
                 raise
         return renaming
 
-    async def finish(self, renaming: Renaming) -> bool:
+    async def finish(self, renaming: RenameJob) -> bool:
         """Take a rename to its end; if another task does already, wait for that.
 
         Tells whether it has taken place; else it was undone. It has when
@@ -331,8 +331,8 @@ class Renames:
                     await self._delete(renaming)
             return renaming.phase == Phase.DELETING
 
-    def _copies(self, renaming: Renaming) -> Copies:
-        return Copies(
+    def _copies(self, renaming: RenameJob) -> PrefixCopy:
+        return PrefixCopy(
             self._store,
             renaming.touched,
             self._empty,
@@ -340,7 +340,7 @@ class Renames:
             is_strict=renaming.is_ours,
         )
 
-    async def _copy(self, renaming: Renaming) -> None:
+    async def _copy(self, renaming: RenameJob) -> None:
         listed, copies = None, renaming.copies
         if copies is None:
             copies = self._copies(renaming)
@@ -348,7 +348,7 @@ class Renames:
             listed = None if renaming.is_ours else await copies.recall()
             renaming.copies = copies
         try:
-            await copies.bring(listed)
+            await copies.copy_all(listed)
             await self._switch(copies, partial(self._switching, renaming, copies))
         except (StoreError, OSError):
             # What another process may have deleted from cannot be taken back.
@@ -359,7 +359,7 @@ class Renames:
             raise
 
     @contextmanager
-    def _switching(self, renaming: Renaming, copies: Copies) -> Iterator[None]:
+    def _switching(self, renaming: RenameJob, copies: PrefixCopy) -> Iterator[None]:
         """The rename takes place in this very step: what comes next is changed under the new name.
 
         That is on record before any of it can be acknowledged, and safe against a
@@ -372,13 +372,13 @@ class Renames:
         renaming.is_safe = False
         self._note(renaming)
 
-    async def _record_undoing(self, renaming: Renaming) -> None:
+    async def _record_undoing(self, renaming: RenameJob) -> None:
         try:
             await self._record(renaming, Phase.UNDOING)
         except OSError as error:
             logger.error("%s does not say that it is being undone: %s", renaming.path, error)
 
-    async def _undo(self, renaming: Renaming, *, is_known: bool) -> None:
+    async def _undo(self, renaming: RenameJob, *, is_known: bool) -> None:
         copies = renaming.copies
         if copies is None:
             copies = self._copies(renaming)
@@ -394,7 +394,7 @@ class Renames:
             return
         self._end(renaming)
 
-    async def _delete(self, renaming: Renaming) -> None:
+    async def _delete(self, renaming: RenameJob) -> None:
         def note(count: int) -> None:
             renaming.deleted += count
 
@@ -424,7 +424,7 @@ class Renames:
             with trio.move_on_after(RETRY_S if self._unfinished else IDLE_S):
                 await self._is_wanted.wait()
 
-    async def _finish_later(self, renaming: Renaming) -> None:
+    async def _finish_later(self, renaming: RenameJob) -> None:
         logger.info(
             "going on with the rename of %s to %s (%s)", renaming.old, renaming.new, renaming.phase
         )
@@ -436,14 +436,14 @@ class Renames:
 
     # Records
 
-    def _note(self, renaming: Renaming, *, is_switching: bool = False) -> None:
+    def _note(self, renaming: RenameJob, *, is_switching: bool = False) -> None:
         """Put on record what a rename is, if the disk takes it; not safe against a power cut."""
         try:
             files.replace(renaming.path, self._as_json(renaming, is_switching=is_switching))
         except OSError as error:
             logger.error("%s is an old record of a rename: %s", renaming.path, error)
 
-    async def _record(self, renaming: Renaming, phase: Phase) -> None:
+    async def _record(self, renaming: RenameJob, phase: Phase) -> None:
         """Put on record how far a rename is, safe against a power cut."""
         renaming.touched.phase = phase
         with trio.CancelScope(shield=True):
@@ -453,7 +453,7 @@ class Renames:
         """Write a record, whole or not at all. Blocks."""
         files.replace(path, text, is_durable=True)
 
-    def _as_json(self, renaming: Renaming, *, is_switching: bool = False) -> str:
+    def _as_json(self, renaming: RenameJob, *, is_switching: bool = False) -> str:
         return json.dumps(
             {
                 "source": self._source,
@@ -467,7 +467,7 @@ class Renames:
             }
         )
 
-    def _end(self, renaming: Renaming) -> None:
+    def _end(self, renaming: RenameJob) -> None:
         self._unfinished.remove(renaming)
         self._touched.remove(renaming.touched)
         renaming.path.unlink(missing_ok=True)

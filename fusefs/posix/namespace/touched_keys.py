@@ -32,7 +32,7 @@ class Phase(enum.StrEnum):
     DELETING = "deleting"
 
 
-class Touched:
+class KeysTouchedMeanwhile:
     """The keys that were changed during one rename, which is in `phase`.
 
     `changed` are those below the old prefix that were changed since they were copied.
@@ -108,12 +108,12 @@ class TouchedKeys:
     """Those of all unfinished renames of a mount. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._unfinished: list[Touched] = []
+        self._unfinished: list[KeysTouchedMeanwhile] = []
 
-    def add(self, touched: Touched) -> None:
+    def add(self, touched: KeysTouchedMeanwhile) -> None:
         self._unfinished.append(touched)
 
-    def remove(self, touched: Touched) -> None:
+    def remove(self, touched: KeysTouchedMeanwhile) -> None:
         self._unfinished.remove(touched)
 
     def covers(self, key: str) -> bool:

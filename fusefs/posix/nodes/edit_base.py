@@ -17,8 +17,8 @@ from fusefs.store.interface import ObjectVersion
 PAGE = 4096
 
 
-class Base:
-    """The object under a file that is edited. Belongs to the event loop.
+class EditBase:
+    """The object of which an edited file keeps what no program writes to. For the event loop.
 
     Its first `size` bytes are the file's, but for what is `filled`: pages that
     are in the file itself. `changed` are those that were written to. The

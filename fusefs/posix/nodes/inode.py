@@ -13,7 +13,7 @@ from hashlib import blake2b
 import trio
 
 from fusefs.posix.metadata.object_metadata import Meta
-from fusefs.posix.nodes.edit_base import Base
+from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.store.interface import ObjectInfo, Upload, UploadState
 
 # Below are the root and the offsets of "." and ".." in directory streams.
@@ -300,7 +300,7 @@ class StagedFile:
         # The bytes that count as held, and those of them that are the object's.
         self.charged = 0
         self.free = 0
-        self.base: Base | None = None
+        self.base: EditBase | None = None
         self.recorded = b""
         self.sum: int | None = None
         self.has_record_file = False

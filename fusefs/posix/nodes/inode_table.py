@@ -42,19 +42,40 @@ CLOCKS_DIFFER_NS = 1_000_000_000
 class NodeLog(Protocol):
     """The record of what the kernel believes, written before each reply (journal/journal.py)."""
 
-    def node(self, inode: Inode) -> None: ...
-    def count(self, inode: Inode) -> None: ...
-    def gone(self, nodeid: int) -> None: ...
-    def mark(self, nodeid: int, number: int, position: str) -> None: ...
-    def replaced(self, nodeid: int) -> None: ...
-    def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None: ...
+    def node(self, inode: Inode) -> None:
+        """The kernel is about to know a node, or the node has another name, key or version."""
+
+    def count(self, inode: Inode) -> None:
+        """The kernel is about to have this lookup count of a node."""
+
+    def gone(self, nodeid: int) -> None:
+        """The kernel knows a node no longer."""
+
+    def mark(self, nodeid: int, number: int, position: str) -> None:
+        """The offsets of a directory's entries refer to a position; number 0: to none any more."""
+
+    def replaced(self, nodeid: int) -> None:
+        """A node stands for its name no longer; see `InodeTable.mark_replaced`."""
+
+    def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
+        """A process got ESTALE for a node and has yet to look it up (`is_pending`), or did."""
+
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
-    ) -> None: ...
-    def closed(self, fh: int) -> None: ...
-    def negotiated(self, init_out: bytes) -> None: ...
-    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
-    def begun(self, unique: int) -> None: ...
+    ) -> None:
+        """A request is about to be answered with a handle; backing id 0: the daemon reads."""
+
+    def closed(self, fh: int) -> None:
+        """A handle is released."""
+
+    def negotiated(self, init_out: bytes) -> None:
+        """The answer to INIT, which the next daemon has to keep to."""
+
+    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None:
+        """Numbers below these may have been used; `mounted_ns` is since the epoch."""
+
+    def begun(self, unique: int) -> None:
+        """A change is about to be made: if its request comes again, it may have been made."""
 
     @property
     def plain_log(self) -> object | None:
@@ -295,6 +316,7 @@ class InodeTable:
         self.set_entries_changed(directory, time.time_ns())
 
     def set_entries_changed(self, directory: Inode, changed_ns: int) -> None:
+        """Set when a directory's names last changed, in ns since the epoch."""
         if directory.entries_changed_ns != changed_ns:
             directory.entries_changed_ns = changed_ns
             directory.packed = None

@@ -29,7 +29,7 @@ from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.read.known_files import KnownFiles
-from fusefs.posix.types import Answer, Caller, Opened, waiting
+from fusefs.posix.types import Answer, Caller, OpenResult, waiting
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
@@ -46,7 +46,7 @@ class Opener:
     """
 
     def __init__(
-        self, state: MountState, open_staged: Callable[[Inode, int, Caller], Opened] | None
+        self, state: MountState, open_staged: Callable[[Inode, int, Caller], OpenResult] | None
     ) -> None:
         self._state = state
         self._store = state.store
@@ -63,7 +63,7 @@ class Opener:
         self._siblings = Siblings(state.downloader, state.cache, known)
         self._next_files = NextFiles(state.downloader, state.cache, known)
 
-    def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[Opened]:
+    def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file for reading; see the module's text."""
         if flags & _WRITING or flags & os.O_TRUNC:
             raise OSError(errno.EROFS, "the mount is read-only")
@@ -94,10 +94,10 @@ class Opener:
             return False
         return file.is_kept and file.name not in self._cache.discarded
 
-    def _opened_before(self, fh: int) -> Opened:
+    def _opened_before(self, fh: int) -> OpenResult:
         """An open that the last process had logged, but not answered."""
         backing_id = self._handles.files[fh].backing_id
-        return Opened(fh, keep_cache=bool(backing_id), backing_id=backing_id)
+        return OpenResult(fh, keep_cache=bool(backing_id), backing_id=backing_id)
 
     def _is_valid(self, inode: Inode) -> bool:
         """Whether the node may be opened without asking the bucket what its name stands for."""
@@ -106,7 +106,9 @@ class Opener:
             return True
         return inode.valid_until > time.monotonic()
 
-    async def _open_later(self, inode: Inode, flags: int, caller: Caller, is_valid: bool) -> Opened:
+    async def _open_later(
+        self, inode: Inode, flags: int, caller: Caller, is_valid: bool
+    ) -> OpenResult:
         if inode.is_current and not is_valid:
             await self._ask_again(inode)
         if not inode.is_current:
@@ -150,7 +152,7 @@ class Opener:
         else:
             self._state.mark_stale(inode, info)
 
-    async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> Opened:
+    async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Send the opener to the name's new node, or give it what the old one has.
 
         Raises:
@@ -169,7 +171,7 @@ class Opener:
             self.redirects.add(inode, caller.program)
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
-    async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> Opened:
+    async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Open an old node for a program that has no name to look up.
 
         It gets the old version if that is whole in the cache, else the
@@ -237,7 +239,7 @@ class Opener:
 
     async def _opened_either_way(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
-    ) -> Opened:
+    ) -> OpenResult:
         """Open in the mode that the node is in, or in the better one if it is in none."""
         if file.is_complete and file.size and not inode.served:
             backing_id = await self._backing.register(file)
@@ -255,11 +257,11 @@ class Opener:
 
     def _opened_passthrough(
         self, inode: Inode, file: CacheFile, backing_id: int, flags: int, caller: Caller
-    ) -> Opened:
+    ) -> OpenResult:
         self._note_passthrough(file)
         version = _version(inode, file)
         handle = self._handles.open_file(inode, version, file, backing_id, flags, caller.unique)
-        return Opened(handle.fh, True, backing_id)
+        return OpenResult(handle.fh, True, backing_id)
 
     def _note_passthrough(self, file: CacheFile) -> None:
         self._cache.pin_again(file)
@@ -292,7 +294,7 @@ class Opener:
 
     def _opened_served(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
-    ) -> Opened:
+    ) -> OpenResult:
         assert inode.info is not None
         if inode.passthrough:
             # The kernel reads a file for this node; another mode would be an EIO.
@@ -308,7 +310,7 @@ class Opener:
             handle.fetched = self._count_whole(file)
         else:
             handle.readahead = self._readahead(inode, file)
-        return Opened(handle.fh, keep_cache=keep_cache)
+        return OpenResult(handle.fh, keep_cache=keep_cache)
 
     def _count_whole(self, file: CacheFile) -> int:
         """Count an open of a complete file: the kernel reads it, or may have its pages.

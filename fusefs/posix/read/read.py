@@ -15,13 +15,13 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import NotKeptError
-from fusefs.cache.integrity.probes import is_lost
+from fusefs.cache.integrity.direct_reader import is_lost
 from fusefs.posix.mount_state import MountState
-from fusefs.posix.nodes.edit_base import Base
+from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.types import Answer, waiting
-from fusefs.posix.write.sparse_edit import Editor
+from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.telemetry.stalls import WaitCause, stage
 
@@ -35,7 +35,7 @@ class Reader:
     `editor` brings what an edited file lacks; None on a read-only mount.
     """
 
-    def __init__(self, state: MountState, editor: Editor | None) -> None:
+    def __init__(self, state: MountState, editor: SparseEditor | None) -> None:
         self._cache = state.cache
         self._downloader = state.downloader
         self._handles = state.handles
@@ -85,7 +85,9 @@ class Reader:
                 raise
         return self._pread_later(staged, offset, size)
 
-    async def _read_edited(self, staged: StagedFile, base: Base, offset: int, size: int) -> bytes:
+    async def _read_edited(
+        self, staged: StagedFile, base: EditBase, offset: int, size: int
+    ) -> bytes:
         assert self._editor is not None
         async with staged.lock:
             await self._editor.fill(base, staged.fd, offset, offset + size)

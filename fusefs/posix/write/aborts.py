@@ -25,8 +25,8 @@ NAME = "aborts"
 AGAIN_S = 60.0
 
 
-class Aborts:
-    """Those of one mount; belongs to the event loop. As `UploadLog` of a store, too.
+class PendingAborts:
+    """The uploads of one mount that are to be aborted: an `UploadLog`. For the event loop.
 
     `abort` takes a key and an id, and tells whether that is over, well or badly.
     """

@@ -6,7 +6,7 @@ import logging
 
 import trio
 
-from fusefs.posix.metadata.deferred_attributes import Deferred
+from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.namespace.removals import Removal
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.flush import Flusher
@@ -49,13 +49,13 @@ class Backlog:
             file for file in self._staging.pending if file.key == key or file.key.startswith(below)
         ]
 
-    def unsent(self, key: str) -> list[StagedFile | Deferred | Removal]:
+    def unsent(self, key: str) -> list[StagedFile | DeferredChange | Removal]:
         """As `files`, with the attributes that the bucket lacks, and what is to go from it."""
         return [*self.files(key), *self._deferred.pending(key), *self._removals.pending(key)]
 
-    def state(self, staged: StagedFile | Deferred | Removal) -> str:
+    def state(self, staged: StagedFile | DeferredChange | Removal) -> str:
         """What happens to a file that is not in the bucket, for people to read."""
-        if isinstance(staged, Deferred | Removal):
+        if isinstance(staged, DeferredChange | Removal):
             return UPLOADING if staged.error is None else "failed"
         if self._uploads.is_under_way(staged):
             is_refused = isinstance(staged.error, CredentialsError)

@@ -13,8 +13,8 @@ import trio
 QUIET_S = 0.2
 
 
-class Closes:
-    """The closes of one mount; its task lives in `nursery`. Belongs to the event loop."""
+class RecentCloses:
+    """When programs last closed files of one mount; its task lives in `nursery`."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery

@@ -29,8 +29,8 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import ExclusiveCreates
-from fusefs.posix.write.sparse_edit import Editor
-from fusefs.posix.write.uploader import Uploads
+from fusefs.posix.write.sparse_edit import SparseEditor
+from fusefs.posix.write.uploader import Uploader
 from fusefs.store.errors import NotFoundError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo
@@ -50,7 +50,7 @@ class Flusher:
     """What is staged of one mount, and what becomes of it. Belongs to the event loop."""
 
     def __init__(
-        self, state: MountState, writing: Writing, removals: Removals, editor: Editor
+        self, state: MountState, writing: Writing, removals: Removals, editor: SparseEditor
     ) -> None:
         self._state = state
         self._directories = state.directories
@@ -62,7 +62,7 @@ class Flusher:
         self._inodes = state.inodes
         self._handles = state.handles
         self._rules = writing.rules
-        self.uploads = Uploads(
+        self.uploads = Uploader(
             state.store,
             writing.staging,
             editor,
@@ -88,7 +88,7 @@ class Flusher:
         )
         self.removals = removals
         removals.landed = self._removed
-        state.directories.local.is_leaving = removals.__contains__
+        state.directories.pending_changes.is_leaving = removals.__contains__
 
     def flush(self, fh: int, pid: int = 0) -> Answer[None]:
         """A descriptor of an open file is closed: have what was written kept.
@@ -327,7 +327,7 @@ class Flusher:
         """The bucket is without an object that was removed."""
         prefix = key[: key.rfind("/") + 1]
         name = key[len(prefix) :]
-        if isinstance(self._directories.local.get(prefix, name), Absent):
+        if isinstance(self._directories.pending_changes.get(prefix, name), Absent):
             self._directories.changed(prefix, name, ABSENT)
 
     def _node_of(self, prefix: str, name: str, info: ObjectInfo) -> Inode | None:

@@ -106,7 +106,8 @@ def adopt_removals(writer: Writer, directory: Path) -> bool:
             writer.deferred.drop(key)
             prefix = key[: key.rfind("/") + 1]
             name = key[len(prefix) :]
-            if writer.directories.local.get(prefix, name) is None:  # else it was made anew
+            # With a change of its own the name was made anew.
+            if writer.directories.pending_changes.get(prefix, name) is None:
                 writer.directories.changed(prefix, name, ABSENT)
     except OSError as error:
         logger.warning("%s has removals for a later mount: %s", directory, error.strerror)
@@ -157,7 +158,7 @@ def _was_replaced(writer: Writer, inode: Inode) -> bool:
     return (writer.staging.directory / str(now.nodeid)).exists()
 
 
-def let_go(writer: Writer) -> None:
+def drop_unneeded(writer: Writer) -> None:
     """Forget what an earlier process had unlinked, or a killed program had written, and no
     program has open.
     """
@@ -265,7 +266,7 @@ def _adopt_attributes_of(
     info = ObjectInfo(key, size, record["etag"], mtime_ns)
     try:
         if _younger(writer, key) is None:
-            recorded = attribute_log.Recorded(info, meta.as_metadata())
+            recorded = attribute_log.RecordedAttributes(info, meta.as_metadata())
             writer.deferred.adopt([(recorded, meta)], is_on_record=False)
         if is_kept:
             write(str(path), json.dumps(record | {"attributes": None}).encode())

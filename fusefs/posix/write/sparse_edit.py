@@ -17,7 +17,7 @@ import trio
 
 from fusefs.cache.downloader import Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
-from fusefs.posix.nodes.edit_base import PAGE, Base, page_edges
+from fusefs.posix.nodes.edit_base import PAGE, EditBase, page_edges
 from fusefs.store.errors import NotFoundError, StaleVersionError
 
 COPY_CHUNK = 8 << 20
@@ -27,20 +27,20 @@ class BaseLostError(StaleVersionError):
     """What an edited file lacks is nowhere any more: somebody has replaced the object."""
 
 
-class Editor:
-    """Brings what an edited file lacks. Belongs to the event loop."""
+class SparseEditor:
+    """Downloads into an edited file what it lacks of its object. Belongs to the event loop."""
 
     def __init__(self, cache: FileCache, downloader: Downloader) -> None:
         self._cache = cache
         self._downloader = downloader
         self._disk = trio.CapacityLimiter(4)
 
-    async def fill_edges(self, base: Base, fd: int, start: int, stop: int) -> None:
+    async def fill_edges(self, base: EditBase, fd: int, start: int, stop: int) -> None:
         """Have the pages in the file that a write to [start, stop) covers in part."""
         for first, last in page_edges(start, stop):
             await self.fill(base, fd, first, last)
 
-    async def fill(self, base: Base, fd: int, start: int, stop: int) -> None:
+    async def fill(self, base: EditBase, fd: int, start: int, stop: int) -> None:
         """Have the bytes [start, stop) in the file, and their pages.
 
         Raises:
@@ -57,7 +57,7 @@ class Editor:
                 raise BaseLostError(str(error)) from error
             base.filled.add(first, -(-last // PAGE) * PAGE)
 
-    async def _bring(self, base: Base, fd: int, start: int, stop: int) -> None:
+    async def _bring(self, base: EditBase, fd: int, start: int, stop: int) -> None:
         file = base.file
         try:
             await self._downloader.wait_for(file, start, stop)

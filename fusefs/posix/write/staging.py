@@ -32,7 +32,7 @@ from fusefs.cache.ranges import RangeMap
 from fusefs.linux.files import try_lock
 from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.object_metadata import Meta
-from fusefs.posix.nodes.edit_base import Base
+from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
 from fusefs.posix.write import staged_sums, staging_record
 from fusefs.store.interface import ObjectVersion, UploadState
@@ -47,7 +47,7 @@ LARGEST = 5 << 40
 SOURCE = "source"
 
 
-class NamesOnDisk:
+class DirectorySync:
     """fsync of a directory: threads that want it at the same time share one."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Staging:
         # Held as long as a process looks after the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try_lock(self._lock)
-        self._names = NamesOnDisk()
+        self._names = DirectorySync()
 
     def __iter__(self) -> Iterator[StagedFile]:
         return iter(list(self._files.values()))
@@ -125,7 +125,7 @@ class Staging:
         fd: int,
         meta: Meta,
         etag: str | None,
-        base: Base | None = None,
+        base: EditBase | None = None,
         *,
         is_exclusive: bool = False,
         is_unlinked: bool = False,
@@ -327,7 +327,7 @@ class Staging:
         staged.charged = staged.free = staged.size()
         if record["base"] is not None and self.cache is not None:
             key, etag, size, kept = record["base"]
-            staged.base = Base(self.cache.pin(ObjectVersion(key, etag, size)), kept)
+            staged.base = EditBase(self.cache.pin(ObjectVersion(key, etag, size)), kept)
             staged.base.recover(fd)
         self._add(staged)
         return staged

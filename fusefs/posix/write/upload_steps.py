@@ -19,9 +19,9 @@ import trio
 
 from fusefs.posix.metadata.deferred_attributes import OwnObjects
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.edit_base import Base
+from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.write.sparse_edit import Editor
+from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import (
     AccessDeniedError,
@@ -62,8 +62,8 @@ CLOCKS_NS = 5_000_000_000
 _MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 
 
-class Sender:
-    """The sending of one mount's files. Belongs to the event loop.
+class UploadSteps:
+    """The requests that send one mount's files. Belongs to the event loop.
 
     `unaborted` is called with the key and id of an upload that S3 has not given up yet, and
     may later.
@@ -73,7 +73,7 @@ class Sender:
         self,
         store: Store,
         staging: Staging,
-        editor: Editor,
+        editor: SparseEditor,
         unaborted: Callable[[str, str], None],
         *,
         fails_on_conflict: bool,
@@ -231,7 +231,9 @@ class Sender:
             if etag != staged.etag:
                 raise ConflictError("the object has been replaced")
 
-    async def _copy_parts(self, staged: StagedFile, base: Base, upload: Upload, size: int) -> None:
+    async def _copy_parts(
+        self, staged: StagedFile, base: EditBase, upload: Upload, size: int
+    ) -> None:
         """Have S3 copy the parts that no program wrote to, and bring what the others lack."""
         errors: list[Exception] = []
         todo = iter(upload.missing(size))
@@ -341,6 +343,7 @@ class Sender:
         self._staging.record(staged)
 
     async def abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
+        """Abort the upload of a file, and what an earlier process may have begun at `begun_ns`."""
         try:
             if begun_ns is not None:
                 await self._abort_lost(key, begun_ns)
@@ -351,7 +354,7 @@ class Sender:
             if upload is not None and isinstance(error, _MAY_PASS):
                 self._unaborted(upload.key, upload.upload_id)
 
-    async def has_aborted(self, key: str, upload_id: str) -> bool:
+    async def abort_recorded(self, key: str, upload_id: str) -> bool:
         """Abort an upload that is on record alone; whether that is over, well or badly."""
         try:
             await self._store.abort_upload(key, upload_id)
@@ -369,7 +372,7 @@ class Sender:
         except NotFoundError:
             return None
 
-    async def keep_apart(self, staged: StagedFile) -> tuple[ObjectInfo | None, ObjectInfo]:
+    async def store_beside(self, staged: StagedFile) -> tuple[ObjectInfo | None, ObjectInfo]:
         """Keep the content under a key of its own, beside the object that somebody else made.
 
         Returns that object and the new one. They are the same if it is this

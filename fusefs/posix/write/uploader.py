@@ -25,11 +25,11 @@ import trio
 
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import exclusive, staged_sums
-from fusefs.posix.write.aborts import Aborts
-from fusefs.posix.write.closes import Closes
-from fusefs.posix.write.sparse_edit import BaseLostError, Editor
+from fusefs.posix.write.aborts import PendingAborts
+from fusefs.posix.write.closes import RecentCloses
+from fusefs.posix.write.sparse_edit import BaseLostError, SparseEditor
 from fusefs.posix.write.staging import Staging
-from fusefs.posix.write.upload_steps import IN_PARTS, Sender
+from fusefs.posix.write.upload_steps import IN_PARTS, UploadSteps
 from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store, Upload, UploadState
 from fusefs.telemetry.stalls import WaitCause, Work, stage, waiting_for
@@ -60,8 +60,8 @@ class UploadAttempt:
         self.is_cancellable = False
 
 
-class Ahead:
-    """The sending of a file while it is being written.
+class StreamingUpload:
+    """The upload of a file while a program still writes it.
 
     Its work is that of the file's upload: who waits for the upload waits for these parts too.
     """
@@ -73,7 +73,7 @@ class Ahead:
         self.is_last = False
 
 
-class Uploads:
+class Uploader:
     """The uploads of one mount. Belongs to the event loop.
 
     `landed` is called with what the bucket has of a file, `kept_apart` with what it was
@@ -86,7 +86,7 @@ class Uploads:
         self,
         store: Store,
         staging: Staging,
-        editor: Editor,
+        editor: SparseEditor,
         nursery: trio.Nursery,
         landed: Callable[[StagedFile, ObjectInfo], None],
         kept_apart: Callable[[StagedFile, ObjectInfo, ObjectInfo | None], None],
@@ -96,11 +96,11 @@ class Uploads:
         fails_on_conflict: bool,
         sends_ahead: bool,
     ) -> None:
-        self._sender = Sender(
+        self._steps = UploadSteps(
             store, staging, editor, self._unaborted, fails_on_conflict=fails_on_conflict
         )
-        self.aborts = Aborts(staging.directory, nursery, self._sender.has_aborted)
-        self.own = self._sender.own
+        self.aborts = PendingAborts(staging.directory, nursery, self._steps.abort_recorded)
+        self.own = self._steps.own
         self._staging = staging
         self._editor = editor
         self._nursery = nursery
@@ -110,10 +110,10 @@ class Uploads:
         self._found_done = found_done
         self._sends_ahead = sends_ahead
         self._attempts: dict[StagedFile, UploadAttempt] = {}
-        self._aheads: dict[StagedFile, Ahead] = {}
+        self._aheads: dict[StagedFile, StreamingUpload] = {}
         self.failures = 0
         # Of files that are safe on the local disk, and uploaded later.
-        self.closes = Closes(nursery)
+        self.closes = RecentCloses(nursery)
 
     # Asking for it
 
@@ -166,6 +166,7 @@ class Uploads:
             staged.lock.release()
 
     def is_under_way(self, staged: StagedFile) -> bool:
+        """Whether a file has an upload that has not ended."""
         return staged in self._attempts
 
     @asynccontextmanager
@@ -183,7 +184,7 @@ class Uploads:
             key = staged.key
             yield
             if staged.key != key or staged.is_unlinked:
-                await self._sender.abandon(staged)
+                await self._steps.abandon(staged)
 
     async def _run(self, staged: StagedFile, attempt: UploadAttempt, delay_s: float) -> None:
         try:
@@ -267,7 +268,7 @@ class Uploads:
         try:
             await self._upload_whole(staged, attempt)
         except BaseLostError as error:
-            theirs = await self._sender.give_up(staged)
+            theirs = await self._steps.give_up(staged)
             self._set_aside(staged, theirs)
             raise OSError(errno.ESTALE, "the object was replaced while it was edited") from error
 
@@ -279,7 +280,7 @@ class Uploads:
             if staged.is_content_dirty:
                 await staged_sums.check(staged)
             described = staged.meta_changes
-            info = await self._sender.send(staged, attempt.commit)
+            info = await self._steps.send(staged, attempt.commit)
             base = staged.base
             if base is not None and base.file.is_complete:
                 # So that the new version is as whole in the cache as the old one was.
@@ -287,14 +288,14 @@ class Uploads:
             self._note_uploaded(staged, info, described)
             self._landed(staged, info)
         except (ConflictError, StaleVersionError) as error:
-            if not self._sender.is_careful(staged):
+            if not self._steps.is_careful(staged):
                 raise
             is_exclusive = staged.exclusive is not None
             if is_exclusive and await self._is_reserved(staged):
                 await self._upload_whole(staged, attempt)
                 return
             described = staged.meta_changes
-            theirs, info = await self._sender.keep_apart(staged)
+            theirs, info = await self._steps.store_beside(staged)
             self._note_uploaded(staged, info, described)
             if theirs is info:
                 self._found_done(info)
@@ -324,7 +325,7 @@ class Uploads:
     async def _is_reserved(self, staged: StagedFile) -> bool:
         """Whether the object in the way of a new file is its own reservation, by a process
         that died before it could note that."""
-        found = await self._sender.reserved(staged)
+        found = await self._steps.reserved(staged)
         if found is None:
             return False
         staged.etag, staged.exclusive = found.etag, None
@@ -339,7 +340,7 @@ class Uploads:
             if not exclusive.is_undecided(staged):
                 return
             try:
-                info = await self._sender.reserve(staged)
+                info = await self._steps.reserve(staged)
             except ConflictError:
                 logger.warning("%s was made by another node as well: its close fails", staged.key)
             except (StoreError, OSError) as error:
@@ -354,7 +355,7 @@ class Uploads:
             state = UploadState.from_plain(upload)
             self.aborts.add(state.key, state.upload_id, delay_s=0.0)
         if begun_ns is not None:
-            self._nursery.start_soon(self._sender.abort, key, None, begun_ns)
+            self._nursery.start_soon(self._steps.abort, key, None, begun_ns)
 
     def _unaborted(self, key: str, upload_id: str) -> None:
         self.aborts.add(key, upload_id)
@@ -397,17 +398,17 @@ class Uploads:
         if staged.upload is None or _full_parts(staged, staged.upload):
             attempt = self._attempts.get(staged)
             work = attempt.work if attempt is not None else Work()
-            ahead = self._aheads[staged] = Ahead(work)
+            ahead = self._aheads[staged] = StreamingUpload(work)
             self._nursery.start_soon(self._run_ahead, staged, ahead)
 
-    async def _run_ahead(self, staged: StagedFile, ahead: Ahead) -> None:
+    async def _run_ahead(self, staged: StagedFile, ahead: StreamingUpload) -> None:
         try:
             with ahead.scope, ahead.work.doing():
                 upload = staged.upload
                 if upload is None:
                     # The time of the content is known at the end only.
                     metadata = replace(staged.described(), mtime_ns=None).as_metadata()
-                    upload = await self._sender.begin(staged, metadata)
+                    upload = await self._steps.begin(staged, metadata)
                 while not ahead.is_last and (parts := _full_parts(staged, upload)):
                     await upload.send(staged.fd, parts, staged.written_to)
                     # Not every store tells of parts as much as it takes to know them again.

@@ -25,16 +25,16 @@ from fusefs.posix.directory.segment import Absent
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.removals import Removals
-from fusefs.posix.nodes.edit_base import Base
+from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.types import Answer, Caller, Opened, waiting
+from fusefs.posix.types import Answer, Caller, OpenResult, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import is_undecided
 from fusefs.posix.write.flush import WRITING, DiskAhead, Flusher
-from fusefs.posix.write.sparse_edit import Editor
+from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging_record import may_tell_uploaded
 from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
@@ -59,7 +59,7 @@ class Writer:
         self.inodes = state.inodes
         self.directories = state.directories
         self.staging = writing.staging
-        self.editor = Editor(state.cache, state.downloader)
+        self.editor = SparseEditor(state.cache, state.downloader)
         self.removals = removals
         self.flusher = Flusher(state, writing, removals, self.editor)
         self.uploads = self.flusher.uploads
@@ -76,6 +76,7 @@ class Writer:
 
     @property
     def may_delete(self) -> bool:
+        """Whether the mount may remove objects (`--no-delete` forbids it)."""
         return self._rules.may_delete
 
     # Opening
@@ -89,7 +90,7 @@ class Writer:
         caller: Caller,
         *,
         is_reserved: bool = False,
-    ) -> Answer[tuple[Inode, Opened]]:
+    ) -> Answer[tuple[Inode, OpenResult]]:
         """Make a new file and open it.
 
         With `is_reserved`, or where exclusive.py says so, the bucket decides
@@ -118,7 +119,7 @@ class Writer:
 
     async def _create_later(
         self, parent: Inode, name: str, meta: Meta, flags: int, caller: Caller
-    ) -> tuple[Inode, Opened]:
+    ) -> tuple[Inode, OpenResult]:
         now = time.time_ns()
         info = ObjectInfo(self.inodes.key(parent) + name, 0, "", now)
         made = (parent.children or {}).get(name)
@@ -137,7 +138,7 @@ class Writer:
 
     def _created(
         self, parent: Inode, name: str, info: ObjectInfo, meta: Meta, flags: int, caller: Caller
-    ) -> tuple[Inode, Opened]:
+    ) -> tuple[Inode, OpenResult]:
         self.deferred.drop(info.key)
         inode = self.inodes.create(parent, name, info, info.key)
         fd = self.staging.prepare(inode)
@@ -190,7 +191,7 @@ class Writer:
             condition=condition,
         )
 
-    def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[Opened]:
+    def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file for writing, or one that is staged."""
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
@@ -206,11 +207,11 @@ class Writer:
         if not self._rules.may_delete and not is_new:
             raise OSError(errno.EPERM, "the mount removes and overwrites nothing (--no-delete)")
 
-    async def _open_later(self, inode: Inode, flags: int, caller: Caller) -> Opened:
+    async def _open_later(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         await self.stage(inode, keep=0 if flags & os.O_TRUNC else None)
         return self.open_staged(inode, flags, caller)
 
-    def open_staged(self, inode: Inode, flags: int, caller: Caller) -> Opened:
+    def open_staged(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Open a file that is staged."""
         assert inode.info is not None
         version = inode.info.version
@@ -219,7 +220,7 @@ class Writer:
         # A handle that only writes needs no second copy in the kernel's pages.
         is_direct = flags & os.O_ACCMODE == os.O_WRONLY
         may_write = bool(flags & WRITING)
-        return Opened(handle.fh, keep_cache=True, may_write=may_write, is_direct=is_direct)
+        return OpenResult(handle.fh, keep_cache=True, may_write=may_write, is_direct=is_direct)
 
     async def stage(self, inode: Inode, *, keep: int | None) -> StagedFile:
         """Have a file staged, with the first `keep` bytes of its content (None: all).
@@ -296,7 +297,7 @@ class Writer:
         assert inode.info is not None
         info = inode.info
         wanted = info.size if keep is None else min(keep, info.size)
-        base = Base(self._cache.pin(info.version), wanted)
+        base = EditBase(self._cache.pin(info.version), wanted)
         staged: StagedFile | None = None
         try:
             fd = self.staging.prepare(inode)
@@ -430,7 +431,7 @@ class Writer:
                 staged.touch()
 
     async def _allocate_edited(
-        self, staged: StagedFile, base: Base, offset: int, length: int, mode: int
+        self, staged: StagedFile, base: EditBase, offset: int, length: int, mode: int
     ) -> None:
         """As `allocate`, where what is not in the file is the object's.
 

@@ -45,9 +45,11 @@ class Hedging:
         self.large = Hedge(self)
 
     def note_sent(self) -> None:
+        """A first GET was sent: it allows SHARE of a second one."""
         self._allowance = min(float(MOST_AT_ONCE), self._allowance + SHARE)
 
     def take(self) -> bool:
+        """Take a connection for a second GET, if the allowance has one and nothing waits for it."""
         if self._allowance < 1 or not self._connections.take_spare():
             return False
         self._allowance -= 1
@@ -56,6 +58,7 @@ class Hedging:
         return True
 
     def give_back(self, *, has_won: bool) -> None:
+        """A second GET has ended; whether its answer came first."""
         self._connections.release(Priority.PREFETCH)
         self._counted["hedged_won"] += has_won
 

@@ -7,7 +7,7 @@ obstore's thread costs 75 waits for that lock.
 
 This is one attempt, over a connection that is open. Whatever is not a plain
 success is left to a thread, with retries. A request whose answer is slow to begin
-may be sent again on another connection (`Hedge`).
+may be sent again on another connection (`HedgeRule`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import trio
 
 from fusefs.store.http import exchange as wire
 from fusefs.store.http.exchange import Answer
-from fusefs.store.http.pool import Borrowed, ConnectionPool
+from fusefs.store.http.pool import BorrowedConnection, ConnectionPool
 
 _Socket: TypeAlias = "_Plain | socket.socket"
 # What an answer takes beside the requested bytes.
 HEAD_ROOM = 16 << 10
 
 
-class Hedge(Protocol):
+class HedgeRule(Protocol):
     """When a request that has no answer yet is sent again, on another connection."""
 
     wait_s: float  # for the first byte; infinite means that no request is sent again
@@ -57,7 +57,7 @@ async def exchange(
     *,
     is_head: bool,
     size: int = 0,
-    hedge: Hedge | None = None,
+    hedge: HedgeRule | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> Answer | None:
     """Send a request and return its answer; None if the pool has no idle connection.
@@ -85,7 +85,7 @@ async def exchange(
     raise TimeoutError("the server sent nothing")
 
 
-async def _race(first: _Exchange, head: bytes, hedge: Hedge) -> Answer:
+async def _race(first: _Exchange, head: bytes, hedge: HedgeRule) -> Answer:
     """Send a request again; return the first answer that stands, or else one of two failures.
 
     The connection of the request that is not waited for any more is closed.
@@ -155,7 +155,7 @@ class _Exchange:
         self.is_head = is_head
         self.limit_s = math.inf if limit_s is None else limit_s
         self.sent_at = 0.0
-        self._borrowed = Borrowed(sock)
+        self._borrowed = BorrowedConnection(sock)
         self._limit_s = limit_s
         # A plain socket with a time-out does not block, beneath Python's own methods.
         self._plain = _Plain(sock) if limit_s and type(sock) is socket.socket else None
@@ -181,7 +181,7 @@ class _Exchange:
             await _send(self._sock, memoryview(head + body))
         self.sent_at = trio.current_time()
 
-    async def has_begun(self, hedge: Hedge) -> bool:
+    async def has_begun(self, hedge: HedgeRule) -> bool:
         """Whether the answer begins before the request may be sent again."""
         hedge.note_sent()
         with trio.CancelScope(deadline=self.sent_at + hedge.wait_s):
@@ -192,7 +192,7 @@ class _Exchange:
             hedge.note_first_byte(trio.current_time() - self.sent_at)
         return has_begun
 
-    async def receive_late(self, hedge: Hedge) -> Answer:
+    async def receive_late(self, hedge: HedgeRule) -> Answer:
         """Receive an answer that is slow, and is not requested again."""
         await self._begin()
         hedge.note_first_byte(trio.current_time() - self.sent_at)

@@ -25,7 +25,7 @@ from fusefs.store import unreachable
 from fusefs.store.customer_key import COPY_SOURCE, CustomerKey
 from fusefs.store.errors import AttemptError, Failure, UnreachableError, from_body
 from fusefs.store.http import async_exchange, exchange
-from fusefs.store.http.async_exchange import Hedge
+from fusefs.store.http.async_exchange import HedgeRule
 from fusefs.store.http.exchange import Answer, RequestBody
 from fusefs.store.http.pool import ConnectionPool, Network
 from fusefs.store.http.proxies import PORTS
@@ -59,7 +59,7 @@ class _Pattern:
     pool: ConnectionPool
 
 
-class Direct:
+class HttpClient:
     """Sends one bucket's requests, from any number of threads and the event loop."""
 
     def __init__(
@@ -188,7 +188,7 @@ class Direct:
         headers: Mapping[str, str],
         body: bytes | bytearray | None = None,
         size: int = 0,
-        hedge: Hedge | None = None,
+        hedge: HedgeRule | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> Answer | None:
         """Send one small request from the event loop; return the answer, which has an ETag.

@@ -10,7 +10,7 @@ A long body without TLS goes from the socket into one buffer, and from there int
 its file: two system calls for a MiB, both without the interpreter's lock.
 
 A socket's time-out ends a silence, not an answer of which a byte comes now and then:
-that is what `Pace` watches for.
+that is what `LeastProgress` watches for.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnswerHead:
     """What an answer begins with; `is_reusable` if another may come on the same connection."""
 
     status: int
@@ -85,7 +85,7 @@ class Head:
         return int(length)
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Where an answer comes from: a socket."""
 
     def recv(self, size: int, /) -> bytes: ...
@@ -93,8 +93,8 @@ class Source(Protocol):
     def gettimeout(self) -> float | None: ...
 
 
-class Pace:
-    """Whether a connection gets on, by how long this side waits for the other.
+class LeastProgress:
+    """Refuses a connection that moves too few bytes for the time that this side waits for it.
 
     What the caller does between the pieces, on a slow disk say, does not count. Nor does a wait
     that is longer than the socket's time-out `silence_s` allows (None: any): this process was
@@ -173,7 +173,7 @@ def exchange(
 
 
 def _send_body(sock: socket.socket, body: RequestBody) -> None:
-    pace = Pace(PACE_WINDOW_S, sock.gettimeout())
+    pace = LeastProgress(PACE_WINDOW_S, sock.gettimeout())
     body.seek(0)
     while piece := body.read():
         while piece:  # `sendall` would have one time-out for all of it
@@ -213,7 +213,7 @@ def read(stream: Stream, *, is_head: bool) -> tuple[Answer, bool]:
     return Answer(head.status, head.headers, content), is_whole and head.is_reusable
 
 
-def _final_head(stream: Stream) -> Head:
+def _final_head(stream: Stream) -> AnswerHead:
     while True:
         head = read_head(stream.until(b"\r\n\r\n"))
         if head.status >= 200:
@@ -221,7 +221,7 @@ def _final_head(stream: Stream) -> Head:
             return head
 
 
-def _content(stream: Stream, head: Head, *, is_head: bool) -> tuple[bytes, bool]:
+def _content(stream: Stream, head: AnswerHead, *, is_head: bool) -> tuple[bytes, bool]:
     """A body, and whether nothing else can be on its way."""
     size = head.body_size(is_head=is_head)
     if size is not None:
@@ -270,7 +270,7 @@ def _hand_on(
     sock: socket.socket, first: bytes, size: int, take: Callable[[memoryview], None]
 ) -> None:
     limit_s = sock.gettimeout()
-    pace = Pace(PACE_WINDOW_S, limit_s)
+    pace = LeastProgress(PACE_WINDOW_S, limit_s)
     if isinstance(sock, ssl.SSLSocket):
         _hand_on_pieces(sock, first, size, take, pace, 0)
         return
@@ -317,7 +317,7 @@ def _set_receive_limit(sock: socket.socket, limit_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def read_head(text: bytes) -> Head:
+def read_head(text: bytes) -> AnswerHead:
     """What the lines before an answer's body tell.
 
     Raises:
@@ -335,7 +335,7 @@ def read_head(text: bytes) -> Head:
         name, value = name.lower(), value.strip()
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     is_reusable = protocol == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
-    return Head(int(rest[:3]), headers, is_reusable)
+    return AnswerHead(int(rest[:3]), headers, is_reusable)
 
 
 def _read_chunks(stream: Stream) -> bytes:
@@ -357,10 +357,10 @@ def _read_chunks(stream: Stream) -> bytes:
 class Stream:
     """What arrives on a connection; once it has begun, by a pace over so many seconds."""
 
-    def __init__(self, sock: Source, window_s: float | None = None) -> None:
+    def __init__(self, sock: ByteSource, window_s: float | None = None) -> None:
         self._sock = sock
         self._data = b""
-        self._pace = Pace(PACE_WINDOW_S if window_s is None else window_s, sock.gettimeout())
+        self._pace = LeastProgress(PACE_WINDOW_S if window_s is None else window_s, sock.gettimeout())
         self._has_begun = False
 
     @property
@@ -380,6 +380,7 @@ class Stream:
             self._data += self._more()
 
     def exactly(self, size: int) -> bytes:
+        """The next `size` bytes."""
         pieces, missing = [self._data[:size]], size - len(self._data)
         self._data = self._data[size:]
         while missing > 0:

@@ -49,7 +49,7 @@ class Network:
 
 
 @dataclass(slots=True)
-class Borrowed:
+class BorrowedConnection:
     """A connection in use; it is closed unless the borrower sets `is_reusable`."""
 
     sock: socket.socket
@@ -81,13 +81,13 @@ class ConnectionPool:
         self.headers = _authorization(proxy) if is_forwarded else {}
 
     @contextmanager
-    def connection(self) -> Iterator[Borrowed]:
+    def connection(self) -> Iterator[BorrowedConnection]:
         """An idle connection, or a new one. Blocks.
 
         Raises:
             AttemptError: none can be opened.
         """
-        borrowed = Borrowed(self.take_idle() or self._connect())
+        borrowed = BorrowedConnection(self.take_idle() or self._connect())
         try:
             yield borrowed
         finally:
@@ -111,9 +111,9 @@ class ConnectionPool:
         Raises:
             AttemptError: none can be opened.
         """
-        self.give_back(Borrowed(self._connect(), is_reusable=True))
+        self.give_back(BorrowedConnection(self._connect(), is_reusable=True))
 
-    def give_back(self, borrowed: Borrowed) -> None:
+    def give_back(self, borrowed: BorrowedConnection) -> None:
         """Keep a connection for the next request if it can be used again."""
         has_room = len(self._idle) < self._network.max_idle
         if borrowed.is_reusable and has_room and not self._is_closed:

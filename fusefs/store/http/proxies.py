@@ -41,6 +41,8 @@ class Proxies:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Proxies:
+        """What the variables of an environment say; those in lower case win, as for curl."""
+
         def value(name: str) -> str:
             lower = name.lower()
             return environment[lower] if lower in environment else environment.get(name, "")

@@ -22,7 +22,7 @@ from fusefs.store import many_deletes, renewal
 from fusefs.store.customer_key import CustomerKey
 from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, translate
 from fusefs.store.http import proxies, redirects, trust
-from fusefs.store.http.client import Direct, unsigned_body
+from fusefs.store.http.client import HttpClient, unsigned_body
 from fusefs.store.http.pool import Network
 from fusefs.store.http.threads import SharedCall
 from fusefs.store.s3 import list_parser, plain
@@ -79,7 +79,7 @@ class S3Settings:
 
 
 @dataclass(slots=True)
-class Refusals:
+class ObstoreRefusals:
     """Why obstore can't be used, as far as was seen; outlives clients with old credentials."""
 
     known: set[str] = field(default_factory=set)
@@ -94,7 +94,7 @@ class Clients:
     `is_confined` says that `objects` is not to be used.
     """
 
-    def __init__(self, settings: S3Settings, refusals: Refusals | None = None) -> None:
+    def __init__(self, settings: S3Settings, refusals: ObstoreRefusals | None = None) -> None:
         """Find the credentials and make the clients. Blocks.
 
         Raises:
@@ -102,7 +102,7 @@ class Clients:
             StoreError: certificates or proxies that were named can't be used.
         """
         self._settings = settings
-        self._refusals = refusals or Refusals()
+        self._refusals = refusals or ObstoreRefusals()
         self._proxies = proxies.Proxies.of(os.environ)
         self._core: BotocoreSession | None = None
         self._session: boto3.Session | None = None
@@ -137,7 +137,7 @@ class Clients:
         if settings.requester_pays:
             self.request["RequestPayer"] = "requester"
         headers = settings.write_options.headers()
-        self.direct = Direct(self._credentials, self._network, headers, settings.customer_key)
+        self.direct = HttpClient(self._credentials, self._network, headers, settings.customer_key)
         self.s3: Any
         if is_plain and self._begin_plainly():
             assert settings.endpoint_url is not None
@@ -228,7 +228,7 @@ class Clients:
             profile_name=self._settings.profile, region_name=region, botocore_session=core
         )
         provider = core.get_component("credential_provider")
-        core.register_component("credential_provider", renewal.Provider(provider))
+        core.register_component("credential_provider", renewal.RenewingProvider(provider))
         return session
 
     def has_other_credentials(self) -> bool:
@@ -497,9 +497,9 @@ class ClientSource:
         self._settings = settings
         self.clients: Clients | None = None
         self.principal: str | None = None
-        self._refusals = Refusals()
+        self._refusals = ObstoreRefusals()
         self._connecting = SharedCall(self._take)
-        self._looking = SharedCall(self._take_look)
+        self._credentials_call = SharedCall(self._look_for_credentials)
         self._connected = 0.0
 
     @property
@@ -542,19 +542,19 @@ class ClientSource:
             return True
         if current is None:
             return False
-        if not self._looking.is_under_way:
+        if not self._credentials_call.is_under_way:
             now = time.monotonic()
             if now - self._connected < RECONNECT_EVERY_S:
                 return False
             self._connected = now
         look = partial(_look_for_others, current)
         try:
-            await self._looking.wait(look)
+            await self._credentials_call.wait(look)
         except AttemptError as error:
             logger.info("no other credentials: %s", error)
         return self.clients is not current
 
-    def _take_look(self, replaced: Clients | None) -> None:
+    def _look_for_credentials(self, replaced: Clients | None) -> None:
         """Use other credentials than those of these clients, if there are any."""
         if replaced is not None and self.clients is replaced:
             self.clients = None

@@ -83,7 +83,7 @@ class Getter:
     ) -> None:
         """As `Store.download`."""
         requester = self._requester
-        part = MissingPart(version, start, stop, write, requester.counted)
+        part = RangeDownload(version, start, stop, write, requester.counted)
         part.has_checksums = self._has_checksums
         while True:
             part.has_if_match = self._has_if_match
@@ -111,13 +111,13 @@ class Getter:
             logger.info("%s: the store refuses to show checksums: none is compared", bucket)
             self._has_checksums = False
 
-    async def _download(self, part: MissingPart, priority: Urgency, *, in_loop: bool) -> None:
+    async def _download(self, part: RangeDownload, priority: Urgency, *, in_loop: bool) -> None:
         if in_loop and part.size <= SMALL and await self._read(part, priority):
             return
         send = partial(self._stream, part, priority)
         await self._requester.retried("GET", part.version.key, send, progress=part)
 
-    async def _read(self, part: MissingPart, priority: Urgency) -> bool:
+    async def _read(self, part: RangeDownload, priority: Urgency) -> bool:
         """Read what is missing in the event loop; False if a thread is to go on."""
         requester, key = self._requester, part.version.key
         answer = await requester.send_now(
@@ -138,7 +138,7 @@ class Getter:
             return False
         return True
 
-    async def _stream(self, part: MissingPart, priority: Urgency, budget: RetryBudget) -> None:
+    async def _stream(self, part: RangeDownload, priority: Urgency, budget: RetryBudget) -> None:
         """One attempt in a thread, and beside it a second request if it is slow to answer.
 
         Raises:
@@ -156,7 +156,7 @@ class Getter:
                 await self._hedged(part, race, clients)
         race.raise_error()
 
-    async def _hedged(self, part: MissingPart, race: _Race, clients: Clients) -> None:
+    async def _hedged(self, part: RangeDownload, race: _Race, clients: Clients) -> None:
         hedge = self.hedging.large
         hedge.note_sent()
         began = time.monotonic()
@@ -175,8 +175,8 @@ class Getter:
             hedge.note_first_byte(race.won_at - began)
 
 
-class MissingPart:
-    """The bytes [start, stop) of a version on their way into `write`, over several attempts."""
+class RangeDownload:
+    """The download of the bytes [start, stop) of a version into `write`, over several attempts."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class _Race:
             self.is_decided.set()
             self._has_ended.set()
 
-    async def watch(self, part: MissingPart) -> None:
+    async def watch(self, part: RangeDownload) -> None:
         """Give up what brings nothing more."""
         while not self._has_ended.is_set():
             before = part.position
@@ -382,7 +382,7 @@ class _Race:
 class GetStream:
     """One request for what is missing, in a thread. Nothing is written before `race.claim`."""
 
-    def __init__(self, part: MissingPart, race: _Race) -> None:
+    def __init__(self, part: RangeDownload, race: _Race) -> None:
         self.attempt = Attempt()
         self._part = part
         self._race = race

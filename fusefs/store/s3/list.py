@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusefs.store.errors import AttemptError, Failure, UnreachableError, UnsupportedError
-from fusefs.store.http.client import Direct
+from fusefs.store.http.client import HttpClient
 from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import ListPage
 from fusefs.store.s3 import list_parser
@@ -41,7 +41,7 @@ class Lister:
     `request` goes with every call of the client.
     """
 
-    def __init__(self, client: Any, direct: Direct, request: Mapping[str, Any]) -> None:
+    def __init__(self, client: Any, direct: HttpClient, request: Mapping[str, Any]) -> None:
         self._client = client
         self._direct = direct
         self._request = request

@@ -36,7 +36,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
-from fusefs.store.http.async_exchange import Hedge
+from fusefs.store.http.async_exchange import HedgeRule
 from fusefs.store.http.exchange import ANSWER_LIMIT_S, Answer
 from fusefs.store.http.threads import AbandonedError, Attempt, Progress, Threads, Transfer
 from fusefs.store.interface import (
@@ -198,7 +198,7 @@ class Requester:
         priority: Urgency = demanded,
         condition: Strict = None,
         on_failure: Callable[[], None] = lambda: None,
-        hedge: Hedge | None = None,
+        hedge: HedgeRule | None = None,
     ) -> Answer | None:
         """Send a small PUT, COPY, HEAD, GET or DELETE from the event loop; return its answer.
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from csi.controller import taints
-from csi.controller.taints import TAINT, Api, Untainter
+from csi.controller.taints import TAINT, ApiServer, Untainter
 from csi.server import DRIVER_NAME
 
 OTHER = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
@@ -81,7 +81,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def untainter(server: Server, tmp_path: Path) -> Untainter:
     (tmp_path / "token").write_text("the-token\n")
-    return Untainter(Api(f"http://127.0.0.1:{server.server_port}", tmp_path / "token"))
+    return Untainter(ApiServer(f"http://127.0.0.1:{server.server_port}", tmp_path / "token"))
 
 
 def csi_node(name: str, *drivers: str, kind: str = "ADDED") -> dict[str, Any]:

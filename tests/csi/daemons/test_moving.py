@@ -78,7 +78,9 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def move(directory: Path, keepers: list[PlayedKeeper], limit_s: float) -> bool:
     """Whether all have moved in time."""
     old = PlayedSupervisor(keepers)
-    mover = threading.Thread(target=migration.Moving(old.theirs, directory, NEW).run, daemon=True)
+    mover = threading.Thread(
+        target=migration.Migration(old.theirs, directory, NEW).run, daemon=True
+    )
     mover.start()
     mover.join(limit_s)
     return not mover.is_alive()

@@ -67,7 +67,7 @@ class Node:
 
     def __init__(self) -> None:
         self.template = DaemonTemplate([sys.executable, "-c", STAND_IN], COMMON)
-        self.template.look()
+        self.template.check_process()
         self._stack = contextlib.ExitStack()
 
     def fork(self, uid: int, secret: str) -> Forked:
@@ -221,6 +221,9 @@ def test_another_template_comes_up_when_one_is_killed(
     first = node.fork(40001, "one")
     killed = node.template.pid
     os.kill(killed, signal.SIGKILL)
-    until(lambda: node.template.look() or node.template.pid not in (0, killed), "another is there")
+    until(
+        lambda: node.template.check_process() or node.template.pid not in (0, killed),
+        "another is there",
+    )
     assert not has_ended(first.pidfd)  # what it has forked goes on
     node.fork(40002, "two").go()

@@ -15,7 +15,7 @@ from csi.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from csi.identities.cache_domains import Domains, NoUidError
+from csi.identities.cache_domains import CacheDomains, NoUidError
 from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFiles, Identity, choose
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.volume.options import Options
@@ -163,10 +163,10 @@ def test_files_of_a_newer_driver_go_with_their_mount(tmp_path: Path) -> None:
 
 
 def test_domains_have_uids_of_their_own_and_keep_them(tmp_path: Path) -> None:
-    domains = Domains(tmp_path / "cache", 2000, 2001)
+    domains = CacheDomains(tmp_path / "cache", 2000, 2001)
     one, other = (domains.claim(domains.name_of("domain", part)) for part in "ab")
     assert {one.uid, other.uid} == {2000, 2001}
-    again = Domains(tmp_path / "cache", 2000, 2001)
+    again = CacheDomains(tmp_path / "cache", 2000, 2001)
     assert again.claim(again.name_of("domain", "b")) == other
     found = other.directory.stat()
     assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (other.uid, 0o700)
@@ -177,7 +177,7 @@ def test_domains_have_uids_of_their_own_and_keep_them(tmp_path: Path) -> None:
 
 
 def test_a_domain_that_was_half_made_is_finished(tmp_path: Path) -> None:
-    domains = Domains(tmp_path, 2000, 2001)
+    domains = CacheDomains(tmp_path, 2000, 2001)
     name = domains.name_of("domain", "a")
     (tmp_path / name).mkdir(mode=0o700)
     assert domains.claim(name).uid == 2000
@@ -185,7 +185,9 @@ def test_a_domain_that_was_half_made_is_finished(tmp_path: Path) -> None:
 
 def test_no_domain_gets_the_user_of_another_ones_mounts(tmp_path: Path) -> None:
     mounts: dict[str, int] = {}
-    old, new = (Domains(tmp_path / disk, 2000, 2002, lambda: mounts) for disk in ("old", "new"))
+    old, new = (
+        CacheDomains(tmp_path / disk, 2000, 2002, lambda: mounts) for disk in ("old", "new")
+    )
     first, later = (disk.name_of("domain") for disk in (old, new))
     mounts[first] = old.claim(first).uid
     # The disk of the caches is another one now, and the pods go on.
@@ -215,6 +217,6 @@ def test_the_user_of_a_mount_whose_settings_cannot_be_read_is_taken_as_well(
 
 
 def test_names_depend_on_every_part_and_its_bounds(tmp_path: Path) -> None:
-    domains = Domains(tmp_path, 2000, 2001)
+    domains = CacheDomains(tmp_path, 2000, 2001)
     assert domains.name_of("ab", "c") != domains.name_of("a", "bc")
     assert domains.name_of("a", "b") == domains.name_of("a", "b")

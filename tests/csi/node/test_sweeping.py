@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from csi.identities import cache_gc
-from csi.identities.cache_domains import Domain, Domains
+from csi.identities.cache_domains import CacheDomain, CacheDomains
 from csi.identities.cache_gc import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, CacheCollector
-from csi.volume.options import Shares
+from csi.volume.options import NodeShares
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
 from tests.support.machine.disks import small_disk
@@ -41,26 +41,28 @@ def as_anybody(runnable: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def domains(public_path: Path) -> Domains:
-    return Domains(public_path / "cache", FIRST_UID, FIRST_UID + 9)
+def domains(public_path: Path) -> CacheDomains:
+    return CacheDomains(public_path / "cache", FIRST_UID, FIRST_UID + 9)
 
 
 class Node:
     """The mounts of a node, and who looks after its caches."""
 
-    def __init__(self, domains: Domains) -> None:
+    def __init__(self, domains: CacheDomains) -> None:
         self.domains = domains
         self.used: list[str] = []
-        self.collector = CacheCollector(domains, lambda: self.used, Shares(0, 0, None, "0%", "0%"))
+        self.collector = CacheCollector(
+            domains, lambda: self.used, NodeShares(0, 0, None, "0%", "0%")
+        )
 
-    def domain(self, name: str, *, unused_s: float = 2 * KEEP_S) -> Domain:
+    def domain(self, name: str, *, unused_s: float = 2 * KEEP_S) -> CacheDomain:
         """A domain with something in its cache, unless it is read from here on."""
         domain = self.domains.claim(self.domains.name_of(name))
         self.put(domain, "format", "catalog.sqlite3", "shared/objects/ab/abcdef.1", "mounts/m/log")
         self.age(domain, unused_s)
         return domain
 
-    def put(self, domain: Domain, *paths: str) -> None:
+    def put(self, domain: CacheDomain, *paths: str) -> None:
         for path in paths:
             file = domain.directory / path
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -69,11 +71,11 @@ class Node:
             for one in (*folders, *files):
                 os.chown(os.path.join(directory, one), domain.uid, domain.uid)
 
-    def age(self, domain: Domain, unused_s: float) -> None:
+    def age(self, domain: CacheDomain, unused_s: float) -> None:
         then = domain.directory.stat().st_mtime - unused_s
         os.utime(domain.directory, (then, then))
 
-    def mount(self, domain: Domain) -> None:
+    def mount(self, domain: CacheDomain) -> None:
         settings = MountSettings(
             source=MountSource("bucket"), mountpoint=Path("/mnt"), cache_dir=domain.directory
         )
@@ -81,7 +83,7 @@ class Node:
 
 
 @pytest.fixture
-def node(domains: Domains) -> Node:
+def node(domains: CacheDomains) -> Node:
     return Node(domains)
 
 
@@ -206,8 +208,8 @@ def test_when_something_is_scarce_the_longest_unused_goes_first(
 def test_a_full_disk_is_scarce(public_path: Path) -> None:
     with small_disk(public_path / "disk", 4) as disk:
         os.chmod(disk, 0o711)
-        node = Node(Domains(disk / "cache", FIRST_UID, FIRST_UID + 9))
-        node.collector = CacheCollector(node.domains, list, Shares(0, 0, None, "50%", "0%"))
+        node = Node(CacheDomains(disk / "cache", FIRST_UID, FIRST_UID + 9))
+        node.collector = CacheCollector(node.domains, list, NodeShares(0, 0, None, "50%", "0%"))
         old = node.domain("old", unused_s=2 * KEEP_IF_SCARCE_S)
         node.collector.collect()
         assert old.directory.exists()

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from csi.errors import InvalidArgumentError
-from csi.volume.options import Warm, read_options
+from csi.volume.options import WarmOption, read_options
 from fusefs.launch import control, registry
 from tests.support.csi.node import Node, code_of, running_node, until_final
 from tests.support.servers.buckets import Bucket
@@ -106,7 +106,7 @@ def read_cold(node: Node, faulty: FaultyS3, target: Any) -> None:
     ],
 )
 def test_paths_are_relative_to_the_volume(text: str, paths: tuple[str, ...]) -> None:
-    assert read_options({"warm": text}, (), is_inline=True).warm == Warm(paths)
+    assert read_options({"warm": text}, (), is_inline=True).warm == WarmOption(paths)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache.listing_cache import NoPages
+from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Segment
 from fusefs.posix.directory.walk import WALK_AFTER
@@ -130,7 +130,7 @@ async def walk() -> AsyncIterator[tuple[InMemory, HeadCache, list[Inode], Segmen
     heard_nothing(head_policy, "elsewhere/", EXPERIENCE)
     inodes = InodeTable("", NoJournal())
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, math.inf, NoPages(), nursery, head_policy)
+        directories = Directories(store, math.inf, NoListingCache(), nursery, head_policy)
         head_cache = HeadCache(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
         for prefix in prefixes[:WALK_AFTER]:
             segment = await directories.segment_behind(directories.get(prefix), "", 0.0)

@@ -174,7 +174,7 @@ def given_files(user: users.User | None) -> dict[str, str]:
 
 
 def test_a_daemon_reads_the_files_that_it_may_read_by_itself(credentials: Path) -> None:
-    assert given_files(users.own()) == {}
+    assert given_files(users.current_user()) == {}
 
 
 @pytest.mark.parametrize("user", [None, users.User("stranger", 54321, 54321, ())])
@@ -188,7 +188,9 @@ def test_a_daemon_gets_what_is_behind_a_relative_path(
 ) -> None:
     monkeypatch.chdir(credentials.parent)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", credentials.name)
-    assert given_files(users.own()) == {"AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()}
+    assert given_files(users.current_user()) == {
+        "AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()
+    }
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-from fusefs.exporter.asking import target_at
 from fusefs.exporter.collector import MountCollector, registry_of
+from fusefs.exporter.queries import target_at
 from fusefs.exporter.serving import serve
 from tests.support.machine.disks import fill, small_disk
 from tests.support.mounting import Mount, Mounter

@@ -20,7 +20,7 @@ import trio
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.namespace import removals
 from fusefs.posix.namespace.removals import MANY
-from fusefs.posix.types import Found, NewAttributes
+from fusefs.posix.types import LookupResult, NewAttributes
 from fusefs.posix.write import recovery, staging_record
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
 from fusefs.store.interface import DeleteFailure
@@ -621,7 +621,7 @@ async def test_what_is_about_to_be_removed_has_no_head(
         await remove(process)
         heads = mount.store.count("HEAD")
         found = process.operations.lookup(parent.nodeid, b"large", process.caller())
-        assert isinstance(found, Found)
+        assert isinstance(found, LookupResult)
         assert found.inode is not None
         assert not found.has_attributes
         assert mount.store.count("HEAD") == heads
@@ -631,7 +631,7 @@ async def test_what_is_about_to_be_removed_has_no_head(
         inode, _ = await later
         assert stat.S_IMODE(process.operations.attributes(inode).mode) == 0o600
         small = process.operations.lookup(parent.nodeid, b"small", process.caller())
-        assert not isinstance(small, Found)
+        assert not isinstance(small, LookupResult)
         assert (await small).has_attributes
 
 

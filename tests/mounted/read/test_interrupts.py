@@ -52,7 +52,7 @@ class Onlooker:
         self.reported = reported
         self.requested: list[int] = []
 
-    async def look(self, pid: int) -> int:
+    async def look_at_process(self, pid: int) -> int:
         await trio.lowlevel.checkpoint()
         self.requested.append(pid)
         return self.reported
@@ -121,7 +121,7 @@ async def test_a_keeper_that_does_not_answer_holds_no_request_up_behind_others(
     autojump_clock: MockClock,
 ) -> None:
     class Stuck(Onlooker):
-        async def look(self, pid: int) -> int:
+        async def look_at_process(self, pid: int) -> int:
             await trio.sleep(LOOK_LIMIT_S)
             return UNKNOWN
 
@@ -218,7 +218,7 @@ async def test_a_keeper_that_does_not_say_that_it_looks_gets_no_request() -> Non
         reported = protocol.receive(its, protocol.FROM_DAEMON)
         assert reported is not None
         assert reported.a == 1
-        assert await keeper.look(PID) == UNKNOWN
+        assert await keeper.look_at_process(PID) == UNKNOWN
         with pytest.raises(BlockingIOError):
             its.recv(1, socket.MSG_DONTWAIT)
     ours.close()
@@ -244,7 +244,7 @@ async def test_what_the_keeper_answers_counts_as_far_as_it_makes_sense(makes_sen
             await keeper.quiesced.wait()
             assert keeper.namespace == 77
             nursery.start_soon(trio.to_thread.run_sync, answer)
-            assert await keeper.look(PID) == (IS_KILLED if makes_sense else UNKNOWN)
+            assert await keeper.look_at_process(PID) == (IS_KILLED if makes_sense else UNKNOWN)
             nursery.cancel_scope.cancel()
     ours.close()
 

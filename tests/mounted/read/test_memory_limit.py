@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.cache.listing_cache import NoPages
+from fusefs.cache.listing_cache import NoListingCache
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.posix.directory.listings import Directories
 from fusefs.settings.memory import MemoryBudget
@@ -210,7 +210,7 @@ async def test_listings_are_dropped_when_there_is_no_memory_for_them() -> None:
     with ListingServer(keys).serving() as server:
         store = S3Store(S3Settings("bucket", endpoint_url=server.endpoint_url, anonymous=True))
         async with trio.open_nursery() as nursery:
-            directories = Directories(store, 60.0, NoPages(), nursery)
+            directories = Directories(store, 60.0, NoListingCache(), nursery)
             directories.most_entries = 200
             for number in range(20):
                 await directories.lookup(directories.get(f"{number:02}/"), "1")

@@ -8,7 +8,7 @@ import pytest
 
 from fusefs.cluster_cache import remote as remote_module
 from fusefs.cluster_cache.block import Domain, StoredBlock
-from fusefs.cluster_cache.remote import Remote
+from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.store.errors import AttemptError
 from fusefs.store.interface import ObjectVersion, demanded
 from fusefs.store.s3.clients import ClientSource, S3Settings
@@ -34,7 +34,7 @@ async def test_expired_credentials_are_looked_for_anew(
     bucket: Bucket, faulty: FaultyS3, renewals: list[ClientSource], in_loop: bool
 ) -> None:
     faulty.clear()
-    remote = Remote(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
+    remote = BlockBucket(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
     taken: list[bytes] = []
 
     async def get() -> None:
@@ -71,7 +71,7 @@ async def test_a_block_that_collides_with_another_nodes_is_there_only_if_that_on
     bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_module, "COLLIDED_S", 0.0)
-    remote = Remote(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
+    remote = BlockBucket(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
     try:
         await remote.open()
         collided = faulty.add("PUT", "blocks/*", code="ConditionalRequestConflict", times=2)
@@ -97,7 +97,7 @@ async def test_what_is_stored_too_slowly_is_not_held_in_memory(
     faulty.clear()
     domain, size = Domain("", "bucket", b"secret"), 1 << 20
     block = domain.block(ObjectVersion("a", '"e"', size), 0)
-    remote = Remote(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
+    remote = BlockBucket(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
     try:
         await remote.open()
         held = faulty.hold("PUT", "blocks/*")
@@ -117,8 +117,8 @@ async def test_what_is_stored_too_slowly_is_not_held_in_memory(
 @pytest.mark.usefixtures("as_owner")
 async def test_requests_to_the_cluster_cache_are_none_to_s3(bucket: Bucket) -> None:
     before = S3_REQUESTS.samples()
-    remote = Remote(S3Settings(bucket.name, bucket.server.endpoint_url), "blocks/")
-    away = Remote(S3Settings(bucket.name, "http://127.0.0.1:9"), "blocks/")
+    remote = BlockBucket(S3Settings(bucket.name, bucket.server.endpoint_url), "blocks/")
+    away = BlockBucket(S3Settings(bucket.name, "http://127.0.0.1:9"), "blocks/")
     try:
         await remote.open()
         assert await remote.put(BLOCK.name, BODY, overwrites=False)

@@ -10,7 +10,7 @@ import pytest
 
 from csi.controller.bucket_client import MOST_BYTES
 from csi.controller.bucket_client import Bucket as CsiBucket
-from csi.identities.keys import Keys
+from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http.proxies import Proxies, ProxyError, make_client, shown
@@ -231,7 +231,7 @@ def test_the_controller_chooses_proxies_as_mounts_do(
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(secure.authority))
     monkeypatch.setenv("ALL_PROXY", proxy.url)
-    keys = Keys(ACCESS_KEY, SECRET_KEY, None)
+    keys = AccessKeys(ACCESS_KEY, SECRET_KEY, None)
     through = CsiBucket(CsiStore("through", secure.url, REGION), shared.name, None, keys)
     assert through.get("body") == BODY[:MOST_BYTES]
     assert proxy.tunnels == [secure.url.removeprefix("https://")]

@@ -13,7 +13,7 @@ import pytest
 
 from csi.controller.bucket_client import MOST_BYTES
 from csi.controller.bucket_client import Bucket as CsiBucket
-from csi.identities.keys import Keys
+from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http import trust
@@ -149,7 +149,7 @@ async def test_certificates_that_are_missing_matter_only_where_they_are_needed(
 def test_the_controller_trusts_what_mounts_trust(
     shared: Bucket, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = Keys(ACCESS_KEY, SECRET_KEY, None)
+    keys = AccessKeys(ACCESS_KEY, SECRET_KEY, None)
     unknown = CsiBucket(CsiStore("secure", secure.url, REGION), shared.name, None, keys)
     with pytest.raises(StoreError, match="not trusted"):
         unknown.get("body")

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from fusefs.store.fencing import without_token
-from fusefs.store.http.client import Direct
+from fusefs.store.http.client import HttpClient
 from fusefs.store.s3 import put as writing
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket
@@ -30,7 +30,7 @@ async def test_a_small_file_takes_no_thread(
     file = make_file(size)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         await put(store, "first", file)  # opens a connection
-        monkeypatch.setattr(Direct, "send", _fail)
+        monkeypatch.setattr(HttpClient, "send", _fail)
         for name in ("one", "another"):
             info = await put(store, name, file)
             assert (info.size, without_token(info.metadata or {})) == (size, METADATA)
@@ -47,7 +47,7 @@ async def test_small_files_go_through_tls_as_well(
             async with trio.open_nursery() as nursery:
                 for number in range(3):
                     nursery.start_soon(put, store, f"first{number}", file)
-            monkeypatch.setattr(Direct, "send", _fail)
+            monkeypatch.setattr(HttpClient, "send", _fail)
             async with trio.open_nursery() as nursery:
                 for number in range(2):
                     nursery.start_soon(put, store, f"then{number}", file)

@@ -21,7 +21,7 @@ import trio
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.listing_cache import NoPages
+from fusefs.cache.listing_cache import NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.fuse.passthrough import NoPassthrough
 from fusefs.posix.directory.listings import Directories
@@ -29,7 +29,7 @@ from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.journal.restore import restore
 from fusefs.posix.late.uncertain_keys import UncertainKeys
-from fusefs.posix.mount_state import MountState, Rules, Writing
+from fusefs.posix.mount_state import MountState, WriteRules, Writing
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.nodes.notifier import Notifier
@@ -223,7 +223,7 @@ class MortalMount:
         ended = contextlib.ExitStack()
         try:
             async with trio.open_nursery() as nursery:
-                directories = Directories(self.store, 60.0, NoPages(), nursery)
+                directories = Directories(self.store, 60.0, NoListingCache(), nursery)
                 notifier = Notifier()
                 mount_state = MountState(
                     store=self.store,
@@ -238,7 +238,9 @@ class MortalMount:
                     mounted_ns=self._mounted_ns,
                     notifier=notifier,
                 )
-                operations = Operations(mount_state, self._writing(nursery, cache, Rules(**rules)))
+                operations = Operations(
+                    mount_state, self._writing(nursery, cache, WriteRules(**rules))
+                )
                 assert operations.mutations is not None
                 ended.callback(os.close, operations.mutations.writer.empty)
                 if state is not None:
@@ -265,7 +267,7 @@ class MortalMount:
         self._is_mounted = True
         return Journal(path), None
 
-    def _writing(self, nursery: trio.Nursery, cache: FileCache, rules: Rules) -> Writing:
+    def _writing(self, nursery: trio.Nursery, cache: FileCache, rules: WriteRules) -> Writing:
         staging = self.directory / "staging" / str(self._mounted_ns)
         renames = self.directory / "renames"
         for directory in (staging, renames):

@@ -95,7 +95,7 @@ def output() -> Iterator[tuple[int, int]]:
 
 def launch(
     path: str, stdout: int, uid: int = NOBODY, *, is_beside: bool = False
-) -> supervisor_protocol.Process:
+) -> supervisor_protocol.ProcessHandle:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, its, open(os.devnull) as null:
         return supervisor_protocol.launch(
@@ -120,7 +120,7 @@ def test_a_daemon_is_started_as_its_user_with_its_keepers_part_of_the_environmen
     assert os.read(reader, 100) == f"{NOBODY} given True False\n".encode()
     process.signal(signal.SIGTERM)
     until(lambda: has_ended(process.pidfd), "it has ended")
-    assert os.WTERMSIG(until(process.hear_end, "its end is reported")) == signal.SIGTERM
+    assert os.WTERMSIG(until(process.poll_end, "its end is reported")) == signal.SIGTERM
     assert supervisor_protocol.count(supervisor) == 0
 
 

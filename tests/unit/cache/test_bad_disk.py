@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.cache import disk
-from fusefs.cache.integrity import trouble, unreadable
+from fusefs.cache.integrity import readability, trouble
 from tests.support.local_cache import cache_in, version
 
 MIB = 1 << 20
@@ -93,7 +93,7 @@ async def test_what_cannot_be_opened_for_now_stays_in_the_cache(
 async def test_of_the_files_that_were_tried_few_are_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unreadable, "MOST_TRIED", 4)
+    monkeypatch.setattr(readability, "MOST_TRIED", 4)
     async with cache_in(tmp_path) as parts:
         probing = parts.cache.probing
         for number in range(6):

@@ -11,7 +11,7 @@ import trio
 from fusefs.cache import catalog_writer, file_cache
 from fusefs.cache.catalog import Catalog
 from fusefs.cache.disk import Disk
-from fusefs.cache.purge import look
+from fusefs.cache.purge import find_obstacles
 from tests.support.local_cache import cache_in, version
 from tests.support.semantics import states
 
@@ -48,8 +48,8 @@ async def test_a_slow_disk_does_not_hold_up_the_end(
 
 async def test_a_directory_that_a_mount_reads_is_in_use(tmp_path: Path) -> None:
     async with cache_in(tmp_path / "0123456789abcdef"):
-        assert look(tmp_path) == {"is_used": True, "leftovers": 0}
-    assert look(tmp_path) == {"is_used": False, "leftovers": 0}
+        assert find_obstacles(tmp_path) == {"is_used": True, "leftovers": 0}
+    assert find_obstacles(tmp_path) == {"is_used": False, "leftovers": 0}
 
 
 async def test_what_is_not_safe_yet_when_the_mount_ends_is_made_safe_then(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache.listing_cache import RememberedPages
+from fusefs.cache.listing_cache import ListingCache
 from fusefs.store.interface import ListPage, ObjectInfo
 from tests.support.waiting import eventually
 
@@ -22,7 +22,7 @@ def page(*keys: str, token: str | None = None) -> ListPage:
 
 
 async def remembered(directory: Path, *pages: tuple[str, str, ListPage], ttl_s: float = 60) -> None:
-    memory = RememberedPages(directory, "store", ttl_s)
+    memory = ListingCache(directory, "store", ttl_s)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(memory.run)
         for prefix, after, one in pages:
@@ -35,7 +35,7 @@ async def remembered(directory: Path, *pages: tuple[str, str, ListPage], ttl_s: 
 
 async def test_a_listing_is_remembered_over_a_restart(tmp_path: Path) -> None:
     await remembered(tmp_path, ("p/", "", page("p/ä", token="t")), ("p/", "p/ä", page("p/b")))
-    memory = RememberedPages(tmp_path, "store", 60)
+    memory = ListingCache(tmp_path, "store", 60)
     first, second = await memory.load("p/", ""), await memory.load("p/", "p/ä")
     assert first is not None
     assert second is not None
@@ -52,7 +52,7 @@ async def test_a_listing_whose_age_is_not_known_is_used_only_if_it_may_be_of_any
     await remembered(tmp_path, ("p/", "", page("p/a")), ttl_s=ttl_s)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 100)  # the clock was set back
-    memory = RememberedPages(tmp_path, "store", ttl_s)
+    memory = ListingCache(tmp_path, "store", ttl_s)
     found = await memory.load("p/", "")
     assert (found is not None) == math.isinf(ttl_s)
     memory.close()
@@ -60,7 +60,7 @@ async def test_a_listing_whose_age_is_not_known_is_used_only_if_it_may_be_of_any
 
 async def test_a_remembered_listing_is_used_once(tmp_path: Path) -> None:
     await remembered(tmp_path, ("p/", "", page("p/a")))
-    memory = RememberedPages(tmp_path, "store", 60)
+    memory = ListingCache(tmp_path, "store", 60)
     assert await memory.load("p/", "") is not None
     assert await memory.load("p/", "") is None
     memory.close()
@@ -68,14 +68,14 @@ async def test_a_remembered_listing_is_used_once(tmp_path: Path) -> None:
 
 async def test_a_listing_of_another_store_is_not_used(tmp_path: Path) -> None:
     await remembered(tmp_path, ("p/", "", page("p/a")))
-    memory = RememberedPages(tmp_path, "another", 60)
+    memory = ListingCache(tmp_path, "another", 60)
     assert await memory.load("p/", "") is None
     memory.close()
 
 
 async def test_a_remembered_listing_that_makes_no_sense_is_forgotten(tmp_path: Path) -> None:
     await remembered(tmp_path, ("p/", "", page("p/a")), ("q/", "", page("q/a")))
-    memory = RememberedPages(tmp_path, "store", 60)
+    memory = ListingCache(tmp_path, "store", 60)
     memory._cache.set(memory._key("p/", ""), {"objects": [[1]], "fetched_at": "x"})
     memory._cache.set(memory._key("q/", ""), "no page")
     assert await memory.load("p/", "") is None
@@ -89,13 +89,13 @@ async def test_a_key_that_the_disk_has_changed_is_forgotten(tmp_path: Path) -> N
         (key,) = database.execute("SELECT key FROM Cache").fetchone()
         damaged = bytes([*key[:5], key[5] ^ 0x40, *key[6:]])
         database.execute("UPDATE Cache SET key = ?", (damaged,))
-    memory = RememberedPages(tmp_path, "store", 60)
+    memory = ListingCache(tmp_path, "store", 60)
     assert await memory.load("p/", "") is None
     memory.close()
 
 
 async def test_a_directory_that_another_mount_keeps_busy_ends_nothing(tmp_path: Path) -> None:
-    memory = RememberedPages(tmp_path, "store", 60)
+    memory = ListingCache(tmp_path, "store", 60)
     memory._cache._timeout = 0.01  # else it waits for a minute
     with closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
         async with trio.open_nursery() as nursery:

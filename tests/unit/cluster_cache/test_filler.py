@@ -16,7 +16,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cluster_cache import filler
 from fusefs.cluster_cache.block import BLOCK, Block, Domain, FrameReader, StoredBlock
 from fusefs.cluster_cache.filler import Filler
-from fusefs.cluster_cache.tier import ClusterTier, Known, Outcome
+from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import AttemptError, from_status
 from fusefs.store.interface import ObjectVersion
 from tests.support.local_cache import Parts, cache_in, content
@@ -28,12 +28,12 @@ VERSION = ObjectVersion("object", '"etag"', BLOCK + 300_000)
 
 @dataclass
 class FakeTier:
-    missed: OrderedDict[str, Known] = field(default_factory=OrderedDict)
+    missed: OrderedDict[str, StoredState] = field(default_factory=OrderedDict)
     is_open: bool = True
     tried: trio.Event = field(default_factory=trio.Event)
-    outcome: Outcome | None = None
+    outcome: LookupOutcome | None = None
 
-    async def look_again(self, _block: Block) -> Outcome | None:
+    async def retry_lookup(self, _block: Block) -> LookupOutcome | None:
         await trio.lowlevel.checkpoint()
         return self.outcome
 
@@ -73,10 +73,12 @@ class Case:
     store: FakeStore
     filler: Filler
 
-    async def fetch(self, version: ObjectVersion = VERSION, known: Known = Known.NOTHING) -> None:
+    async def fetch(
+        self, version: ObjectVersion = VERSION, state: StoredState = StoredState.UNKNOWN
+    ) -> None:
         """Have an object in the cache, of which everything came from S3."""
         for start in range(0, version.size, BLOCK):
-            self.tier.missed[DOMAIN.block(version, start).name] = known
+            self.tier.missed[DOMAIN.block(version, start).name] = state
         await self.parts.fetch(version)
 
     def names(self, version: ObjectVersion = VERSION) -> list[str]:
@@ -123,7 +125,7 @@ async def test_what_came_from_the_cluster_cache_is_not_stored(case: Case) -> Non
 
 
 async def test_part_of_a_block_is_not_stored(case: Case) -> None:
-    case.tier.missed[case.names()[0]] = Known.NOTHING
+    case.tier.missed[case.names()[0]] = StoredState.UNKNOWN
     await case.parts.read(VERSION, BLOCK // 2, BLOCK // 2 + 1000)
     await case.parts.quiet()
     await wait_all_tasks_blocked()
@@ -134,7 +136,7 @@ async def test_part_of_a_block_is_not_stored(case: Case) -> None:
 async def test_what_a_reader_left_between_the_last_byte_and_the_end_is_stored(case: Case) -> None:
     version = ObjectVersion("small", '"etag"', 300_000)
     [name] = case.names(version)
-    case.tier.missed[name] = Known.NOTHING
+    case.tier.missed[name] = StoredState.UNKNOWN
     file = case.pinned(version)
     [download] = case.parts.downloader.want(file, 0, version.size)
     case.parts.bucket.at_end = download.unwant
@@ -152,7 +154,7 @@ async def test_only_what_is_wrong_is_replaced(case: Case) -> None:
     await case.fetch()
     await eventually(lambda: case.filler.counted["present"] == 2)
     await case.parts.cache.evict(case.parts.cache.find(VERSION))
-    await case.fetch(known=Known.WRONG)
+    await case.fetch(state=StoredState.CORRUPT)
     await eventually(lambda: case.filler.counted["stored"] == 2)
     assert sorted(case.store.replaced) == sorted(case.names())
 
@@ -160,20 +162,20 @@ async def test_only_what_is_wrong_is_replaced(case: Case) -> None:
 @pytest.mark.parametrize(
     ("outcome", "attempts", "replaced"),
     [
-        pytest.param(Outcome.HIT, 0, 0, id="it can be read"),
+        pytest.param(LookupOutcome.HIT, 0, 0, id="it can be read"),
         pytest.param(None, 2, 0, id="all are late"),
-        pytest.param(Outcome.MISS, 2, 0, id="it has gone"),
-        pytest.param(Outcome.FAILED, 2, 2, id="it alone hangs"),
-        pytest.param(Outcome.REFUSED, 2, 2, id="its disk is lost"),
+        pytest.param(LookupOutcome.MISS, 2, 0, id="it has gone"),
+        pytest.param(LookupOutcome.FAILED, 2, 2, id="it alone hangs"),
+        pytest.param(LookupOutcome.REFUSED, 2, 2, id="its disk is lost"),
     ],
 )
 async def test_what_was_late_is_replaced_only_if_it_cannot_be_read(
-    case: Case, outcome: Outcome | None, attempts: int, replaced: int
+    case: Case, outcome: LookupOutcome | None, attempts: int, replaced: int
 ) -> None:
     for name in case.names():
         case.store.blocks[name] = b"as it was stored"
     case.tier.outcome = outcome
-    await case.fetch(known=Known.DOUBT)
+    await case.fetch(state=StoredState.DOUBTFUL)
     ended = "stored" if replaced else "present"
     await eventually(lambda: case.filler.counted[ended] == 2)
     assert (case.store.attempts, len(case.store.replaced)) == (attempts, replaced)
@@ -362,5 +364,7 @@ async def test_what_was_passed_over_is_no_success(case: Case) -> None:
     assert file is not None
     await case.parts.cache.evict(file)
     case.filler._failures = 3
-    await case.filler._bring(filler._Fill(file, SMALL[0], DOMAIN.block(SMALL[0], 0), Known.NOTHING))
+    await case.filler._bring(
+        filler._Fill(file, SMALL[0], DOMAIN.block(SMALL[0], 0), StoredState.UNKNOWN)
+    )
     assert (case.filler.counted["lost"], case.filler._failures) == (1, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusefs.cluster_cache import policy
-from fusefs.cluster_cache.policy import Breaker, Deadline, Sampling, State
+from fusefs.cluster_cache.policy import Breaker, BreakerState, Deadline, Sampling
 
 
 class Time:
@@ -55,14 +55,14 @@ def test_three_failures_open_the_breaker_and_one_probe_closes_it() -> None:
     assert breaker.is_closed
     assert not breaker.take_probe()
     breaker.note_failure()
-    assert (breaker.state, breaker.opened) == (State.OPEN, 1)
+    assert (breaker.state, breaker.opened) == (BreakerState.OPEN, 1)
     time.now += policy.OPEN_S - 1
     assert not breaker.take_probe()
     time.now += 1
     assert breaker.take_probe()
     assert not breaker.take_probe(), "one at a time"
     breaker.note_failure()
-    assert (breaker.state, breaker.opened) == (State.OPEN, 1)
+    assert (breaker.state, breaker.opened) == (BreakerState.OPEN, 1)
     assert not breaker.take_probe(), "the next in its time"
     time.now += policy.OPEN_S
     assert breaker.take_probe()

@@ -12,8 +12,8 @@ from trio.testing import MockClock
 
 from fusefs.cluster_cache import policy
 from fusefs.cluster_cache.block import BLOCK, FRAME, Domain, StoredBlock
-from fusefs.cluster_cache.policy import State
-from fusefs.cluster_cache.tier import PROBE_S, ClusterTier, Known, Outcome
+from fusefs.cluster_cache.policy import BreakerState
+from fusefs.cluster_cache.tier import PROBE_S, ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import (
     AttemptError,
     Failure,
@@ -188,7 +188,7 @@ async def test_from_the_first_block_that_is_missing_on_s3_is_read(
     assert case.source.ranges == [(BLOCK, SIZE)]
     assert (case.counted("hits"), case.counted("misses")) == (1, 1)
     missed = [DOMAIN.block(VERSION, BLOCK).name, DOMAIN.block(VERSION, SIZE - 1).name]
-    assert dict(case.tier.missed) == dict.fromkeys(missed, Known.NOTHING)
+    assert dict(case.tier.missed) == dict.fromkeys(missed, StoredState.UNKNOWN)
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["missing", "late"])
@@ -221,7 +221,7 @@ async def test_a_late_answer_is_raced_by_s3_after_the_deadline(
     case.blocks.before = slow(60)
     assert await case.read(0, BLOCK) == pytest.approx(policy.LEAST_S + case.source.delay_s)
     assert case.counted("late") == 1
-    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is Known.DOUBT
+    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is StoredState.DOUBTFUL
 
 
 async def test_the_first_deadline_is_half_a_second(case: Case, autojump_clock: MockClock) -> None:
@@ -250,23 +250,25 @@ async def test_waiting_for_a_connection_counts_to_the_deadline_but_not_as_a_fail
     for _ in range(5):
         assert await case.read(0, 1000) == pytest.approx(policy.MOST_S + case.source.delay_s)
     assert case.tier.breaker.is_closed
-    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is Known.NOTHING, "it was not looked at"
+    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is StoredState.UNKNOWN, (
+        "it was not looked at"
+    )
 
 
 async def test_a_block_that_was_late_is_looked_for_again_while_the_others_come(
     case: Case, autojump_clock: MockClock
 ) -> None:
     block = DOMAIN.block(VERSION, 0)
-    assert await case.tier.look_again(block) is Outcome.MISS
+    assert await case.tier.retry_lookup(block) is LookupOutcome.MISS
     case.blocks.fill(0)
-    assert await case.tier.look_again(block) is Outcome.HIT
+    assert await case.tier.retry_lookup(block) is LookupOutcome.HIT
     case.blocks.before = trio.sleep_forever
-    assert await case.tier.look_again(block) is Outcome.FAILED
+    assert await case.tier.retry_lookup(block) is LookupOutcome.FAILED
     assert case.tier.breaker.is_closed
     for _ in range(3):
         await case.read(0, 1000)
     gets = case.blocks.gets
-    assert await case.tier.look_again(block) is None
+    assert await case.tier.retry_lookup(block) is None
     assert case.blocks.gets == gets
 
 
@@ -279,7 +281,7 @@ async def test_an_answer_that_breaks_off_goes_on_from_s3_where_it_stopped(
     await case.read(0, BLOCK)
     assert case.source.ranges == [(3 * FRAME, BLOCK)], "of a chunk of 1 MiB three frames are whole"
     assert case.counted("bytes_read") == 3 * FRAME
-    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is Known.DOUBT
+    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is StoredState.DOUBTFUL
 
 
 async def test_bytes_that_were_changed_are_never_written(
@@ -293,7 +295,7 @@ async def test_bytes_that_were_changed_are_never_written(
     await case.read(0, BLOCK)
     assert case.source.ranges == [(2 * FRAME, BLOCK)]
     assert case.counted("bad") == 1
-    assert case.tier.missed[name] is Known.WRONG
+    assert case.tier.missed[name] is StoredState.CORRUPT
 
 
 async def test_a_block_that_is_too_short_is_a_bad_one(
@@ -313,7 +315,7 @@ async def test_what_does_not_answer_is_left_alone_until_a_probe_finds_it(
     case.blocks.before = failing(NO_ANSWER)
     for _ in range(3):
         await case.read(0, 1000)
-    assert case.tier.breaker.state is State.OPEN
+    assert case.tier.breaker.state is BreakerState.OPEN
     gets = case.blocks.gets
     assert await case.read(0, 1000) == pytest.approx(case.source.delay_s)
     assert case.blocks.gets == gets
@@ -343,7 +345,7 @@ async def test_a_probe_that_hangs_ends(case: Case, autojump_clock: MockClock) ->
         await trio.sleep(policy.OPEN_S + PROBE_S)
         await case.read(0, 1000)
     assert case.blocks.gets == 6
-    assert case.tier.breaker.state is not State.CLOSED
+    assert case.tier.breaker.state is not BreakerState.CLOSED
 
 
 async def test_it_serves_what_it_has_while_s3_does_not_answer(
@@ -394,7 +396,7 @@ async def test_what_a_library_makes_of_an_answer_ends_that_look_alone(
         await trio.sleep(policy.OPEN_S)
         await case.read(0, 1000)
         await trio.sleep(1)
-        assert case.tier.breaker.state is State.OPEN, "the probe has failed as well"
+        assert case.tier.breaker.state is BreakerState.OPEN, "the probe has failed as well"
     case.blocks.before = at_once
     await trio.sleep(policy.OPEN_S)
     await case.read(0, 1000)

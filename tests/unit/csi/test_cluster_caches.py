@@ -19,7 +19,14 @@ from csi.identities.cluster_caches import (
     read_cluster_caches,
 )
 from csi.identities.credentials import CredentialFiles
-from csi.volume.options import Place, Shares, check_attributes, finished, mount_layer, read_options
+from csi.volume.options import (
+    DriverSettings,
+    NodeShares,
+    check_attributes,
+    finished,
+    mount_layer,
+    read_options,
+)
 from fusefs.settings.types import MIB, MountSource
 
 KEYS = "[default]\naws_access_key_id = the-access\naws_secret_access_key = the-secret\n"
@@ -210,8 +217,8 @@ def test_no_volume_chooses_its_cluster_cache(option: str, is_inline: bool) -> No
 def test_a_mount_has_its_domains_cluster_cache(secrets: Path) -> None:
     cache = read_cluster_caches(written(secrets)).by_domain["training"]
     files = CredentialFiles(secrets / "credentials-of-mounts")
-    place = Place(MountSource("bucket"), "http://s3:1", None, "auto", None, cache.settings)
-    shares = Shares(256 * MIB, 32, None, "20%", "10%")
+    place = DriverSettings(MountSource("bucket"), "http://s3:1", None, "auto", None, cache.settings)
+    shares = NodeShares(256 * MIB, 32, None, "20%", "10%")
     options = read_options({}, (), is_inline=False)
     layer = mount_layer(options, place, shares, is_read_only=True, fs_group=None)
     paths = files.cluster_cache_settings("key")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from csi.daemons.migration import Moving
+from csi.daemons.migration import Migration
 from fusefs.keeper import supervisor_protocol
 from fusefs.launch import control
 
@@ -17,7 +17,7 @@ def test_a_supervisor_that_is_slow_still_has_its_daemons(tmp_path: Path) -> None
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         ours.settimeout(0.01)
-        moving = Moving(ours, tmp_path, 1)
+        moving = Migration(ours, tmp_path, 1)
         with its:
             assert moving._left() == 1
             for count in (2, 0):
@@ -41,7 +41,7 @@ def test_a_keeper_of_another_version_keeps_no_other_mount_from_moving(
     monkeypatch.setattr(control, "exchange", answer)
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, its:
-        moving = Moving(ours, tmp_path, 1)
+        moving = Migration(ours, tmp_path, 1)
         for name in ("odd.keeper", "good.keeper"):
             moving._move(tmp_path / name)
     assert moved == ["good.keeper"]

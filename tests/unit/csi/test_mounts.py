@@ -227,10 +227,10 @@ def test_a_node_without_room_for_a_descriptor_store_keeps_its_daemons(
     with monkeypatch.context() as patch:
         patch.setattr(daemons, "_fork", no_fork)
         for _ in range(2):
-            service.look()
+            service.check_process()
     assert "no process holds" in caplog.text
     assert service.pids() == set()
-    service.look()
+    service.check_process()
     [pid] = service.pids()
     assert FdStoreClient(tmp_path / "store.sock").names() == frozenset()
     os.kill(pid, signal.SIGTERM)

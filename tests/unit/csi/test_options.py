@@ -10,19 +10,26 @@ import pytest
 from csi.errors import InvalidArgumentError
 from csi.volume import options
 from csi.volume.location import LOCATION_KEYS
-from csi.volume.options import Place, Shares, check_attributes, finished, mount_layer, read_options
+from csi.volume.options import (
+    DriverSettings,
+    NodeShares,
+    check_attributes,
+    finished,
+    mount_layer,
+    read_options,
+)
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import GIB, MIB, MountSource
 from tests.support.packaging.manifests import PROJECT
 
-PLACE = Place(MountSource("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)
-SHARES = Shares(256 * MIB, 32, None, "20%", "10%")
+PLACE = DriverSettings(MountSource("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)
+SHARES = NodeShares(256 * MIB, 32, None, "20%", "10%")
 
 
 def settings(
     attributes: dict[str, str],
     *flags: str,
-    shares: Shares = SHARES,
+    shares: NodeShares = SHARES,
     is_read_only: bool = False,
     fs_group: int | None = None,
 ) -> MountSettings:
@@ -118,7 +125,7 @@ def test_local_durability_needs_the_administrators_word() -> None:
 
 
 def test_a_volume_gets_no_more_than_the_nodes_share() -> None:
-    shares = Shares(128 * MIB, 8, 10 * GIB, "20%", "15%")
+    shares = NodeShares(128 * MIB, 8, 10 * GIB, "20%", "15%")
     wanted = {"memoryLimit": "4GiB", "maxConnections": "500", "cacheSize": "1TiB"}
     made = settings(wanted, shares=shares)
     assert (made.memory_limit, made.max_connections) == (128 * MIB, 8)

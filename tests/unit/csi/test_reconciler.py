@@ -16,7 +16,7 @@ from csi.node.mount_record import MountRecord
 from csi.node.reconciler import Reconciler
 from csi.node.service import NodeService
 from csi.node.warmup import Warmups
-from csi.volume.options import Warm
+from csi.volume.options import WarmOption
 
 RECORD = MountRecord("key", "volume", "/mounts/key", "s3://b", "me", 1, "", "", 0.0)
 
@@ -98,7 +98,7 @@ def test_a_mount_is_awaited_before_the_call_that_warms_it_releases_its_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service: Any = NodeService.__new__(NodeService)
-    warm = Warm(("a",), is_first=True)
+    warm = WarmOption(("a",), is_first=True)
     service._warmups = Warmups(tmp_path)
     service._mounts = SimpleNamespace(
         is_alive=lambda *_: True, records=SimpleNamespace(write=lambda _record: None)

@@ -17,7 +17,7 @@ from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.pod_records import PodRecord, PodRecords
 from csi.node.warmup import Warmups
-from csi.volume.options import Warm
+from csi.volume.options import WarmOption
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
 
@@ -48,7 +48,7 @@ def test_the_record_of_a_pod_is_read_but_for_fields_that_are_unknown(tmp_path: P
 
 
 def test_a_warm_up_that_is_over_stays_so(tmp_path: Path) -> None:
-    path, first = tmp_path / "key.json", Warm(("a",), is_first=True)
+    path, first = tmp_path / "key.json", WarmOption(("a",), is_first=True)
     path.write_text(json.dumps({"began": 1.0, "is_over": True, "waiting": {}}))
     add_unknown(tmp_path)
     assert not Warmups(tmp_path).blocks_publish(a_record(), first)
@@ -130,7 +130,7 @@ def test_a_volume_is_warmed_though_that_cannot_be_written_down(
     warmed: list[tuple[str, ...]] = []
     monkeypatch.setattr(warmup, "replace_file", no_space)
     monkeypatch.setattr(warmup, "_jobs", lambda _record, warm: warmed.append(warm.paths))
-    Warmups(tmp_path).begin(a_record(), Warm(("a",)))
+    Warmups(tmp_path).begin(a_record(), WarmOption(("a",)))
     assert warmed == [("a",)]
 
 
@@ -141,7 +141,7 @@ def test_a_pod_starts_though_its_mount_reports_no_progress(
     answer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warmup, "daemon_request", lambda *_: answer)
-    warmups, warm = Warmups(tmp_path), Warm(("a",), is_first=True)
+    warmups, warm = Warmups(tmp_path), WarmOption(("a",), is_first=True)
     warmups.wait(a_record(), warm, Path("/pods/one"), time.monotonic() + 60)
     assert not warmups.blocks_publish(a_record(), warm)
     warmups.forget(a_record().key)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fusefs.diagnosis import report, subject
-from fusefs.diagnosis.redaction import Names, Secrets
+from fusefs.diagnosis.redaction import NameHashes, Secrets
 from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch import registry
 from fusefs.launch.control import CommandError
@@ -31,7 +31,7 @@ def test_why_a_mount_has_no_stacks_has_no_names(tmp_path: Path) -> None:
     )
     path = tmp_path / "report.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
-        archive = report.Archive(tar, "report", Secrets([]), Names())
+        archive = report.Archive(tar, "report", Secrets([]), NameHashes())
         report._add_mount(archive, "mount-1", mounted)
     texts = archived(path)
     assert "not_answering" in texts["report/mount-1/stacks-tasks.txt"]
@@ -48,7 +48,7 @@ def test_the_kernels_command_line_loses_names(
     path = tmp_path / "report.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
         settings: Any = None
-        report._add_machine(report.Archive(tar, "report", Secrets([]), Names()), settings)
+        report._add_machine(report.Archive(tar, "report", Secrets([]), NameHashes()), settings)
     assert "zzyzx" not in archived(path)["report/machine/proc-cmdline"]
 
 

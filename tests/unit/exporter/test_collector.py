@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from fusefs.exporter import asking, main
-from fusefs.exporter.asking import Answer, Target
+from fusefs.exporter import main, queries
 from fusefs.exporter.collector import MOST_SAMPLES, MountCollector, registry_of
+from fusefs.exporter.queries import MountAnswer, Target
 from fusefs.launch.control import CommandError
 from fusefs.settings.mount import SettingsError
 
@@ -96,7 +96,7 @@ def scraped(registry: CollectorRegistry) -> dict[str, float]:
 def test_a_mount_that_hangs_is_down_and_the_others_are_up(serve: Serve) -> None:
     line = json.dumps(ANSWER).encode() + b"\n"
     targets = [serve("silent", None), serve("good", line)]
-    answers = asking.ask_all(targets, 0.5)
+    answers = queries.query_all(targets, 0.5)
     found = scraped(registry_of(MountCollector(lambda: targets, lambda _targets: answers)))
     assert found['fusefs_volume_up{volume="silent"}'] == 0
     assert found['fusefs_volume_up{volume="good"}'] == 1
@@ -107,22 +107,22 @@ def test_mounts_answer_side_by_side(serve: Serve) -> None:
     line = json.dumps(ANSWER).encode() + b"\n"
     all_requested = threading.Barrier(4)  # each answers once all have been sent their request
     targets = [serve(f"mount{number}", line, all_requested) for number in range(4)]
-    assert all(answer.metrics and not answer.why for answer in asking.ask_all(targets, 30))
+    assert all(answer.metrics and not answer.why for answer in queries.query_all(targets, 30))
 
 
 def test_a_mount_whose_socket_is_gone_is_down(tmp_path: Path) -> None:
-    [answer] = asking.ask_all([Target("gone", tmp_path / "gone")], 0.3)
+    [answer] = queries.query_all([Target("gone", tmp_path / "gone")], 0.3)
     assert (answer.metrics, bool(answer.why)) == (None, True)
 
 
 def test_a_daemon_without_metrics_is_up(serve: Serve) -> None:
-    [answer] = asking.ask_all([serve("old", b'{"error": "no such command"}\n')], 5)
+    [answer] = queries.query_all([serve("old", b'{"error": "no such command"}\n')], 5)
     assert answer.metrics == {}
 
 
 def test_all_kinds_are_exported_with_the_volume() -> None:
     target = Target("/mnt/\udcff", Path(), (("team", "trainer-0"),))
-    collector = MountCollector(lambda: [target], lambda _: [Answer(target, ANSWER["metrics"])])
+    collector = MountCollector(lambda: [target], lambda _: [MountAnswer(target, ANSWER["metrics"])])
     found = scraped(registry_of(collector))
     volume = 'volume="/mnt/\ufffd"'
     assert found[f'fusefs_opens_total{{mode="served",{volume}}}'] == 3
@@ -140,7 +140,7 @@ def test_all_kinds_are_exported_with_the_volume() -> None:
 
 def test_mounts_share_one_family_for_each_name() -> None:
     targets = [Target("a", Path()), Target("b", Path())]
-    answers = [Answer(target, ANSWER["metrics"]) for target in targets]
+    answers = [MountAnswer(target, ANSWER["metrics"]) for target in targets]
     text = generate_latest(registry_of(MountCollector(lambda: targets, lambda _: answers))).decode()
     assert text.count("# TYPE fusefs_cache_bytes gauge") == 1
 
@@ -165,7 +165,7 @@ GAUGE: dict[str, Any] = ANSWER["metrics"]["cache_bytes"]
 )
 def test_a_malformed_answer_counts_as_none_and_the_others_are_exported(malformed: Any) -> None:
     targets = [Target("bad", Path()), Target("good", Path())]
-    answers = [Answer(targets[0], malformed), Answer(targets[1], ANSWER["metrics"])]
+    answers = [MountAnswer(targets[0], malformed), MountAnswer(targets[1], ANSWER["metrics"])]
     found = scraped(registry_of(MountCollector(lambda: targets, lambda _: answers)))
     assert found['fusefs_volume_up{volume="bad"}'] == 0
     assert found['fusefs_volume_up{volume="good"}'] == 1
@@ -176,7 +176,7 @@ def test_a_malformed_answer_counts_as_none_and_the_others_are_exported(malformed
 def test_a_name_that_another_version_means_otherwise_hides_no_metrics_of_other_mounts() -> None:
     odd = {"cache_bytes": {**GAUGE, "type": "counter"}, "own": {**GAUGE, "help": "\ud800"}}
     targets = [Target("odd", Path()), Target("good", Path())]
-    answers = [Answer(targets[0], odd), Answer(targets[1], ANSWER["metrics"])]
+    answers = [MountAnswer(targets[0], odd), MountAnswer(targets[1], ANSWER["metrics"])]
     found = scraped(registry_of(MountCollector(lambda: targets, lambda _: answers)))
     assert found['fusefs_cache_bytes{volume="good"}'] == 7
     assert found['fusefs_own{volume="odd"}'] == 7
@@ -187,7 +187,7 @@ def test_a_mount_cannot_pass_for_another_nor_for_up() -> None:
     target = Target("honest", Path())
     samples = [{"labels": {"volume": "other"}, "value": 3}]
     metrics = {name: {**GAUGE, "samples": samples} for name in ("cache_bytes", "volume_up")}
-    collector = MountCollector(lambda: [target], lambda _: [Answer(target, metrics)])
+    collector = MountCollector(lambda: [target], lambda _: [MountAnswer(target, metrics)])
     found = scraped(registry_of(collector))
     assert found == {
         'fusefs_volume_up{volume="honest"}': 1,

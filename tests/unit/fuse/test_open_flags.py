@@ -7,7 +7,7 @@ import pytest
 from fusefs.fuse import protocol, read_handlers
 from fusefs.fuse.protocol import Fopen
 from fusefs.fuse.read_handlers import drops_pages, open_out
-from fusefs.posix.types import Opened
+from fusefs.posix.types import OpenResult
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,6 @@ def test_what_is_written_goes_past_the_pages_of_a_kernel_that_drops_them(
     monkeypatch: pytest.MonkeyPatch, *, does: bool
 ) -> None:
     monkeypatch.setattr(read_handlers, "_DROPS_PAGES", does)
-    reply = open_out(Opened(1, keep_cache=True, may_write=True, is_direct=True))
+    reply = open_out(OpenResult(1, keep_cache=True, may_write=True, is_direct=True))
     _, flags, _ = protocol.OPEN_OUT.unpack_from(reply)
     assert flags == (Fopen.DIRECT_IO if does else Fopen.KEEP_CACHE)

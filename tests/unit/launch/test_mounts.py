@@ -167,12 +167,12 @@ def test_a_daemon_of_another_user_cannot_name_a_process_that_is_not_that_users(
 
 
 def test_whom_a_daemon_runs_as_is_known_by_its_directory(runtime: Path) -> None:
-    assert users.serving(Path("/mnt/data")) is None
+    assert users.daemon_user(Path("/mnt/data")) is None
     if os.geteuid() == 0:
         registry.hand_over(Path("/mnt/data"), 54321, 54321)
     else:
         registry.mount_directory(Path("/mnt/data"))
-    found = users.serving(Path("/mnt/data"))
+    found = users.daemon_user(Path("/mnt/data"))
     assert found is not None
     assert found.uid == (54321 if os.geteuid() == 0 else os.geteuid())
 

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.cache.listing_cache import NoPages
+from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.metadata.head_cache import SAMPLED_AT_ONCE, HeadCache
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
-from fusefs.posix.types import Caller, NewAttributes, Opened
+from fusefs.posix.types import Caller, NewAttributes, OpenResult
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 from tests.support.memory_store import MemoryStore
@@ -89,7 +89,7 @@ async def test_the_root_of_a_prefix_is_what_its_marker_says() -> None:
     store.put("data/set/", mode=str(stat.S_IFDIR | 0o711), mtime="7")
     inodes = InodeTable("data/set/", NoJournal())
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, 60.0, NoPages(), nursery)
+        directories = Directories(store, 60.0, NoListingCache(), nursery)
         head_cache = HeadCache(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
         assert head_cache.lacks(inodes.root)
         await head_cache.learn(inodes.root)
@@ -219,7 +219,7 @@ async def test_an_edit_keeps_the_mode_that_an_earlier_process_knew(
 ) -> None:
     async def edit(process: Process, nodeid: int) -> None:
         answer = process.operations.open(nodeid, flags, process.caller())
-        opened = answer if isinstance(answer, Opened) else await answer
+        opened = answer if isinstance(answer, OpenResult) else await answer
         await process.write(opened.fh, 0, b"C")
         await process.close(opened.fh)
 

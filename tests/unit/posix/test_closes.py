@@ -10,16 +10,16 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from fusefs.posix.write.closes import QUIET_S, Closes
+from fusefs.posix.write.closes import QUIET_S, RecentCloses
 from fusefs.posix.write.flush import LATER_S
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import MortalMount, Process
 
 
 @asynccontextmanager
-async def closes() -> AsyncIterator[Closes]:
+async def closes() -> AsyncIterator[RecentCloses]:
     async with trio.open_nursery() as nursery:
-        yield Closes(nursery)
+        yield RecentCloses(nursery)
         nursery.cancel_scope.cancel()
 
 

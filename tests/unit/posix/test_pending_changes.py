@@ -9,7 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.posix.directory import pending_changes
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.directory.pending_changes import KEPT_S, LocalNames
+from fusefs.posix.directory.pending_changes import KEPT_S, PendingChanges
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.store.interface import ObjectInfo
 from tests.support.local_cache import Bucket
@@ -24,7 +24,7 @@ def test_a_change_while_a_large_directory_is_copied_is_noticed_at_the_end(
     monkeypatch.setattr(pending_changes, "MOST_FORMER", most)
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    local = LocalNames()
+    local = PendingChanges()
     local.set("dir/sub/", "before", None, lasting=False)
     now += 10
     listed_at = now
@@ -40,7 +40,7 @@ def test_a_change_while_a_large_directory_is_copied_is_noticed_at_the_end(
 def test_a_change_elsewhere_is_none_of_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    local = LocalNames()
+    local = PendingChanges()
     local.set("other/", "early", None, lasting=False)
     now += 2 * KEPT_S
     local.set("other/", "late", None, lasting=False)
@@ -98,7 +98,7 @@ def test_of_very_many_removals_a_bounded_number_is_known_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pending_changes, "MOST_KEPT", 100)
-    local = LocalNames()
+    local = PendingChanges()
     for number in range(1000):
         local.set("dir/", f"file{number}", ABSENT, lasting=False)
     assert local.removed("dir/") == [f"file{number}" for number in range(900, 1000)]
@@ -123,7 +123,7 @@ async def test_a_listing_under_way_shows_changes_before_very_many_others(
         segment = await directories.segment_behind(directories.get(""), "", time.monotonic())
         assert segment.ordered == ["new", "stays"]
         directories.changed("other/", "50", ABSENT)
-        assert len(directories.local.removed("other/")) == 10
+        assert len(directories.pending_changes.removed("other/")) == 10
 
 
 async def test_a_walk_that_rests_shows_changes_before_very_many_others(

@@ -150,7 +150,7 @@ async def test_while_credentials_are_refused_nothing_is_begun_anew(
         assert staged is not None
         for name, value in under_way.items():
             setattr(staged, name, value)
-        sender = process.writer.uploads._sender
+        sender = process.writer.uploads._steps
         with pytest.raises(CredentialsError):
             await sender._resumed(staged, len(CONTENT))
         assert {name: getattr(staged, name) for name in under_way} == under_way

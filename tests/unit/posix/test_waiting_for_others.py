@@ -103,8 +103,8 @@ async def removals(store: MemoryStore, directory: Path) -> AsyncIterator[Removal
     async with trio.open_nursery() as nursery:
         made = Removals(store, directory, nursery, None)
         for number in range(MANY):
-            assert not made.takes(f"a/{number}", None)
-        made.allowed("a/0")
+            assert not made.try_defer(f"a/{number}", None)
+        made.note_allowed("a/0")
         yield made
         nursery.cancel_scope.cancel()
 
@@ -114,7 +114,7 @@ async def test_a_change_waits_for_the_removals_that_are_sent_together(tmp_path: 
     store.put("a/file")
     async with removals(store, tmp_path) as sent:
         with served():  # as the request of the program that removes, which does not wait
-            assert sent.takes("a/file", store.objects["a/file"].info.etag)
+            assert sent.try_defer("a/file", store.objects["a/file"].info.etag)
         await assert_waits_for(store.held, lambda: sent.flush("a/file"))
     assert store.contents() == {}
 
@@ -139,7 +139,7 @@ async def test_a_removal_that_failed_is_waited_for_by_itself(tmp_path: Path) -> 
 
     store.before = refuse
     async with removals(store, tmp_path) as sent:
-        assert sent.takes("a/file", store.objects["a/file"].info.etag)
+        assert sent.try_defer("a/file", store.objects["a/file"].info.etag)
         (removal,) = sent.pending("")
         await removal.attempted.wait()
         store.held = Held()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.store.errors import AttemptError, UnsupportedError
-from fusefs.store.http.client import Direct
+from fusefs.store.http.client import HttpClient
 from fusefs.store.http.exchange import Answer
 from fusefs.store.s3 import list_parser
 from fusefs.store.s3.list import Lister, parameters
@@ -236,7 +236,7 @@ class Repeating:
 
 
 def test_a_listing_that_does_not_go_on_ends_with_an_error() -> None:
-    lister = Lister(None, cast(Direct, Repeating()), {})
+    lister = Lister(None, cast(HttpClient, Repeating()), {})
     assert lister.page(parameters("d/", "/", "", 1000)).next_token
     assert lister.page(parameters("d/", "/", "d/a", 1000)).next_token
     with pytest.raises(AttemptError) as raised:

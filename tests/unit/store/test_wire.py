@@ -22,13 +22,13 @@ from fusefs.store.http.exchange import (
     LEAST_RATE,
     SMALL,
     Answer,
-    Pace,
+    LeastProgress,
     RequestBody,
     WireError,
     download,
     exchange,
 )
-from fusefs.store.http.pool import Borrowed, ConnectionPool, Network
+from fusefs.store.http.pool import BorrowedConnection, ConnectionPool, Network
 from fusefs.store.http.proxies import Proxies
 from fusefs.store.http.sigv4 import Signer
 from fusefs.store.s3.head import parse_head
@@ -87,7 +87,7 @@ class Server:
         """Whether the pool has a connection that can be used again."""
         sock = self.pool.take_idle()
         if sock is not None:
-            self.pool.give_back(Borrowed(sock, is_reusable=True))
+            self.pool.give_back(BorrowedConnection(sock, is_reusable=True))
         return sock is not None
 
     def answer(self, *pieces: bytes, ends: bool = False) -> None:
@@ -395,7 +395,7 @@ def test_a_body_that_the_server_hardly_takes_is_given_up(server: Server) -> None
 
 
 def test_a_slow_network_is_no_endless_answer() -> None:
-    pace = Pace(window_s=30.0)
+    pace = LeastProgress(window_s=30.0)
     for _ in range(90):
         pace.note(1.0, LEAST_RATE)
     for _ in range(29):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusefs.telemetry import access_summary
-from fusefs.telemetry.access_summary import Access, AccessSummary, Surroundings
+from fusefs.telemetry.access_summary import Access, AccessSummary, MountContext
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -53,21 +53,21 @@ def test_of_what_the_kernel_reads_the_whole_file_belongs_to_the_working_set() ->
 
 def test_a_cache_that_is_too_small_is_named_with_the_size_that_would_do() -> None:
     summary = summary_of(opened("a", 5 * GIB, "passthrough"))
-    [advice] = summary.advice(Surroundings(cache_limit=4 * GIB))
+    [advice] = summary.advice(MountContext(cache_limit=4 * GIB))
     assert "--cache-size of 5GiB" in advice
-    assert list(summary.advice(Surroundings(cache_limit=6 * GIB))) == []
+    assert list(summary.advice(MountContext(cache_limit=6 * GIB))) == []
 
 
 def test_reads_that_wait_for_s3_call_for_warming() -> None:
     summary = summary_of(*(read("a", number * MIB, MIB, "s3") for number in range(10)))
-    assert any("fusefs warm" in advice for advice in summary.advice(Surroundings()))
+    assert any("fusefs warm" in advice for advice in summary.advice(MountContext()))
 
 
 def test_look_ups_that_wait_for_s3_call_for_a_longer_ttl() -> None:
     waits = [Access(0.0, "lookup", f"{number}", source="s3", seconds=0.1) for number in range(50)]
-    [advice] = summary_of(*waits).advice(Surroundings(metadata_ttl_s=60.0))
+    [advice] = summary_of(*waits).advice(MountContext(metadata_ttl_s=60.0))
     assert "--metadata-ttl longer than 60 s" in advice
-    assert list(summary_of(*waits).advice(Surroundings(metadata_ttl_s=None))) == []
+    assert list(summary_of(*waits).advice(MountContext(metadata_ttl_s=None))) == []
 
 
 def test_many_small_files_that_wait_for_s3_call_for_shards() -> None:
@@ -75,7 +75,7 @@ def test_many_small_files_that_wait_for_s3_call_for_shards() -> None:
         Access(0.0, "open", f"{number}", number, size=100 * KIB, source="s3", seconds=0.03)
         for number in range(200)
     ]
-    assert any("shards" in advice for advice in summary_of(*waits).advice(Surroundings()))
+    assert any("shards" in advice for advice in summary_of(*waits).advice(MountContext()))
 
 
 def test_handles_whose_releases_were_lost_take_bounded_memory(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from fusefs.exporter.asking import Answer, Target
+from fusefs.exporter.queries import MountAnswer, Target
 from fusefs.launch.control import CommandError
 from fusefs.top import lines, main, screen
 from fusefs.top.main import DOWN, ESCAPE, UP, View
@@ -23,7 +23,7 @@ def counter(value: float, **labels: str) -> dict[str, Any]:
     return {"labels": labels, "value": value}
 
 
-def answer(taken: float, cached: float, s3: float, stalled: float, requests: int) -> Answer:
+def answer(taken: float, cached: float, s3: float, stalled: float, requests: int) -> MountAnswer:
     """A daemon's answer with these counters."""
     metrics = {
         "volume_info": [counter(1, source="s3://bucket/")],
@@ -60,7 +60,7 @@ def answer(taken: float, cached: float, s3: float, stalled: float, requests: int
             }
         ],
     }
-    return Answer(TARGET, plain, taken=taken)
+    return MountAnswer(TARGET, plain, taken=taken)
 
 
 def test_rates_are_what_happened_in_between() -> None:
@@ -82,12 +82,12 @@ def test_counters_of_the_next_daemon_begin_at_zero() -> None:
 
 def test_the_first_answer_has_no_rates_and_a_silent_mount_a_reason() -> None:
     assert rates(None, answer(10, 10_000, 0, 3, 50)).read_s == 0
-    silent = rates(answer(1, 0, 0, 0, 0), Answer(TARGET, None, "no answer"))
+    silent = rates(answer(1, 0, 0, 0, 0), MountAnswer(TARGET, None, "no answer"))
     assert lines.line(silent) == "/data: does not answer (no answer)"
 
 
-def malformed(metrics: Any) -> Answer:
-    return Answer(Target("/broken", Path("/nonexistent")), metrics, taken=11)
+def malformed(metrics: Any) -> MountAnswer:
+    return MountAnswer(Target("/broken", Path("/nonexistent")), metrics, taken=11)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_metrics_that_cannot_be_read_concern_their_mount_alone(
         ]
     )
     monkeypatch.setattr(main, "mounts_of_user", list)
-    monkeypatch.setattr(main, "ask_all", lambda _targets: next(answers))
+    monkeypatch.setattr(main, "query_all", lambda _targets: next(answers))
     sampler = main.Sampler()
     sampler.sample()
     well, broken = sampler.sample()
@@ -126,11 +126,11 @@ def test_metrics_that_cannot_be_read_concern_their_mount_alone(
 def test_a_mount_goes_on_from_its_last_answer_that_could_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    unreadable = Answer(TARGET, {"cache_bytes": None}, taken=11)
-    silent = Answer(TARGET, None, "no answer", taken=12)
+    unreadable = MountAnswer(TARGET, {"cache_bytes": None}, taken=11)
+    silent = MountAnswer(TARGET, None, "no answer", taken=12)
     answers = iter([[answer(10, 0, 0, 0, 0)], [unreadable], [silent], [answer(14, 4000, 0, 0, 0)]])
     monkeypatch.setattr(main, "mounts_of_user", list)
-    monkeypatch.setattr(main, "ask_all", lambda _targets: next(answers))
+    monkeypatch.setattr(main, "query_all", lambda _targets: next(answers))
     sampler = main.Sampler()
     found = [sampler.sample()[0] for _ in range(4)]
     assert [mount.is_up for mount in found] == [True, False, False, True]
@@ -179,7 +179,10 @@ def test_the_screen_shows_all_mounts_and_one_in_detail() -> None:
 def test_of_many_mounts_the_chosen_one_is_on_the_screen(chosen: int, height: int) -> None:
     early, late = answer(10, 0, 0, 0, 0), answer(11, 3 << 20, 1 << 20, 0.4, 10)
     mounts = [
-        rates(Answer(target, early.metrics, taken=10), Answer(target, late.metrics, taken=11))
+        rates(
+            MountAnswer(target, early.metrics, taken=10),
+            MountAnswer(target, late.metrics, taken=11),
+        )
         for target in (Target(f"/data-{number:02}", Path()) for number in range(100))
     ]
     text = drawn(screen.overview(mounts, chosen, 80, height)).rstrip().splitlines()
@@ -233,7 +236,9 @@ def test_names_with_brackets_are_shown_as_they_are() -> None:
     assert late.metrics is not None
     late.metrics["stalled_seconds_total"]["samples"].append(counter(1, cause="[/b]"))
     late.metrics["connections"] = {"type": "gauge", "samples": [counter(1, state="[/i]")]}
-    mount = rates(Answer(target, early.metrics, taken=10), Answer(target, late.metrics, taken=12))
+    mount = rates(
+        MountAnswer(target, early.metrics, taken=10), MountAnswer(target, late.metrics, taken=12)
+    )
     text = drawn(screen.overview([mount], 0, 150)) + drawn(screen.detail(mount, None))
     assert f"what {name} waits for" in text
     assert "[/b]" in text

@@ -51,7 +51,7 @@ def test_files_that_cannot_be_read_are_named_up_to_a_number() -> None:
     one = WarmJob(JobSpec("a"), 0.0)
     for number in range(MOST_NAMED + 3):
         one.fail(f"a/{number}", AccessDeniedError("access denied"))
-    report = status_report.warmth({**one.describe(LIMIT), "state": "ended"})
+    report = status_report.warm_progress({**one.describe(LIMIT), "state": "ended"})
     assert "13 files can't be read: a/0 (access denied), a/1 " in report
     assert report.endswith("a/9 (access denied) and 3 more")
 

@@ -10,7 +10,7 @@ import pytest
 
 from fusefs.posix.journal.line_log import load_lines
 from fusefs.posix.metadata import attribute_log, object_metadata
-from fusefs.posix.metadata.attribute_log import AttributeLog, Recorded
+from fusefs.posix.metadata.attribute_log import AttributeLog, RecordedAttributes
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.store.interface import ObjectInfo
 from tests.support.machine.disks import fill, small_disk
@@ -19,7 +19,7 @@ from tests.support.machine.disks import fill, small_disk
 def test_earlier_versions_read_a_record_with_tokens(tmp_path: Path) -> None:
     """They take the four fields behind the key, and pass over the metadata's token."""
     log = AttributeLog(tmp_path)
-    record = Recorded(ObjectInfo("a", 3, '"etag"', 5), {"uid": "3"}, ("t-1", "t-2"))
+    record = RecordedAttributes(ObjectInfo("a", 3, '"etag"', 5), {"uid": "3"}, ("t-1", "t-2"))
     log.put(record)
     _, _, _, metadata = load_lines(tmp_path / attribute_log.NAME)["a"]
     default = Meta(stat.S_IFREG | 0o644, 0, 0)
@@ -27,8 +27,8 @@ def test_earlier_versions_read_a_record_with_tokens(tmp_path: Path) -> None:
     assert attribute_log.load(tmp_path) == [record]
 
 
-def recorded(key: str, uid: int) -> Recorded:
-    return Recorded(ObjectInfo(key, 3, '"etag"', 5), {"uid": str(uid)})
+def recorded(key: str, uid: int) -> RecordedAttributes:
+    return RecordedAttributes(ObjectInfo(key, 3, '"etag"', 5), {"uid": str(uid)})
 
 
 def test_the_last_line_of_a_key_holds(tmp_path: Path) -> None:

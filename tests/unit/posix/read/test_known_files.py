@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from fusefs.cache.listing_cache import NoPages
+from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.read.known_files import KnownFiles
 from tests.support.local_cache import Bucket
@@ -21,7 +21,7 @@ KEYS = [*FILES, "d/sub/x", "e/1", "g", "h/1"]
 async def known(page_size: int = 1000) -> AsyncIterator[tuple[KnownFiles, Directories]]:
     store = Bucket(KEYS, page_size)
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, math.inf, NoPages(), nursery)  # type: ignore[arg-type]
+        directories = Directories(store, math.inf, NoListingCache(), nursery)  # type: ignore[arg-type]
         yield KnownFiles(directories), directories
         nursery.cancel_scope.cancel()
 

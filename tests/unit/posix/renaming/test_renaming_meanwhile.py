@@ -21,9 +21,9 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.posix.directory import pending_changes
 from fusefs.posix.journal.line_log import LineLog
 from fusefs.posix.namespace import prefix_copy
-from fusefs.posix.namespace.prefix_copy import Copies
-from fusefs.posix.namespace.rename_job import Renames, Renaming
-from fusefs.posix.namespace.touched_keys import Phase, Touched
+from fusefs.posix.namespace.prefix_copy import PrefixCopy
+from fusefs.posix.namespace.rename_job import RenameJob, RenameJobs
+from fusefs.posix.namespace.touched_keys import KeysTouchedMeanwhile, Phase
 from fusefs.posix.types import NewAttributes
 from fusefs.store.errors import ExistsError, StoreError, UnreachableError
 from tests.support.held_copies import HeldCopies
@@ -153,7 +153,7 @@ async def remove_many(process: Process, path: str) -> None:
     for number in range(10):
         await process.save(f"other{number}", b"")
         await process.unlink(f"other{number}")
-    process.writer.removals.allowed(path)
+    process.writer.removals.note_allowed(path)
     parent = await process.node("a")
     answer = mutations.unlink(parent.nodeid, path[2:].encode(), process.caller())
     if answer is not None:
@@ -237,15 +237,15 @@ async def test_what_is_changed_once_a_rename_took_place_stays(
 ) -> None:
     """Also before the disk has the record of that."""
     has_switched = trio.Event()
-    record = Renames._record
+    record = RenameJobs._record
 
-    async def hang(self: Renames, renaming: Renaming, phase: Phase) -> None:
+    async def hang(self: RenameJobs, renaming: RenameJob, phase: Phase) -> None:
         if phase == Phase.DELETING:
             has_switched.set()
             await trio.sleep_forever()
         await record(self, renaming, phase)
 
-    monkeypatch.setattr(Renames, "_record", hang)
+    monkeypatch.setattr(RenameJobs, "_record", hang)
     async with killed(mount) as (process, nursery):
         await process.listing("a")
         nursery.start_soon(process.rename, "a", "b")
@@ -572,9 +572,9 @@ async def test_what_could_not_be_copied_again_is_copied_by_the_next_try(tmp_path
     """Its attributes were changed within the second in which it had been copied before."""
     store = MemoryStore()
     store.put("a/x", b"x")
-    touched = Touched(tmp_path / "1.touched", "a/", "b/", Phase.COPYING)
-    copies = Copies(store, touched, -1, lambda _: False, is_strict=False)
-    await copies.bring()
+    touched = KeysTouchedMeanwhile(tmp_path / "1.touched", "a/", "b/", Phase.COPYING)
+    copies = PrefixCopy(store, touched, -1, lambda _: False, is_strict=False)
+    await copies.copy_all()
     touched.note("a/x")
 
     def refuse(what: str, _key: str) -> None:
@@ -583,10 +583,10 @@ async def test_what_could_not_be_copied_again_is_copied_by_the_next_try(tmp_path
 
     store.before = refuse
     with pytest.raises(UnreachableError):
-        await copies.bring()
+        await copies.copy_all()
     store.before = lambda _what, _key: None
     count = store.count("COPY")
-    await copies.bring()
+    await copies.copy_all()
     assert store.count("COPY") == count + 1
 
 

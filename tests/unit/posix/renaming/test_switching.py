@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.posix.namespace.rename_job import Renames, Renaming
+from fusefs.posix.namespace.rename_job import RenameJob, RenameJobs
 from tests.support.semantics import states
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
@@ -27,15 +27,15 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
     """From the begin of that step on."""
     fate = fate_of_records(monkeypatch)
     fate.at = None
-    note = Renames._note
+    note = RenameJobs._note
 
-    def note_or_die(self: Renames, renaming: Renaming, *, is_switching: bool = False) -> None:
+    def note_or_die(self: RenameJobs, renaming: RenameJob, *, is_switching: bool = False) -> None:
         fate.step()
         note(self, renaming, is_switching=is_switching)
         if is_switching:
             fate.left = fate.at
 
-    monkeypatch.setattr(Renames, "_note", note_or_die)
+    monkeypatch.setattr(RenameJobs, "_note", note_or_die)
     return fate
 
 

@@ -16,7 +16,7 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.posix.namespace.rename_job import Renames
+from fusefs.posix.namespace.rename_job import RenameJobs
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import backlog, flush
 from tests.support.survival.fate import Fate, fate_of_records
@@ -146,13 +146,13 @@ async def test_a_rename_that_is_just_being_recorded_is_left_to_its_caller(
     mount = MortalMount(tmp_path)
     mount.store.put("d/a", b"a")
     is_let_go = threading.Event()
-    write = Renames._write
+    write = RenameJobs._write
 
-    def write_late(self: Renames, path: Path, text: str) -> None:
+    def write_late(self: RenameJobs, path: Path, text: str) -> None:
         assert is_let_go.wait(LIMIT_S)
         write(self, path, text)
 
-    monkeypatch.setattr(Renames, "_write", write_late)
+    monkeypatch.setattr(RenameJobs, "_write", write_late)
     async with mount.serving() as process, trio.open_nursery() as nursery:
         nursery.start_soon(process.rename, "d", "e")
         await trio.testing.wait_all_tasks_blocked(0.05)

@@ -27,8 +27,6 @@ from fusefs.telemetry.activity import ACTIVITY
 
 logger = logging.getLogger("fusefs.names")
 
-# What one name takes: the inode, its name, its version and its entries in tables.
-BYTES_PER_NAME = 1024
 # How soon to go through the names again when too many of them were in use.
 AGAIN_AFTER_S = 1.0
 # A notification with so many names takes a millisecond or two.
@@ -37,8 +35,8 @@ BATCH = 128
 MARGIN = 0.25
 
 
-class Forgetting:
-    """Keeps the names of one mount to about `most`. Belongs to the event loop.
+class NamePruner:
+    """Has the kernel forget names, so that a mount has about `most`. Belongs to the event loop.
 
     `prune` has the kernel drop what no program uses of some node ids; it returns at
     once, and tells whether the kernel knows how.

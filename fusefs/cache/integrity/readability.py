@@ -22,7 +22,7 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import Disk
-from fusefs.cache.integrity.probes import DirectReader, is_lost
+from fusefs.cache.integrity.direct_reader import DirectReader, is_lost
 from fusefs.cache.integrity.verify import Integrity
 from fusefs.telemetry.stalls import WaitCause, stage
 
@@ -49,7 +49,7 @@ MOST_MAPPED = 64 << 30
 _PAGE = mmap.PAGESIZE
 
 
-class Probing:
+class ReadabilityCheck:
     """Tries files before the kernel reads them. Belongs to the event loop.
 
     `disable` has a version read past the cache.

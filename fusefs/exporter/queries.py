@@ -37,7 +37,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Answer:
+class MountAnswer:
     """What a mount answered; `metrics` is None where it did not, for which `why` is the reason.
 
     There is a reason as well where the daemon has no metrics.
@@ -61,12 +61,12 @@ def mounts_of_user() -> list[Target]:
     return [Target(found.mountpoint, found.socket) for found in registry.all_mounts()]
 
 
-def ask_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[Answer]:
+def query_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[MountAnswer]:
     """The answers of all mounts, in the order of `targets`. Blocks for little more than the time.
 
     Safe to call from several threads.
     """
-    answers = [Answer(target, why="no answer in time") for target in targets]
+    answers = [MountAnswer(target, why="no answer in time") for target in targets]
     threads = [
         threading.Thread(target=_ask, args=(answer, timeout_s), name="fusefs-ask", daemon=True)
         for answer in answers
@@ -77,10 +77,10 @@ def ask_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[Ans
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     # A thread that is late must not change what is being read.
-    return [Answer(one.target, one.metrics, one.why, one.taken) for one in answers]
+    return [MountAnswer(one.target, one.metrics, one.why, one.taken) for one in answers]
 
 
-def _ask(answer: Answer, timeout_s: float) -> None:
+def _ask(answer: MountAnswer, timeout_s: float) -> None:
     try:
         found = control.exchange(answer.target.socket, {"command": "metrics"}, timeout_s)
         answer.taken = time.monotonic()
