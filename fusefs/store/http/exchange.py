@@ -287,7 +287,7 @@ def _hand_on_pieces(
     first: bytes,
     size: int,
     take: Callable[[memoryview], None],
-    pace: Pace,
+    pace: LeastProgress,
     flags: int,
 ) -> None:
     buffer = memoryview(bytearray(max(min(size, PIECE), len(first))))
@@ -360,7 +360,9 @@ class Stream:
     def __init__(self, sock: ByteSource, window_s: float | None = None) -> None:
         self._sock = sock
         self._data = b""
-        self._pace = LeastProgress(PACE_WINDOW_S if window_s is None else window_s, sock.gettimeout())
+        self._pace = LeastProgress(
+            PACE_WINDOW_S if window_s is None else window_s, sock.gettimeout()
+        )
         self._has_begun = False
 
     @property
