@@ -101,7 +101,11 @@ class Bucket:
                 return bytes(body.read(MOST_BYTES))
 
     def pages(self, prefix: str) -> Iterator[list[ListedObject]]:
-        """The objects below `prefix`, up to `PAGE` at a time. No page is empty."""
+        """The objects below `prefix`, up to `PAGE` at a time. No page is empty.
+
+        Raises:
+            StoreError: the store does not answer, or lists keys with another prefix.
+        """
         token: dict[str, Any] = {}
         while True:
             with self._translated(prefix):

@@ -281,7 +281,11 @@ class Mounts:
         log.info("the mount of %s for %s has ended", record.source, record.volume_id)
 
     def end_key(self, key: str, deadline: float, *, is_forced: bool = False) -> None:
-        """`end` for a mount of which only the directory may be left."""
+        """`end` for a mount of which only the directory may be left.
+
+        Raises:
+            AbortedError: it still ends at `deadline`, in seconds of the monotonic clock.
+        """
         root = self.root_of(key)
         processes = self._processes(root)
         bind_mount.pop_all(root)

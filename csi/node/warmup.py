@@ -84,7 +84,9 @@ class Warmups:
         return known is None or not known.is_over
 
     def add_waiter(self, key: str, target: Path) -> float:
-        """Record that a target waits; return when the first publish call of the mount began.
+        """Record that a target waits; return when the mount's first publish call began.
+
+        That is in seconds of the monotonic clock.
 
         Raises:
             OSError: it cannot be recorded.

@@ -429,7 +429,11 @@ class Catalog:
         return found is not None
 
     def total_bytes(self) -> int:
-        """The bytes in the files of all rows, of all mounts."""
+        """The bytes in the files of all rows, of all mounts.
+
+        Raises:
+            DamagedCatalogError: the database has no such sum.
+        """
         with self._lock, readable_errors():
             totals = self._db.execute("SELECT bytes FROM total").fetchall()
         if len(totals) != 1 or not isinstance(totals[0][0], int):

@@ -24,8 +24,7 @@ from fusefs.fuse.access_trace import AccessTrace
 from fusefs.fuse.busy_poll import BusyPoll
 from fusefs.fuse.protocol import Opcode
 from fusefs.fuse.session import OPERATIONS, WaitingRequest, name_request
-from fusefs.linux.mount import MountError, MountRequest
-from fusefs.linux.mountinfo import FILESYSTEM_TYPE
+from fusefs.linux.mount import MountError, MountRequest, helper_options
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.notifier import KernelNotifications
@@ -418,14 +417,4 @@ def _caller(context: pyfuse3.RequestContext) -> Caller:
 def _options(request: MountRequest) -> set[str]:
     # pyfuse3 takes ASCII; what the source is like is only for show.
     source = request.source.encode("ascii", "replace").decode()
-    source = source.replace("\\", "\\\\").replace(",", "\\,")
-    options = {
-        *pyfuse3.default_options,
-        f"fsname={source}",
-        "subtype=" + FILESYSTEM_TYPE.removeprefix("fuse."),
-    }
-    if request.read_only:
-        options.add("ro")
-    if request.allow_other:
-        options.add("allow_other")
-    return options
+    return {*pyfuse3.default_options, *helper_options(request, source)}

@@ -125,17 +125,20 @@ class KeeperClient:
         return await self._receive(answer)
 
     async def _receive(self, kind: int) -> KeeperMessage:
+        message = await self._next_message()
+        if message is None:
+            raise KeeperError("the keeper has ended")
+        if message.kind != kind:
+            raise KeeperError(f"the keeper sent {message.kind} instead of {kind}")
+        return message
+
+    async def _next_message(self) -> KeeperMessage | None:
+        """Wait for a message; None when the keeper has ended."""
         while True:
             try:
-                message = wire.receive(self._socket, wire.FROM_KEEPER)
+                return wire.receive(self._socket, wire.FROM_KEEPER)
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._socket)
-                continue
-            if message is None:
-                raise KeeperError("the keeper has ended")
-            if message.kind != kind:
-                raise KeeperError(f"the keeper sent {message.kind} instead of {kind}")
-            return message
 
     # While serving.
 
@@ -246,14 +249,7 @@ class KeeperClient:
             self._is_idle = not self._queue.statistics().current_buffer_used
 
     async def _receive_all(self) -> None:
-        while True:
-            try:
-                message = wire.receive(self._socket, wire.FROM_KEEPER)
-            except BlockingIOError:
-                await trio.lowlevel.wait_readable(self._socket)
-                continue
-            if message is None:
-                return
+        while (message := await self._next_message()) is not None:
             if message.kind == wire.QUIESCE:
                 self.quiesced.set()
             elif message.kind == wire.ABLE:

@@ -80,7 +80,11 @@ def _check_mountpoint(mountpoint: Path) -> None:
 
 
 def refuse_mounted(mountpoint: Path) -> None:
-    """Refuse a directory that something is mounted on."""
+    """Refuse a directory that something is mounted on.
+
+    Raises:
+        LaunchError: something is.
+    """
     mount = mountinfo.find_mount(mountpoint)
     if mount is not None:
         raise LaunchError(

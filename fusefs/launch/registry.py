@@ -219,7 +219,12 @@ def _make(path: Path, mode: int, *, owners: tuple[int, ...]) -> None:
 
 
 def register(mountpoint: Path, source: str, pid: int) -> Registration:
-    """Put a mount and its running daemon on record."""
+    """Put a mount and its running daemon on record.
+
+    Raises:
+        MountsError: there is no such process, or the directory can't be used.
+        OSError: the record can't be written.
+    """
     started = start_time(pid)
     if started is None:
         raise MountsError(f"there is no process {pid}")

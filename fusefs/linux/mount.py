@@ -96,20 +96,19 @@ def mount_by_helper(request: MountRequest) -> int:
 
 
 def _helper_options(request: MountRequest) -> str:
-    source = request.source.replace("\\", "\\\\").replace(",", "\\,")
-    options = [
-        "nosuid",
-        "nodev",
-        "default_permissions",
-        f"max_read={MAX_READ}",
-        f"fsname={source}",
-        "subtype=" + FILESYSTEM_TYPE.removeprefix("fuse."),
-    ]
+    given = ["nosuid", "nodev", "default_permissions", f"max_read={MAX_READ}"]
+    return ",".join([*given, *helper_options(request, request.source)])
+
+
+def helper_options(request: MountRequest, source: str) -> list[str]:
+    """The options of a request for fusermount3, which show `source` as the device."""
+    source = source.replace("\\", "\\\\").replace(",", "\\,")
+    options = [f"fsname={source}", "subtype=" + FILESYSTEM_TYPE.removeprefix("fuse.")]
     if request.read_only:
         options.append("ro")
     if request.allow_other:
         options.append("allow_other")
-    return ",".join(options)
+    return options
 
 
 def raise_read_ahead(mountpoint: Path) -> bool:

@@ -119,7 +119,7 @@ class HeadCache:
         return self.lacks(inode) and _modified_ns(inode) > no_attributes_until
 
     def no_attributes_until(self, directory: Inode) -> float:
-        """See `HeadPolicy.no_attributes_until`."""
+        """As `HeadPolicy.no_attributes_until`, in ns since the epoch."""
         return self._policy.no_attributes_until(self._inodes.key(directory))
 
     def lacks(self, inode: Inode) -> bool:

@@ -377,6 +377,10 @@ class UploadSteps:
 
         Returns that object and the new one. They are the same if it is this
         very content, uploaded by a process that died before it could say so.
+
+        Raises:
+            ConflictError: there are many such objects already.
+            StoreError: S3 did not take it.
         """
         theirs = await self.give_up(staged)
         if theirs is not None and _is_content_of(theirs, staged):

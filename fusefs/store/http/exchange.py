@@ -371,7 +371,11 @@ class Stream:
         return not self._data
 
     def until(self, mark: bytes) -> bytes:
-        """What comes before `mark`, which is taken away too."""
+        """What comes before `mark`, which is taken away too.
+
+        Raises:
+            WireError: `mark` is not within the first MOST_HEADERS bytes.
+        """
         while True:
             found, mark_found, rest = self._data.partition(mark)
             if mark_found:

@@ -162,7 +162,12 @@ class Attempt:
         return run
 
     def locally(self, work: Callable[[], T]) -> T:
-        """Call `work`, which uses a local file, unless abandoned. Blocks, in the thread."""
+        """Call `work`, which uses a local file, unless abandoned. Blocks, in the thread.
+
+        Raises:
+            AbandonedError: the attempt was abandoned: `work` is not called.
+            Exception: whatever `work` raises; `guarded` leaves it as it is.
+        """
         with self._lock:
             if self._is_abandoned:
                 raise AbandonedError
