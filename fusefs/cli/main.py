@@ -230,20 +230,20 @@ def _warm(options: argparse.Namespace) -> int:
         except ValueError as error:
             raise _settings_error(f"--shard: {error}") from None
     if options.manifest is None:
-        return _fetch(warm.orders(paths, shard), is_waiting=options.wait)
+        return _fetch(warm.requests(paths, shard), is_waiting=options.wait)
     if len(paths) > 1:
         raise _settings_error("--manifest: its paths are relative to one PATH at most")
     base = paths[0] if paths else None
-    order, bad = warm.manifest_order(options.manifest, base, shard, _complain)
-    return _fetch([order], is_waiting=options.wait) or min(bad, 1)
+    request, bad = warm.manifest_request(options.manifest, base, shard, _complain)
+    return _fetch([request], is_waiting=options.wait) or min(bad, 1)
 
 
-def _fetch(orders: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
+def _fetch(requests: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
     """Have daemons do jobs of `fusefs warm` or `fusefs pin`."""
     from fusefs.cli import status_report, warm
     from fusefs.settings.display import shown
 
-    jobs = warm.start(orders)
+    jobs = warm.start(requests)
     try:
         warm.accepted(jobs)  # a missing path is an error at once
         if not is_waiting:
@@ -253,16 +253,16 @@ def _fetch(orders: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
         print(file=sys.stderr)
         _complain("the job goes on; fusefs status shows its progress, fusefs warm --cancel ends it")
         return 130
-    for order, job in ended.items():
-        print(shown(f"{order.title}: {status_report.warm_progress(job)}"))
+    for request, job in ended.items():
+        print(shown(f"{request.title}: {status_report.warm_progress(job)}"))
     return 0 if all(warm.is_complete(job) for job in ended.values()) else 1
 
 
 def _pin(options: argparse.Namespace) -> int:
     from fusefs.cli import warm
 
-    orders = warm.orders(_paths(options.paths), is_pinned=True)
-    return _fetch(orders, is_waiting=not options.no_wait)
+    requests = warm.requests(_paths(options.paths), is_pinned=True)
+    return _fetch(requests, is_waiting=not options.no_wait)
 
 
 def _unpin(options: argparse.Namespace) -> int:

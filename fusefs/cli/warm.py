@@ -14,19 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.cli import manifest, polling, status_report, sync
+from fusefs.cli.polling import ANSWER_TIMEOUT_S, FIRST_PAUSE_S, POLL_S, SILENCE_S
 from fusefs.launch import control
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
 
-ANSWER_TIMEOUT_S = 5.0
-FIRST_PAUSE_S = 0.02
-POLL_S = 0.25
 # By then the daemon has mostly found out that a path does not exist.
 FIRST_PAGE_S = 3.0
 # Lines of progress where standard error is no terminal.
 LINE_EVERY_S = 10.0
-# Enough for the next daemon, if the daemon dies.
-SILENCE_S = 60.0
 
 ADDED = (
     "files",
@@ -109,7 +105,7 @@ def shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
     return number, count
 
 
-def orders(
+def requests(
     paths: Sequence[Path], shard: tuple[int, int] | None = None, *, is_pinned: bool = False
 ) -> list[WarmRequest]:
     """The jobs for these paths, many of a mount being one. Sends their lists.
@@ -136,7 +132,7 @@ def orders(
     return found
 
 
-def manifest_order(
+def manifest_request(
     file: str, base: Path | None, shard: tuple[int, int] | None, complain: Callable[[str], None]
 ) -> tuple[WarmRequest, int]:
     """The job for a manifest ("-" is standard input), and how many of its lines are bad.
@@ -167,23 +163,23 @@ def manifest_order(
     return WarmRequest(mountpoint, title, shard, list_name=name), bad
 
 
-def start(orders: Sequence[WarmRequest]) -> Ids:
+def start(requests: Sequence[WarmRequest]) -> Ids:
     """Start the jobs, or join those under way.
 
     Raises:
         CommandError: a daemon is too old for such a job.
         ControlError: a mount has ended, or its daemon refused the job.
     """
-    return {order: _start(order)["id"] for order in orders}
+    return {request: _start(request)["id"] for request in requests}
 
 
-def _start(order: WarmRequest) -> Job:
-    job = daemon_request(order.mountpoint, order.message, ANSWER_TIMEOUT_S)
-    if "id" not in job and len(order.message) > 2:
+def _start(request: WarmRequest) -> Job:
+    job = daemon_request(request.mountpoint, request.message, ANSWER_TIMEOUT_S)
+    if "id" not in job and len(request.message) > 2:
         raise CommandError(
-            f"the daemon of {order.mountpoint} is older than this command: fusefs upgrade"
+            f"the daemon of {request.mountpoint} is older than this command: fusefs upgrade"
         )
-    return {"id": order.below} | job
+    return {"id": request.below} | job
 
 
 def cancel(paths: Sequence[Path]) -> None:
@@ -209,9 +205,9 @@ def accepted(ids: Ids) -> None:
     pause_s = FIRST_PAUSE_S
     while True:
         jobs = _jobs(ids)
-        for order, job in jobs.items():
+        for request, job in jobs.items():
             if job["why"]:
-                raise CommandError(f"{order.title}: {job['why']}")
+                raise CommandError(f"{request.title}: {job['why']}")
         is_listing = any(job["state"] == "listing" for job in jobs.values())
         if not is_listing or time.monotonic() > deadline:
             return
@@ -231,13 +227,13 @@ def wait(ids: Ids) -> dict[WarmRequest, Job]:
     began = last_answer = time.monotonic()
     while True:
         remaining = {
-            order: job_id
-            for order, job_id in ids.items()
-            if order not in jobs or not has_ended(jobs[order])
+            request: job_id
+            for request, job_id in ids.items()
+            if request not in jobs or not has_ended(jobs[request])
         }
         if not remaining:
             display.end()
-            return {order: jobs[order] for order in ids}
+            return {request: jobs[request] for request in ids}
         try:
             jobs |= _jobs(remaining)
             last_answer = time.monotonic()
@@ -263,23 +259,23 @@ def has_ended(job: Job) -> bool:
 def _jobs(ids: Ids) -> dict[WarmRequest, Job]:
     """The current state of the jobs."""
     jobs = {}
-    for mountpoint in dict.fromkeys(order.mountpoint for order in ids):
+    for mountpoint in dict.fromkeys(request.mountpoint for request in ids):
         answer = daemon_request(mountpoint, {"command": "warming"}, ANSWER_TIMEOUT_S)
         known = {job.get("id", job["path"]): job for job in answer["jobs"]}
-        for order, job_id in ids.items():
-            if order.mountpoint == mountpoint:
-                jobs[order] = known.get(job_id) or _again(order)
+        for request, job_id in ids.items():
+            if request.mountpoint == mountpoint:
+                jobs[request] = known.get(job_id) or _again(request)
     return jobs
 
 
-def _again(order: WarmRequest) -> Job:
+def _again(request: WarmRequest) -> Job:
     """Start a job again: a daemon that was restarted does not know jobs that ended before."""
-    if order.list_name:
+    if request.list_name:
         raise CommandError(
-            f"{order.title}: the daemon was replaced after the job had ended; run the command"
+            f"{request.title}: the daemon was replaced after the job had ended; run the command"
             " again to see what is in the cache"
         )
-    return _start(order)
+    return _start(request)
 
 
 def together(jobs: list[Job]) -> Job:
