@@ -51,7 +51,7 @@ from fusefs.cache.integrity.verify import Integrity
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.retention import Retention, Wanted
-from fusefs.linux.clock import steady_time
+from fusefs.linux.clock import boot_id, steady_time
 from fusefs.store.interface import ObjectVersion
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.stalls import WaitCause, stage
@@ -94,10 +94,11 @@ class FileCache:
         # The name of a version's file, without its generation. Warm files are opened over
         # and over, and the hash would be a tenth of what that costs.
         self.name_of = lru_cache(MOST_NAMES)(self._make_name)
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         try:
             self._disk = Disk(directory / "objects")
-            self._catalog = Catalog(directory / "catalog.sqlite3", boot_id, in_any_case=in_any_case)
+            self._catalog = Catalog(
+                directory / "catalog.sqlite3", boot_id(), in_any_case=in_any_case
+            )
             rows, self._catalog.at_start = self._catalog.at_start, []
             quota.committed = self._catalog.total_bytes()
             retained = self._catalog.retained()

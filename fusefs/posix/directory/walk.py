@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import trio
 
 from fusefs.posix.directory.pending_changes import PendingChanges
+from fusefs.posix.nodes.names import split_key
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ListPage, Store
 from fusefs.telemetry.stalls import WaitCause, stage, unattended
@@ -171,7 +172,7 @@ def _grouped(prefix: str, page: ListPage, begun: dict[str, ListPage]) -> dict[st
         return found
 
     for info in page.objects:
-        folder = info.key[: info.key.rfind("/") + 1]
+        folder, _ = split_key(info.key)
         if len(folder) > len(prefix):
             page_of(folder).objects.append(info)
     return pages

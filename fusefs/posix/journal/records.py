@@ -23,9 +23,9 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
+from fusefs.linux import clock
 from fusefs.posix.nodes.inode import Inode
 from fusefs.store.interface import ObjectInfo
 
@@ -150,8 +150,7 @@ def parse_unchained(data: bytes) -> Iterator[Parsed]:
 
 def start_payload(format: int = FORMAT) -> bytes:
     """The first record of a log: the format, and the boot in which it is of use."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"fusefs journal {format} {boot_id}".encode()
+    return f"fusefs journal {format} {clock.boot_id()}".encode()
 
 
 def node_payload(inode: Inode) -> bytes:

@@ -38,7 +38,7 @@ from typing import Any
 
 import trio
 
-from fusefs.linux import files
+from fusefs.linux import clock, files
 from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.late import request_log
 from fusefs.posix.late.request_log import DELETE, PUT, Change
@@ -53,7 +53,6 @@ KeyState = ObjectInfo | Absent
 # killed. Of 1,200 requests to a server on a machine that was busy tenfold none took longer
 # than half a second; what takes longer is repaired.
 SETTLE_S = 1.5
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boottime() -> float:
@@ -238,7 +237,7 @@ class UncertainKeys:
         self._entries: dict[str, UncertainKey] = {}
         self._numbers = 0
         self._sequence = 0
-        self._boot_id = _BOOT_ID.read_text().strip()
+        self._boot_id = clock.boot_id()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         files.try_lock(self._lock)

@@ -29,6 +29,7 @@ import trio
 
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.posix.late.uncertain_keys import UncertainKeys
+from fusefs.posix.nodes.names import split_key
 from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError
 from fusefs.store.interface import Store
 from fusefs.telemetry.stalls import Work, waiting_for
@@ -170,7 +171,7 @@ class Removals:
     def may_defer(self, key: str) -> bool:
         """Whether `try_defer` would put a removal on record, if the object's ETag is known."""
         return (
-            self.is_removing_from(_directory_of(key))
+            self.is_removing_from(split_key(key)[0])
             and self._has_batches
             and key not in self._by_key
             and len(self._by_key) < MOST
@@ -186,7 +187,7 @@ class Removals:
 
     def note_allowed(self, key: str) -> None:
         """S3 has deleted an object."""
-        directory = _directory_of(key)
+        directory = split_key(key)[0]
         self._allowed[directory] = trio.current_time() + ALLOWED_S
         self._allowed.move_to_end(directory)
         if len(self._allowed) > MOST_ALLOWED:
@@ -392,7 +393,3 @@ def load(directory: Path) -> list[tuple[str, str, int]]:
         except (ValueError, TypeError):
             logger.warning("%s: what is on record of %s can't be read", directory / NAME, key)
     return loaded
-
-
-def _directory_of(key: str) -> str:
-    return key[: key.rfind("/") + 1]

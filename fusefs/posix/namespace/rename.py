@@ -28,6 +28,7 @@ from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.names import split_key
 from fusefs.posix.types import Caller
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.writer import Writer
@@ -430,8 +431,7 @@ class NameChanges(CreateRemove):
         if rival is not None:
             rival.etag = made.etag
         elif not is_new:
-            prefix = made.key[: made.key.rfind("/") + 1]
-            self._directories.changed(prefix, made.key.removeprefix(prefix), made)
+            self._directories.changed(*split_key(made.key), made)
         try:
             if is_new:
                 await self._store.delete(made.key, made.etag)

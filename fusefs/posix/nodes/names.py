@@ -26,6 +26,12 @@ LONGEST_KEY = 1024
 PRIVATE = ".fusefs"
 
 
+def split_key(key: str) -> tuple[str, str]:
+    """The prefix of the directory that a file's key is in, and the file's name there."""
+    at = key.rfind("/") + 1
+    return key[:at], key[at:]
+
+
 def is_expressible(name: str) -> bool:
     """Whether a file name can stand for this segment of a key."""
     if not name or name in (".", ".."):

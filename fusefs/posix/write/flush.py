@@ -26,6 +26,7 @@ from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.names import split_key
 from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import ExclusiveCreates
@@ -303,8 +304,7 @@ class Flusher:
             self.uploads.own.note(new)
         # The copy may have another ETag, and has the same bytes.
         await self._cache.move(old.version, new.version)
-        prefix = old.key[: old.key.rfind("/") + 1]
-        name = old.key[len(prefix) :]
+        prefix, name = split_key(old.key)
         inode = self._node_of(prefix, name, old)
         if inode is not None:
             if inode.staged is not None and inode.staged.etag == old.etag:
@@ -318,15 +318,13 @@ class Flusher:
 
     def _attributes_lost(self, info: ObjectInfo) -> None:
         """The version whose attributes were changed is gone."""
-        prefix = info.key[: info.key.rfind("/") + 1]
-        inode = self._node_of(prefix, info.key[len(prefix) :], info)
+        inode = self._node_of(*split_key(info.key), info)
         if inode is not None and inode.staged is None:
             self._state.mark_stale(inode)
 
     def _removed(self, key: str) -> None:
         """The bucket is without an object that was removed."""
-        prefix = key[: key.rfind("/") + 1]
-        name = key[len(prefix) :]
+        prefix, name = split_key(key)
         if isinstance(self._directories.pending_changes.get(prefix, name), Absent):
             self._directories.changed(prefix, name, ABSENT)
 

@@ -27,6 +27,7 @@ from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace import removals
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
+from fusefs.posix.nodes.names import split_key
 from fusefs.posix.write import aborts
 from fusefs.posix.write.staging import SOURCE
 from fusefs.posix.write.staging_record import load, on_record, write
@@ -104,8 +105,7 @@ def adopt_removals(writer: Writer, directory: Path) -> bool:
         for key, etag, removed_ns in removals.load(directory):
             writer.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
             writer.deferred.drop(key)
-            prefix = key[: key.rfind("/") + 1]
-            name = key[len(prefix) :]
+            prefix, name = split_key(key)
             # With a change of its own the name was made anew.
             if writer.directories.pending_changes.get(prefix, name) is None:
                 writer.directories.changed(prefix, name, ABSENT)
@@ -298,8 +298,9 @@ def _unlink(path: Path) -> None:
 
 def _younger(writer: Writer, key: str) -> StagedFile | None:
     """What is staged under a key already: the youngest is taken up first."""
-    parent = writer.inodes.at(key[: key.rfind("/") + 1])
-    inode = (parent.children or {}).get(key[key.rfind("/") + 1 :]) if parent is not None else None
+    prefix, name = split_key(key)
+    parent = writer.inodes.at(prefix)
+    inode = (parent.children or {}).get(name) if parent is not None else None
     is_it = inode is not None and inode.info is not None and inode.info.key == key
     return inode.staged if inode is not None and is_it else None
 

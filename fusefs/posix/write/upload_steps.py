@@ -407,8 +407,7 @@ class UploadSteps:
 def _keys_apart(key: str) -> Iterator[str]:
     """Keys for a content beside that of a key, which names can express: long ones are cut."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    name = key[key.rfind("/") + 1 :]
-    prefix = key.removesuffix(name)
+    prefix, name = names.split_key(key)
     longest = min(names.NAME_MAX, names.LONGEST_KEY - len(prefix.encode()))
     for number in range(1, MOST_APART + 1):
         ending = f".conflict-{os.uname().nodename}-{stamp}" + (f"-{number}" if number > 1 else "")
