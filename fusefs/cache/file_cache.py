@@ -96,9 +96,8 @@ class FileCache:
         self.name_of = lru_cache(MOST_NAMES)(self._make_name)
         try:
             self._disk = Disk(directory / "objects")
-            self._catalog = Catalog(
-                directory / "catalog.sqlite3", boot_id(), in_any_case=in_any_case
-            )
+            path = directory / "catalog.sqlite3"
+            self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
             rows, self._catalog.at_start = self._catalog.at_start, []
             quota.committed = self._catalog.total_bytes()
             retained = self._catalog.retained()
