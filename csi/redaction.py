@@ -19,7 +19,7 @@ from csi.generated import csi_pb2
 HIDDEN = "***"
 # The generated stubs know extensions only as descriptors.
 _IS_SECRET: Any = csi_pb2.csi_secret
-_SECRET_KEY = re.compile(r"token|secret|password|credential", re.IGNORECASE)
+_SECRET_KEY = re.compile(r"token|secret|password|credential|customer.?key", re.IGNORECASE)
 
 
 def redacted(message: Message) -> str:

@@ -62,7 +62,10 @@ from fusefs.settings.types import (
     SettingType,
     at_least,
     choice,
+    parse_source,
 )
+from fusefs.store.customer_key import CustomerKey, CustomerKeyError
+from fusefs.store.customer_key import parse as parse_customer_key
 from fusefs.store.errors import (
     NO_CREDENTIALS,
     AccessDeniedError,
@@ -75,6 +78,8 @@ from fusefs.store.errors import (
     from_code,
     translate,
 )
+from fusefs.store.s3.special_buckets import AccessPoint, customer_key_obstacle
+from fusefs.store.s3.special_buckets import obstacle as bucket_obstacle
 from fusefs.store.s3.write_options import WriteOptions
 
 if TYPE_CHECKING:
@@ -98,10 +103,13 @@ __all__ = [
     "URL",
     "WORD",
     "AccessDeniedError",
+    "AccessPoint",
     "Addressing",
     "ClusterCacheAccessError",
     "ControlError",
     "CredentialsError",
+    "CustomerKey",
+    "CustomerKeyError",
     "ExistsError",
     "KernelMount",
     "LaunchError",
@@ -128,11 +136,13 @@ __all__ = [
     "__version__",
     "address_of",
     "at_least",
+    "bucket_obstacle",
     "build",
     "certificates_for",
     "check_cluster_cache",
     "choice",
     "command_parser",
+    "customer_key_obstacle",
     "daemon_pid",
     "daemon_request",
     "describe_duration",
@@ -144,6 +154,8 @@ __all__ = [
     "keeper_status",
     "kernel_mounts",
     "metrics_target",
+    "parse_customer_key",
+    "parse_source",
     "remove_registration",
     "replace_file",
     "resolve_path",

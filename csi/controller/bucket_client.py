@@ -1,6 +1,7 @@
 """The controller's requests to a bucket, by boto3, with every failure as a `StoreError`.
 
-Requests are signed with the keys of a Secret, or else with the driver's credentials.
+Requests are signed with the keys of a Secret, or else with the driver's credentials. A Secret's
+key of SSE-C goes with what reads and writes records, as a bucket's policy may demand.
 They go only to the store's own host, through the environment's proxy where there is one:
 neither redirects nor the AWS configuration send them elsewhere.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from csi.errors import InvalidArgumentError
 from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings
 from fusefs.api import (
@@ -21,12 +23,14 @@ from fusefs.api import (
     AccessDeniedError,
     Addressing,
     CredentialsError,
+    CustomerKey,
     ExistsError,
     NotFoundError,
     StaleVersionError,
     StoreError,
     UnsupportedError,
     certificates_for,
+    customer_key_obstacle,
     from_code,
     make_s3_client,
     translate,
@@ -56,17 +60,38 @@ class Bucket:
     """One bucket of a store. Any thread may use it. Every method blocks."""
 
     def __init__(
-        self, store: StoreSettings, name: str, region: str | None, keys: AccessKeys | None
+        self,
+        store: StoreSettings,
+        name: str,
+        region: str | None,
+        keys: AccessKeys | None,
+        customer_key: CustomerKey | None = None,
+        *,
+        pays: bool = False,
     ) -> None:
-        """Raises:
-        InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does.
-        StoreError: certificates or proxies that were named can't be used.
+        """`pays`: the requests agree to be paid for (Requester Pays).
+
+        Raises:
+            InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does, or the
+                key of SSE-C would be sent in the clear.
+            StoreError: certificates or proxies that were named can't be used.
         """
         store.check_address()
+        if customer_key is not None and store.endpoint_url is not None:
+            obstacle = customer_key_obstacle(store.endpoint_url, None)
+            if obstacle is not None:
+                raise InvalidArgumentError(obstacle.sentence)
         self.name = name
         self.url = f"{store.name}://{name}"  # unlike those of other stores
         self._whose = "the Secret's keys" if keys else "the driver"
-        self._client, self._trust = make_client(store, region or store.region, keys)
+        self._client, self._trust = make_client(
+            store,
+            region or store.region,
+            keys,
+            customer_key,
+            pays=pays,
+            is_access_point=name.startswith("arn:"),
+        )
 
     def put_new(self, key: str, body: bytes, **parameters: Any) -> None:
         """Write an object that is not there, with these parameters of boto3's as well.
@@ -94,6 +119,7 @@ class Bucket:
 
         Raises:
             NotFoundError: there is none.
+            OtherKeyError: it is encrypted with a key of SSE-C that the Secret does not have.
         """
         with self._translated(key):
             body = self._client.get_object(Bucket=self.name, Key=key)["Body"]
@@ -186,6 +212,8 @@ class Bucket:
             sentence = f"{failure.sentence} on s3://{self.name}/{key} as {self._whose}"
             if failure.request_id:
                 sentence += f", request {failure.request_id}"
+            if _lacks_key(error, failure.code):
+                raise OtherKeyError(f"{sentence}: it may be encrypted with another key") from error
             if failure.code == "NoSuchBucket":
                 raise NoSuchBucketError(sentence) from error
             raise failure.kind(sentence) from error
@@ -195,9 +223,28 @@ class NoSuchBucketError(NotFoundError):
     """There is no such bucket in the store."""
 
 
+class OtherKeyError(StoreError):
+    """An object that only those with another key of SSE-C can read."""
+
+
+def _lacks_key(error: Exception, code: str) -> bool:
+    """Whether a GET was refused because it came without the key that an object needs.
+
+    To one with another key AWS answers with AccessDenied, as to one without rights.
+    """
+    is_get = getattr(error, "operation_name", "") == "GetObject"
+    return is_get and code in ("InvalidRequest", "InvalidArgument")  # AWS' code, and SeaweedFS'
+
+
 @functools.lru_cache(maxsize=64)
 def make_client(
-    store: StoreSettings, region: str | None, keys: AccessKeys | None
+    store: StoreSettings,
+    region: str | None,
+    keys: AccessKeys | None,
+    customer_key: CustomerKey | None = None,
+    *,
+    pays: bool = False,
+    is_access_point: bool = False,
 ) -> tuple[Any, Trust | None]:
     """boto3's client of a store, the same for the same arguments, and what it trusts.
 
@@ -216,6 +263,8 @@ def make_client(
     addressing = store.addressing
     if addressing is Addressing.AUTO and store.endpoint_url is not None:
         addressing = Addressing.PATH
+    if is_access_point:  # which has a host of its own, and no path stands for it
+        addressing = Addressing.AUTO
     options: dict[str, Any] = {
         "connect_timeout": 5,
         "read_timeout": 20,
@@ -241,4 +290,13 @@ def make_client(
             config=Config(**options, **parameters),
         )
 
-    return make_s3_client(make, trusted), trusted
+    client = make_s3_client(make, trusted)
+    if customer_key is not None:
+        customer_key.install(client)
+    if pays:
+        client.meta.events.register("before-call.s3", _agree_to_pay)
+    return client, trusted
+
+
+def _agree_to_pay(params: dict[str, Any], **_: Any) -> None:
+    params["headers"]["x-amz-request-payer"] = "requester"

@@ -29,7 +29,7 @@ from csi.errors import (
     VolumeNotFoundError,
 )
 from csi.generated import csi_pb2, csi_pb2_grpc
-from csi.identities.keys import keys_from
+from csi.identities.keys import customer_key_from, keys_from
 from csi.in_flight import Claims
 from csi.server import time_left
 from csi.volume.capabilities import check_capabilities, check_capability
@@ -41,9 +41,9 @@ from csi.volume.location import (
     location_of,
     new_volume_id,
 )
-from csi.volume.options import check_attributes, write_parameters
+from csi.volume.options import check_attributes, pays_requests, write_parameters
 from csi.volume.stores import Stores
-from fusefs.api import ExistsError
+from fusefs.api import AccessDeniedError, ExistsError
 
 DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"
@@ -99,7 +99,12 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         self, request: csi_pb2.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi_pb2.CreateVolumeResponse:
         record, volume = self._planned(request)
-        bucket = self._bucket(volume, request.secrets, record.attributes.get("region"))
+        bucket = self._bucket(
+            volume,
+            request.secrets,
+            record.attributes.get("region"),
+            pays=pays_requests(_settings(record.attributes)),
+        )
         is_claims = _is_of_claim(request.parameters.get("prefix", DEFAULT_PREFIX))
         with self._claims.claim(str(volume)):
             if self._deletions.is_running(volume):
@@ -193,7 +198,13 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         bucket = self._bucket(volume, request.secrets)
 
         def work(progress: DeletionProgress) -> None:
-            delete(bucket, volume, self._cluster, self._records, progress)
+            try:
+                delete(bucket, volume, self._cluster, self._records, progress)
+            except AccessDeniedError:
+                paying = self._paying(volume, request.secrets)
+                if paying is None:
+                    raise
+                delete(paying, volume, self._cluster, self._records, progress)
 
         try:
             with self._claims.claim(str(volume)):
@@ -256,18 +267,43 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         record = None
         if volume is not None and self._stores.named(volume.store) is not None:
             try:
-                record = volume_record.read(self._bucket(volume, secrets), volume)
+                try:
+                    record = volume_record.read(self._bucket(volume, secrets), volume)
+                except AccessDeniedError:
+                    paying = self._paying(volume, secrets)
+                    if paying is None:
+                        raise
+                    record = volume_record.read(paying, volume)
             except VolumeRecordError as error:
                 raise FailedPreconditionError(f"volume {volume}: its record {error}") from error
         if record is None:
             raise VolumeNotFoundError(f"there is no volume {volume_id!r}")
         return record
 
+    def _paying(self, volume: VolumeId, secrets: Mapping[str, str]) -> Bucket | None:
+        """The bucket for requests that agree to be paid for; None if the volume's class does not.
+
+        A volume's id does not say it, and its record, which does, is in that bucket: where it is
+        refused, one request asks for it as one who pays.
+        """
+        bucket = self._bucket(volume, secrets, pays=True)
+        try:
+            record = volume_record.read(bucket, volume)
+        except (AccessDeniedError, VolumeRecordError):
+            return None
+        return bucket if record and pays_requests(_settings(record.attributes)) else None
+
     def _bucket(
-        self, volume: VolumeId, secrets: Mapping[str, str], region: str | None = None
+        self,
+        volume: VolumeId,
+        secrets: Mapping[str, str],
+        region: str | None = None,
+        *,
+        pays: bool = False,
     ) -> Bucket:
         store = self._stores.by_name[volume.store]
-        return Bucket(store, volume.bucket, region, keys_from(secrets))
+        keys, customer_key = keys_from(secrets), customer_key_from(secrets)
+        return Bucket(store, volume.bucket, region, keys, customer_key, pays=pays)
 
 
 def _create(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from csi.controller.bucket_client import Bucket, ListedObject
+from csi.controller.bucket_client import Bucket, ListedObject, OtherKeyError
 from csi.errors import InvalidArgumentError
 from csi.volume.location import VolumeId, has_segment, normal_prefix
 from fusefs.api import PRIVATE, NotFoundError
@@ -152,11 +152,13 @@ class VolumeRecords:
     ) -> list[tuple[ListedObject, VolumeRecord | VolumeRecordError]]:
         """The records of a page of the listing, but for those that were removed meanwhile."""
 
-        def read_one(item: ListedObject) -> bytes | None:
+        def read_one(item: ListedObject) -> bytes | VolumeRecordError | None:
             try:
                 return bucket.get(item.key)
             except NotFoundError:
                 return None
+            except OtherKeyError as error:
+                return VolumeRecordError(str(error))
 
         # Another thread, whose listing was made before, may drop what is found here.
         known: dict[ListedObject, VolumeRecord | VolumeRecordError | None] = {
@@ -166,6 +168,9 @@ class VolumeRecords:
         with ThreadPoolExecutor(READERS) as readers:
             for item, body in zip(unknown, readers.map(read_one, unknown), strict=True):
                 if body is None:
+                    continue
+                if isinstance(body, VolumeRecordError):
+                    known[item] = body  # another Secret may have the key
                     continue
                 try:
                     known[item] = self._known[bucket.url, item] = VolumeRecord.from_json(body)

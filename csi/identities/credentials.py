@@ -13,6 +13,10 @@ no more. boto3, in the daemon, reads keys from it, and exchanges a token
 agent) again before what it got for it expires; requests wait meanwhile. Kubelet
 publishes each volume again every minute or so, and the file is replaced then:
 rotated keys and fresh tokens need nothing else.
+
+A Secret's key of SSE-C is a part of the identity: what was encrypted with it is in a cache
+of those that have it. A mount keeps the key that it began with, since another key is another
+mount's, and it has a file beside the others.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +38,10 @@ from csi.errors import (
     UnauthenticatedError,
 )
 from csi.identities.cluster_caches import CacheSecrets
-from csi.identities.keys import AccessKeys, keys_from
+from csi.identities.keys import AccessKeys, customer_key_from, keys_from
 from csi.volume.options import Options
 from csi.volume.stores import AWS, StoreSettings
-from fusefs.api import replace_file
+from fusefs.api import CustomerKey, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ POD_IDENTITY_AGENT = "http://169.254.170.23/v1/credentials"
 # The files of a mount's cluster cache.
 _CACHE_CREDENTIALS = "cluster-cache-credentials"
 _CACHE_KEY = "cluster-cache-key"
+_CUSTOMER_KEY = "customer-key"
 
 # Who reads as the driver itself.
 DRIVER = "the driver"
@@ -75,6 +80,12 @@ class Identity:
     role_arn: str | None = None
     session: str = ""
     has_pod_identity: bool = False
+    customer_key: CustomerKey | None = field(default=None, repr=False)
+
+    @property
+    def key_proof(self) -> tuple[str, ...]:
+        """What those that share a cache have in common, whoever they are; for a keyed hash."""
+        return ("customer key", self.customer_key.text) if self.customer_key else ()
 
 
 def choose(
@@ -88,10 +99,27 @@ def choose(
     """The identity that reads a volume. May request the driver's own keys from their source.
 
     Raises:
-        InvalidArgumentError: no identity is named, or several are.
+        InvalidArgumentError: no identity is named, or several are, or a key is none.
         FailedPreconditionError: the pod's token is missing.
         UnauthenticatedError: the driver has no credentials of its own.
     """
+    key = customer_key_from(secrets)
+    found = _choose(secrets, context, options, store, is_inline=is_inline)
+    if key is None:
+        return found
+    with_key = replace(found, customer_key=key)
+    return replace(with_key, proof=(*found.proof, *with_key.key_proof))
+
+
+def _choose(
+    secrets: Mapping[str, str],
+    context: Mapping[str, str],
+    options: Options,
+    store: StoreSettings,
+    *,
+    is_inline: bool,
+) -> Identity:
+    """The identity, whatever it encrypts with; see `choose`."""
     keys = keys_from(secrets)
     named = [
         keys is not None,
@@ -250,6 +278,15 @@ class CredentialFiles:
             replace_file(directory / "keys", _as_profile(identity.keys), owner=uid)
         elif identity.token is not None:
             replace_file(directory / "token", identity.token, owner=uid)
+
+    def store_customer_key(self, mount: str, key: CustomerKey, uid: int) -> None:
+        """Write the key with which S3 encrypts, for root and the daemon's user alone."""
+        directory = self._prepare(mount, uid)
+        replace_file(directory / _CUSTOMER_KEY, key.text, owner=uid)
+
+    def customer_key_settings(self, mount: str) -> dict[str, str]:
+        """The setting that names what `store_customer_key` writes."""
+        return {"customer_key": os.fspath(self._directory / mount / _CUSTOMER_KEY)}
 
     def store_cluster_cache(self, mount: str, secrets: CacheSecrets, uid: int) -> None:
         """Replace the secrets of the mount's cluster cache.

@@ -1,7 +1,8 @@
-"""Access keys that a Secret holds.
+"""What a Secret holds: access keys, and a key of server-side encryption (SSE-C).
 
-Its fields are `access_key_id`, `secret_access_key` and, for temporary keys,
-`session_token`; `accessKeyId` and `AWS_ACCESS_KEY_ID` are the same name.
+Its fields are `access_key_id`, `secret_access_key` and, for temporary keys, `session_token`;
+`accessKeyId` and `AWS_ACCESS_KEY_ID` are the same name. `customer_key` is the key with which S3
+encrypts; it may be there without access keys, for a volume that is read as a role.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from csi.errors import InvalidArgumentError
+from fusefs.api import CustomerKey, CustomerKeyError, parse_customer_key
 
 # Kubelet adds service account tokens under such names.
 _RESERVED = "csi.storage.k8s.io/"
 _FIELDS = ("access_key_id", "secret_access_key", "session_token")
-_BY_SPELLING = {name.replace("_", ""): name for name in _FIELDS}
+_CUSTOMER_KEY = "customer_key"
+_ALL = (*_FIELDS, _CUSTOMER_KEY)
+_BY_SPELLING = {name.replace("_", ""): name for name in _ALL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +31,41 @@ class AccessKeys:
 
 
 def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
-    """The keys in a Secret's fields; None if it has none at all.
+    """The access keys in a Secret's fields; None if it has none at all.
 
     Raises:
         InvalidArgumentError: a field is missing, or is none that is known.
+    """
+    found = _fields(secrets)
+    found.pop(_CUSTOMER_KEY, None)
+    if not found:
+        return None
+    missing = [name for name in _FIELDS[:2] if not found.get(name)]
+    if missing:
+        raise InvalidArgumentError(f"the Secret has no {_listed(missing)}")
+    return AccessKeys(found[_FIELDS[0]], found[_FIELDS[1]], found.get(_FIELDS[2]) or None)
+
+
+def customer_key_from(secrets: Mapping[str, str]) -> CustomerKey | None:
+    """The key of SSE-C in a Secret's fields, or None.
+
+    Raises:
+        InvalidArgumentError: what is there is no key, or a field is none that is known.
+    """
+    text = _fields(secrets).get(_CUSTOMER_KEY)
+    if text is None:
+        return None
+    try:
+        return parse_customer_key(text.encode(), f"the Secret's {_CUSTOMER_KEY}")
+    except CustomerKeyError as error:
+        raise InvalidArgumentError(str(error)) from None
+
+
+def _fields(secrets: Mapping[str, str]) -> dict[str, str]:
+    """The fields by their names here.
+
+    Raises:
+        InvalidArgumentError: one is unknown, or there under two names.
     """
     found: dict[str, str] = {}
     for name, value in secrets.items():
@@ -38,15 +73,12 @@ def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
             continue
         spelling = name.lower().replace("_", "").replace("-", "").removeprefix("aws")
         if spelling not in _BY_SPELLING:
-            raise InvalidArgumentError(f"the Secret's field {name!r} is none of {_listed(_FIELDS)}")
+            raise InvalidArgumentError(f"the Secret's field {name!r} is none of {_listed(_ALL)}")
+        if _BY_SPELLING[spelling] in found:
+            raise InvalidArgumentError(f"the Secret has {_BY_SPELLING[spelling]} under two names")
         # A file that was made by an editor ends with a line's end.
         found[_BY_SPELLING[spelling]] = value.strip()
-    if not found:
-        return None
-    missing = [name for name in _FIELDS[:2] if not found.get(name)]
-    if missing:
-        raise InvalidArgumentError(f"the Secret has no {_listed(missing)}")
-    return AccessKeys(found[_FIELDS[0]], found[_FIELDS[1]], found.get(_FIELDS[2]) or None)
+    return found
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:

@@ -69,7 +69,10 @@ RESUME_S = 900.0
 
 # Words of the daemon's error for a bucket that it cannot list, and the CSI error they mean.
 _REFUSALS: tuple[tuple[tuple[str, ...], type[CsiError]], ...] = (
-    (("no such bucket", "not a valid name for a bucket"), InvalidArgumentError),
+    (
+        ("no such bucket", "not a valid name for a bucket", "over TLS alone"),
+        InvalidArgumentError,
+    ),
     (("access denied",), PermissionDeniedError),
     (
         ("access key", "credentials", "session token", "no AWS profile", "IdentityToken"),

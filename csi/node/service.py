@@ -220,7 +220,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return None
         self._refuse_second_target(publish, table)
         with self._pods.publishing(pod, self._configuration.inline_bounds):
-            return self._publish(request, publish, ends)
+            return self._publish(request, publish, pod.name, ends)
 
     def _refresh_if_published(
         self, request: Request, publish: PublishRequest, table: MountTable
@@ -266,12 +266,14 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                     )
 
     def _publish(
-        self, request: Request, publish: PublishRequest, ends: float
+        self, request: Request, publish: PublishRequest, pod: str, ends: float
     ) -> tuple[MountRecord, WarmOption] | None:
         if not publish.target.parent.is_dir():
             raise InvalidArgumentError(f"target_path: there is no {publish.target.parent}")
         plan = self._plan(request, publish, ends)
-        record, warm = plan.record, plan.warm
+        record, warm = plan.record, plan.warm.of_pod(pod)
+        if plan.warm.paths and not warm.paths:
+            log.info("%s: no part is fetched for pod %r: it has no number", publish.volume_id, pod)
         if self._mounts.is_alive(record, MountTable()):
             self._mounts.records.write(record)  # it may have been lost
             self._store_secrets(plan)
@@ -279,7 +281,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             self._begin(plan, ends)
         if self._warmups.blocks_publish(record, warm):
             # With the claim: nothing uses the mount but this waiting target.
-            self._warmups.add_waiter(record.key, publish.target)
+            self._warmups.add_waiter(record.key, warm, publish.target)
             return record, warm
         self._bind(record, publish)
         self._drains.reset(record)
@@ -311,6 +313,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _store_secrets(self, plan: _Plan) -> None:
         record = plan.record
         self._files.store(record.key, plan.identity, record.uid)
+        if plan.identity.customer_key is not None:
+            self._files.store_customer_key(record.key, plan.identity.customer_key, record.uid)
         if plan.cache_secrets is not None:
             self._files.store_cluster_cache(record.key, plan.cache_secrets, record.uid)
 
@@ -329,9 +333,11 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _plan(self, request: Request, publish: PublishRequest, ends: float) -> _Plan:
         """The mount that a volume needs, whether it is there or not, and what of it to warm."""
         identity, location, options = self._who(request, publish)
-        cluster_cache = self._configuration.cluster_caches.of(
-            options.cache_domain, is_inline=publish.is_inline
-        )
+        cluster_cache = None
+        if identity.customer_key is None:  # what that encrypts is stored nowhere else
+            cluster_cache = self._configuration.cluster_caches.of(
+                options.cache_domain, is_inline=publish.is_inline
+            )
         layer = self._layer(publish, location, options, cluster_cache)
         name = self._domain_name(identity, location, options)
         texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
@@ -358,6 +364,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 descriptor_store=os.fspath(self._configuration.descriptor_store),
                 max_pause=LONGEST_PAUSE,
                 **(self._files.cluster_cache_settings(key) if cluster_cache else {}),
+                **(self._files.customer_key_settings(key) if identity.customer_key else {}),
             )
             record = MountRecord(
                 key,
@@ -403,7 +410,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         """The name of the local cache that a volume uses."""
         store = location.store
         where = (store.name, store.endpoint_url or "", location.bucket)
-        shared = ("shared", options.cache_domain) if options.cache_domain else identity.proof
+        shared = identity.proof
+        if options.cache_domain:
+            shared = ("shared", options.cache_domain, *identity.key_proof)
         return self._domains.name_of("domain", *where, *shared)
 
     # --- unpublish ---

@@ -5,15 +5,22 @@ waits for it is published in several calls: each call waits until its deadline a
 aborted with the progress; the next call goes on. Meanwhile the mount is kept although no
 target is bound to it. When `warmTimeout` is over, the pod starts and the warming goes on.
 
-A mount is warmed once, however many pods use it. The beginning and the waiting targets are
-on record beside the mounts' records, so a restarted driver goes on counting. Times are of
-the monotonic clock, which all processes of a boot share.
+A mount is warmed once, however many pods use it; where each pod has a part of it fetched
+(`warmShards`), each part once. The beginning and the waiting targets are on record beside the
+mounts' records, so a restarted driver goes on counting. Times are of the monotonic clock,
+which all processes of a boot share.
+
+A pod itself starts nothing: its mount is shared with the node's other pods of the volume, and
+the daemon's socket, which may cancel and evict, is the driver's. What a pod's author may say is
+in the volume's attributes, and costs others no more than reading the volume does: fetching comes
+after what pods read, and evicts nothing that was used since it began.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -66,9 +73,10 @@ class Warmups:
 
         A failure is logged: the volume is published already.
         """
-        if warm.paths and self._read(record.key) is None:
+        name = _name(record.key, warm)
+        if warm.paths and self._read(name) is None:
             try:
-                self._write(record.key, _Record(time.monotonic(), is_over=True))
+                self._write(name, _Record(time.monotonic(), is_over=True))
             except OSError as error:
                 log.warning("the warm-up of %s is not on record: %s", record.source, error)
             try:
@@ -80,11 +88,11 @@ class Warmups:
         """Whether a pod has to wait for the warm-up before it starts."""
         if not warm.is_first:
             return False
-        known = self._read(record.key)
+        known = self._read(_name(record.key, warm))
         return known is None or not known.is_over
 
-    def add_waiter(self, key: str, target: Path) -> float:
-        """Record that a target waits; return when the mount's first publish call began.
+    def add_waiter(self, key: str, warm: WarmOption, target: Path) -> float:
+        """Record that a target waits; return when the first call that waits for the same began.
 
         That is in seconds of the monotonic clock.
 
@@ -96,7 +104,7 @@ class Warmups:
         def add(known: _Record) -> _Record:
             return replace(known, waiting={**known.waiting, str(target): now})
 
-        return self._change(key, add).began
+        return self._change(_name(key, warm), add).began
 
     def wait(self, record: MountRecord, warm: WarmOption, target: Path, ends: float) -> None:
         """Return when the mount is warm, or the volume's `warmTimeout` has passed.
@@ -104,7 +112,7 @@ class Warmups:
         Raises:
             AbortedError: neither was so at `ends` (monotonic clock); it has the progress.
         """
-        began = self.add_waiter(record.key, target)
+        began = self.add_waiter(record.key, warm, target)
         status = "is starting"
         while True:
             try:
@@ -126,16 +134,16 @@ class Warmups:
                 status = f"not done in {waited}, goes on in the background: {status}"
                 break
             if now + POLL_S > ends:
-                self.add_waiter(record.key, target)
+                self.add_waiter(record.key, warm, target)
                 raise AbortedError(f"warming {status}")
             time.sleep(POLL_S)
         log.info("warming %s for %s: %s", record.source, record.volume_id, status)
-        self._change(record.key, lambda known: replace(known, is_over=True))
+        self._change(_name(record.key, warm), lambda known: replace(known, is_over=True))
 
     def is_awaited(self, key: str) -> bool:
         """Whether a publish call waits for a mount that is not bound to a target yet."""
-        known = self._read(key)
-        since = max(known.waiting.values(), default=0.0) if known is not None else 0.0
+        found = [known for name in self._names(key) if (known := self._read(name)) is not None]
+        since = max((when for known in found for when in known.waiting.values()), default=0.0)
         return bool(since) and time.monotonic() - since < PATIENCE_S
 
     def remove_waiter(self, key: str, target: Path) -> None:
@@ -143,35 +151,51 @@ class Warmups:
 
         Where that cannot be put on record it counts as waiting for `PATIENCE_S`.
         """
-        known = self._read(key)
-        if known is None or str(target) not in known.waiting:
-            return
-        try:
-            self._change(key, lambda known: _without(known, target))
-        except OSError as error:
-            log.warning("%s stays on record as waiting: %s", target, error)
+        for name in self._names(key):
+            known = self._read(name)
+            if known is None or str(target) not in known.waiting:
+                continue
+            try:
+                self._change(name, lambda known: _without(known, target))
+            except OSError as error:
+                log.warning("%s stays on record as waiting: %s", target, error)
 
     def forget(self, key: str) -> None:
-        """Remove the record of a mount that has ended."""
-        self._path(key).unlink(missing_ok=True)
+        """Remove the records of a mount that has ended."""
+        for name in self._names(key):
+            self._path(name).unlink(missing_ok=True)
 
-    def _change(self, key: str, change: Callable[[_Record], _Record]) -> _Record:
+    def _change(self, name: str, change: Callable[[_Record], _Record]) -> _Record:
         with self._lock:
-            record = change(self._read(key) or _Record(time.monotonic()))
-            self._write(key, record)
+            record = change(self._read(name) or _Record(time.monotonic()))
+            self._write(name, record)
             return record
 
-    def _write(self, key: str, record: _Record) -> None:
-        replace_file(self._path(key), json.dumps(asdict(record)))
+    def _write(self, name: str, record: _Record) -> None:
+        replace_file(self._path(name), json.dumps(asdict(record)))
 
-    def _read(self, key: str) -> _Record | None:
+    def _read(self, name: str) -> _Record | None:
         try:
-            return _Record(**known_fields(_Record, self._path(key)))
+            return _Record(**known_fields(_Record, self._path(name)))
         except (OSError, ValueError, TypeError):
             return None
 
-    def _path(self, key: str) -> Path:
-        return self._directory / f"{key}.json"
+    def _names(self, key: str) -> list[str]:
+        """What a mount's records are called: one for the whole of it, one for each part."""
+        names = (
+            name.removesuffix(".json")
+            for name in os.listdir(self._directory)
+            if name.endswith(".json")
+        )
+        return [name for name in names if name.partition(".")[0] == key]
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.json"
+
+
+def _name(key: str, warm: WarmOption) -> str:
+    """The name of the record of a mount's warm-up, or of that of a part."""
+    return key if warm.part is None else f"{key}.{warm.part}"
 
 
 def _without(known: _Record, target: Path) -> _Record:
@@ -187,8 +211,18 @@ def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
     """
     root = Path(record.root)
     answer = daemon_request(root, {"command": "warming"}, ANSWER_TIMEOUT_S)
-    jobs = {job["path"]: job for job in answer["jobs"]}
+    jobs = {job.get("id", job["path"]): job for job in answer["jobs"]}
     return [
-        jobs.get(path) or daemon_request(root, {"command": "warm", "path": path}, ANSWER_TIMEOUT_S)
+        jobs.get(job_id(path, warm)) or daemon_request(root, _request(path, warm), ANSWER_TIMEOUT_S)
         for path in warm.paths
     ]
+
+
+def job_id(path: str, warm: WarmOption) -> str:
+    """What the daemon calls the job of a path (JobSpec.id in fusefs/daemon/jobs)."""
+    return path if warm.part is None else f"{path}\0shard {warm.part}/{warm.shards}"
+
+
+def _request(path: str, warm: WarmOption) -> Message:
+    request: Message = {"command": "warm", "path": path}
+    return request if warm.part is None else {**request, "shard": [warm.part, warm.shards]}

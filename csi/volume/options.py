@@ -3,7 +3,7 @@
 Both take the settings of `fusefs mount` that a user of a node may choose, under
 the setting's own name (`cache-size`) or, as Kubernetes spells, `cacheSize`.
 Attributes also say who reads (`roleArn`, `podIdentity`, `anonymous`, `cacheDomain`), how its end
-is dealt with (`drainTimeout`), and what is fetched before it is read (`warm`,
+is dealt with (`drainTimeout`), and what is fetched before it is read (`warm`, `warmShards`,
 `warmBeforePublish`, `warmTimeout`). Everything else is refused by name: what
 names a path of the node, reaches another host, or is the node's to decide.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ _OWN = frozenset(
         "allowLocalDurability",
         "drainTimeout",
         "warm",
+        "warmShards",
         "warmBeforePublish",
         "warmTimeout",
     )
@@ -86,6 +87,14 @@ _ROLE = re.compile(r"arn:[a-z0-9-]+:[a-z0-9-]*:[a-z0-9-]*:[0-9]*:role/[\w+=,.@/-
 _DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 DRAIN_TIMEOUT_S = 600.0
 WARM_TIMEOUT_S = 600.0
+# The most completions that Kubernetes documents for an Indexed Job with a backoffLimitPerIndex.
+MOST_SHARDS = 100_000
+# Each is a job of the daemon; a directory or a pattern stands for any number of files.
+MOST_WARM_PATHS = 100
+# How the names of pods with a number end. An Indexed Job names them JOB-INDEX-RANDOM (the random
+# part has these letters, so that it is no word); a StatefulSet, and the workers of most operators,
+# NAME-INDEX. (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode)
+_NUMBERED = re.compile(r"-([0-9]{1,5})(?:-[bcdfghjklmnpqrstvwxz2456789]{5})?\Z")
 # The most bytes that a key can have.
 _LONGEST_KEY = 1024
 # A call that is tried again for longer would outlast its caller.
@@ -98,12 +107,27 @@ REVOKE_AFTER = "120s"
 class WarmOption:
     """What of a volume is fetched before it is read, relative to it; "" is all.
 
-    With `is_first` a pod starts when that is done, or after `timeout_s`.
+    With `is_first` a pod starts when that is done, or after `timeout_s`. With `shards` each pod
+    has one of so many parts fetched, `part`, counting from 0.
     """
 
     paths: tuple[str, ...] = ()
     is_first: bool = False
     timeout_s: float = WARM_TIMEOUT_S
+    shards: int | None = None
+    part: int | None = None
+
+    def of_pod(self, name: str) -> WarmOption:
+        """What is fetched for the pod of this name; of a pod without a number no part is.
+
+        Kubelet sends a driver the pod's name and neither its labels nor its annotations, and to
+        read these from the API server every node would need the right to read all pods. The
+        controllers of pods with numbers put the number into the name.
+        """
+        if self.shards is None:
+            return self
+        number = _NUMBERED.search(name)
+        return replace(self, part=int(number[1]) % self.shards) if number else WarmOption()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +178,15 @@ def write_parameters(attributes: Mapping[str, str], mount_flags: Sequence[str]) 
     """
     options = read_options(attributes, mount_flags, is_inline=False)
     return WriteOptions.of(build(options.settings, anywhere())).parameters()
+
+
+def pays_requests(attributes: Mapping[str, str]) -> bool:
+    """Whether a volume's author agrees to pay for its requests (Requester Pays).
+
+    Raises:
+        InvalidArgumentError: the sentence names the attribute.
+    """
+    return build(read_options(attributes, (), is_inline=False).settings, anywhere()).requester_pays
 
 
 def read_options(
@@ -215,6 +248,11 @@ def _field(name: str, origin: str) -> str:
         raise InvalidArgumentError(
             f"{origin}: not for a volume: the node decides which cluster cache a cacheDomain has"
             " (fusefs-csi node --cluster-caches)"
+        )
+    if field == "customer_key":
+        raise InvalidArgumentError(
+            f"{origin}: the volume's Secret has the key, as its field customer_key: an attribute is"
+            " no secret"
         )
     if field not in _TAKEN or "_" in name:
         raise InvalidArgumentError(f"{origin}: not a setting that a volume can have")
@@ -297,12 +335,27 @@ def _warm(attributes: Mapping[str, str]) -> WarmOption:
     is_first = _switch(attributes, "warmBeforePublish")
     timeout_s = _duration(attributes, "warmTimeout", WARM_TIMEOUT_S)
     if "warm" not in attributes:
-        for name in ("warmBeforePublish", "warmTimeout"):
+        for name in ("warmShards", "warmBeforePublish", "warmTimeout"):
             if name in attributes:
                 raise InvalidArgumentError(f"{name}: there is no warm, which says what")
         return WarmOption()
-    paths = [_warm_path(text.strip()) for text in attributes["warm"].split(",")]
-    return WarmOption(tuple(dict.fromkeys(paths)), is_first, timeout_s)
+    paths = dict.fromkeys(_warm_path(text.strip()) for text in attributes["warm"].split(","))
+    if len(paths) > MOST_WARM_PATHS:
+        raise InvalidArgumentError(
+            f"warm: over {MOST_WARM_PATHS} paths; name directories or patterns"
+        )
+    return WarmOption(tuple(paths), is_first, timeout_s, _shards(attributes))
+
+
+def _shards(attributes: Mapping[str, str]) -> int | None:
+    text = attributes.get("warmShards")
+    if text is None:
+        return None
+    if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= MOST_SHARDS:
+        raise InvalidArgumentError(
+            f"warmShards: {text!r} is no number of parts from 1 to {MOST_SHARDS}"
+        )
+    return int(text)
 
 
 def _warm_path(text: str) -> str:

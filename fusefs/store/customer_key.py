@@ -101,13 +101,22 @@ def read(path: Path) -> CustomerKey:
             content = file.read(_LONGEST)
     except OSError as error:
         raise CustomerKeyError(f"the key {path} cannot be read: {error.strerror}") from None
+    return parse(content, str(path))
+
+
+def parse(content: bytes, origin: str) -> CustomerKey:
+    """The key that some bytes are. `origin` says in an error where they come from.
+
+    Raises:
+        CustomerKeyError: they are none.
+    """
     if len(content) != SIZE:
         try:
             content = base64.b64decode(content.strip(), validate=True)
         except binascii.Error:
             content = b""
     if len(content) != SIZE:
-        raise CustomerKeyError(f"{path} is no key: neither {SIZE} bytes nor their base64")
+        raise CustomerKeyError(f"{origin} is no key: neither {SIZE} bytes nor their base64")
     return CustomerKey(base64.b64encode(content).decode())
 
 

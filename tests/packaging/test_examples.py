@@ -7,10 +7,8 @@ in them, and all else, against Kubernetes' schemas.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +20,6 @@ import pytest
 from csi.server import DRIVER_NAME
 from csi.volume import location, stores
 from csi.volume.options import check_attributes
-from tests.support.mounting import Mounter
 from tests.support.packaging.kinds import check_kind
 from tests.support.packaging.manifests import (
     MANIFESTS,
@@ -37,7 +34,6 @@ from tests.support.packaging.manifests import (
     read,
     render,
 )
-from tests.support.servers.buckets import Bucket
 
 DIRECTORY = PROJECT / "examples/kubernetes"
 EXAMPLES = sorted(DIRECTORY.glob("*.yaml"))
@@ -121,6 +117,11 @@ def test_the_driver_understands_what_a_volume_asks_for(path: Path) -> None:
         for volume in pod["spec"].get("volumes", []):
             if "csi" in volume:
                 understand(volume["csi"], [], is_inline=True)
+    for each in every(documents(path), "StorageClass"):
+        parameters = dict(each["parameters"])
+        assert parameters.pop("onDelete") == "retain"
+        source = {"driver": each["provisioner"], "volumeAttributes": parameters}
+        understand(source, each.get("mountOptions", []), is_inline=False)
 
 
 def understand(source: Object, flags: list[str], *, is_inline: bool) -> None:
@@ -203,27 +204,14 @@ def test_the_rules_for_gpus_are_those_of_the_monitoring() -> None:
     assert monitor["spec"]["podMetricsEndpoints"] == own["spec"]["podMetricsEndpoints"]
 
 
-def test_the_pods_of_a_job_fetch_parts_that_are_disjoint_and_all(
-    mounter: Mounter, bucket: Bucket
-) -> None:
-    """The init container's own command, over a mount, as each of the pods."""
-    names = [f"train/{number:02} of 'all'.tar" for number in range(10)]
-    for name in names:
-        bucket.put(name, f"{name}\n".encode())
-    [job] = every(documents(DIRECTORY / "warm-shards.yaml"), "Job")
-    [warm] = job["spec"]["template"]["spec"]["initContainers"]
-    count = job["spec"]["completions"]
-    assert warm["env"] == [{"name": "SHARDS", "value": str(count)}]
-    mount = mounter()
-    command = [word.replace("/data", str(mount.path)) for word in warm["command"]]
-    command[-1] = command[-1].removesuffix(" > /dev/null")
-    read_by = []
-    for index in range(count):
-        environment = {**os.environ, "SHARDS": str(count), "JOB_COMPLETION_INDEX": str(index)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        read_by.append(done.stdout.splitlines())
-    assert sorted(len(part) for part in read_by) == [2, 2, 3, 3]
-    assert sorted(name for part in read_by for name in part) == names
+def test_a_job_has_as_many_pods_as_its_data_set_has_parts() -> None:
+    """What the driver does for each of them: tests/csi/node/test_warming.py."""
+    found = documents(DIRECTORY / "warm-shards.yaml")
+    [job], [volume] = every(found, "Job"), every(found, "PersistentVolume")
+    attributes = dict(volume["spec"]["csi"]["volumeAttributes"])
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert attributes["warmShards"] == str(job["spec"]["completions"])
+    assert attributes["warmBeforePublish"] == "true"
 
 
 def test_the_airflow_tasks_mount_the_claim_of_the_dynamic_example(

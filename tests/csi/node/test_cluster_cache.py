@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from fusefs.launch import control, registry
 from tests.support.csi.daemons import daemons_of
-from tests.support.csi.node import Node, running_node
+from tests.support.csi.node import SECRETS, Node, running_node
 from tests.support.servers.buckets import Bucket, keys, new_bucket
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.support.sharing import PATIENCE_S, skip_without_fuse, stamped
@@ -138,6 +139,18 @@ def test_a_volume_without_a_mapped_domain_has_none(node: Node, volume: dict[str,
         node.publish("plain", target, **{**volume, **domain})
         assert state_of(node) is None
         node.unpublish("plain", target)
+
+
+def test_what_a_customer_key_encrypts_is_stored_in_none(
+    node: Node, files: ClusterCacheFiles, bucket: Bucket
+) -> None:
+    target = node.target("pod")
+    secrets = {**SECRETS, "customer_key": base64.b64encode(bytes(32)).decode()}
+    node.publish("own", target, secrets=secrets, bucket=bucket.name, cacheDomain="training")
+    assert state_of(node) is None
+    (target / "made").write_bytes(DATA["small"])
+    node.unpublish("own", target)
+    assert not keys(files.near)
 
 
 def test_a_mount_keeps_the_secrets_that_it_began_with(

@@ -14,9 +14,12 @@ import grpc
 import pytest
 
 from csi.errors import InvalidArgumentError
+from csi.node.pod_records import POD_NAME
 from csi.volume.options import WarmOption, read_options
+from fusefs.daemon.jobs.selection import Shard
 from fusefs.launch import control, registry
 from tests.support.csi.node import Node, code_of, running_node, until_final
+from tests.support.packaging.manifests import PROJECT, read
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
@@ -121,10 +124,12 @@ def test_paths_are_relative_to_the_volume(text: str, paths: tuple[str, ...]) -> 
         {"warm": "./a"},
         {"warm": "a\nb"},
         {"warm": "x" * 1025},
+        {"warm": ",".join(map(str, range(101)))},
         {"warm": "a", "warmBeforePublish": "maybe"},
         {"warm": "a", "warmTimeout": "soon"},
         {"warmBeforePublish": "true"},
         {"warmTimeout": "5m"},
+        {"warmShards": "4"},
     ],
 )
 def test_what_cannot_be_warmed_is_refused_by_name(attributes: dict[str, str]) -> None:
@@ -233,6 +238,85 @@ def test_what_is_not_there_does_not_keep_a_pod_from_starting(
     node.publish("missing", target, warm="no-such", warmBeforePublish="true", **volume)
     assert "no such file or directory" in job(node)["why"]
     node.unpublish("missing", target)
+
+
+# --- a part for each pod -------------------------------------------------------------
+
+
+def parts_of(count: int) -> list[set[str]]:
+    """The keys of each of so many parts, as `fusefs warm --shard` has them."""
+    return [{key for key in FILES if Shard(part, count).has(key)} for part in range(count)]
+
+
+def of_example() -> dict[str, str]:
+    """What the volume of warm-shards.yaml says about its warming."""
+    objects = read((PROJECT / "examples/kubernetes/warm-shards.yaml").read_text())
+    [volume] = [each for each in objects if each["kind"] == "PersistentVolume"]
+    attributes = volume["spec"]["csi"]["volumeAttributes"]
+    return {name: text for name, text in attributes.items() if name.startswith("warm")}
+
+
+def fetched(faulty: FaultyS3) -> set[str]:
+    """The keys that were requested, each once at most."""
+    keys = [request.key for request in faulty.requests("GET", "set/*")]
+    assert len(keys) == len(set(keys))
+    return set(keys)
+
+
+def test_each_pod_of_a_job_has_its_part_fetched_before_it_starts(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    attributes = {**of_example(), **volume}
+    parts = parts_of(int(attributes["warmShards"]))
+    assert all(parts[1:])  # a part may be empty, of so few files
+    targets = []
+    expected: set[str] = set()
+    for number, part in enumerate(parts):
+        target = node.target(f"pod-{number}")
+        pod = {POD_NAME: f"train-shards-{number}-x7k2p"}
+        node.publish("parts", target, **attributes, **pod)
+        expected |= part
+        assert fetched(faulty) == expected
+        targets.append(target)
+    assert len(node.roots()) == 1  # the pods of a node share the mount
+    read_cold(node, faulty, targets[0])
+    # The pod that replaces one that failed finds its part there.
+    again = node.target("pod-again")
+    node.publish("parts", again, **attributes, **{POD_NAME: "train-shards-1-bcdfg"})
+    assert fetched(faulty) == expected
+    for target in [*targets, again]:
+        node.unpublish("parts", target)
+
+
+def test_a_pod_that_waits_for_its_part_keeps_no_other_from_starting(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    first, second = parts_of(2)
+    attributes = {"warm": "set", "warmShards": "2", "warmBeforePublish": "true", **volume}
+    for key in second:
+        faulty.add("GET", key=key, stall=True)
+    waiting, other = node.target("pod-1"), node.target("pod-0")
+    publish_until("warming", node, "two", waiting, **attributes, **{POD_NAME: "train-1-x7k2p"})
+    node.publish("two", other, **attributes, **{POD_NAME: "train-0-x7k2p"})
+    for key in first:
+        assert (other / key).read_bytes() == FILES[key]
+    # The end of the pod that started does not take the mount from the one that waits.
+    node.unpublish("two", other)
+    assert len(node.roots()) == 1
+    until_final(node.unpublish, "two", waiting)
+
+
+@pytest.mark.parametrize("name", ["notebook", "", "train-3\nforged", "x" * 100_000])
+def test_a_pod_without_a_number_starts_and_has_nothing_fetched(
+    node: Node, volume: dict[str, str], faulty: FaultyS3, name: str
+) -> None:
+    target = node.target("pod")
+    attributes = {"warm": "set", "warmShards": "2", "warmBeforePublish": "true", **volume}
+    node.publish("whole", target, **attributes, **{POD_NAME: name})
+    assert fetched(faulty) == set()
+    assert "no part is fetched" in node.log.read_text()
+    assert "\nforged" not in node.log.read_text()
+    node.unpublish("whole", target)
 
 
 # --- beside the pod -----------------------------------------------------------------

@@ -20,13 +20,14 @@ class ForwardProxy:
     """`tunnels` are the targets of CONNECT, `urls` those of requests without TLS.
 
     With a `password` (`user:word`) all others are refused with status 407; with `refusal`
-    every tunnel is refused with that status.
+    every tunnel is refused with that status. `wanted` are the targets of all requests.
     """
 
     password: str | None = None
     refusal: int | None = None
     tunnels: list[str] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
+    wanted: list[str] = field(default_factory=list)
     refused: int = 0
     url: str = ""
 
@@ -70,6 +71,7 @@ def _serve(proxy: ForwardProxy, client: socketserver.StreamRequestHandler) -> No
         return
     method, target, _ = line.decode("latin-1").split(" ", 2)
     headers = http.client.parse_headers(client.rfile)
+    proxy.wanted.append(target)
     status = 407 if not proxy.allows(headers) else proxy.refusal
     if status is not None:
         proxy.refused += 1

@@ -176,5 +176,5 @@ def test_the_drivers_own_objects_are_written_as_the_volumes() -> None:
 
 
 def test_a_customer_key_is_no_volumes_to_name() -> None:
-    with pytest.raises(InvalidArgumentError, match="customerKey: not a setting"):
+    with pytest.raises(InvalidArgumentError, match="customerKey: the volume's Secret has the key"):
         read_options({"customerKey": "/etc/shadow"}, [], is_inline=False)

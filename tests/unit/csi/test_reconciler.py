@@ -107,5 +107,5 @@ def test_a_mount_is_awaited_before_the_call_that_warms_it_releases_its_claim(
     service._plan = lambda *_: SimpleNamespace(record=RECORD, warm=warm)
     monkeypatch.setattr("csi.node.service.MountTable", lambda: None)
     publish = SimpleNamespace(target=tmp_path / "mount")
-    assert service._publish(None, publish, time.monotonic()) == (RECORD, warm)
+    assert service._publish(None, publish, "pod", time.monotonic()) == (RECORD, warm)
     assert service._warmups.is_awaited("key")

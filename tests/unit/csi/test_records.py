@@ -116,7 +116,7 @@ def test_a_target_that_does_not_wait_for_a_warm_up_is_not_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warmups, waiting = Warmups(tmp_path), Path("/pods/waiting")
-    warmups.add_waiter("key", waiting)
+    warmups.add_waiter("key", WarmOption(("a",)), waiting)
     monkeypatch.setattr(warmup, "replace_file", no_space)
     warmups.remove_waiter("key", Path("/pods/other"))
     assert caplog.text == ""

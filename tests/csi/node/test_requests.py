@@ -1,0 +1,137 @@
+"""What a volume says of its requests to S3 goes with them: class, encryption, ACL, who pays, and an
+access point in place of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from tests.support.csi.node import Node, capability, running_node
+from tests.support.csi.node import node as node
+from tests.support.csi.publishing import refused
+from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.forward_proxy import ForwardProxy, forward_proxy
+from tests.support.servers.s3_server import S3Server
+
+ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/data"
+HOST = "data-123456789012.s3-accesspoint.us-west-2.amazonaws.com"
+KMS = "arn:aws:kms:us-east-1:123456789012:key/0b5c6a3e-7a3c-4b0e-9a55-9b1f1d0f4a11"
+SENT = {
+    "storage-class": "STANDARD_IA",
+    "acl": "bucket-owner-full-control",
+    "encryption": "aws:kms:dsse",
+    "kms-key": KMS,
+    "requester-pays": "true",
+}
+HEADERS = {
+    "x-amz-storage-class": "STANDARD_IA",
+    "x-amz-acl": "bucket-owner-full-control",
+    "x-amz-server-side-encryption": "aws:kms:dsse",
+    "x-amz-server-side-encryption-aws-kms-key-id": KMS,
+    "x-amz-request-payer": "requester",
+}
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[ForwardProxy]:
+    with forward_proxy(refusal=403) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def running(s3: S3Server, faulty: FaultyS3, proxy: ForwardProxy) -> Iterator[Node]:
+    with running_node(main=s3.endpoint_url, faulty=faulty.endpoint_url) as node:
+        node.kill()
+        node.environment["HTTPS_PROXY"] = proxy.url
+        node.start()
+        yield node
+
+
+@pytest.mark.parametrize("place", ["attributes", "mount options"])
+def test_what_a_volume_makes_is_sent_as_it_says(
+    node: Node, bucket: Bucket, faulty: FaultyS3, place: str
+) -> None:
+    # The real server encrypts nothing without a KMS, and would refuse.
+    faulty.add(ignored_header="x-amz-server-side-encryption")
+    target = node.target("pod")
+    in_options = place == "mount options"
+    flags = tuple(f"{name}={value}" for name, value in SENT.items()) if in_options else ()
+    attributes = {} if in_options else SENT
+    node.publish(
+        "sent", target, cap=capability(flags=flags), store="faulty", bucket=bucket.name,
+        **attributes,
+    )  # fmt: skip
+    before = len(faulty.requests())
+    (target / "made").write_bytes(b"made")
+    requests = faulty.requests()[before:]
+    [put] = [request for request in requests if request.operation == "PUT"]
+    assert {name: put.headers.get(name) for name in HEADERS} == HEADERS
+    assert put.headers.get("x-amz-checksum-crc32")
+    payers = {request.headers.get("x-amz-request-payer") for request in requests}
+    assert payers == {"requester"}
+    (target / "made").unlink()
+    node.unpublish("sent", target)
+    faulty.clear()
+
+
+def test_an_access_points_arn_stands_for_a_bucket(node: Node, proxy: ForwardProxy) -> None:
+    with refused(grpc.StatusCode.UNAVAILABLE):
+        node.publish("point", node.target("pod"), store="aws", bucket=ARN, retryTime="1s")
+    assert set(proxy.wanted) == {f"{HOST}:443"}
+
+
+@pytest.mark.parametrize(
+    ("bucket", "store", "why"),
+    [
+        (ARN, "main", "another one is configured"),
+        ("data--usw2-az1--x-s3", "aws", "directory buckets"),
+        (f"{ARN}/object", "aws", "no access point of one region"),
+        (f"{ARN}\n", "aws", "no access point of one region"),
+        (ARN.replace("us-west-2", ""), "aws", "no access point of one region"),
+        (ARN.replace("us-west-2", "evil.example/"), "aws", "no access point of one region"),
+        (ARN.replace("/data", "/data.evil.example"), "aws", "no access point of one region"),
+        (ARN.replace("s3:", "s3-object-lambda:", 1), "aws", "no access point of one region"),
+        ("arn:", "aws", "no access point of one region"),
+        ("arn:" + "x" * 100_000, "aws", "no access point of one region"),
+        ("bücket", "aws", "is no name of a bucket"),
+        ("a\nb", "aws", "is no name of a bucket"),
+        ("", "aws", "missing"),
+        ("x" * 100_000, "aws", "is no name of a bucket"),
+    ],
+)
+def test_no_other_arn_and_no_other_name_does(
+    node: Node, proxy: ForwardProxy, bucket: str, store: str, why: str
+) -> None:
+    before = len(proxy.wanted)
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "bucket: ", why) as error:
+        node.publish("point", node.target("pod"), store=store, bucket=bucket)
+    assert "\n" not in error.value.details()
+    assert len(error.value.details().encode()) <= 1024
+    assert len(proxy.wanted) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("storageClass", "GLACIER"),
+        ("storage-class", "STANDARD IA"),
+        ("encryption", "rot13"),
+        ("kmsKey", "key\nx-amz-acl: public-read"),
+        ("kms-key", "schlüssel"),
+        ("kms-key", ""),
+        ("acl", "everyone"),
+        ("requesterPays", "maybe"),
+        ("requester-pays", ""),
+        ("requester-pays", "true" * 100_000),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_name(
+    node: Node, bucket: Bucket, name: str, value: str
+) -> None:
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, name) as error:
+        node.publish("odd", node.target("pod"), bucket=bucket.name, **{name: value})
+    assert "\n" not in error.value.details()
+    assert len(error.value.details().encode()) <= 1024
