@@ -39,9 +39,11 @@ share: $(STAMP)
 	$(BIN)/python packaging/make_docs.py build/share
 
 deb: $(STAMP)
+	.ci/system-packages --deb
 	$(BIN)/python packaging/deb/build.py
 
 test-deb: $(STAMP)
+	.ci/system-packages --deb
 	$(BIN)/python -m pytest -s tests/packaging/debian/in_chroot.py
 
 SBOM := build/sbom.json

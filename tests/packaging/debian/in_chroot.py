@@ -1,11 +1,12 @@
 """`make test-deb`: the package is built, and lives through its whole life in a fresh Debian.
 
-Needs root, debootstrap, a package mirror and a few minutes, so the suite leaves it out.
+Needs root, debootstrap, a package mirror and a quarter of an hour, so the suite leaves it out.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -48,6 +49,8 @@ AS_USER = "setpriv --reuid 4000 --regid 4000 --init-groups env HOME=/home/someon
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two revisions, the second of which is the newer one."""
+    # Before minutes have passed.
+    assert shutil.which("debootstrap"), "debootstrap is missing: make test-deb installs it"
     made = []
     for revision in ("1", "2"):
         directory = tmp_path_factory.mktemp(f"revision{revision}")

@@ -1,6 +1,6 @@
 """The Debian package's scripts, and how they find and upgrade mounts that are in use.
 
-What needs a fresh Debian and minutes is in in_chroot.py: `make test-deb`.
+What needs a fresh Debian and a quarter of an hour is in in_chroot.py: `make test-deb`.
 """
 
 from __future__ import annotations
