@@ -97,6 +97,20 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
 # As the store's errors and the controller's give it.
 _REQUEST_ID = re.compile(r" \(request [^\s()]+\)|, request [^\s,;]+")
 _NO_ANSWER = re.compile(r"no answer from \S+ in time")
+# The most bytes that Kubernetes takes for the text of an event. gRPC drops a status whose text
+# has over 8 KiB, after each byte that is not ASCII has become three.
+_MOST = 1024
+_GAP = " … "
+
+
+def bounded(sentence: str) -> str:
+    """A sentence of at most 1024 bytes: of what is longer, as it quotes a value, both ends."""
+    text = sentence.encode(errors="replace")
+    if len(text) <= _MOST:
+        return sentence
+    half = (_MOST - len(_GAP.encode())) // 2
+    ends = (text[:half], text[-half:])
+    return _GAP.join(end.decode(errors="ignore") for end in ends)
 
 
 def event_text(sentence: str) -> str:
@@ -107,8 +121,10 @@ def event_text(sentence: str) -> str:
     answer is what a network policy does.
     """
     sentence = _REQUEST_ID.sub("", sentence)
-    return _NO_ANSWER.sub(
-        lambda found: f"{found[0]} (the port may be blocked by a NetworkPolicy)", sentence
+    return bounded(
+        _NO_ANSWER.sub(
+            lambda found: f"{found[0]} (the port may be blocked by a NetworkPolicy)", sentence
+        )
     )
 
 

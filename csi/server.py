@@ -30,6 +30,7 @@ from csi.errors import (
     CsiError,
     InvalidArgumentError,
     UnavailableError,
+    bounded,
     event_text,
     status_of,
 )
@@ -237,7 +238,7 @@ def _log_end(
     took_ms = (time.monotonic() - began) * 1000
     # Frequent calls that succeed are logged only for debugging.
     level = logging.INFO if volume or code is not grpc.StatusCode.OK else logging.DEBUG
-    line = " ".join(filter(None, [method, volume, code.name, sentence]))
+    line = " ".join(filter(None, [method, bounded(volume), code.name, bounded(sentence)]))
     # Text of a caller must not forge lines of the log.
     line = "".join(character if character.isprintable() else "?" for character in line)
     log.log(level, "%s (%.0f ms)", line, took_ms)

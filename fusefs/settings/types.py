@@ -402,7 +402,8 @@ def _parse_word(text: str) -> str:
 
 
 def _parse_kms_key(text: str) -> str:
-    if not re.fullmatch(r"[!-~]+", text.strip()):  # it goes into a header
+    # It goes into a header. https://docs.aws.amazon.com/kms/latest/APIReference/API_DescribeKey.html
+    if not re.fullmatch(r"[!-~]{1,2048}", text.strip()):
         raise ValueError(f"{text!r} is not a KMS key; write its id, its ARN or alias/NAME")
     return text.strip()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from csi.errors import event_text
 from csi.node import listing
 from csi.node.config import MOUNT_RECORDS
 from csi.node.mount_record import MountRecord, MountRecords
@@ -82,3 +83,13 @@ def test_the_last_usage_counts_where_a_daemon_answers_none(answer: dict[str, Any
     for _ in range(2):
         usage = stats.of(record_of("key")).usage
         assert [each.used for each in usage] == [5, 6]
+
+
+@pytest.mark.parametrize("value", ["x", "ü", "€", "😀"])
+def test_an_error_that_quotes_a_huge_value_is_short_and_says_what_is_wrong(value: str) -> None:
+    sentence = f"bucket: {value * 100_000} is no name of a bucket"
+    text = event_text(sentence)
+    assert len(text.encode()) <= 1024
+    assert text.startswith(f"bucket: {value}")
+    assert text.endswith(f"{value} is no name of a bucket")
+    assert event_text(sentence[:200]) == sentence[:200]
