@@ -11,7 +11,8 @@ def _known_library(name: str) -> str | None:
     return "libpthread.so.0" if name == "pthread" else _find_library(name)
 
 
-def _start() -> int:
+def start() -> int:
+    """Be a daemon; return the exit status."""
     gc.disable()  # as `main` does: what is imported stays, and is not to be looked through
     # To name its threads trio looks for this library as it is imported, with a process
     # (`ldconfig -p`) that takes as long as a twentieth of all imports.
@@ -21,4 +22,5 @@ def _start() -> int:
     return main()
 
 
-sys.exit(_start())
+if __name__ == "__main__":
+    sys.exit(start())
