@@ -4,6 +4,8 @@ import ctypes.util
 import gc
 import sys
 
+from fusefs.daemon import generated_code
+
 _find_library = ctypes.util.find_library
 
 
@@ -17,8 +19,10 @@ def start() -> int:
     # To name its threads trio looks for this library as it is imported, with a process
     # (`ldconfig -p`) that takes as long as a twentieth of all imports.
     ctypes.util.find_library = _known_library
-    from fusefs.daemon.main import main
-
+    code = generated_code.beside_bytecode()
+    with code.used():
+        from fusefs.daemon.main import main
+    code.save()
     return main()
 
 
