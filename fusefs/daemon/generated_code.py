@@ -102,7 +102,7 @@ class GeneratedCode:
         if found is not None:
             code: CodeType = marshal.loads(found)
             return code
-        compiled = builtins.compile(source, filename, "exec", flags, dont_inherit=True)
+        compiled: CodeType = builtins.compile(source, filename, "exec", flags, dont_inherit=True)
         self._new[key] = marshal.dumps(compiled)
         return compiled
 

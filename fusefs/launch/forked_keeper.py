@@ -38,7 +38,10 @@ class ForkedKeeper:
     def poll(self) -> int | None:
         """Its exit status, or minus the signal that has ended it; None while it lives."""
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # SIGCHLD is ignored: how it ended is lost
+                pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
                 os.close(self._pidfd)
@@ -83,10 +86,12 @@ if TYPE_CHECKING:
 def is_possible() -> bool:
     """Whether a fork of this process is as a daemon that is executed.
 
-    Not where this interpreter was started with options, which a daemon's is not.
+    Not where this interpreter was started with options, which a daemon's is not, nor where an
+    installation's `sitecustomize` has started threads.
     """
     first = sys.orig_argv[1:2]
-    return first == ["-m"] or not (first and first[0].startswith("-"))
+    has_options = first != ["-m"] and bool(first) and first[0].startswith("-")
+    return not has_options and len(os.listdir("/proc/self/task")) == 1
 
 
 def start(
