@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import trio
+
 import fusefs
+from fusefs.daemon import main, preloading
 
 # With the interpreter's own modules alone.
 _PATH = f"import sys; sys.path.insert(0, {str(Path(fusefs.__file__).parents[1])!r})"
@@ -91,3 +95,17 @@ def test_a_command_imports_next_to_nothing_before_it_forks_its_keeper_and_daemon
         "enum",
     }
     assert not large & {*modules.split()}
+
+
+async def test_rare_modules_are_imported_once_the_first_requests_are_answered(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    imported: list[None] = []
+    monkeypatch.setattr(preloading, "import_rest", lambda: imported.append(None))
+    begun = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(main._import_rest)
+        await trio.sleep(0.9)
+        assert not imported
+    assert imported
+    assert trio.current_time() - begun >= 1
