@@ -2,10 +2,11 @@
 
 Most of the time of a mount's start goes into the imports of its daemon. So `fusefs mount`
 starts the keeper before it reads its command line (launch/early_keeper.py), and that starts
-the daemon at once; both import meanwhile. Their standard input is a SOCK_SEQPACKET socket,
-over which each gets one packet: a JSON object, and two descriptors that become its standard
-input and its standard error. What follows is as without an early start. The end of the
-socket is the end of the process: there will be no mount, or not by this process.
+the daemon at once, unless it was forked from the command (launch/forked_keeper.py); both import
+meanwhile. Their standard input is a SOCK_SEQPACKET socket, over which each gets one packet: a
+JSON object, and two descriptors that become its standard input and its standard error. What
+follows is as without an early start. The end of the socket is the end of the process: there
+will be no mount, or not by this process.
 The daemon writes one byte when it has its imports, and gets its packet after that.
 
 The daemon is its keeper's child, and has the keeper's user until the packet says whom it is to
