@@ -93,6 +93,7 @@ def _run(
     # As where it is installed: most of a mount's start is imports.
     for package in ("fusefs", "csi"):
         compileall.compile_dir(RESULTS.parents[1] / package, quiet=1)
+    subprocess.run([sys.executable, "-P", "-m", "fusefs.daemon.generated_code"], check=True)
     with ExitStack() as cleanup:
         scratch = cleanup.enter_context(processes.scratch_directory(base, "run-"))
         server = cleanup.enter_context(S3Server(scratch / "server"))

@@ -8,11 +8,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+TYPE_CHECKING = False  # typing itself is not imported: it is large
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+def main(
+    arguments: Sequence[str] | None = None, serve: Callable[[], NoReturn] | None = None
+) -> int:
+    """Run one command and return its exit status.
+
+    With `serve`, which is a daemon's life, this process has done nothing yet that a daemon's
+    would not have done, and may be forked for one.
+    """
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments[:1] != ["mount"] or not _may_start_early(arguments):
@@ -21,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command.main(arguments)
     from fusefs.launch import early_keeper
 
-    with early_keeper.started() as keeper:
+    with early_keeper.started(serve) as keeper:
         from fusefs.cli import main as command
 
         return command.main(arguments, keeper)
@@ -30,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> None:
     """Be the program `fusefs`, and end it."""
     try:
-        status = main()
+        status = main(serve=_serve)
     except KeyboardInterrupt:  # while modules were imported; else the command has a line for it
         status = 130
     # Nothing else is left, and to take the interpreter apart is an eighth of a short command.
@@ -38,6 +48,12 @@ def run() -> None:
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(status)
+
+
+def _serve() -> NoReturn:
+    from fusefs.daemon.__main__ import start
+
+    sys.exit(start())
 
 
 def _may_start_early(arguments: Sequence[str]) -> bool:

@@ -28,6 +28,10 @@ logger = logging.getLogger("fusefs.cache")
 SIZE_LIMIT = 256 << 20
 # Pages on their way to the disk, of 0.5 MB each; more are not worth their memory.
 QUEUE = 16
+# For how long nothing is written to a new directory: to import diskcache and to make its database
+# takes 50 ms, and programs wait for the first answers of a mount that is new.
+OPEN_AFTER_S = 0.5
+_DATABASE = "cache.db"  # as diskcache names it
 
 
 class NoListingCache:
@@ -50,38 +54,43 @@ class ListingCache:
     """
 
     def __init__(self, directory: Path, identity: str, ttl_s: float) -> None:
-        """Open the directory. Blocks."""
+        """Open the directory, unless it is new: then when there is a page to be stored. Blocks."""
         self._identity = identity
         self._ttl_s = ttl_s
-        try:
-            self._cache, self._left = self._open(directory)
-        except OSError:
-            raise
-        except Exception as error:  # a damaged key is whatever its bytes are taken for
-            logger.info("the remembered listings are damaged, forgetting them: %r", error)
-            shutil.rmtree(directory)
-            self._cache, self._left = self._open(directory)
+        self._directory = directory
+        self._cache: diskcache.Cache | None = None
+        # The keys that an earlier daemon left: nothing else is ever read.
+        self._left: set[str] = set()
+        if (directory / _DATABASE).exists():
+            try:
+                self._open()
+            except OSError:
+                raise
+            except Exception as error:  # a damaged key is whatever its bytes are taken for
+                logger.info("the remembered listings are damaged, forgetting them: %r", error)
+                shutil.rmtree(directory)
         self._thread = trio.CapacityLimiter(1)
         self._send, self._receive = trio.open_memory_channel[tuple[str, ListPage, float]](QUEUE)
 
-    def _open(self, directory: Path) -> tuple[diskcache.Cache, set[str]]:
-        """The cache, and the keys that an earlier daemon left: nothing else is ever read."""
+    def _open(self) -> diskcache.Cache:
         import diskcache  # a writable mount never needs it
 
         cache = diskcache.Cache(
-            directory,
+            self._directory,
             disk=diskcache.JSONDisk,
             disk_compress_level=1,
             size_limit=SIZE_LIMIT,
             sqlite_mmap_size=0,  # 64 MiB of the daemon's memory otherwise
         )
         own = self._identity + "\0"
-        return cache, {key for key in cache.iterkeys() if key.startswith(own)}
+        self._left = {key for key in cache.iterkeys() if key.startswith(own)}
+        self._cache = cache
+        return cache
 
     async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
         """A page that an earlier daemon stored, and its age in seconds; each page once."""
         key = self._key(prefix, start_after)
-        if key not in self._left:
+        if key not in self._left or self._cache is None:
             return None
         self._left.discard(key)
         try:
@@ -106,6 +115,8 @@ class ListingCache:
 
     async def run(self) -> None:
         """Write queued pages, until cancelled."""
+        if self._cache is None:
+            await trio.sleep(OPEN_AFTER_S)
         async for key, page, fetched_at in self._receive:
             try:
                 await trio.to_thread.run_sync(
@@ -115,14 +126,16 @@ class ListingCache:
                 logger.info("a listing can't be remembered: %r", error)
 
     def close(self) -> None:
-        self._cache.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def _key(self, prefix: str, start_after: str) -> str:
         return f"{self._identity}\0{prefix}\0{start_after}"
 
     def _write(self, key: str, page: ListPage, fetched_at: float) -> None:
         expire = None if math.isinf(self._ttl_s) else self._ttl_s
-        self._cache.set(key, {"key": key} | _plain(page, fetched_at), expire=expire)
+        cache = self._open() if self._cache is None else self._cache
+        cache.set(key, {"key": key} | _plain(page, fetched_at), expire=expire)
 
 
 def _plain(page: ListPage, fetched_at: float) -> dict[str, Any]:

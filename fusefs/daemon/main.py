@@ -100,6 +100,8 @@ USER_ERRORS = (
 )
 INIT_TIMEOUT_S = 30
 COMPACT_EVERY_S = 10.0
+# After the mount has answered: imports in a thread slow the first requests down.
+IMPORT_REST_AFTER_S = 1.0
 # How often a mount that was taken over tries to be found by commands.
 REGISTER_EVERY_S = 5.0
 # Called with warnings for the user when the mount answers.
@@ -595,6 +597,7 @@ def run(settings: MountSettings, ready: Ready) -> None:
 
 
 async def _import_rest() -> None:
+    await trio.sleep(IMPORT_REST_AFTER_S)
     with suppress(OSError, ImportError):  # then it is imported where it is needed
         await trio.to_thread.run_sync(preloading.import_rest)
 

@@ -2,10 +2,11 @@
 
 Most of the time of a mount's start goes into the imports of its daemon. So `fusefs mount`
 starts the keeper before it reads its command line (launch/early_keeper.py), and that starts
-the daemon at once; both import meanwhile. Their standard input is a SOCK_SEQPACKET socket,
-over which each gets one packet: a JSON object, and two descriptors that become its standard
-input and its standard error. What follows is as without an early start. The end of the
-socket is the end of the process: there will be no mount, or not by this process.
+the daemon at once, unless it was forked from the command (launch/forked_keeper.py); both import
+meanwhile. Their standard input is a SOCK_SEQPACKET socket, over which each gets one packet: a
+JSON object, and two descriptors that become its standard input and its standard error. What
+follows is as without an early start. The end of the socket is the end of the process: there
+will be no mount, or not by this process.
 The daemon writes one byte when it has its imports, and gets its packet after that.
 
 The daemon is its keeper's child, and has the keeper's user until the packet says whom it is to
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from fusefs.linux.processes import Credentials
 
 VARIABLE = "FUSEFS_EARLY"
+# Of the number that a daemon's socket to its keeper has; see protocol.py.
+CHANNEL_VARIABLE = "FUSEFS_KEEPER_FD"
 # -P keeps the working directory, which is "/", out of the module path.
 DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon"]
 # More than a packet can have; there may be thousands of groups in it.
@@ -101,12 +104,15 @@ def start() -> EarlyDaemon | None:
 
     The arguments of the keeper's program are the numbers of four descriptors: those that a
     daemon's standard input and its channel are to be, each behind the other end of its socket.
+    The pid of a daemon that was forked already (launch/forked_keeper.py) may follow.
     """
     os.chdir("/")
-    ours, stdin, channel, its_channel = map(int, sys.argv[1:])
+    ours, stdin, channel, its_channel, *forked = map(int, sys.argv[1:])
     for fd in (ours, stdin, channel):
         os.set_inheritable(fd, False)
     try:
+        if forked:
+            return EarlyDaemon(forked[0], ours, channel)
         actions = [
             (os.POSIX_SPAWN_DUP2, stdin, 0),
             (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
@@ -136,9 +142,7 @@ def wait_for_packet() -> None:
 
 def forget_variables() -> None:
     """Remove from a keeper's environment what was for its early daemon."""
-    from fusefs.keeper.protocol import ENVIRONMENT
-
-    for name in (VARIABLE, ENVIRONMENT):
+    for name in (VARIABLE, CHANNEL_VARIABLE):
         os.environ.pop(name, None)
 
 

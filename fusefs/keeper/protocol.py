@@ -60,9 +60,10 @@ from __future__ import annotations
 import socket
 import struct
 
+from fusefs.keeper.early_start import CHANNEL_VARIABLE
 from fusefs.linux import sockets
 
-ENVIRONMENT = "FUSEFS_KEEPER_FD"
+ENVIRONMENT = CHANNEL_VARIABLE
 VERSION = 1
 # What a keeper understands; it answers a daemon in the same version.
 SPOKEN = frozenset((1,))

@@ -1,6 +1,7 @@
 """A mount's keeper, started before the command knows what to mount; see keeper/early_start.py.
 
-Little is imported: what is imported before the keeper's start delays it.
+The program `fusefs` has the first daemon forked (forked_keeper.py), whoever else mounts has it
+executed. Little is imported: what is imported before the keeper's start delays it.
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import site
-import socket
-import subprocess
 import sys
 import time
+from _socket import AF_UNIX, SOCK_SEQPACKET, socketpair  # the module socket takes 3 ms more
 from collections.abc import Iterator
 
 from fusefs.keeper import early_start
-from fusefs.keeper.protocol import ENVIRONMENT
+from fusefs.launch import forked_keeper
 from fusefs.launch.runtime_location import runtime_environment
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import IO
+
+    from fusefs.launch.forked_keeper import KeeperProcess, Serve
 
 # Of a keeper that has nothing to do: it kills its daemon, and ends.
 END_TIMEOUT_S = 10.0
@@ -51,37 +53,27 @@ _COMMAND = keeper_command(
 class EarlyKeeper:
     """A keeper that waits for its configuration, until it gets it or is dismissed.
 
+    With `serve` its daemon is a fork of this process (see forked_keeper.py), which runs that.
+
     Raises:
         OSError: it could not be started.
     """
 
-    def __init__(self) -> None:
-        with contextlib.ExitStack() as cleanup:
-            sockets = [end for _ in range(3) for end in _pair()]
-            for sock in sockets[1:]:
-                cleanup.callback(sock.close)
-            self._socket, stdin, *for_daemon = sockets
-            numbers = [sock.fileno() for sock in for_daemon]
-            # The one that has its configuration, or is just getting it.
-            self.configured: subprocess.Popen[bytes] | None = None
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                [*_COMMAND, *map(str, numbers)],
-                stdin=stdin.fileno(),
-                stdout=subprocess.PIPE,
-                cwd="/",
-                start_new_session=True,
-                pass_fds=numbers,
-                # What was in it from the start is what /proc shows of a process's environment;
-                # the package's scripts find mounts by that.
-                env={
-                    **os.environ,
-                    **runtime_environment(),
-                    early_start.VARIABLE: "1",
-                    ENVIRONMENT: str(numbers[-1]),
-                },
-            )
+    def __init__(self, serve: Serve | None = None) -> None:
+        # The one that has its configuration, or is just getting it.
+        self.configured: KeeperProcess | None = None
+        sockets = [end.detach() for _ in range(3) for end in socketpair(AF_UNIX, SOCK_SEQPACKET)]
+        self._socket, *others = sockets
+        try:
+            self._process: KeeperProcess | None = _start(others[0], others[1:], serve)
+        except OSError:
+            for fd in sockets:
+                os.close(fd)
+            raise
+        for fd in others:
+            os.close(fd)
 
-    def configure(self, configuration: str, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
+    def configure(self, configuration: str, log: IO[bytes]) -> KeeperProcess | None:
         """Have it begin; None if it can't.
 
         The caller has to end the process, or `configured` if this is interrupted.
@@ -89,41 +81,66 @@ class EarlyKeeper:
         process = self._process
         if process is None or process.poll() is not None:
             return None
+        import socket
+
         text = os.memfd_create("configuration")
         try:
             with open(text, "wb", closefd=False) as file:
                 file.write(configuration.encode())
             os.lseek(text, 0, os.SEEK_SET)
             self.configured, self._process = process, None
-            early_start.give(self._socket, {}, text, log.fileno())
+            with socket.socket(fileno=os.dup(self._socket)) as sock:
+                early_start.give(sock, {}, text, log.fileno())
         except OSError:
             self.configured, self._process = None, process
             return None
         finally:
             os.close(text)
-        self._socket.close()
+        os.close(self._socket)
         return process
 
     def dismiss(self) -> None:
         """End it and its daemon, unless it has been configured."""
         process, self._process = self._process, None
-        self._socket.close()
         if process is None:
             return
+        os.close(self._socket)
+        from subprocess import TimeoutExpired
+
         assert process.stdout is not None
         process.stdout.close()
         deadline = time.monotonic() + END_TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:
             # Ctrl-C ends the command, which is ending.
-            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            with contextlib.suppress(TimeoutExpired, KeyboardInterrupt):
                 process.wait(deadline - time.monotonic())
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _start(stdin: int, for_daemon: list[int], serve: Serve | None) -> KeeperProcess:
+    # What was in it from the start is what /proc shows of a process's environment; the
+    # package's scripts find mounts by that.
+    environment = {
+        **os.environ,
+        **runtime_environment(),
+        early_start.VARIABLE: "1",
+        early_start.CHANNEL_VARIABLE: str(for_daemon[-1]),
+    }
+    if serve is not None:
+        return forked_keeper.start(_COMMAND, stdin, for_daemon, environment, serve)
+    import subprocess
+
+    return subprocess.Popen(
+        [*_COMMAND, *map(str, for_daemon)],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        cwd="/",
+        start_new_session=True,
+        pass_fds=for_daemon,
+        env=environment,
+    )
 
 
 def _may_import_as_root() -> bool:
@@ -138,12 +155,16 @@ def _may_import_as_root() -> bool:
 
 
 @contextlib.contextmanager
-def started() -> Iterator[EarlyKeeper | None]:
-    """An early keeper, where there can be one."""
+def started(serve: Serve | None = None) -> Iterator[EarlyKeeper | None]:
+    """An early keeper, where there can be one; its daemon is forked where that makes no difference.
+
+    Raises:
+        SystemExit: in the daemon.
+    """
     keeper = None
     if _may_import_as_root() or os.geteuid() != 0:
         with contextlib.suppress(OSError):
-            keeper = EarlyKeeper()
+            keeper = EarlyKeeper(serve if forked_keeper.is_possible() else None)
     try:
         yield keeper
     finally:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from fusefs.cluster_cache import access
 from fusefs.keeper import early_start, fd_store, supervisor_protocol
@@ -39,6 +39,9 @@ from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_ar
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
 from fusefs.store import customer_key
+
+if TYPE_CHECKING:
+    from fusefs.launch.forked_keeper import KeeperProcess
 
 DAEMON = early_start.DAEMON
 KEEPER = keeper_command("from fusefs.keeper.main import main; sys.exit(main())")
@@ -72,7 +75,7 @@ def start(
     settings: MountSettings,
     supervisor: SupervisorAddress | None = None,
     keeper: EarlyKeeper | None = None,
-) -> subprocess.Popen[bytes]:
+) -> KeeperProcess:
     """Start the mount and return its process once it answers: the keeper, or pyfuse3's daemon.
 
     An early keeper is used where there may be one, and else dismissed.
@@ -83,7 +86,7 @@ def start(
     log_path = log_location.path_of(settings)
     with _claim(settings.mountpoint), log_location.opened(log_path) as log:
         log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
-        process = None
+        process: KeeperProcess | None = None
         try:
             process = _spawn(settings, log, supervisor, keeper)
             _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S)
@@ -220,7 +223,7 @@ def _spawn(
     log: IO[bytes],
     supervisor: SupervisorAddress | None,
     keeper: EarlyKeeper | None,
-) -> subprocess.Popen[bytes]:
+) -> KeeperProcess:
     if settings.session == SessionKind.PYFUSE3:
         if keeper is not None:
             keeper.dismiss()
@@ -381,7 +384,7 @@ def revive_keeper(
         process.stdin.write(json.dumps(configuration).encode())
 
 
-def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float) -> None:
+def _wait_until_ready(daemon: KeeperProcess, timeout_s: float) -> None:
     assert daemon.stdout is not None
     line = _read_line(daemon.stdout, timeout_s)
     daemon.stdout.close()
@@ -424,7 +427,7 @@ def _wait_until_closed(answer: IO[bytes] | None) -> None:
             _read_line(answer, deadline - time.monotonic())
 
 
-def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
+def _clean_up(daemon: KeeperProcess, mountpoint: Path) -> None:
     """End the daemon and take away what it mounted."""
     daemon.terminate()
     try:

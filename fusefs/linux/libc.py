@@ -125,13 +125,14 @@ def forbid_inspection() -> None:
     set_process_option(_PR_SET_DUMPABLE, 0)
 
 
-def set_process_option(option: int, value: int) -> None:
-    """prctl(2).
+def set_process_option(option: int, *values: int) -> None:
+    """prctl(2), with up to four values; those that are missing are 0.
 
     Raises:
         OSError: with the kernel's errno.
     """
-    check(_libc.prctl(option, *(ctypes.c_ulong(n) for n in (value, 0, 0, 0))), "prctl")
+    four = (*values, 0, 0, 0, 0)[:4]
+    check(_libc.prctl(option, *(ctypes.c_ulong(value) for value in four)), "prctl")
 
 
 def check(result: int, target: str) -> None:

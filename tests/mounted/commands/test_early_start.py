@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +18,7 @@ from fusefs.keeper import early_start
 from fusefs.launch import launcher
 from fusefs.launch.early_keeper import EarlyKeeper
 from fusefs.launch.preflight import LaunchError
+from fusefs.launch.runtime_location import RUNTIME_VARIABLE, runtime_path
 from fusefs.linux import mountinfo
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
 from tests.support.waiting import until
@@ -105,6 +108,79 @@ def test_a_mount_s_first_daemon_was_started_early(mounter: Mounter) -> None:
     os.kill(daemon, signal.SIGKILL)
     until(lambda: mount.status()["daemon"]["pid"] not in (None, daemon), "another daemon serves")
     mount.end()
+
+
+def test_a_forked_daemon_looks_like_one_that_was_executed(mounter: Mounter, tmp_path: Path) -> None:
+    mount = mounter()
+    mount.end()
+    arguments = [str(FUSEFS), "mount", mount.source, str(mount.path)]
+    arguments += ["--endpoint-url", mount.endpoint_url, "--cache-dir", str(mount.cache)]
+    # A descriptor that a shell has open, such as a lock, is nothing that a mount keeps.
+    with open(tmp_path / "lock", "w") as lock:
+        environment = {**os.environ, **mount.environment}
+        subprocess.run(arguments, env=environment, check=True, pass_fds=(lock.fileno(),))
+    status = mount.status()
+    daemon, keeper = status["daemon"]["pid"], status["keeper"]["pid"]
+    shown = [Path(f"/proc/{daemon}/{name}").read_bytes() for name in ("cmdline", "comm", "environ")]
+    own = [os.readlink(entry) for entry in Path(f"/proc/{daemon}/fd").iterdir()]
+    keepers = [os.readlink(entry) for entry in Path(f"/proc/{keeper}/fd").iterdir()]
+    os.kill(daemon, signal.SIGKILL)
+    until(lambda: mount.status()["daemon"]["pid"] not in (None, daemon), "another daemon serves")
+    another = mount.status()["daemon"]["pid"]
+    executed = [Path(f"/proc/{another}/{name}").read_bytes() for name in ("cmdline", "comm")]
+    assert shown[:2] == executed
+    assert f"{RUNTIME_VARIABLE}={runtime_path()}".encode() in shown[2].split(b"\0")
+    assert not [path for path in [*own, *keepers] if path == str(tmp_path / "lock")]
+    mount.end()
+
+
+def test_a_daemon_is_executed_where_the_kernel_shows_no_other_command_line(
+    mark: bytes, tmp_path: Path
+) -> None:
+    script = f"""
+import errno, os, sys, time
+from fusefs.launch.early_keeper import EarlyKeeper
+from fusefs.linux import process_title
+def refused(*_given):
+    raise OSError(errno.EPERM, "refused")
+process_title.show_as = refused
+keeper = EarlyKeeper(lambda: open({str(tmp_path / "forked")!r}, "w"))
+sys.stdin.read()
+keeper.dismiss()
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        daemon = early_daemon(mark, os.getpid())
+        arguments = Path(f"/proc/{daemon}/cmdline").read_bytes().split(b"\0")[:-1]
+        assert arguments == [os.fsencode(argument) for argument in early_start.DAEMON]
+    assert process.returncode == 0
+    assert not (tmp_path / "forked").exists()
+    assert not os.path.exists(f"/proc/{daemon}")
+
+
+def test_a_forked_daemon_has_the_module_path_and_arguments_of_an_executed_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "program.py").write_text("""
+import json, os, sys
+from fusefs.launch.early_keeper import EarlyKeeper
+def serve():
+    sys.stdin.read(0)
+    print(json.dumps([sys.path, sys.argv, sys.orig_argv, os.getcwd()]), flush=True)
+    os._exit(0)
+keeper = EarlyKeeper(serve)
+sys.stdout.write(keeper._process.stdout.readline().decode())
+keeper.dismiss()
+""")
+    program = [sys.executable, str(tmp_path / "program.py"), "secret"]
+    done = subprocess.run(program, stdout=subprocess.PIPE, check=True, timeout=LIMIT_S)
+    path, arguments, original, directory = json.loads(done.stdout)
+    here = "import json, sys; print(json.dumps(sys.path))"
+    executed = subprocess.run(
+        [sys.executable, "-P", "-c", here], stdout=subprocess.PIPE, check=True, cwd="/"
+    )
+    assert path == json.loads(executed.stdout)
+    assert (len(arguments), original, directory) == (1, early_start.DAEMON, "/")
 
 
 @pytest.mark.parametrize(

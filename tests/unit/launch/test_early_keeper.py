@@ -18,7 +18,7 @@ from fusefs.launch.early_keeper import EarlyKeeper
 
 SCRIPT = """
 from fusefs.launch import early_keeper
-early_keeper.EarlyKeeper = lambda: print("started") or exit()
+early_keeper.EarlyKeeper = lambda serve: print("started") or exit()
 with early_keeper.started():
     print("not started")
 """
@@ -51,7 +51,7 @@ def test_a_mount_without_a_keeper_starts_none(
     monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], is_started: bool
 ) -> None:
     @contextlib.contextmanager
-    def started() -> Iterator[str]:
+    def started(_serve: None) -> Iterator[str]:
         yield "early"
 
     monkeypatch.setattr(early_keeper, "started", started)
