@@ -8,7 +8,8 @@
 # make deb     a Debian package, in build/
 # make test-deb   that package in a fresh Debian: installed, upgraded under load, removed
 # make test-cluster-cache  a cluster cache whose parts fail, each in turn: ten minutes
-# make test-fsspec  pandas, pyarrow, datasets and zarr through fusefs:// (they are installed in .venv)
+# make test-fsspec  pandas, pyarrow, datasets, webdataset and zarr through fusefs:// (they are
+#              installed in .venv), and torch where it is there
 # make sbom    what the image has of Python, as CycloneDX, in build/sbom.json
 # make test-wheel  the wheel in a fresh virtual environment, from the package index
 # make scale   a bucket of 50 million objects in one mount, and a thousand nodes (simulated)

@@ -17,6 +17,7 @@ import hmac
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from fusefs.store.checksum import crc32
@@ -34,6 +35,27 @@ _NUMBER = struct.Struct(">I")
 
 class BadBlockError(Exception):
     """What arrived is not what was stored, or was not stored by this domain."""
+
+
+# A tuple: each small file that is fetched makes some of these.
+class BlockId(NamedTuple):
+    """One of a version's blocks, by its number; its name in the cache takes a hash."""
+
+    version: ObjectVersion
+    number: int
+
+    @property
+    def start(self) -> int:
+        return self.number * BLOCK
+
+    @property
+    def stop(self) -> int:
+        return min((self.number + 1) * BLOCK, self.version.size)
+
+
+def block_ids(version: ObjectVersion, start: int, stop: int) -> list[BlockId]:
+    """The blocks that have some of the bytes [start, stop) of a version."""
+    return [BlockId(version, number) for number in range(start // BLOCK, -(-stop // BLOCK))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +95,24 @@ class Domain:
 
     def __init__(self, endpoint: str, bucket: str, key: bytes) -> None:
         self._naming = hmac.digest(key, b"names", "sha256")
-        self._tagging = hmac.digest(key, b"tags", "sha256")
+        # Copied for each frame: to begin with the key costs as much again.
+        self._tagging = hmac.new(hmac.digest(key, b"tags", "sha256"), b"", "sha256")
         self.prefix = f"v1/{self._hash(_plain(endpoint), bucket)[:16]}/"
 
     def block(self, version: ObjectVersion, position: int) -> Block:
         """The block that has a byte of a version."""
-        number = position // BLOCK
-        start = number * BLOCK
+        return self.named(BlockId(version, position // BLOCK))
+
+    def named(self, block: BlockId) -> Block:
+        """A block with its name."""
+        version = block.version
         of_version = self._hash(*version[:2], str(version.size))
-        name = f"{self.prefix}{of_version}/{number:06}"
-        return Block(name, start, min(start + BLOCK, version.size))
+        name = f"{self.prefix}{of_version}/{block.number:06}"
+        return Block(name, block.start, block.stop)
 
     def tag(self, block: Block, number: int, data: bytes | memoryview) -> bytes:
         """What stands behind a frame."""
-        place = block.name.encode() + _NUMBER.pack(number)
-        check = hmac.new(self._tagging, place, "sha256")
-        check.update(data)
-        crc = crc32(data, crc32(place))
-        return crc.to_bytes(_CRC_SIZE, "big") + check.digest()[:_MAC_SIZE]
+        return self._crc(block, number, data) + self._mac(block, number, data)
 
     def verify(
         self, block: Block, number: int, data: bytes | memoryview, tag: bytes | memoryview
@@ -100,11 +122,21 @@ class Domain:
         Raises:
             BadBlockError: it is not.
         """
-        expected = self.tag(block, number, data)
-        if expected[:_CRC_SIZE] != bytes(tag[:_CRC_SIZE]):
+        # The HMAC alone decides; the CRC32, a tenth of the work, tells why it differs.
+        if hmac.compare_digest(self._mac(block, number, data), bytes(tag[_CRC_SIZE:])):
+            return
+        if self._crc(block, number, data) != bytes(tag[:_CRC_SIZE]):
             raise BadBlockError(f"{block.name}: frame {number} was changed since it was stored")
-        if not hmac.compare_digest(expected, bytes(tag)):
-            raise BadBlockError(f"{block.name}: frame {number} was stored with another key")
+        raise BadBlockError(f"{block.name}: frame {number} was stored with another key")
+
+    def _mac(self, block: Block, number: int, data: bytes | memoryview) -> bytes:
+        check = self._tagging.copy()
+        check.update(_place(block, number))
+        check.update(data)
+        return check.digest()[:_MAC_SIZE]
+
+    def _crc(self, block: Block, number: int, data: bytes | memoryview) -> bytes:
+        return crc32(data, crc32(_place(block, number))).to_bytes(_CRC_SIZE, "big")
 
     def _hash(self, *parts: str) -> str:
         # Each with its length: no two lists of parts are one text.
@@ -112,6 +144,10 @@ class Domain:
         text = b"".join(_NUMBER.pack(len(part)) + part for part in encoded)
         digest = hmac.new(self._naming, _FORMAT + text, hashlib.sha256).hexdigest()
         return digest[:40]
+
+
+def _place(block: Block, number: int) -> bytes:
+    return block.name.encode() + _NUMBER.pack(number)
 
 
 def _plain(endpoint: str) -> str:

@@ -23,6 +23,7 @@ from fusefs.store.errors import (
     StoreError,
     UnreachableError,
 )
+from fusefs.store.http.async_exchange import Late
 from fusefs.store.http.threads import Attempt
 from fusefs.store.interface import Priority, Urgency
 from fusefs.store.s3.clients import S3Settings
@@ -46,8 +47,14 @@ COLLIDED_S = 0.5
 PUTS = 8
 # What the event loop has the time to receive, to check and to write to the local disk.
 SMALL = 257 << 10
+# What the event loop has the time to sign and to send: a thread costs it twice as much as that.
+SMALL_PUT = 128 << 10
 _TOO_SLOW = Failure(UnreachableError, "it takes too long")
 _NOT_UNDERSTOOD = Failure(StoreError, "it answers in a way that is not understood")
+
+
+def _prefetch() -> Priority:
+    return Priority.PREFETCH
 
 
 @contextmanager
@@ -130,6 +137,26 @@ class BlockBucket:
                 return
             await self._get_in_thread(key, headers, size, take, sent, priority)
 
+    async def get_now(
+        self, name: str, start: int, stop: int, *, late: Late, priority: Urgency
+    ) -> memoryview | None:
+        """Read a small range of a stored block in the event loop.
+
+        None if it is not small, or no connection is free for it. An answer that is not there
+        in time is handed to `late`.
+
+        Raises:
+            AttemptError: there is no such block, or no answer, or the answer broke off.
+            Exception: whatever `late` raises.
+        """
+        if stop - start > SMALL or not self._gets.connections.has_room_now(priority):
+            return None
+        headers = {"range": f"bytes={start}-{stop - 1}"}
+        with _renewing(self._gets):
+            return await self._read_now(
+                self._prefix + name, headers, stop - start, priority, lambda: None, late
+            )
+
     async def _get_in_thread(
         self,
         key: str,
@@ -162,20 +189,31 @@ class BlockBucket:
         priority: Urgency,
     ) -> bool:
         """Read a small range in the event loop; False if a thread is to do it."""
+        content = await self._read_now(key, headers, size, priority, sent)
+        if content is not None:
+            take(content)
+        return content is not None
+
+    async def _read_now(
+        self,
+        key: str,
+        headers: dict[str, str],
+        size: int,
+        priority: Urgency,
+        sent: Callable[[], None],
+        late: Late | None = None,
+    ) -> memoryview | None:
         requester = self._gets
         clients = requester.source.clients
         if clients is None:
-            return False
-        send = partial(clients.direct.send_now, "GET", key, headers=headers, size=size)
+            return None
+        send = partial(clients.direct.send_now, "GET", key, headers=headers, size=size, late=late)
         async with requester.connections.lease(priority, key):
             sent()
             answer, failure = await requester.attempt_now(GET, key, send)
         if failure is not None:
             raise AttemptError(failure)
-        if answer is None:
-            return False
-        take(memoryview(answer.content)[:size])
-        return True
+        return None if answer is None else memoryview(answer.content)[:size]
 
     async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool:
         """Store a block; False if there is one already. Only with `overwrites` it is replaced.
@@ -205,7 +243,12 @@ class BlockBucket:
             try:
                 while True:
                     try:
-                        return await self._puts.once(PUT, work, lambda: Priority.PREFETCH, key=key)
+                        is_stored = None
+                        if len(body) <= SMALL_PUT:
+                            is_stored = await self._put_now(key, headers, body)
+                        if is_stored is None:
+                            is_stored = await self._puts.once(PUT, work, _prefetch, key=key)
+                        return is_stored
                     except AttemptError as error:
                         if error.failure.kind is not ConflictError:
                             raise
@@ -214,6 +257,21 @@ class BlockBucket:
                 body.release()
                 raise
         raise AttemptError(_TOO_SLOW)
+
+    async def _put_now(self, key: str, headers: dict[str, str], body: StoredBlock) -> bool | None:
+        """As `put`, in the event loop, without a thread; None if that can't be done now."""
+        requester = self._puts
+        clients = requester.source.clients
+        if clients is None:
+            return None
+        send = partial(clients.direct.send_now, "PUT", key, headers=headers, body=body.whole())
+        async with requester.connections.lease(_prefetch, key):
+            answer, failure = await requester.attempt_now(PUT, key, send)
+        if failure is not None:
+            if headers and failure.status == 412:
+                return False
+            raise AttemptError(failure)
+        return None if answer is None else True
 
     async def names(self, prefix: str) -> AsyncIterator[list[tuple[str, int]]]:
         """The names and sizes of the stored blocks below a prefix, page by page.

@@ -20,7 +20,15 @@ from typing import Protocol
 
 import trio
 
-from fusefs.cluster_cache.block import BLOCK, FRAME, BadBlockError, Block, Domain, FrameReader
+from fusefs.cluster_cache.block import (
+    FRAME,
+    BadBlockError,
+    Block,
+    BlockId,
+    Domain,
+    FrameReader,
+    block_ids,
+)
 from fusefs.cluster_cache.policy import (
     LEAST_S,
     MOST_S,
@@ -32,6 +40,9 @@ from fusefs.cluster_cache.policy import (
     Sampling,
 )
 from fusefs.store.errors import AttemptError, NotFoundError
+from fusefs.store.http.async_exchange import Late
+from fusefs.store.http.exchange import Answer
+from fusefs.store.http.threads import AbandonedError
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Priority, Source, Urgency, demanded
 
 logger = logging.getLogger("fusefs.cluster_cache")
@@ -66,6 +77,10 @@ class BlockSource(Protocol):
         priority: Urgency,
         in_loop: bool,
     ) -> None: ...
+
+    async def get_now(
+        self, name: str, start: int, stop: int, *, late: Late, priority: Urgency
+    ) -> memoryview | None: ...
 
 
 class LookupOutcome(enum.StrEnum):
@@ -134,7 +149,8 @@ class _Race:
         with self._lock:
             if not self.winner:
                 self.winner = name
-                self._token.run_sync_soon(self._decide)
+                if self._scopes:  # no other takes part in what is not late
+                    self._token.run_sync_soon(self._decide)
             if self.winner != name:
                 raise _LostError
 
@@ -195,22 +211,50 @@ class _Lookup:
                 self.outcome, self.why = LookupOutcome.FAILED, "its answer is too slow"
             elif self.race.winner == "s3":
                 self.outcome = LookupOutcome.LATE
-        except _LostError:
-            self.outcome = LookupOutcome.LATE
-        except BadBlockError as error:
-            self.outcome, self.why = LookupOutcome.BAD, str(error)
-        except AttemptError as error:
-            self.outcome, self.why = _classify(error), error.failure.in_full
-        except Exception as error:  # what a library makes of an answer ends this lookup alone
-            if self.error is None:
-                self.outcome, self.why = LookupOutcome.FAILED, repr(error)
-                logger.warning("an answer of the cluster cache can't be read", exc_info=error)
+        except Exception as error:
+            self._judge(error)
         finally:
-            if self.took_s is None and self.outcome in _TIMED:
-                self.took_s = trio.current_time() - self._began
-            self._is_on_its_way.set()
-            self.begun.set()
-            self._ended.set()
+            self._end()
+
+    async def run_now(self, blocks: BlockSource, priority: Urgency, late: Late) -> bool:
+        """As `run`, in the event loop, for a small range; False if that can't be done now."""
+        first, last = self.block.stored_range(self._start, self._stop)
+        try:
+            content = await blocks.get_now(
+                self.block.name, first, last, late=late, priority=priority
+            )
+            if content is None:
+                return False
+            self._take(content)
+            if not self._frames.is_complete:
+                raise BadBlockError(f"{self.block.name} is too short")
+            self.outcome = LookupOutcome.HIT
+        except Exception as error:
+            self._judge(error)
+        self.is_sent = True
+        self._end()
+        return True
+
+    def _judge(self, error: Exception) -> None:
+        """What an error says of how it ended."""
+        if isinstance(error, _LostError | AbandonedError):
+            self.outcome = LookupOutcome.LATE
+            if self._is_given_up:
+                self.outcome, self.why = LookupOutcome.FAILED, "its answer is too slow"
+        elif isinstance(error, BadBlockError):
+            self.outcome, self.why = LookupOutcome.BAD, str(error)
+        elif isinstance(error, AttemptError):
+            self.outcome, self.why = _classify(error), error.failure.in_full
+        elif self.error is None:  # what a library makes of an answer ends this lookup alone
+            self.outcome, self.why = LookupOutcome.FAILED, repr(error)
+            logger.warning("an answer of the cluster cache can't be read", exc_info=error)
+
+    def _end(self) -> None:
+        if self.took_s is None and self.outcome in _TIMED:
+            self.took_s = trio.current_time() - self._began
+        self._is_on_its_way.set()
+        self.begun.set()
+        self._ended.set()
 
     def _note_sent(self) -> None:
         self._began = trio.current_time()
@@ -222,7 +266,8 @@ class _Lookup:
         for offset, data in self._frames.feed(chunk):
             if not self.begun.is_set():
                 self.race.claim("cluster")
-                self._token.run_sync_soon(self._begin)
+                if self.is_sent:  # what waits for its beginning is another task
+                    self._token.run_sync_soon(self._begin)
             self._is_writing = True
             try:
                 self._write(offset, data)
@@ -292,11 +337,35 @@ def _classify(error: AttemptError) -> LookupOutcome:
     return LookupOutcome.REFUSED if failure.status else LookupOutcome.FAILED
 
 
+async def _read_from_s3(
+    lookup: _Lookup, from_source: Callable[[int, ChunkWriter], Awaitable[None]], write: ChunkWriter
+) -> Exception | None:
+    """Read what a lookup has not written; ends early if it has won. The error, if S3 failed.
+
+    If S3 fails before the lookup has anything, the lookup is given up.
+    """
+
+    def write_first(offset: int, chunk: memoryview) -> None:
+        lookup.race.claim("s3")
+        write(offset, chunk)
+
+    try:
+        with lookup.race.entered("s3"):
+            await from_source(lookup.position, write_first)
+    except _LostError:
+        pass
+    except Exception as error:
+        if lookup.race.winner != "cluster":
+            lookup.give_up()
+        return error
+    return None
+
+
 class ClusterTier:
     """A `Source` before which the cluster cache is looked up. Belongs to the event loop.
 
-    `missed` has the names of the blocks of which something came from `source`, with the state of
-    what the cluster cache has stored under the name.
+    `missed` has the blocks of which something came from `source`, with the state of what
+    the cluster cache has stored of them.
     """
 
     def __init__(
@@ -312,7 +381,7 @@ class ClusterTier:
         self.breaker = Breaker()
         self.sampling = Sampling()
         self.counted: Counter[str] = Counter()
-        self.missed: OrderedDict[str, StoredState] = OrderedDict()
+        self.missed: OrderedDict[BlockId, StoredState] = OrderedDict()
         self._next_line = -math.inf
         self._wanted = trio.Event()
         # Why it can't be used at this moment.
@@ -366,13 +435,14 @@ class ClusterTier:
         position, last, is_from_source = start, None, False
         try:
             while position < stop:
-                block = self._domain.block(version, position)
-                if not self._wants(block):
+                if not self._wants(version, position):
                     break
+                block = self._domain.block(version, position)
                 end = min(block.stop, stop)
                 lookup = last = _Lookup(self._domain, block, position, end, write)
-                running = partial(lookup.run, self._blocks, priority, in_loop=in_loop)
-                await self._race(lookup, running, from_source, write)
+                if not (in_loop and await self._lookup_now(lookup, priority, from_source, write)):
+                    running = partial(lookup.run, self._blocks, priority, in_loop=in_loop)
+                    await self._race(lookup, running, from_source, write)
                 if lookup.race.winner == "s3":
                     return
                 position = lookup.position
@@ -402,26 +472,64 @@ class ClusterTier:
             OSError: the local disk has.
         """
         error: Exception | None = None
-
-        def write_first(offset: int, chunk: memoryview) -> None:
-            lookup.race.claim("s3")
-            write(offset, chunk)
-
         async with trio.open_nursery() as nursery:
             nursery.start_soon(running)
             lookup.waited_s = self.deadline.wait_s
             if not await lookup.begins_within(lookup.waited_s):
-                try:
-                    with lookup.race.entered("s3"):
-                        await from_source(lookup.position, write_first)
-                except _LostError:
-                    pass
-                except Exception as failure:  # raised below, outside of the nursery
-                    error = failure
-                    if lookup.race.winner != "cluster":
-                        lookup.give_up()
+                error = await _read_from_s3(lookup, from_source, write)
             if lookup.race.winner == "cluster":
                 await lookup.ends_in_time()
+        self._settle(lookup, error)
+
+    async def _lookup_now(
+        self,
+        lookup: _Lookup,
+        priority: Urgency,
+        from_source: Callable[[int, ChunkWriter], Awaitable[None]],
+        write: ChunkWriter,
+    ) -> bool:
+        """As `_race`, in this task alone while nothing is late; False if that can't be done now.
+
+        A task, its events and its scopes are two thirds of what a small block costs.
+        """
+        error: Exception | None = None
+
+        async def race(receive: Callable[[], Awaitable[Answer]]) -> Answer:
+            nonlocal error
+            answer: Answer | None = None
+            broken: Exception | None = None
+
+            async def read_from_s3() -> None:
+                nonlocal error
+                error = await _read_from_s3(lookup, from_source, write)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read_from_s3)
+                with lookup.race.entered("cluster"):
+                    try:
+                        answer = await receive()
+                        if answer.status < 300:  # S3 goes on beside a refusal
+                            lookup.race.claim("cluster")
+                    except Exception as failure:  # raised below; S3 goes on
+                        answer, broken = None, failure
+            if broken is not None:
+                raise broken
+            if answer is None:
+                raise AbandonedError
+            return answer
+
+        lookup.waited_s = self.deadline.wait_s
+        if not await lookup.run_now(self._blocks, priority, Late(lookup.waited_s, race)):
+            return False
+        self._settle(lookup, error)
+        return True
+
+    def _settle(self, lookup: _Lookup, error: Exception | None) -> None:
+        """Note how a lookup has ended, beside which S3 was read, perhaps with an error.
+
+        Raises:
+            StoreError, OSError: as `_race`.
+        """
         self._note(lookup)
         if lookup.race.winner == "cluster":
             self.counted["bytes_read"] += lookup.written
@@ -430,14 +538,14 @@ class ClusterTier:
         if error is not None and lookup.race.winner != "cluster":
             raise error
 
-    def _wants(self, block: Block) -> bool:
-        """Whether a reader is to wait for what the cluster cache may have of a block."""
+    def _wants(self, version: ObjectVersion, position: int) -> bool:
+        """Whether a reader is to wait for what the cluster cache may have of the block there."""
         if not self.is_open:
             self._wanted.set()
             return False
         if not self.breaker.is_closed:
             if self.breaker.take_probe():
-                self._nursery.start_soon(self._probe, block)
+                self._nursery.start_soon(self._probe, self._domain.block(version, position))
             return False
         return self.sampling.wants_lookup()
 
@@ -497,10 +605,9 @@ class ClusterTier:
         self, version: ObjectVersion, start: int, stop: int, last: _Lookup | None
     ) -> None:
         """The bytes [start, stop) came from S3, after the `last` lookup."""
-        for at in range(start - start % BLOCK, stop, BLOCK):
-            name = self._domain.block(version, at).name
-            is_last = last is not None and last.block.name == name
+        for block in block_ids(version, start, stop):
+            is_last = last is not None and last.block.start == block.start
             state = last.stored_state if last is not None and is_last else StoredState.UNKNOWN
-            self.missed[name] = max(self.missed.pop(name, StoredState.UNKNOWN), state)
+            self.missed[block] = max(self.missed.pop(block, StoredState.UNKNOWN), state)
         while len(self.missed) > MOST_MISSED:
             self.missed.popitem(last=False)

@@ -18,6 +18,7 @@ import select
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self, TypeAlias
 
@@ -50,6 +51,18 @@ class HedgeRule(Protocol):
         """The second request that was taken has ended, or was not sent after all."""
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What to do about an answer that is not there, all of it, `wait_s` after the request.
+
+    `race` gets what goes on receiving it, until the connection's time-out, and may be cancelled.
+    It returns the answer; what it raises ends the exchange.
+    """
+
+    wait_s: float
+    race: Callable[[Callable[[], Awaitable[Answer]]], Awaitable[Answer]]
+
+
 async def exchange(
     pool: ConnectionPool,
     head: bytes,
@@ -58,16 +71,18 @@ async def exchange(
     is_head: bool,
     size: int = 0,
     hedge: HedgeRule | None = None,
+    late: Late | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> Answer | None:
     """Send a request and return its answer; None if the pool has no idle connection.
 
     `size` is how many bytes the body of the answer has; that of a failure has at
     most HEAD_ROOM. Cancelled, the request may have been sent. With `hedge`, which
-    is for requests that change nothing and have no body, it may be sent twice. `begun` is
-    called when the answer begins, perhaps more than once.
+    is for requests that change nothing and have no body, it may be sent twice. `late` is for
+    those without a hedge. `begun` is called when the answer begins, perhaps more than once.
 
     Raises:
+        Exception: whatever `late` raises.
         WireError: the answer broke off, or was none.
         OSError: the connection broke, or was silent for its time-out.
     """
@@ -75,13 +90,21 @@ async def exchange(
     if sock is None:
         return None
     first = _Exchange(pool, sock, HEAD_ROOM + size, begun, is_head=is_head)
-    with first, trio.CancelScope(deadline=trio.current_time() + first.limit_s):
-        await first.send(head, body)
-        if hedge is None or await first.has_begun(hedge):
-            return await first.receive()
-        if hedge.take():
-            return await _race(first, head, hedge)
-        return await first.receive_late(hedge)
+    with first:
+        with trio.CancelScope(deadline=trio.current_time() + first.limit_s) as limit:
+            await first.send(head, body)
+            if late is not None:
+                answer = await first.receive_within(late.wait_s)
+                if answer is not None:
+                    return answer
+            elif hedge is None or await first.has_begun(hedge):
+                return await first.receive()
+            elif hedge.take():
+                return await _race(first, head, hedge)
+            else:
+                return await first.receive_late(hedge)
+        if late is not None and not limit.cancelled_caught:
+            return await late.race(partial(first.receive_until, limit.deadline))
     raise TimeoutError("the server sent nothing")
 
 
@@ -163,6 +186,7 @@ class _Exchange:
         self._buffer = bytearray(room)
         self._view = memoryview(self._buffer)
         self._filled = 0
+        self._piecemeal = bytearray()  # what has come of an answer of unknown length
 
     def __enter__(self) -> Self:
         if self._plain is None:
@@ -198,8 +222,28 @@ class _Exchange:
         hedge.note_first_byte(trio.current_time() - self.sent_at)
         return await self.receive()
 
+    async def receive_within(self, seconds: float) -> Answer | None:
+        """Receive an answer; None, and it can be received later, if it is not there in time."""
+        with trio.CancelScope(deadline=self.sent_at + seconds):
+            return await self.receive()
+        # If not the answer but the event loop was slow, it is there.
+        return await self.receive() if self._is_readable() else None
+
+    async def receive_until(self, deadline: float) -> Answer:
+        """Receive an answer until a moment of trio's clock.
+
+        Raises:
+            TimeoutError: it was not there by then.
+        """
+        with trio.CancelScope(deadline=deadline):
+            return await self.receive()
+        raise TimeoutError("the server sent nothing")
+
     async def receive(self) -> Answer:
-        """Receive an answer, of `room` bytes at most. Cancelled, the connection can't go on."""
+        """Receive an answer, of `room` bytes at most.
+
+        Cancelled, no other answer can be received; this one can, if it is called again.
+        """
         await self._begin()
         buffer, view = self._buffer, self._view
         while (stop := buffer.find(b"\r\n\r\n", 0, self._filled)) < 0:
@@ -208,8 +252,7 @@ class _Exchange:
         size = head.body_size(is_head=self.is_head)
         if head.status < 200 or size is None:
             # Rare, and mostly a failure.
-            data = bytes(view[: self._filled])
-            answer, is_reusable = await _receive_piecemeal(self._sock, data, is_head=self.is_head)
+            answer, is_reusable = await self._receive_piecemeal()
         else:
             start, stop = stop + 4, stop + 4 + size
             while self._filled < stop:
@@ -218,6 +261,16 @@ class _Exchange:
             is_reusable = head.is_reusable and self._filled == stop
         self._borrowed.is_reusable = is_reusable
         return answer
+
+    async def _receive_piecemeal(self) -> tuple[Answer, bool]:
+        """An answer of unknown length, of which something has come, and whether to reuse."""
+        data = self._piecemeal = self._piecemeal or self._buffer[: self._filled]
+        room = bytearray(wire.READ_SIZE)
+        while True:
+            try:
+                return wire.read(wire.Stream(_Received(bytes(data))), is_head=self.is_head)
+            except _NotYetError:
+                data += memoryview(room)[: await _receive_some(self._sock, memoryview(room))]
 
     async def _begin(self) -> None:
         """Receive the first bytes. Cancelling loses none."""
@@ -271,16 +324,6 @@ async def _send(sock: _Socket, view: memoryview) -> None:
             await trio.lowlevel.wait_writable(sock)
         except ssl.SSLWantReadError:
             await trio.lowlevel.wait_readable(sock)
-
-
-async def _receive_piecemeal(sock: _Socket, data: bytes, *, is_head: bool) -> tuple[Answer, bool]:
-    """An answer of unknown length, of which `data` has come."""
-    room = bytearray(wire.READ_SIZE)
-    while True:
-        try:
-            return wire.read(wire.Stream(_Received(data)), is_head=is_head)
-        except _NotYetError:
-            data += room[: await _receive_some(sock, memoryview(room))]
 
 
 async def _receive_some(sock: _Socket, room: memoryview) -> int:

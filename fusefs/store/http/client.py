@@ -25,7 +25,7 @@ from fusefs.store import unreachable
 from fusefs.store.customer_key import COPY_SOURCE, CustomerKey
 from fusefs.store.errors import AttemptError, Failure, UnreachableError, from_body
 from fusefs.store.http import async_exchange, exchange
-from fusefs.store.http.async_exchange import HedgeRule
+from fusefs.store.http.async_exchange import HedgeRule, Late
 from fusefs.store.http.exchange import Answer, RequestBody
 from fusefs.store.http.pool import ConnectionPool, Network
 from fusefs.store.http.proxies import PORTS
@@ -189,17 +189,19 @@ class HttpClient:
         body: bytes | bytearray | None = None,
         size: int = 0,
         hedge: HedgeRule | None = None,
+        late: Late | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> Answer | None:
         """Send one small request from the event loop; return the answer, which has an ETag.
 
-        That of a DELETE says by its status that it is done. `size` is how many
-        bytes the answer's body has; `hedge` and `begun` are as for `async_exchange.exchange`.
+        That of a DELETE says by its status that it is done. `size` is how many bytes the
+        answer's body has; `hedge`, `late` and `begun` are as for `async_exchange.exchange`.
 
         None if there is no open connection for it, or something to wait for.
 
         Raises:
             AttemptError: it was sent in vain, as far as is known.
+            Exception: whatever `late` raises.
         """
         pattern = self._pattern
         if pattern is None or self._is_to_renew():
@@ -214,6 +216,7 @@ class HttpClient:
                 is_head=method == "HEAD",
                 size=size,
                 hedge=hedge,
+                late=late,
                 begun=begun,
             )
         except (OSError, exchange.WireError) as error:

@@ -255,6 +255,9 @@ class Requester:
 
         Neither if it can't be made there. `send` takes what to call at the first byte
         as `begun`.
+
+        Raises:
+            AbandonedError: as `send` does: its answer is not wanted any more.
         """
         clock, code = RequestClock(operation, self._requests), "none"
         try:
@@ -270,7 +273,7 @@ class Requester:
             self.counted[_COUNTERS[operation]] += 1
             self._note_unanswered(operation, key, error.failure)
             return None, classify(operation, for_condition(error.failure, condition))
-        except trio.Cancelled:
+        except (trio.Cancelled, AbandonedError):
             code = "cancelled"
             self._note_unanswered(operation, key)
             raise

@@ -1,10 +1,13 @@
 """Libraries that open their data through fsspec, on a real mount: `make test-fsspec`.
 
-torch is not installed by that target, for its size: its test is skipped where it is missing.
+torch is not installed by that target, for its size: its tests are skipped where it is missing.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +82,119 @@ def test_checkpoint_of_torch(url: str) -> None:
     found = {"weight": torch.zeros(100)}
     checkpoint.load(found, storage_reader=FsspecReader(f"{url}/torch/step-1"), no_dist=True)
     assert torch.equal(found["weight"], state["weight"])
+
+
+def test_checkpoint_of_torch_in_the_background(url: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch import distributed
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    meeting = f"file://{tmp_path}/meeting"
+    distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        for step in range(2):  # the second replaces the first
+            state = {"weight": torch.arange(1000.0) + step, "optimizer": {"step": step}}
+            writer = FsspecWriter(f"{url}/torch/background")
+            checkpoint.async_save(state, storage_writer=writer).result()
+            found = {"weight": torch.zeros(1000), "optimizer": {"step": -1}}
+            reader = FsspecReader(f"{url}/torch/background")
+            checkpoint.load(found, storage_reader=reader)
+            assert torch.equal(found["weight"], state["weight"])
+            assert found["optimizer"] == {"step": step}
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_checkpoint_of_torch_for_another_number_of_processes(url: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.mounted.fsspec import torch_programs as programs
+
+    path = f"{url}/torch/sharded"
+    torch.multiprocessing.spawn(programs.save_rows, (2, str(tmp_path / "a"), path), nprocs=2)
+    torch.multiprocessing.spawn(programs.load_columns, (3, str(tmp_path / "b"), path), nprocs=3)
+
+
+def test_state_of_torch_as_a_file_and_mapped(url: str) -> None:
+    torch = pytest.importorskip("torch")
+    import fsspec
+
+    state = {"weight": torch.arange(1_000_000.0), "step": 3}
+    with fsspec.open(f"{url}/torch/model.pt", "wb") as file:
+        torch.save(state, file)
+    with fsspec.open(f"{url}/torch/model.pt", "rb") as file:
+        assert torch.equal(torch.load(file)["weight"], state["weight"])
+    path = fsspec.filesystem("fusefs").local_path(f"{url}/torch/model.pt")
+    found = torch.load(path, mmap=True)
+    assert torch.equal(found["weight"], state["weight"])
+    found["weight"][0] = 5.0
+    assert torch.load(path, mmap=True)["weight"][0] == 0.0, "the map is the program's own"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_of_torch(url: str, method: str) -> None:
+    torch = pytest.importorskip("torch")
+    import fsspec
+
+    from tests.mounted.fsspec.torch_programs import Samples
+
+    files = fsspec.filesystem("fusefs")
+    urls = [f"{url}/{method}/{number}" for number in range(40)]
+    files.pipe({one: bytes([number]) * 1000 for number, one in enumerate(urls)})
+    loader = torch.utils.data.DataLoader(
+        Samples(urls),
+        batch_size=4,
+        shuffle=True,
+        num_workers=2,
+        multiprocessing_context=method,
+        persistent_workers=True,
+    )
+    for _ in range(2):
+        assert sorted(int(one[0]) for batch in loader for one in batch) == list(range(40))
+
+
+@pytest.fixture(scope="module")
+def tars(url: str) -> tuple[list[str], dict[str, bytes]]:
+    """The URLs of four tar files, and what is in them."""
+    import fsspec
+
+    contents = {f"{number:03}.txt": f"{number} ".encode() * 5000 for number in range(100)}
+    for shard in range(4):
+        with (
+            fsspec.open(f"{url}/tars/{shard}.tar", "wb") as file,
+            tarfile.open(fileobj=file, mode="w|") as tar,
+        ):
+            for name in list(contents)[shard::4]:
+                member = tarfile.TarInfo(name)
+                member.size = len(contents[name])
+                tar.addfile(member, io.BytesIO(contents[name]))
+    paths = fsspec.filesystem("fusefs").glob(f"{url}/tars/*.tar")
+    return [f"fusefs://{path}" for path in paths], contents
+
+
+def test_tars_in_workers_of_torch(tars: tuple[list[str], dict[str, bytes]]) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.mounted.fsspec.torch_programs import Tars
+
+    urls, contents = tars
+    loader = torch.utils.data.DataLoader(Tars(urls), batch_size=None, num_workers=2)
+    assert dict(loader) == contents
+
+
+def test_webdataset(
+    tars: tuple[list[str], dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    import fsspec
+
+    urls, contents = tars
+    # As docs/python.md has it: it knows no fsspec by itself.
+    schemes = importlib.import_module("webdataset.gopen").gopen_schemes
+    monkeypatch.setitem(
+        schemes, "fusefs", lambda url, mode="rb", *_, **__: fsspec.open(url, mode).open()
+    )
+    found = {
+        f"{one['__key__']}.txt": one["txt"]
+        for one in webdataset.WebDataset(urls, shardshuffle=False)
+    }
+    assert found == contents

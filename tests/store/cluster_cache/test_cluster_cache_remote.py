@@ -10,6 +10,8 @@ from fusefs.cluster_cache import remote as remote_module
 from fusefs.cluster_cache.block import Domain, StoredBlock
 from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.store.errors import AttemptError
+from fusefs.store.http.async_exchange import Late
+from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import ObjectVersion, demanded
 from fusefs.store.s3.clients import ClientSource, S3Settings
 from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS, S3_REQUESTS
@@ -131,3 +133,39 @@ async def test_requests_to_the_cluster_cache_are_none_to_s3(bucket: Bucket) -> N
     durations = CLUSTER_REQUESTS.samples()["cluster_cache_request_duration_seconds"]
     found = {(one["labels"]["operation"], one["labels"]["code"]) for one in durations}
     assert found >= {("list", "200"), ("put", "200"), ("list", "none")}
+
+
+async def not_late(_receive: object) -> Answer:
+    raise AssertionError("it was there in time")
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_small_blocks_take_no_thread(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = BlockBucket(S3Settings(bucket.name, bucket.server.endpoint_url), "blocks/")
+    late = Late(60.0, not_late)
+
+    async def get(name: str) -> memoryview | None:
+        size = BLOCK.stored_size
+        return await remote.get_now(name, 0, size, late=late, priority=demanded)
+
+    def no_thread(*_: object) -> None:
+        raise AssertionError("a thread costs the event loop twice as much")
+
+    try:
+        await remote.open()  # a thread opens the connections
+        for requester in (remote._gets, remote._puts):
+            monkeypatch.setattr(requester._threads, "run", no_thread)
+        assert await remote.put(BLOCK.name, BODY, overwrites=False)
+        assert not await remote.put(BLOCK.name, BODY, overwrites=False)
+        assert await remote.put(BLOCK.name, BODY, overwrites=True)
+        content = await get(BLOCK.name)
+        assert content is not None
+        assert bytes(content) == BODY.whole()
+        with pytest.raises(AttemptError, match="no such object"):
+            await get("none")
+        async with remote._gets.connections.lease(demanded):
+            monkeypatch.setattr(remote._gets.connections, "maximum", 1)
+            remote._gets.connections._allowed = 1.0
+            assert await get(BLOCK.name) is None, "no connection is free"
+    finally:
+        remote.close()

@@ -14,7 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cluster_cache import filler
-from fusefs.cluster_cache.block import BLOCK, Block, Domain, FrameReader, StoredBlock
+from fusefs.cluster_cache.block import BLOCK, Block, BlockId, Domain, FrameReader, StoredBlock
 from fusefs.cluster_cache.filler import Filler
 from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import AttemptError, from_status
@@ -28,7 +28,7 @@ VERSION = ObjectVersion("object", '"etag"', BLOCK + 300_000)
 
 @dataclass
 class FakeTier:
-    missed: OrderedDict[str, StoredState] = field(default_factory=OrderedDict)
+    missed: OrderedDict[BlockId, StoredState] = field(default_factory=OrderedDict)
     is_open: bool = True
     tried: trio.Event = field(default_factory=trio.Event)
     outcome: LookupOutcome | None = None
@@ -78,7 +78,7 @@ class Case:
     ) -> None:
         """Have an object in the cache, of which everything came from S3."""
         for start in range(0, version.size, BLOCK):
-            self.tier.missed[DOMAIN.block(version, start).name] = state
+            self.tier.missed[BlockId(version, start // BLOCK)] = state
         await self.parts.fetch(version)
 
     def names(self, version: ObjectVersion = VERSION) -> list[str]:
@@ -125,7 +125,7 @@ async def test_what_came_from_the_cluster_cache_is_not_stored(case: Case) -> Non
 
 
 async def test_part_of_a_block_is_not_stored(case: Case) -> None:
-    case.tier.missed[case.names()[0]] = StoredState.UNKNOWN
+    case.tier.missed[BlockId(VERSION, 0)] = StoredState.UNKNOWN
     await case.parts.read(VERSION, BLOCK // 2, BLOCK // 2 + 1000)
     await case.parts.quiet()
     await wait_all_tasks_blocked()
@@ -136,7 +136,7 @@ async def test_part_of_a_block_is_not_stored(case: Case) -> None:
 async def test_what_a_reader_left_between_the_last_byte_and_the_end_is_stored(case: Case) -> None:
     version = ObjectVersion("small", '"etag"', 300_000)
     [name] = case.names(version)
-    case.tier.missed[name] = StoredState.UNKNOWN
+    case.tier.missed[BlockId(version, 0)] = StoredState.UNKNOWN
     file = case.pinned(version)
     [download] = case.parts.downloader.want(file, 0, version.size)
     case.parts.bucket.at_end = download.unwant
@@ -364,7 +364,44 @@ async def test_what_was_passed_over_is_no_success(case: Case) -> None:
     assert file is not None
     await case.parts.cache.evict(file)
     case.filler._failures = 3
-    await case.filler._bring(
-        filler._Fill(file, SMALL[0], DOMAIN.block(SMALL[0], 0), StoredState.UNKNOWN)
-    )
+    await case.filler._bring(filler._Fill(file, BlockId(SMALL[0], 0), StoredState.UNKNOWN))
     assert (case.filler.counted["lost"], case.filler._failures) == (1, 3)
+
+
+async def test_two_downloads_that_share_a_block_have_it_stored_once(case: Case) -> None:
+    """The first to end finds the block whole, for the other has written all but not ended."""
+    case.store.gate = trio.Event()
+    for version in SMALL[:2]:
+        await case.fetch(version)
+    await case.parts.fetch(SMALL[2])
+    file = case.pinned(SMALL[2])
+    block = BlockId(SMALL[2], 0)
+    for start, stop, state in ((0, 500, StoredState.UNKNOWN), (500, 1000, StoredState.CORRUPT)):
+        case.tier.missed[block] = state
+        case.filler.fetched(file, start, stop)
+    assert (case.filler.queued, case.filler.counted["dropped"]) == (3, 0)
+    case.store.gate.set()
+    await eventually(lambda: case.filler.counted["stored"] == 3)
+    assert case.store.replaced == case.names(SMALL[2]), "what either of them knows counts"
+    case.parts.cache.unpin(file)
+
+
+async def test_a_job_stores_a_block_that_was_fetched_into_another_file_meanwhile(
+    case: Case, nursery: trio.Nursery
+) -> None:
+    case.store.gate = trio.Event()
+    for version in SMALL[:3]:
+        await case.fetch(version)
+    await eventually(lambda: case.store.under_way == 2)
+    block, gone = BlockId(SMALL[2], 0), case.parts.cache.find(SMALL[2])
+    job = Job(case, nursery)
+    await job.waits_for(SMALL[2])
+    case.filler._queue[block].file = cast("CacheFile", object())  # it has gone, and is known again
+    case.tier.missed[block] = StoredState.UNKNOWN
+    case.filler.fetched(cast("CacheFile", gone), 0, 1000)
+    assert case.filler.counted["dropped"] == 1
+    await job.gets_its_place()
+    assert job.failed is None, "it is being stored"
+    case.store.gate.set()
+    await eventually(lambda: job.failed == 0)
+    assert case.names(SMALL[2])[0] in case.store.blocks

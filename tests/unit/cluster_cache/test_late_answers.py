@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from fusefs.cluster_cache.block import Domain
 from fusefs.cluster_cache.tier import ClusterTier
+from fusefs.store.http.async_exchange import Late
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
 
 SIZE = 1000
@@ -39,6 +40,11 @@ class Slow:
     ) -> None:
         sent()
         await trio.sleep(SLOW_S)
+
+    async def get_now(
+        self, name: str, start: int, stop: int, *, late: Late, priority: Urgency
+    ) -> None:
+        return None
 
 
 class Near:

@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from fusefs.cluster_cache import policy
-from fusefs.cluster_cache.block import BLOCK, FRAME, Domain, StoredBlock
+from fusefs.cluster_cache.block import BLOCK, FRAME, BlockId, Domain, StoredBlock
 from fusefs.cluster_cache.policy import BreakerState
 from fusefs.cluster_cache.tier import PROBE_S, ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import (
@@ -22,6 +22,8 @@ from fusefs.store.errors import (
     UnreachableError,
     from_status,
 )
+from fusefs.store.http.async_exchange import Late
+from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
 
 SIZE = 2 * BLOCK + 3 * FRAME + 17
@@ -70,12 +72,15 @@ async def at_once() -> None:
 class FakeBlocks:
     """The bucket of blocks; `before` comes before an answer, `within` after each of its chunks."""
 
+    nursery: trio.Nursery
     stored: dict[str, bytes] = field(default_factory=dict)
     before: Callable[[], Awaitable[None]] = at_once
     within: Callable[[], Awaitable[None]] = at_once
     connecting: Callable[[], Awaitable[None]] = at_once
     gets: int = 0
     opening: Exception | None = None
+    has_idle: bool = True  # whether an event loop has a connection
+    ended_now: int = 0
 
     def fill(self, *numbers: int) -> None:
         for number in numbers:
@@ -112,6 +117,48 @@ class FakeBlocks:
             take(memoryview(data)[at : at + CHUNK])
             await self.within()
 
+    async def get_now(
+        self, name: str, start: int, stop: int, *, late: Late, priority: Urgency
+    ) -> memoryview | None:
+        if not self.has_idle:
+            return None
+        outcome: list[bytes | Exception] = []
+        has_ended = trio.Event()
+
+        def content_of(answer: Answer) -> memoryview:
+            if answer.status >= 300:
+                assert isinstance(outcome[0], AttemptError)
+                raise outcome[0]
+            return memoryview(answer.content)
+
+        async def run() -> None:
+            data = bytearray()
+            try:
+                await self.get(
+                    name, start, stop, data.extend, sent=int, priority=priority, in_loop=True
+                )
+                outcome.append(bytes(data))
+            except Exception as error:
+                outcome.append(error)
+            has_ended.set()
+
+        async def receive() -> Answer:
+            await has_ended.wait()
+            error = outcome[0]
+            if isinstance(error, AttemptError) and error.failure.status:
+                return Answer(error.failure.status, {}, b"")
+            if isinstance(error, Exception):
+                raise error
+            return Answer(206, {}, error)
+
+        try:
+            self.nursery.start_soon(run)
+            with trio.move_on_after(late.wait_s):
+                return content_of(await receive())
+            return content_of(await late.race(receive))
+        finally:
+            self.ended_now += 1
+
 
 class Target:
     """What a download writes into: each byte once, in order."""
@@ -133,11 +180,12 @@ class Case:
     source: FakeSource
     blocks: FakeBlocks
     tier: ClusterTier
+    in_loop: bool = False
 
     async def read(self, start: int = 0, stop: int = SIZE) -> float:
         """Download a range, and return how many seconds it took."""
         target, began = Target(start), trio.current_time()
-        await self.tier.download(VERSION, start, stop, target.write)
+        await self.tier.download(VERSION, start, stop, target.write, in_loop=self.in_loop)
         assert target.data == CONTENT[start:stop]
         return trio.current_time() - began
 
@@ -146,11 +194,16 @@ class Case:
 
 
 @pytest.fixture
-async def case(nursery: trio.Nursery) -> Case:
-    source, blocks = FakeSource(), FakeBlocks()
+async def case(nursery: trio.Nursery, request: pytest.FixtureRequest) -> Case:
+    source, blocks = FakeSource(), FakeBlocks(nursery)
     tier = ClusterTier(source, blocks, DOMAIN, nursery)
     await tier.run()
-    return Case(source, blocks, tier)
+    return Case(source, blocks, tier, getattr(request, "param", False))
+
+
+in_both = pytest.mark.parametrize(
+    "case", [False, True], ids=["in a thread", "in the event loop"], indirect=True
+)
 
 
 def failing(failure: Failure) -> Callable[[], Awaitable[None]]:
@@ -172,6 +225,7 @@ NO_ANSWER = Failure(UnreachableError, "no answer", is_retryable=True)
 BROKEN = from_status(500, "InternalError", "")
 
 
+@in_both
 async def test_what_is_there_is_not_read_from_s3(case: Case, autojump_clock: MockClock) -> None:
     case.blocks.fill(0, 1, 2)
     await case.read()
@@ -180,6 +234,7 @@ async def test_what_is_there_is_not_read_from_s3(case: Case, autojump_clock: Moc
     assert (case.counted("hits"), case.counted("misses")) == (5, 0)
 
 
+@in_both
 async def test_from_the_first_block_that_is_missing_on_s3_is_read(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -187,7 +242,7 @@ async def test_from_the_first_block_that_is_missing_on_s3_is_read(
     await case.read()
     assert case.source.ranges == [(BLOCK, SIZE)]
     assert (case.counted("hits"), case.counted("misses")) == (1, 1)
-    missed = [DOMAIN.block(VERSION, BLOCK).name, DOMAIN.block(VERSION, SIZE - 1).name]
+    missed = [BlockId(VERSION, 1), BlockId(VERSION, 2)]
     assert dict(case.tier.missed) == dict.fromkeys(missed, StoredState.UNKNOWN)
 
 
@@ -208,9 +263,10 @@ async def test_what_a_cancelled_download_got_from_s3_is_known_to_be_missing(
         await case.tier.download(VERSION, 0, BLOCK, write)
     assert scope.cancelled_caught
     assert target.data == CONTENT[:BLOCK]
-    assert list(case.tier.missed) == [DOMAIN.block(VERSION, 0).name]
+    assert list(case.tier.missed) == [BlockId(VERSION, 0)]
 
 
+@in_both
 async def test_a_late_answer_is_raced_by_s3_after_the_deadline(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -221,15 +277,17 @@ async def test_a_late_answer_is_raced_by_s3_after_the_deadline(
     case.blocks.before = slow(60)
     assert await case.read(0, BLOCK) == pytest.approx(policy.LEAST_S + case.source.delay_s)
     assert case.counted("late") == 1
-    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is StoredState.DOUBTFUL
+    assert case.tier.missed[BlockId(VERSION, 0)] is StoredState.DOUBTFUL
 
 
+@in_both
 async def test_the_first_deadline_is_half_a_second(case: Case, autojump_clock: MockClock) -> None:
     case.blocks.before = slow(60)
     assert await case.read() == pytest.approx(policy.MOST_S + case.source.delay_s)
     assert case.source.ranges == [(0, SIZE)], "all of it, once S3 is at it"
 
 
+@in_both
 async def test_the_late_one_wins_if_it_is_still_the_first(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -250,9 +308,7 @@ async def test_waiting_for_a_connection_counts_to_the_deadline_but_not_as_a_fail
     for _ in range(5):
         assert await case.read(0, 1000) == pytest.approx(policy.MOST_S + case.source.delay_s)
     assert case.tier.breaker.is_closed
-    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is StoredState.UNKNOWN, (
-        "it was not looked at"
-    )
+    assert case.tier.missed[BlockId(VERSION, 0)] is StoredState.UNKNOWN, "it was not looked at"
 
 
 async def test_a_block_that_was_late_is_looked_for_again_while_the_others_come(
@@ -281,7 +337,7 @@ async def test_an_answer_that_breaks_off_goes_on_from_s3_where_it_stopped(
     await case.read(0, BLOCK)
     assert case.source.ranges == [(3 * FRAME, BLOCK)], "of a chunk of 1 MiB three frames are whole"
     assert case.counted("bytes_read") == 3 * FRAME
-    assert case.tier.missed[DOMAIN.block(VERSION, 0).name] is StoredState.DOUBTFUL
+    assert case.tier.missed[BlockId(VERSION, 0)] is StoredState.DOUBTFUL
 
 
 async def test_bytes_that_were_changed_are_never_written(
@@ -295,9 +351,10 @@ async def test_bytes_that_were_changed_are_never_written(
     await case.read(0, BLOCK)
     assert case.source.ranges == [(2 * FRAME, BLOCK)]
     assert case.counted("bad") == 1
-    assert case.tier.missed[name] is StoredState.CORRUPT
+    assert case.tier.missed[BlockId(VERSION, 0)] is StoredState.CORRUPT
 
 
+@in_both
 async def test_a_block_that_is_too_short_is_a_bad_one(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -309,6 +366,7 @@ async def test_a_block_that_is_too_short_is_a_bad_one(
     assert case.counted("bad") == 1
 
 
+@in_both
 async def test_what_does_not_answer_is_left_alone_until_a_probe_finds_it(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -329,6 +387,7 @@ async def test_what_does_not_answer_is_left_alone_until_a_probe_finds_it(
     assert (case.counted("hits"), case.counted("bytes_read")) == (2, 1000), "none read the probe"
 
 
+@in_both
 async def test_a_bucket_that_is_gone_is_no_miss(case: Case, autojump_clock: MockClock) -> None:
     case.blocks.before = failing(from_status(404, "NoSuchBucket", ""))
     await case.read(0, 1000)
@@ -348,6 +407,7 @@ async def test_a_probe_that_hangs_ends(case: Case, autojump_clock: MockClock) ->
     assert case.tier.breaker.state is not BreakerState.CLOSED
 
 
+@in_both
 async def test_it_serves_what_it_has_while_s3_does_not_answer(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -360,6 +420,7 @@ async def test_it_serves_what_it_has_while_s3_does_not_answer(
         await case.read(BLOCK, BLOCK + 1000)
 
 
+@in_both
 async def test_what_s3_says_first_counts(case: Case, autojump_clock: MockClock) -> None:
     case.blocks.fill(0)
     case.source.error = StaleVersionError("the object has been replaced")
@@ -379,9 +440,10 @@ async def test_an_answer_that_stalls_or_crawls_is_given_up(
     [(start, stop)] = case.source.ranges
     assert (start > 0, stop) == (True, BLOCK), "the rest alone"
     assert case.counted("failed") == 1
-    assert case.tier.missed[DOMAIN.block(VERSION, 0).name]
+    assert case.tier.missed[BlockId(VERSION, 0)]
 
 
+@in_both
 async def test_what_a_library_makes_of_an_answer_ends_that_look_alone(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -404,6 +466,7 @@ async def test_what_a_library_makes_of_an_answer_ends_that_look_alone(
     assert case.tier.breaker.is_closed
 
 
+@in_both
 async def test_small_answers_and_misses_shorten_the_deadline(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -417,6 +480,7 @@ async def test_small_answers_and_misses_shorten_the_deadline(
     assert case.tier.deadline.wait_s > 3 * 0.025
 
 
+@in_both
 async def test_an_error_of_s3_after_it_has_won_is_the_callers(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -452,6 +516,7 @@ async def test_a_cancelled_download_writes_no_more(case: Case, autojump_clock: M
     assert case.counted("cancelled") == 0, "it tells nothing of the cluster cache"
 
 
+@in_both
 async def test_while_nothing_is_found_only_some_lookups_are_made(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -464,7 +529,7 @@ async def test_while_nothing_is_found_only_some_lookups_are_made(
 async def test_before_it_has_answered_nothing_waits_for_it(
     nursery: trio.Nursery, autojump_clock: MockClock
 ) -> None:
-    source, blocks = FakeSource(), FakeBlocks(opening=AttemptError(BROKEN))
+    source, blocks = FakeSource(), FakeBlocks(nursery, opening=AttemptError(BROKEN))
     tier = ClusterTier(source, blocks, DOMAIN, nursery)
     nursery.start_soon(tier.run)
     await tier.tried.wait()
@@ -477,3 +542,65 @@ async def test_before_it_has_answered_nothing_waits_for_it(
     await case.read()
     await trio.sleep(1)
     assert tier.state == "closed"
+
+
+async def test_what_is_there_at_once_takes_no_other_task(
+    case: Case, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.in_loop = True
+    case.blocks.fill(0)
+
+    def no_nursery() -> None:
+        raise AssertionError("a nursery is a third of what a small block costs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trio, "open_nursery", no_nursery)
+        await case.read(0, 1000)
+    assert case.blocks.ended_now == 1
+
+
+async def test_without_a_free_connection_a_small_range_is_read_like_a_large_one(
+    case: Case, autojump_clock: MockClock
+) -> None:
+    case.in_loop, case.blocks.has_idle = True, False
+    case.blocks.fill(0)
+    await case.read(0, 1000)
+    assert (case.counted("hits"), case.source.ranges) == (1, [])
+
+
+async def test_a_block_has_no_name_before_it_is_looked_for_or_stored(
+    case: Case, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name takes a hash, and most of an empty cluster cache's lookups are not made."""
+    case.source.delay_s = 0.0
+    for _ in range(policy.MISSES):
+        await case.read(0, 1000)
+    gets, named = case.blocks.gets, []
+    monkeypatch.setattr(Domain, "_hash", lambda *_: named.append(1) or "")
+    await case.read(0, 1000)
+    assert case.blocks.gets == gets
+    assert not named
+
+
+@in_both
+async def test_a_late_miss_leaves_the_request_to_s3_alone(
+    case: Case, autojump_clock: MockClock
+) -> None:
+    case.blocks.before, case.source.delay_s = slow(0.7), 1.0
+    assert await case.read(0, 1000) == pytest.approx(policy.MOST_S + case.source.delay_s)
+    assert case.source.ranges == [(0, 1000)]
+    assert (case.counted("misses"), case.tier.missed[BlockId(VERSION, 0)]) == (
+        1,
+        StoredState.UNKNOWN,
+    )
+
+
+async def test_a_cancelled_download_that_is_raced_ends_both(
+    case: Case, autojump_clock: MockClock
+) -> None:
+    case.in_loop = True
+    case.blocks.before, case.source.delay_s = slow(60), 60
+    with trio.move_on_after(1):
+        await case.read(0, 1000)
+    assert trio.current_time() < 2
+    assert (case.source.ended, case.blocks.ended_now) == (0, 1)
