@@ -25,12 +25,14 @@ import sys
 from _blake2 import blake2b  # hashlib takes 3 ms more, before there is anything to be gained
 from _frozen_importlib_external import MAGIC_NUMBER
 from collections.abc import Iterator, Mapping
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 _FUTURES = 0
 for _name in __future__.all_feature_names:
     _FUTURES |= getattr(__future__, _name).compiler_flag
+# The bytes of a sum: what `marshal` makes of damaged data may end the interpreter.
+_SUM = 16
 _TIMESTAMPS = bytes(4)  # the flags of bytecode that is compared with the time of its source
 
 
@@ -47,14 +49,19 @@ class GeneratedCode:
         """Have dataclasses and attrs compile through this meanwhile."""
         import dataclasses
 
-        import attr._make
-
         # Names of a module come before those that are built in.
-        vars(dataclasses)["exec"], vars(attr._make)["compile"] = self._exec, self._compile
+        answered: list[tuple[ModuleType, str, Any]] = [(dataclasses, "exec", self._exec)]
+        with contextlib.suppress(ImportError):  # a module of attrs that any version may rename
+            import attr._make
+
+            answered.append((attr._make, "compile", self._compile))
+        for module, name, function in answered:
+            vars(module)[name] = function
         try:
             yield
         finally:
-            del vars(dataclasses)["exec"], vars(attr._make)["compile"]
+            for module, name, _ in answered:
+                del vars(module)[name]
 
     def save(self) -> None:
         """Write the file if there is anything new and it is Python's to write."""
@@ -73,9 +80,8 @@ class GeneratedCode:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             with open(fd, "wb") as file:
-                file.write(
-                    MAGIC_NUMBER + marshal.dumps(dict(sorted((self._known | self._new).items())))
-                )
+                plain = marshal.dumps(dict(sorted((self._known | self._new).items())))
+                file.write(MAGIC_NUMBER + _sum(plain) + plain)
             os.replace(temporary, self._path)
         except OSError:
             os.unlink(temporary)
@@ -97,7 +103,7 @@ class GeneratedCode:
         # What is compiled has the `from __future__` of the module that calls.
         flags = caller.f_code.co_flags & _FUTURES
         text = f"{flags}\0{sys.flags.optimize}\0{filename}\0{source}".encode()
-        key = blake2b(text, digest_size=16).digest()
+        key = _sum(text)
         found = self._known.get(key)
         if found is not None:
             code: CodeType = marshal.loads(found)
@@ -122,8 +128,15 @@ def _read(path: str) -> dict[bytes, bytes]:
         return {}
     if not data.startswith(MAGIC_NUMBER):
         return {}
-    known: dict[bytes, bytes] = marshal.loads(memoryview(data)[len(MAGIC_NUMBER) :])
+    plain = data[len(MAGIC_NUMBER) + _SUM :]
+    if data[len(MAGIC_NUMBER) : -len(plain)] != _sum(plain):
+        return {}
+    known: dict[bytes, bytes] = marshal.loads(plain)
     return known
+
+
+def _sum(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_SUM).digest()
 
 
 def _is_pythons(directory: str) -> bool:

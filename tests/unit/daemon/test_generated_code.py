@@ -146,3 +146,30 @@ code.write()
     counts = [int(subprocess.check_output(command)) for _ in range(2)]
     assert counts[0] > 300
     assert counts[1] == 0
+
+
+def test_a_damaged_file_is_as_none(path: str) -> None:
+    first = GeneratedCode(path)
+    with first.used():
+        classes()
+    first.save()
+    whole = Path(path).read_bytes()
+    for length in range(len(whole)):
+        Path(path).write_bytes(whole[:length])
+        assert not GeneratedCode(path)._known
+    for at in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        Path(path).write_bytes(changed)
+        assert not GeneratedCode(path)._known
+    Path(path).write_bytes(whole)
+    assert GeneratedCode(path)._known
+
+
+def test_attrs_of_another_layout_compile_as_ever(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "attr._make", None)
+    with GeneratedCode(path).used():
+        point, size = classes()
+    assert (point(1).y, size(1).height) == (2, 3)
