@@ -287,12 +287,7 @@ class _Exchange:
         sock, view = self._sock, self._view
         while self._filled < stop:
             room = view[self._filled :]
-            count = 0
-            if room and isinstance(sock, ssl.SSLSocket):
-                try:
-                    count = sock.read(len(room), room)
-                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                    pass
+            count = _read_record(sock, room) if isinstance(sock, ssl.SSLSocket) else 0
             self._filled += count or await _receive_some(sock, room)
 
     def _is_readable(self) -> bool:
@@ -337,6 +332,14 @@ async def _send(sock: _Socket, view: memoryview) -> None:
             await trio.lowlevel.wait_writable(sock)
         except ssl.SSLWantReadError:
             await trio.lowlevel.wait_readable(sock)
+
+
+def _read_record(sock: ssl.SSLSocket, room: memoryview) -> int:
+    """Receive what there is of a record; 0 if there is none, or no room, or it has ended."""
+    try:
+        return sock.read(len(room), room) if room else 0
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return 0
 
 
 async def _receive_some(sock: _Socket, room: memoryview) -> int:
