@@ -20,7 +20,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias, cast
 
 import trio
 
@@ -337,7 +337,7 @@ async def _send(sock: _Socket, view: memoryview) -> None:
 def _read_record(sock: ssl.SSLSocket, room: memoryview) -> int:
     """Receive what there is of a record; 0 if there is none, or no room, or it has ended."""
     try:
-        return sock.read(len(room), room) if room else 0
+        return cast(int, sock.read(len(room), room)) if room else 0
     except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
         return 0
 
