@@ -41,20 +41,19 @@ READ_IN = struct.Struct("=QQIIQII")
 
 
 class Registrar:
-    """Gives numbers to files, as the kernel does."""
+    """Gives numbers to files, as the kernel does.
 
-    def __init__(self) -> None:
-        self._next = 0
+    That of a file is its size: what is fetched ahead is registered when it has come, which may
+    be earlier in one mount than in another.
+    """
 
     async def open_backing(self, fd: int) -> int:
         await trio.lowlevel.checkpoint()
-        self._next += 1
-        return self._next
+        return os.fstat(fd).st_size
 
     def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
-        os.fstat(fd)
-        self._next += 1
-        trio.lowlevel.current_trio_token().run_sync_soon(done, self._next, 0)
+        number = os.fstat(fd).st_size
+        trio.lowlevel.current_trio_token().run_sync_soon(done, number, 0)
 
     def close_backing(self, backing_id: int) -> trio.Event:
         event = trio.Event()
