@@ -519,7 +519,11 @@ def test_both_answer_alike(
                 await eventually_idle(side)
             assert sides[0].left() == sides[1].left()
 
-    trio.run(compare)
+    with pytest.MonkeyPatch.context() as patch:
+        # What is fetched ahead comes when it comes, in one mount before the other, and is pinned
+        # until it is registered, so that it is evicted in one alone.
+        patch.setattr(siblings, "MOST_UNREAD", 0)
+        trio.run(compare)
 
 
 async def eventually_idle(side: Side) -> None:
