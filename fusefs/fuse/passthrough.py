@@ -21,7 +21,8 @@ import logging
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -41,6 +42,7 @@ class Registrar(Protocol):
     """Who may register files: the keeper (see keeper/client.py)."""
 
     async def open_backing(self, fd: int) -> int: ...
+    def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None: ...
     def close_backing(self, backing_id: int) -> trio.Event: ...
 
 
@@ -58,6 +60,9 @@ class NoPassthrough:
 
     async def register(self, file: CacheFile) -> int:
         return 0
+
+    def register_ahead(self, file: CacheFile, done: Callable[[], None]) -> None:
+        done()
 
     def drop(self, file: CacheFile) -> None:
         return None
@@ -127,6 +132,27 @@ class PassthroughFiles:
         self.adopt(file, backing_id)
         self._shrink()
         return backing_id
+
+    def register_ahead(self, file: CacheFile, done: Callable[[], None]) -> None:
+        """Register a file that nobody opens yet; `done` is called when that is over.
+
+        Until then it is pinned and its descriptor open. Where the kernel refuses it, the open
+        that comes tries again.
+        """
+        if not self.is_on or file in self.ids or file in self._registering:
+            done()
+            return
+        self._registering[file] = trio.Event()
+        self.registrar.open_backing_later(file.fd, partial(self._registered_ahead, file, done))
+
+    def _registered_ahead(
+        self, file: CacheFile, done: Callable[[], None], backing_id: int, _error: int
+    ) -> None:
+        self._registering.pop(file).set()
+        if backing_id:
+            self.adopt(file, backing_id)
+        done()
+        self._shrink()
 
     def adopt(self, file: CacheFile, backing_id: int) -> None:
         """Take over an id that is registered already."""

@@ -196,6 +196,18 @@ class KeeperClient:
             raise OSError(reply.error, os.strerror(reply.error))
         return reply.value
 
+    def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
+        """Register a file, which is to stay open until `done` gets its id and an errno.
+
+        One of the two is 0.
+        """
+        if self.gone.is_set():
+            done(0, errno.ECONNRESET)
+            return
+        number, reply = self._expect_reply()
+        reply.done = done
+        self._send(wire.pack(wire.BACKING_OPEN, number), fd)
+
     async def look_at_process(self, pid: int) -> int:
         """What becomes of a process, by its number in `namespace`; see linux/callers.py."""
         if self.gone.is_set() or not self.namespace:
@@ -277,7 +289,10 @@ class _Reply:
         self.event = trio.Event()
         self.value = 0
         self.error = 0
+        self.done: Callable[[int, int], None] | None = None
 
     def come(self, value: int, error: int) -> None:
         self.value, self.error = value, error
         self.event.set()
+        if self.done is not None:
+            self.done(value, error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -92,6 +92,9 @@ class BackingFiles(Protocol):
 
     async def register(self, file: CacheFile) -> int:
         """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
+
+    def register_ahead(self, file: CacheFile, done: Callable[[], None]) -> None:
+        """The same without a wait, before anything opens it; `done` is called when it is over."""
 
 
 class NameKind(enum.Enum):

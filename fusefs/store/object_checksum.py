@@ -43,6 +43,8 @@ def mismatch(headers: Mapping[str, str], content: bytes | bytearray | memoryview
 
 def _decoded(text: str, size: int) -> bytes | None:
     """A checksum of so many bytes; None if the text is none, as that of a store's own invention."""
+    if not text:
+        return None
     try:
         value = base64.b64decode(text, validate=True)
     except ValueError:

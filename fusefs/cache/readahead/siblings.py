@@ -96,6 +96,7 @@ class Siblings:
         self._folders: OrderedDict[str, _Folder] = OrderedDict()
         self._under_way = 0
         self._unread_bytes = 0
+        self._most_bytes = 0.0  # how many of them there may be, as of the last `_fetch`
         # Folders that may have more files to fetch, the one that was opened last at the end.
         self._waiting: dict[_Folder, None] = {}
         self._started = self._useful = 0
@@ -161,6 +162,8 @@ class Siblings:
 
     def _fetch(self) -> None:
         """Have as many files under way as pays, those of the folder that was opened last first."""
+        # It takes as long to compute as all else of a file's turn, and hardly changes in one.
+        self._most_bytes = UNREAD_SHARE * self._downloader.room
         if self._is_full():
             self._make_room()
         while self._waiting and self._under_way < self.width and not self._is_full():
@@ -197,7 +200,7 @@ class Siblings:
         return True
 
     def _is_full(self) -> bool:
-        return self._unread_bytes >= UNREAD_SHARE * self._downloader.room
+        return self._unread_bytes >= self._most_bytes
 
     def _begin_next(self, folder: _Folder) -> None:
         """All files of a folder are here or under way: begin those of the next one."""

@@ -19,6 +19,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import BLOCK, NotKeptError
@@ -62,6 +63,7 @@ class Opener:
         known = KnownFiles(state.directories)
         self._siblings = Siblings(state.downloader, state.cache, known)
         self._next_files = NextFiles(state.downloader, state.cache, known)
+        state.downloader.on_whole_ahead = self._prepare_open
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file for reading; see the module's text."""
@@ -77,6 +79,7 @@ class Opener:
             if file is not None and file.is_complete:
                 backing_id = self._backing.find(file)
                 if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
+                    self._note_first_open(inode, file)
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
                 if self._needs_no_descriptor(inode, file):
                     return self._opened_served(inode, file, flags, caller, keep_cache=True)
@@ -283,6 +286,7 @@ class Opener:
     ) -> None:
         """As `_opened_passthrough`, of an open that is on record, as its close may be."""
         self._backing.find(file)  # it is used
+        self._note_first_open(inode, file)
         self._note_passthrough(file)
         if is_closed:
             self._cache.probing.closed(file)
@@ -320,6 +324,24 @@ class Opener:
         fetched = file.first_read(0, file.size)
         self._counters.read(file.size, fetched)
         return fetched
+
+    def _prepare_open(self, file: CacheFile) -> None:
+        """Make the first open of a file cheap that was fetched ahead of it and is open here.
+
+        With a backing id the open is answered like any other of a warm file: without a task, by
+        compiled code. Elsewhere the file is kept open for a while.
+        """
+        if not self._backing.is_on:
+            self._cache.keep_open(file)
+            return
+        self._cache.pin_again(file)
+        done = partial(self._cache.unpin, file, was_used=False)
+        self._backing.register_ahead(file, done)
+
+    def _note_first_open(self, inode: Inode, file: CacheFile) -> None:
+        """Note an open for which nothing had to be prepared: readahead goes on from there."""
+        if file.last_use is None and inode.info is not None and inode.parent is not None:
+            self._note_opening(inode, inode.info, file)
 
     def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
         """Let readahead know that a file is being opened."""

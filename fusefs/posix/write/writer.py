@@ -374,7 +374,7 @@ class Writer:
                 raise
             return 0
         finally:
-            self._disk_latency.end(began)
+            self._disk_latency.end(began, is_in_loop=True)
 
     async def _write_later(self, staged: StagedFile, offset: int, data: bytes) -> int:
         stop = offset + len(data)

@@ -20,7 +20,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias, cast
 
 import trio
 
@@ -247,7 +247,7 @@ class _Exchange:
         await self._begin()
         buffer, view = self._buffer, self._view
         while (stop := buffer.find(b"\r\n\r\n", 0, self._filled)) < 0:
-            await self._receive_some()
+            await self._fill(self._filled + 1)
         head = wire.read_head(bytes(view[:stop]))
         size = head.body_size(is_head=self.is_head)
         if head.status < 200 or size is None:
@@ -255,8 +255,7 @@ class _Exchange:
             answer, is_reusable = await self._receive_piecemeal()
         else:
             start, stop = stop + 4, stop + 4 + size
-            while self._filled < stop:
-                await self._receive_some()
+            await self._fill(stop)
             answer = Answer(head.status, head.headers, bytes(view[start:stop]))
             is_reusable = head.is_reusable and self._filled == stop
         self._borrowed.is_reusable = is_reusable
@@ -276,11 +275,20 @@ class _Exchange:
         """Receive the first bytes. Cancelling loses none."""
         if not self._filled:
             await trio.lowlevel.wait_readable(self._sock)
-            await self._receive_some()
+            await self._fill(1)
             self.begun()
 
-    async def _receive_some(self) -> None:
-        self._filled += await _receive_some(self._sock, self._view[self._filled :])
+    async def _fill(self, stop: int) -> None:
+        """Receive until `stop` bytes have come.
+
+        A small object over TLS comes in seven records, each of which is a call of its own: so
+        what is there is taken without the layers of `recv_into`.
+        """
+        sock, view = self._sock, self._view
+        while self._filled < stop:
+            room = view[self._filled :]
+            count = _read_record(sock, room) if isinstance(sock, ssl.SSLSocket) else 0
+            self._filled += count or await _receive_some(sock, room)
 
     def _is_readable(self) -> bool:
         poll = select.poll()
@@ -324,6 +332,14 @@ async def _send(sock: _Socket, view: memoryview) -> None:
             await trio.lowlevel.wait_writable(sock)
         except ssl.SSLWantReadError:
             await trio.lowlevel.wait_readable(sock)
+
+
+def _read_record(sock: ssl.SSLSocket, room: memoryview) -> int:
+    """Receive what there is of a record; 0 if there is none, or no room, or it has ended."""
+    try:
+        return cast(int, sock.read(len(room), room)) if room else 0
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return 0
 
 
 async def _receive_some(sock: _Socket, room: memoryview) -> int:

@@ -6,10 +6,12 @@ import errno
 import itertools
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.fuse.passthrough import PassthroughFiles
@@ -23,6 +25,7 @@ class CountingRegistrar:
 
     def __init__(self) -> None:
         self.given: set[int] = set()
+        self.later: list[Callable[[int, int], None]] = []
         self._numbers = itertools.count(1)
 
     async def open_backing(self, fd: int) -> int:
@@ -30,6 +33,15 @@ class CountingRegistrar:
         number = next(self._numbers)
         self.given.add(number)
         return number
+
+    def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
+        self.later.append(done)
+
+    def answer(self, error: int = 0) -> None:
+        """Give the first that waits an id, or an error."""
+        number = 0 if error else next(self._numbers)
+        self.given |= {number} - {0}
+        self.later.pop(0)(number, error)
 
     def close_backing(self, backing_id: int) -> trio.Event:
         self.given.remove(backing_id)
@@ -79,6 +91,43 @@ async def test_a_file_that_is_opened_by_two_at_once_gets_one_backing_id() -> Non
             nursery.start_soon(register)
     assert set(got) == given
     assert len(given) == 1
+
+
+async def test_an_open_waits_for_the_backing_id_that_is_on_its_way() -> None:
+    registrar = CountingRegistrar()
+    ids = PassthroughFiles(registrar)
+    ids.is_on = True
+    file = CacheFile("file", 1)
+    ended: list[int] = []
+    got: list[int] = []
+    ids.register_ahead(file, lambda: ended.append(ids.find(file)))
+    ids.register_ahead(file, lambda: ended.append(-1))  # it is under way
+
+    async def register() -> None:
+        got.append(await ids.register(file))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(register)
+        await wait_all_tasks_blocked()
+        assert (ended, got, registrar.given) == ([-1], [], set())
+        registrar.answer()
+    assert ended == [-1, got[0]]
+    assert registrar.given == {got[0]}
+    ids.register_ahead(file, lambda: ended.append(-2))
+    assert (ended[-1], registrar.later) == (-2, [])
+
+
+async def test_a_file_that_the_kernel_refuses_ahead_is_registered_by_its_open() -> None:
+    registrar = CountingRegistrar()
+    ids = PassthroughFiles(registrar)
+    ids.is_on = True
+    file = CacheFile("file", 1)
+    ended: list[bool] = []
+    ids.register_ahead(file, lambda: ended.append(True))
+    registrar.answer(errno.ENFILE)
+    assert ended == [True]
+    assert ids.find(file) == 0
+    assert await ids.register(file) in registrar.given
 
 
 @pytest.mark.parametrize("has_ids", [True, False])

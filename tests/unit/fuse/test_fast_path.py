@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.readahead import siblings
 from fusefs.fuse import fast_path, protocol
 from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.protocol import Opcode
@@ -40,15 +41,19 @@ READ_IN = struct.Struct("=QQIIQII")
 
 
 class Registrar:
-    """Gives numbers to files, as the kernel does."""
+    """Gives numbers to files, as the kernel does.
 
-    def __init__(self) -> None:
-        self._next = 0
+    That of a file is its size: what is fetched ahead is registered when it has come, which may
+    be earlier in one mount than in another.
+    """
 
     async def open_backing(self, fd: int) -> int:
         await trio.lowlevel.checkpoint()
-        self._next += 1
-        return self._next
+        return os.fstat(fd).st_size
+
+    def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
+        number = os.fstat(fd).st_size
+        trio.lowlevel.current_trio_token().run_sync_soon(done, number, 0)
 
     def close_backing(self, backing_id: int) -> trio.Event:
         event = trio.Event()
@@ -131,13 +136,18 @@ class Side:
 
 
 @asynccontextmanager
-async def one_side(directory: Path, mode: FastPathMode) -> AsyncIterator[Side]:
-    """A mount whose files are cached, and known to the kernel, which has not opened any."""
+async def one_side(directory: Path, mode: FastPathMode, more: int = 0) -> AsyncIterator[Side]:
+    """A mount whose files are cached, and known to the kernel, which has not opened any.
+
+    Of `more` files none was opened by any program.
+    """
     mount = MortalMount(directory)
     mount.backing = backing = PassthroughFiles(Registrar())
     backing.is_on = True
     for number, content in enumerate(CONTENT):
         mount.store.put(str(number), content)
+    for number in range(FILES, FILES + more):
+        mount.store.put(str(number), b"more")
     end, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     its.setblocking(False)
     with end, its:
@@ -156,6 +166,8 @@ async def one_side(directory: Path, mode: FastPathMode) -> AsyncIterator[Side]:
                 fh = await process.open(str(number))
                 operations.release(fh)
             operations.cache.probing.closed_at.clear()
+            for number in range(FILES, FILES + more):
+                side.nodes.append(await process.node(str(number)))
             nursery.start_soon(session.run)
             for inode in side.nodes:
                 await side.ask(Opcode.GETATTR, inode.nodeid, bytes(16))  # packs them
@@ -182,6 +194,32 @@ async def test_an_open_and_its_close_need_no_python(tmp_path: Path) -> None:
         error, shown = await side.ask(Opcode.GETATTR, side.nodes[0].nodeid, bytes(16))
         assert (error, len(shown)) == (0, 104)
         assert side.session.compiled_requests == before + 4
+
+
+async def test_the_first_open_of_a_file_that_was_fetched_ahead_needs_no_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it has further ones fetched, as an open has that Python answers."""
+    monkeypatch.setattr(siblings, "UNREAD_EACH", 1)
+    async with one_side(tmp_path, FastPathMode.AUTO, more=10) as side:
+        ids = side.operations.backing.ids
+
+        def ahead() -> list[int]:
+            """The files that have an id, and that nothing has opened."""
+            numbers = range(FILES, FILES + 10)
+            files = {number: side.file(number) for number in numbers}
+            return [n for n, file in files.items() if file in ids and file.last_use is None]
+
+        await eventually(lambda: len(ahead()) == FILES)
+        first = side.file(ahead()[0])
+        assert first is not None
+        assert (first.pins, first.fd) == (0, -1)  # the kernel has it open
+        before = side.session.compiled_requests or 0
+        error, flags, _ = await side.opens(ahead()[0])
+        assert (error, flags & PASSTHROUGH) == (0, PASSTHROUGH)
+        assert side.session.compiled_requests == before + 1
+        # One is not unread any more, and one more that was of use allows for one more.
+        await eventually(lambda: len(ahead()) == FILES + 1)
 
 
 async def test_a_close_that_comes_after_other_tasks_ran_is_one(tmp_path: Path) -> None:
@@ -481,7 +519,11 @@ def test_both_answer_alike(
                 await eventually_idle(side)
             assert sides[0].left() == sides[1].left()
 
-    trio.run(compare)
+    with pytest.MonkeyPatch.context() as patch:
+        # What is fetched ahead comes when it comes, in one mount before the other, and is pinned
+        # until it is registered, so that it is evicted in one alone.
+        patch.setattr(siblings, "MOST_UNREAD", 0)
+        trio.run(compare)
 
 
 async def eventually_idle(side: Side) -> None:
