@@ -29,7 +29,8 @@ SIZE_LIMIT = 256 << 20
 # Pages on their way to the disk, of 0.5 MB each; more are not worth their memory.
 QUEUE = 16
 # For how long nothing is written to a new directory: to import diskcache and to make its database
-# takes 50 ms, and programs wait for the first answers of a mount that is new.
+# takes 50 ms, and programs wait for the first answers of a mount that is new. A queue that fills
+# up meanwhile ends that.
 OPEN_AFTER_S = 0.5
 _DATABASE = "cache.db"  # as diskcache names it
 
@@ -69,6 +70,7 @@ class ListingCache:
             except Exception as error:  # a damaged key is whatever its bytes are taken for
                 logger.info("the remembered listings are damaged, forgetting them: %r", error)
                 shutil.rmtree(directory)
+        self._is_filling = trio.Event()
         self._thread = trio.CapacityLimiter(1)
         self._send, self._receive = trio.open_memory_channel[tuple[str, ListPage, float]](QUEUE)
 
@@ -110,13 +112,16 @@ class ListingCache:
         """Queue a page to be stored; it is dropped if the queue is full."""
         try:
             self._send.send_nowait((self._key(prefix, start_after), page, time.time()))
+            if self._receive.statistics().current_buffer_used >= QUEUE // 2:
+                self._is_filling.set()
         except trio.WouldBlock:
             logger.debug("too many listings at once, one is not stored")
 
     async def run(self) -> None:
         """Write queued pages, until cancelled."""
         if self._cache is None:
-            await trio.sleep(OPEN_AFTER_S)
+            with trio.move_on_after(OPEN_AFTER_S):
+                await self._is_filling.wait()
         async for key, page, fetched_at in self._receive:
             try:
                 await trio.to_thread.run_sync(

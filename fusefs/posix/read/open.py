@@ -79,8 +79,10 @@ class Opener:
             if file is not None and file.is_complete:
                 backing_id = self._backing.find(file)
                 if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
-                    self._note_first_open(inode, file)
-                    return self._opened_passthrough(inode, file, backing_id, flags, caller)
+                    is_first = file.last_use is None
+                    opened = self._opened_passthrough(inode, file, backing_id, flags, caller)
+                    self._note_first_open(inode, file, is_first=is_first)
+                    return opened
                 if self._needs_no_descriptor(inode, file):
                     return self._opened_served(inode, file, flags, caller, keep_cache=True)
         return waiting(self._open_later(inode, flags, caller, is_valid))
@@ -286,8 +288,9 @@ class Opener:
     ) -> None:
         """As `_opened_passthrough`, of an open that is on record, as its close may be."""
         self._backing.find(file)  # it is used
-        self._note_first_open(inode, file)
+        is_first = file.last_use is None
         self._note_passthrough(file)
+        self._note_first_open(inode, file, is_first=is_first)
         if is_closed:
             self._cache.probing.closed(file)
             self._cache.unpin(file)
@@ -329,18 +332,20 @@ class Opener:
         """Make the first open of a file cheap that was fetched ahead of it and is open here.
 
         With a backing id the open is answered like any other of a warm file: without a task, by
-        compiled code. Elsewhere the file is kept open for a while.
+        compiled code. The file is kept open for a while: until then nothing evicts it.
         """
-        if not self._backing.is_on:
-            self._cache.keep_open(file)
-            return
-        self._cache.pin_again(file)
-        done = partial(self._cache.unpin, file, was_used=False)
-        self._backing.register_ahead(file, done)
+        self._cache.keep_open(file)
+        if self._backing.is_on:
+            self._cache.pin_again(file)
+            done = partial(self._cache.unpin, file, was_used=False)
+            self._backing.register_ahead(file, done)
 
-    def _note_first_open(self, inode: Inode, file: CacheFile) -> None:
-        """Note an open for which nothing had to be prepared: readahead goes on from there."""
-        if file.last_use is None and inode.info is not None and inode.parent is not None:
+    def _note_first_open(self, inode: Inode, file: CacheFile, *, is_first: bool) -> None:
+        """Note an open for which nothing had to be prepared: readahead goes on from there.
+
+        The file is pinned: what is fetched next must not evict it.
+        """
+        if is_first and inode.info is not None and inode.parent is not None:
             self._note_opening(inode, inode.info, file)
 
     def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
