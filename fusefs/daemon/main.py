@@ -102,9 +102,6 @@ INIT_TIMEOUT_S = 30
 COMPACT_EVERY_S = 10.0
 # After the mount has answered: imports in a thread slow the first requests down.
 IMPORT_REST_AFTER_S = 1.0
-# Objects that are made until the young ones are looked through for cycles. By Python's own 700
-# most are still in use then, those of requests that wait for S3: a thirtieth of a first read.
-COLLECT_AFTER = 10_000
 # How often a mount that was taken over tries to be found by commands.
 REGISTER_EVERY_S = 5.0
 # Called with warnings for the user when the mount answers.
@@ -303,7 +300,6 @@ class Daemon:
                         raise MountError(f"the mount on {mountpoint} ended at once; see the log")
                     logger.info("serving %s on %s", self.settings.source, mountpoint)
                     gc.freeze()
-                    gc.set_threshold(COLLECT_AFTER)
                     gc.enable()
                     ready(self._warnings())
                     nursery.start_soon(_import_rest)
