@@ -8,7 +8,6 @@ a mount and their waiting.
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3, Hold
 from tests.support.survival.late_rows import FENCED, ROWS, Row
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 from tests.survival.test_writing_survives import kill_everything
 
@@ -125,7 +124,7 @@ def test_late_requests_of_a_killed_daemon(
     rows = Rows(mount, bucket, faulty, hangs_up=False)
     with ThreadPoolExecutor(len(ROWS)) as pool:
         changes = rows.begin(pool)
-        os.kill(serving_pid(mount), signal.SIGKILL)
+        kill_serving(mount)
         rows.go_on(pool, changes)
     rows.expect_right(conditions)
     mount.end()
@@ -221,7 +220,7 @@ def test_a_daemon_that_dies_after_a_change_of_an_uncertain_key_loses_nothing(
         (mount.path / name).write_bytes(b"first of " + name.encode())
     for name, hold in zip(names, holds, strict=True):
         (mount.path / name).write_bytes(b"second of " + name.encode())
-        os.kill(serving_pid(mount), signal.SIGKILL)
+        kill_serving(mount)
         hold.release()
     for name in names:
         expected = b"second of " + name.encode()
@@ -285,7 +284,7 @@ def test_what_a_killed_daemon_had_removed_unanswered_stays_removed(
     with ThreadPoolExecutor(1) as pool:
         removing = pool.submit(remove)
         until(lambda: bool(hold.held), "nothing is held")
-        os.kill(serving_pid(mount), signal.SIGKILL)
+        kill_serving(mount)
         hold.release()
         removing.result(LIMIT_S)
     earlier.release()

@@ -6,7 +6,6 @@ The mounts here negotiate neither that nor passthrough, as on such a kernel.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,12 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import PATIENCE_S, content, python, skip_without_fuse
-from tests.support.survival.surviving import expect_not_connected, keeper_status, serving_pid
+from tests.support.survival.surviving import (
+    expect_not_connected,
+    keeper_status,
+    kill_serving,
+    serving_pid,
+)
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 
@@ -128,7 +132,7 @@ def test_the_death_of_a_daemon_that_an_upgrade_brought_ends_the_mount(
     bucket.put("file", b"content")
     upgrade(mount)
     assert (mount.path / "file").read_bytes() == b"content"
-    os.kill(serving_pid(mount), signal.SIGKILL)
+    kill_serving(mount)
     expect_not_connected(mount)
     mount.start()
     assert (mount.path / "file").read_bytes() == b"content"

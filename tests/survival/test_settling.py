@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -28,7 +27,7 @@ from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import python
 from tests.support.store_writing import opened
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 
 SAVE = """
@@ -55,7 +54,7 @@ def test_an_upload_that_lands_late_brings_no_old_name_back(
     mount = mounter("--session", "kernel", *WRITABLE, endpoint_url=faulty.endpoint_url)
     program = python(SAVE, mount.path / "a")
     until(lambda: late.used, "it is being uploaded")
-    os.kill(serving_pid(mount), signal.SIGKILL)
+    kill_serving(mount)
     assert program.wait(LIMIT_S) == 0
     assert has_landed.wait(LIMIT_S)
     assert os.listdir(mount.path) == ["a"]

@@ -19,6 +19,7 @@ from tests.support.semantics import states
 from tests.support.survival.surviving import (
     ROUNDS,
     keeper_status,
+    kill_serving,
     serving_pid,
     signal_daemon,
     storm,
@@ -45,10 +46,10 @@ def test_daemons_that_are_killed_go_unnoticed(survival: Mount) -> None:
         storm(lambda: signal_daemon(survival, signal.SIGKILL))
         for _ in range(ROUNDS):
             # On a busy machine most of them die before they serve.
-            serving = serving_pid(survival)
+            serving_pid(survival)
             if keeper_status(survival)["restarts"] >= ROUNDS // 2:
                 break
-            os.kill(serving, signal.SIGKILL)
+            kill_serving(survival)
     assert keeper_status(survival)["restarts"] >= ROUNDS // 2
     expect_no_lost_backing_ids(survival)
 

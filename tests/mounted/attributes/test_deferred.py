@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent, cost, metadata
 
@@ -681,7 +680,7 @@ def test_a_killed_daemon_loses_none(writable: Mount, shared: Bucket) -> None:
     all_sent(writable)
     for number in range(5):
         os.chmod(directory / str(number), 0o600)
-    os.kill(serving_pid(writable), signal.SIGKILL)
+    kill_serving(writable)
     modes = {stat.S_IMODE((directory / str(number)).stat().st_mode) for number in range(5)}
     assert modes == {0o600}
     for number in range(5):

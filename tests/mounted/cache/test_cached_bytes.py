@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -19,7 +18,7 @@ from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.survival.surviving import keeper_status, serving_pid
+from tests.support.survival.surviving import keeper_status, kill_serving, serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 
@@ -43,7 +42,7 @@ def is_summed(mount: Mount) -> bool:
 def replace_daemon(mount: Mount) -> None:
     """Kill the daemon, and wait for the next one."""
     restarts = keeper_status(mount)["restarts"]
-    os.kill(serving_pid(mount), signal.SIGKILL)
+    kill_serving(mount)
     until(lambda: keeper_status(mount)["restarts"] > restarts, "the keeper saw no death")
     serving_pid(mount)
 

@@ -19,7 +19,7 @@ from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import content, mounted
-from tests.support.survival.surviving import keeper_status, serving_pid
+from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
 
 OPTIONS = ("--session", "kernel", "--no-read-only")
@@ -170,7 +170,7 @@ def test_a_directory_is_renamed_while_daemons_are_killed(
         renaming.start()
         for pause in pauses:
             until(lambda pause=pause: pause.used > 0, "the rename has not come that far")
-            os.kill(serving_pid(mount), signal.SIGKILL)
+            kill_serving(mount)
             pause.release()
         renaming.join(60)
         assert not renaming.is_alive()

@@ -27,7 +27,7 @@ from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 from tests.support.writing import pending, status
 
@@ -133,7 +133,7 @@ def test_sync_waits_for_the_next_daemon_where_the_last_one_dies(
     with ThreadPoolExecutor(1) as pool:
         synced = pool.submit(sync.sync, mount.path, LIMIT_S, lambda *_: is_waiting.set())
         assert is_waiting.wait(LIMIT_S)
-        os.kill(serving_pid(mount), signal.SIGKILL)
+        kill_serving(mount)
         synced.result()
     assert stored(bucket, "a") == b"content"
 

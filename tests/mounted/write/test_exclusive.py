@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import content, mounted
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, cost, metadata
 
@@ -182,7 +181,7 @@ def test_a_new_file_is_still_new_after_the_daemon_was_killed(mount: Mount, share
     os.write(fd, LARGE)
     late = os.open(mount.path / "killed" / "theirs", NEW)
     os.write(late, LARGE)
-    os.kill(serving_pid(mount), signal.SIGKILL)
+    kill_serving(mount)
     shared.put("killed/theirs", b"theirs")
     os.close(fd)
     assert fails_to_close(late)

@@ -18,7 +18,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import content
-from tests.support.survival.surviving import keeper_status, serving_pid
+from tests.support.survival.surviving import keeper_status, kill_serving, serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, status, uploads
 
@@ -270,7 +270,7 @@ def test_a_large_object_that_is_edited_is_punched_zeroed_and_extended(
                 expected[start:stop] = bytes(max(0, stop - start))
         assert os.fstat(file.fileno()).st_size == size
         # What was zeroed by a daemon that was killed is not the object's for the next one.
-        os.kill(serving_pid(mount), signal.SIGKILL)
+        kill_serving(mount)
         allocate(file.fileno(), ZERO_RANGE, size - 10_000, 30_000)
         expected[size - 10_000 :] = bytes(30_000)
         assert os.fstat(file.fileno()).st_size == len(expected)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted, python
-from tests.support.survival.surviving import keeper_status, serving_pid
+from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 
@@ -144,7 +143,7 @@ def test_locks_outlive_the_daemon(mounter: Mounter, bucket: Bucket) -> None:
         mine.write(b"one")
         fcntl.flock(mine, fcntl.LOCK_EX)
         fcntl.lockf(mine, fcntl.LOCK_EX)
-        os.kill(serving_pid(mount), signal.SIGKILL)
+        kill_serving(mount)
         assert as_another_sees(path) == ("locked", "locked")
         mine.write(b"two")
     assert as_another_sees(path) == ("free", "free")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted
-from tests.support.survival.surviving import keeper_status, serving_pid
+from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent
 
@@ -318,8 +317,7 @@ def test_open_files_are_written_on_when_the_daemon_is_killed(kernel: Mount, buck
     with open(kernel.path / "checkpoint", "wb", buffering=0) as file:
         for round in range(5):
             file.write(b"%d" % round * 100_000)
-            killed = serving_pid(kernel)
-            os.kill(killed, signal.SIGKILL)
+            kill_serving(kernel)
         file.write(b"end")
     expected = b"".join(b"%d" % round * 100_000 for round in range(5)) + b"end"
     assert stored(bucket, "checkpoint") == expected

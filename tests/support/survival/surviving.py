@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,16 @@ def serving_pid(mount: Mount) -> int:
 
     until(is_there, "no daemon serves")
     return int(status["daemon"])
+
+
+def kill_serving(mount: Mount) -> int:
+    """SIGKILL to the daemon that serves, and its pid."""
+    while True:
+        pid = serving_pid(mount)
+        # The keeper may have named one whose death it had yet to see.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            return pid
 
 
 @pytest.fixture(scope="module")
