@@ -64,13 +64,13 @@ def check(settings: S3Settings) -> Iterator[Finding]:
     yield _path(f"{label} {LAST_PATH}", lambda: _boto3(clients, clock))
     if is_tls and clients.uses_obstore:
         yield _without_obstore(_path(f"{label} obstore", lambda: _obstore(clients)))
-    elif is_tls:
+    elif is_tls and clients.is_confined:
         yield advice(
             f"{label} obstore",
             "can't be used with these certificates; large reads go over Python's connections",
             "see the warning in the mount's log",
         )
-    else:
+    elif not is_tls:
         yield skipped("TLS", f"{url} is without TLS: anybody on the way can read along")
     yield _clock(clock.skew_s)
 

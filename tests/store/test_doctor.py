@@ -15,6 +15,7 @@ from fusefs.diagnosis import bucket as diagnosis
 from fusefs.diagnosis import doctor, network
 from fusefs.diagnosis.findings import Finding, Level
 from fusefs.settings.mount import RawValue, build
+from fusefs.store.s3 import clients
 from fusefs.store.s3.clients import S3Settings
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.servers.buckets import Bucket
@@ -39,6 +40,15 @@ def test_each_path_is_tried_with_the_certificates_of_the_settings(
     assert [checks[path].level for path in (OWN, BOTO3, OBSTORE)] == [Level.OK] * 3
     assert "TLSv1" in checks[OWN].text
     assert checks[OWN].figures["certificate_valid_seconds"] > 0
+
+
+def test_obstore_is_not_mentioned_where_it_would_not_be_used(
+    shared: Bucket, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "FEW_PROCESSORS", 10_000)
+    checks = found(shared, secure.url, secure.authority)
+    assert [checks[path].level for path in (OWN, BOTO3)] == [Level.OK] * 2
+    assert OBSTORE not in checks
 
 
 def test_an_authority_that_is_not_trusted_is_a_problem_of_every_path(

@@ -44,6 +44,8 @@ logger = logging.getLogger("fusefs.store")
 # end, or at each request if that is nearer, as with those that expire sooner than this.
 ASK_AGAIN = timedelta(minutes=10)
 RECONNECT_EVERY_S = 2.0
+# Up to so many, their time is what limits a first read over TLS.
+FEW_PROCESSORS = 4
 # Credentials that stay the same until an administrator changes them.
 _STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
 
@@ -104,6 +106,7 @@ class Clients:
         self._settings = settings
         self._refusals = refusals or ObstoreRefusals()
         self._proxies = proxies.Proxies.of(os.environ)
+        self._processors = len(os.sched_getaffinity(0))
         self._core: BotocoreSession | None = None
         self._session: boto3.Session | None = None
         is_plain = plain.is_plain_endpoint(settings.endpoint_url, settings.addressing, os.environ)
@@ -387,8 +390,13 @@ class Clients:
 
     @property
     def uses_obstore(self) -> bool:
-        """Whether long reads go through obstore's connections: over TLS."""
-        return self._endpoint_url.startswith("https:") and not self.is_confined
+        """Whether long reads go through obstore's connections: over TLS, on many processors.
+
+        On two, obstore took twice the processor time of Python's connections for each byte.
+        But it never holds the interpreter's lock, which the event loop needs as well.
+        """
+        is_tls = self._endpoint_url.startswith("https:")
+        return is_tls and not self.is_confined and self._processors > FEW_PROCESSORS
 
     def try_objects(self, key: str) -> None:
         """See whether obstore's connections reach S3, and do without them otherwise. Blocks.

@@ -9,6 +9,7 @@ import pytest
 from fusefs.settings.mount import RawValue, SettingsError, build
 from fusefs.settings.types import MountSource, parse_source
 from fusefs.store.errors import AttemptError
+from fusefs.store.s3 import clients as s3_clients
 from fusefs.store.s3.clients import Clients, S3Settings
 from tests.support.semantics import states
 
@@ -68,8 +69,9 @@ def test_other_arns_are_refused(arn: str) -> None:
     ],
 )
 def test_requests_go_to_the_access_points_host_signed_for_its_region(
-    options: dict[str, Any], host: str
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], host: str
 ) -> None:
+    monkeypatch.setattr(s3_clients, "FEW_PROCESSORS", 0)
     clients = Clients(S3Settings(ARN, region="eu-central-1", **options))
     seen: list[Any] = []
 

@@ -1,7 +1,8 @@
-"""Long ranges without TLS: read from the socket straight into what the cache file gets."""
+"""Long ranges: read from the socket straight into what the cache file gets, or by obstore."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from fusefs.store.errors import StoreError
 from fusefs.store.http import exchange
+from fusefs.store.s3 import clients
 from fusefs.store.s3.get import GetStream
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -48,6 +50,20 @@ async def test_what_comes_through_tls_is_obstores(
             monkeypatch.setattr(GetStream, "_run_obstore", _fail)
             with pytest.raises(StoreError, match="by a library"):
                 await download(store, info)
+
+
+async def test_on_few_processors_no_library_comes_between_tls_either(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(clients, "FEW_PROCESSORS", os.cpu_count())
+    monkeypatch.setattr(GetStream, "_run_obstore", _fail)
+    monkeypatch.setattr(GetStream, "_run_boto", _fail)
+    with tls_door(shared.server.endpoint_url, tmp_path) as door:
+        settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
+        async with opened(shared, faulty, **settings) as store:
+            await store.check("")
+            info = await store.head("body")
+            assert await download(store, info) == BODY
 
 
 async def test_a_server_that_knows_no_ranges_is_read_from_the_start_alone(

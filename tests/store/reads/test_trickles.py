@@ -9,7 +9,7 @@ import pytest
 
 from fusefs.store.errors import UnreachableError
 from fusefs.store.http import exchange
-from fusefs.store.s3 import get, requester
+from fusefs.store.s3 import clients, get, requester
 from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -47,17 +47,24 @@ async def test_a_read_of_which_only_bytes_come_fails(shared: Bucket, faulty: Fau
             await download(store, info)
 
 
+@pytest.mark.parametrize("few_processors", [0, 10_000])
 @pytest.mark.parametrize("times", [1, None])
 async def test_a_read_through_tls(
-    shared: Bucket, faulty: FaultyS3, tmp_path: Path, times: int | None
+    shared: Bucket,
+    faulty: FaultyS3,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    times: int | None,
+    few_processors: int,
 ) -> None:
+    monkeypatch.setattr(clients, "FEW_PROCESSORS", few_processors)
     with tls_door(faulty.endpoint_url, tmp_path) as door:
         settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
         retry_time_s = 20.0 if times is not None else 0.5
         async with opened(shared, faulty, retry_time_s=retry_time_s, **settings) as store:
             await store.check("")
             info = await store.head("body")
-            assert store.requester.source.uses_obstore
+            assert store.requester.source.uses_obstore == (not few_processors)
             faulty.add("GET", trickle_after=10, times=times)
             if times is not None:
                 assert await download(store, info) == BODY
