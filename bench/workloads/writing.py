@@ -23,6 +23,8 @@ MIB = 1024 * KIB
 
 LARGE = "written.bin"
 CHECKPOINT = "checkpoint.bin"
+FIRST = "first.bin"
+FIRST_SIZE = 32 * MIB
 SMALL = "written"
 FEW = "few"
 SMALL_SIZE = 64 * KIB
@@ -45,6 +47,9 @@ def large(session: Session) -> Sample:
 
 def checkpoint(session: Session) -> Sample:
     size = session.data.sizes.checkpoint
+    # A new mount has things to find out and to import; a job's has long done so.
+    _write_file(session, FIRST, FIRST_SIZE)
+    (session.contender.root / FIRST).unlink()
     sample = _write_file(session, CHECKPOINT, size)
     _check_file(session, CHECKPOINT, size)
     return sample

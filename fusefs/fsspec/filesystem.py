@@ -15,13 +15,16 @@ import contextlib
 import errno
 import functools
 import io
+import math
 import os
 import secrets
 import shutil
 import stat
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from fsspec.callbacks import DEFAULT_CALLBACK, Callback
@@ -258,7 +261,10 @@ class FusefsFileSystem(AbstractFileSystem):
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_: Any
     ) -> bytes:
-        return _read(self.local_path(path), [(start, end)])[0]
+        [found] = _read(self.local_path(path), [(start, end)])
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def cat(
         self, path: Any, recursive: bool = False, on_error: str = "raise", **kwargs: Any
@@ -294,14 +300,32 @@ class FusefsFileSystem(AbstractFileSystem):
         if len(starts) != len(paths) or len(ends) != len(paths):
             raise ValueError("there are not as many starts and ends as paths")
 
-        def read(number: int) -> bytes | Exception:
-            # By their names: the fallback may have other parameters before them, as s3fs does.
-            limits = {"start": starts[number], "end": ends[number]}
-            return _caught(lambda: bytes(self.cat_file(paths[number], **limits, **kwargs)))
+        results: list[Any] = [None] * len(paths)
 
-        results = _in_threads(read, range(len(paths)))
+        def read(numbers: Sequence[int]) -> None:
+            """Ranges of one file, which is opened once."""
+            path = paths[numbers[0]]
+            ranges = [(starts[number], ends[number]) for number in numbers]
+            found = _caught(lambda: self._ranges_of(path, ranges, **kwargs))
+            for place, number in enumerate(numbers):
+                results[number] = found if isinstance(found, Exception) else found[place]
+
+        _in_threads(read, _shares(paths))
         _raise_first(results, on_error)
         return results
+
+    def _ranges_of(
+        self, path: str, ranges: Sequence[tuple[Any, Any]], **kwargs: Any
+    ) -> list[bytes | Exception]:
+        other = self._elsewhere(path)
+        if other is None:
+            return _read(self.local_path(path), ranges)
+        # By their names: the fallback may have other parameters before them, as s3fs does.
+        path = self._strip_protocol(path)
+        return [
+            _caught(partial(other.cat_file, path, start=start, end=end, **kwargs))
+            for start, end in ranges
+        ]
 
     # --- changing ---
 
@@ -529,17 +553,38 @@ def _with_parents(local: str, work: Callable[[], T]) -> T:
         return work()
 
 
-def _read(local: str, ranges: Sequence[tuple[int | None, int | None]]) -> list[bytes]:
-    """Ranges [start, end) of a file; negative numbers count from its end."""
+def _shares(paths: Sequence[str]) -> list[list[int]]:
+    """The numbers of the ranges that one thread reads after the other, all of one path.
+
+    There are about as many shares as threads; who reads many ranges of a file has each n-th,
+    so that neighbours are read at the same time.
+    """
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for number, path in enumerate(paths):
+        numbers[path].append(number)
+    shares = []
+    for those in numbers.values():
+        count = math.ceil(READS * len(those) / len(paths))
+        shares += [those[first::count] for first in range(min(count, len(those)))]
+    return shares
+
+
+def _read(local: str, ranges: Sequence[tuple[int | None, int | None]]) -> list[bytes | Exception]:
+    """Ranges [start, end) of a file, or why one can't be read; negative numbers count from its end.
+
+    Raises:
+        OSError: the file can't be opened.
+    """
     fd = os.open(local, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
-        return [_read_range(fd, *slice(*one).indices(size)[:2]) for one in ranges]
+        return [_caught(partial(_read_range, fd, size, one)) for one in ranges]
     finally:
         os.close(fd)
 
 
-def _read_range(fd: int, start: int, stop: int) -> bytes:
+def _read_range(fd: int, size: int, limits: tuple[int | None, int | None]) -> bytes:
+    start, stop, _ = slice(*limits).indices(size)
     pieces = []
     while start < stop:
         piece = os.pread(fd, stop - start, start)

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -71,6 +71,26 @@ def test_odd_names_are_names(place: tuple[str, Path]) -> None:
             fs.pipe_file(key, b"")
 
 
+def test_many_ranges_of_a_file_open_it_as_often_as_threads_read_it(
+    place: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, path = place
+    for file in ("many", "few"):
+        (path / file).write_bytes(bytes(range(256)) * 40)
+    opened: list[str] = []
+    real = os.open
+
+    def note(local: str, *args: Any, **kwargs: Any) -> int:
+        opened.append(str(local))
+        return real(local, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", note)
+    names = [f"{name}/many"] * 1000 + [f"{name}/few"]
+    found = FusefsFileSystem().cat_ranges(names, [n % 256 for n in range(1001)], 256)
+    assert found == [bytes(range(n % 256, 256)) for n in range(1001)]
+    assert [opened.count(str(path / file)) for file in ("many", "few")] == [32, 1]
+
+
 def test_ranges_come_in_order_and_errors_where_they_are_wanted(place: tuple[str, Path]) -> None:
     name, path = place
     data = bytes(range(256)) * 4096
@@ -87,6 +107,9 @@ def test_ranges_come_in_order_and_errors_where_they_are_wanted(place: tuple[str,
     assert isinstance(missing[1], FileNotFoundError)
     with pytest.raises(FileNotFoundError):
         fs.cat_ranges([f"{name}/ranges", f"{name}/none"], 0, 1, on_error="raise")
+    wrong = fs.cat_ranges([f"{name}/ranges"] * 2, [0, "one"], 2)
+    assert wrong[0] == data[:2]
+    assert isinstance(wrong[1], TypeError)
     both = [f"{name}/ranges", f"{name}/none"]
     with pytest.raises(FileNotFoundError):
         fs.cat(both)
