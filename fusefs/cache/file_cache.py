@@ -108,15 +108,8 @@ class FileCache:
         self._order = EvictionOrder(quota)
         self._order.restore(self._files.values())
         self.retention = Retention(directory, identity)
-        self._catalog_writer = CatalogWriter(
-            self._catalog,
-            self._disk,
-            quota,
-            self.warn,
-            self._recorded_rows,
-            identity,
-            self._released,
-        )
+        noted = self._recorded_rows, identity, self._released
+        self._catalog_writer = CatalogWriter(self._catalog, self._disk, quota, self.warn, *noted)
         for name in retained & self._files.keys():
             self._set_retained(self._files[name], is_retained=True)
         for row in rows:

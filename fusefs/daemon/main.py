@@ -38,6 +38,7 @@ from fusefs.cache.evictor import Evictor
 from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon import control_socket, preloading, setup, status
 from fusefs.daemon.access_guard import AccessGuard
+from fusefs.daemon.error_groups import first_of
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
@@ -593,20 +594,13 @@ def run(settings: MountSettings, ready: Ready) -> None:
     try:
         trio.run(Daemon(settings).run, ready)
     except* USER_ERRORS as group:
-        raise _innermost(group) from None
+        raise first_of(group) from None
 
 
 async def _import_rest() -> None:
     await trio.sleep(IMPORT_REST_AFTER_S)
     with suppress(OSError, ImportError):  # then it is imported where it is needed
         await trio.to_thread.run_sync(preloading.import_rest)
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """The first error that groups hold, which is why they were raised."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def main() -> int:
@@ -640,7 +634,7 @@ def main() -> int:
         return CANNOT_TAKE_OVER if isinstance(error, TakeoverError) else 1
     except Exception as error:
         logger.exception("a fault in fusefs")
-        tell({"error": f"a fault in fusefs, see the log: {_innermost(error)!r}"})
+        tell({"error": f"a fault in fusefs, see the log: {first_of(error)!r}"})
         return 1
     return 0
 

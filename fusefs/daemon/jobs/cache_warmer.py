@@ -42,6 +42,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
+from fusefs.daemon.error_groups import first_of
 from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard, is_pattern
 from fusefs.daemon.takeover import Takeover, state_directory
 from fusefs.launch.control import ControlError
@@ -438,7 +439,7 @@ class CacheWarmer:
         except Exception as error:
             # It is on record: what ends this daemon would end each one after it.
             logger.exception("warming %r", job.spec.title)
-            job.error = f"a fault in fusefs, see the log: {_first_of(error)!r}"
+            job.error = f"a fault in fusefs, see the log: {first_of(error)!r}"
         job.end()
         if job.spec.list_name and not self._is_used(job.spec.list_name):
             with suppress(OSError):  # a bad disk is no reason to end the mount
@@ -622,12 +623,6 @@ class CacheWarmer:
             return
         job.found([info], is_last=job.is_listed)
         await self._bring(job, nursery, info, is_again=True)
-
-
-def _first_of(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _turn(settings: MountSettings) -> float:
