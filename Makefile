@@ -69,9 +69,10 @@ demo: $(STAMP)
 # A test that hangs fails; where no signal ends its wait, the run ends with what it waits for.
 TEST_LIMITS := --timeout 240 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
-# Most of the tests' time is waiting, so more run at once than there are processors.
+# Most of the tests' time is waiting, so more run at once than there are processors. In the order
+# of their folders, so that the units come last: a file that takes minutes would have the others wait.
 test: lint
-	$(BIN)/python -m pytest -rs -n 4 --dist loadfile $(TEST_LIMITS)
+	$(BIN)/python -m pytest -rs -n 4 --dist loadfile --no-loadscope-reorder $(TEST_LIMITS)
 
 # Each process has a cluster of its own, with everything in memory.
 test-ceph: $(STAMP)
