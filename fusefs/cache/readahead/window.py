@@ -153,7 +153,7 @@ class DownloadsAhead:
 class Window:
     """A stretch that is read in order, of which the next read is to begin at `expected`."""
 
-    __slots__ = ("_ahead", "_expected", "_go_on", "_interest", "_size")
+    __slots__ = ("_ahead", "_expected", "_go_on", "_grown_at", "_interest", "_size")
 
     def __init__(
         self, interest: DownloadsAhead, expected: int, go_on: Callable[[int], None]
@@ -163,6 +163,7 @@ class Window:
         self._expected = expected
         self._ahead = 0  # up to where downloads have been started
         self._size = 0
+        self._grown_at = 0  # where the reader was when it got this size
 
     @property
     def is_in_order(self) -> bool:
@@ -183,8 +184,10 @@ class Window:
         if ahead > self._size - min(PART, self._size // 2):
             return
         most = self._interest.parts() * PART
-        if ahead <= self._size // 2:
+        # Also where the window is always extended before the reader comes near its end.
+        if ahead <= self._size // 2 or stop - self._grown_at >= self._size:
             self._size = max(FIRST_WINDOW, GROWTH * self._size)
+            self._grown_at = stop
         self._size = min(self._size, most)
         self._extend(stop)
 

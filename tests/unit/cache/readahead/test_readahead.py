@@ -89,6 +89,21 @@ def test_reading_in_order_doubles_the_window_up_to_its_largest() -> None:
     assert min(ahead[len(ahead) // 2 :]) >= WINDOW // 2 - PART - MIB
 
 
+def test_a_reader_in_order_gets_the_whole_width_of_a_path_that_needs_more() -> None:
+    window, downloader = readahead_of(1 << 40)
+    downloader.path.note_first(MIB, 0.03)
+    downloader.path.note_rest(7 * MIB, 7 * MIB / 15e6)  # a slow connection: many fill the path
+    width = downloader.path.width
+    assert width > 4 * LEAST_WIDTH
+    ahead = []
+    for at in range(0, 4 * width * PART, MIB):
+        window.reads(at, at + MIB)
+        ahead.append(max(stop for _, stop in downloader.ranges) - at - MIB)
+        # What may come in vain is bounded by what was read.
+        assert ahead[-1] <= max(FIRST_WINDOW, 8 * (at + MIB))
+    assert (width - 1) * PART < max(ahead) <= width * PART
+
+
 def test_a_jump_makes_the_window_small_again() -> None:
     window, downloader = readahead_of(1 << 40)
     read_all(window, 0, 256 * MIB)
