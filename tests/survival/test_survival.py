@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+import time
 
 import pytest
 
@@ -54,9 +55,22 @@ def test_daemons_that_are_killed_go_unnoticed(survival: Mount) -> None:
     expect_no_lost_backing_ids(survival)
 
 
+def registered(mount: Mount) -> int:
+    """How many files the keeper has registered, once no more come of what is fetched ahead."""
+    counts = [-1]
+
+    def is_settled() -> bool:
+        time.sleep(1)
+        counts.append(keeper_status(mount)["backing_ids"])
+        return counts[-1] == counts[-2]
+
+    until(is_settled, "files are still registered")
+    return counts[-1]
+
+
 def expect_no_lost_backing_ids(mount: Mount) -> None:
     """The kernel has the registered files that the keeper knows of, and no other."""
-    known = keeper_status(mount)["backing_ids"]
+    known = registered(mount)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(registry.keeper_socket(mount.path)))
         sock.sendall(b'{"do": "hand"}\n')
