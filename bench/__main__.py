@@ -30,7 +30,7 @@ from bench import processes, report
 from bench.bucket import Bucket
 from bench.cloud.profile import PROFILES, at_distance
 from bench.contenders.contender import Contender, Place
-from bench.contenders.registry import CONTENDERS
+from bench.contenders.registry import BEFORE, CONTENDERS, other_version
 from bench.dataset import DataSet, Sizes
 from bench.drawing import command as drawing
 from bench.processes import BenchError
@@ -91,8 +91,9 @@ def _run(
         sizes = replace(sizes, large=arguments.size * MIB)
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     # As where it is installed: most of a mount's start is imports.
-    for package in ("fusefs", "csi"):
-        compileall.compile_dir(RESULTS.parents[1] / package, quiet=1)
+    for checkout in (RESULTS.parents[1], *([arguments.before] if arguments.before else [])):
+        for package in ("fusefs", "csi"):
+            compileall.compile_dir(checkout / package, quiet=1)
     subprocess.run([sys.executable, "-P", "-m", "fusefs.daemon.generated_code"], check=True)
     with ExitStack() as cleanup:
         scratch = cleanup.enter_context(processes.scratch_directory(base, "run-"))
@@ -108,7 +109,7 @@ def _run(
         for profile in arguments.profile.split(","):
             with at_distance(profile, bucket, scratch, base) as seen:
                 place = Place(seen, data.root, scratch)
-                contenders, skipped = _present(names, place)
+                contenders, skipped = _present(names, place, arguments.before)
                 limit_s = QUICK_LIMIT_S if arguments.quick else LIMIT_S
                 chosen = [each for each in workloads if profile in each.profiles]
                 runner = Runner(profile, chosen, data, limit_s)
@@ -123,17 +124,21 @@ def _run(
     return errors
 
 
-def _present(names: list[str], place: Place) -> tuple[list[Contender], dict[str, str]]:
+def _present(
+    names: list[str], place: Place, before: Path | None
+) -> tuple[list[Contender], dict[str, str]]:
     """Those of the contenders that can be measured, and why the others can't."""
+    wanted = [CONTENDERS[name](name, place) for name in names]
+    if before is not None:
+        wanted.append(other_version(before, place))
     present: list[Contender] = []
     skipped: dict[str, str] = {}
-    for name in names:
-        contender = CONTENDERS[name](name, place)
+    for contender in wanted:
         reason = contender.missing()
         if reason is None:
             present.append(contender)
         else:
-            skipped[name] = reason
+            skipped[contender.name] = reason
     return present, skipped
 
 
@@ -186,6 +191,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path(".bench-scratch"),
         help="directory on a real disk (default %(default)s)",
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help=f"another version, with its .venv: {BEFORE}, in every row of fusefs-kernel",
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of the data, one round")
     return parser

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.contenders.contender import Contender
-from bench.contenders.registry import CONTENDERS, CSI, JUICEFS, KERNEL, LOCAL, PEERS
+from bench.contenders.registry import BEFORE, CONTENDERS, CSI, JUICEFS, KERNEL, LOCAL, PEERS
 from bench.runner import Results
 from bench.workloads.table import THREADS, WORKLOADS
 
@@ -203,7 +203,8 @@ def _verdict(target: Target, results: Results) -> Verdict | None:
 
 def as_text(results: Results, skipped: dict[str, str]) -> str:
     """Everything a person wants to see, as Markdown."""
-    parts = [f"## Profile {results.profile}\n", _table(results), _targets(results)]
+    tables = (_table(results), _targets(results), _versions(results))
+    parts = [f"## Profile {results.profile}\n", *tables]
     parts += [f"- not measured: {name}: {reason}" for name, reason in skipped.items()]
     parts += [f"- failed: {error}" for error in results.errors]
     return "\n".join(part for part in parts if part)
@@ -212,7 +213,7 @@ def as_text(results: Results, skipped: dict[str, str]) -> str:
 def _table(results: Results) -> str:
     rows = medians(results)
     measured = {name for values in rows.values() for name in values}
-    names = [name for name in CONTENDERS if name in measured]
+    names = [name for name in (*CONTENDERS, BEFORE) if name in measured]
     described = {w.name: (w.title, w.unit) for w in WORKLOADS} | COSTS
     lines = [_line(["row", "unit", *names]), _line(["---", "---", *["---:"] * len(names)])]
     for row, (_, unit) in described.items():
@@ -259,6 +260,26 @@ def _targets(results: Results) -> str:
             _line([who, number_text(verdict.value), verdict.reference, ratio, spread, floor, met])
         )
     return "\n".join(lines) + "\n" if found else ""
+
+
+def _versions(results: Results) -> str:
+    """What fusefs has become since the version it is compared with, if it was measured."""
+    lines = [
+        _line(["row", "unit", "before", "now", "times", "rounds"]),
+        _line(["---", "---", "---:", "---:", "---:", "---"]),
+    ]
+    units = {w.name: w.unit for w in WORKLOADS} | {row: unit for row, (_, unit) in COSTS.items()}
+    for row, values in medians(results).items():
+        if row not in units or BEFORE not in values or KERNEL not in values:
+            continue
+        old, new = results.samples[row][BEFORE], results.samples[row][KERNEL]
+        ratios = [new[n].value / old[n].value for n in new if n in old and old[n].value]
+        before, now = values[BEFORE], values[KERNEL]
+        times = f"{now / before:.2f}" if before else ""
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
+        cells = [row, units[row], number_text(before), number_text(now), times, spread]
+        lines.append(_line(cells))
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -78,7 +78,7 @@ class Runner:
                 self._measure(contender, number)
 
     def _of(self, contender: Contender) -> list[Workload]:
-        return [workload for workload in self._workloads if contender.name in workload.who]
+        return [workload for workload in self._workloads if contender.row_name in workload.who]
 
     def _is_right(self, contender: Contender, expected: dict[str, str]) -> bool:
         """Whether first and second reads give the right bytes; on record if not."""

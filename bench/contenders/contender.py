@@ -37,6 +37,7 @@ class Contender:
 
     def __init__(self, name: str, place: Place) -> None:
         self.name = name
+        self.row_name = name  # the contender whose rows it is measured in
         self.place = place
         self.root = place.native_root
         self.cache = place.scratch / "caches" / name

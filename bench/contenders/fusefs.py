@@ -18,13 +18,12 @@ COMMAND_WAIT_S = 60.0
 class Fusefs(Mount):
     """fusefs, which goes into the background by itself and tells about itself."""
 
-    def __init__(self, name: str, place: Place, options: list[str]) -> None:
+    def __init__(
+        self, name: str, place: Place, options: list[str], prefix: Path = Path(sys.prefix)
+    ) -> None:
         super().__init__(name, place)
         self._options = options
-
-    @property
-    def _program(self) -> str:
-        return str(Path(sys.prefix) / "bin" / "fusefs")
+        self._program = str(prefix / "bin" / "fusefs")
 
     def missing(self) -> str | None:
         try:

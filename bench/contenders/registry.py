@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from bench.contenders.contender import BareClient, Contender, Native, Place
 from bench.contenders.csi_node import CsiNode
@@ -19,6 +20,8 @@ LOCAL = "fusefs-local"
 WRITABLE = "fusefs-writable"
 PYFUSE3 = "fusefs-pyfuse3"
 CSI = "fusefs-csi"
+# Another version, of a checkout that a run names; in every row of fusefs-kernel.
+BEFORE = "fusefs-before"
 PEERS = ("rclone", "s3fs")
 # Of another kind: its files are its own, and only what is cached compares.
 JUICEFS = "juicefs"
@@ -26,6 +29,13 @@ JUICEFS = "juicefs"
 
 def _fusefs(*options: str, session: str = "kernel") -> Callable[[str, Place], Contender]:
     return lambda name, place: Fusefs(name, place, ["--session", session, *options])
+
+
+def other_version(checkout: Path, place: Place) -> Contender:
+    """fusefs as the `.venv` of another checkout has it."""
+    contender = Fusefs(BEFORE, place, ["--session", "kernel"], prefix=checkout / ".venv")
+    contender.row_name = KERNEL
+    return contender
 
 
 # In the order of the table's columns.
