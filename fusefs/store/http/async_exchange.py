@@ -31,6 +31,13 @@ from fusefs.store.http.pool import BorrowedConnection, ConnectionPool
 _Socket: TypeAlias = "_Plain | socket.socket"
 # What an answer takes beside the requested bytes.
 HEAD_ROOM = 16 << 10
+# Of so many bytes that are missing of an answer it is worth the two calls to have the event loop
+# woken for most of them together. Of a file of 100 KiB over TLS that saves a tenth of its
+# processor time; the threads that receive large ones gain nothing by it.
+LEAST_GATHERED = 32 << 10
+# The longest record of TLS (RFC 8446, section 5.1). So much may have been read from the socket
+# without being shown yet, because the rest of its record has not come.
+RECORD = 16 << 10
 
 
 class HedgeRule(Protocol):
@@ -186,6 +193,7 @@ class _Exchange:
         self._buffer = bytearray(room)
         self._view = memoryview(self._buffer)
         self._filled = 0
+        self._wake_size = 1
         self._piecemeal = bytearray()  # what has come of an answer of unknown length
 
     def __enter__(self) -> Self:
@@ -256,6 +264,7 @@ class _Exchange:
         else:
             start, stop = stop + 4, stop + 4 + size
             await self._fill(stop)
+            self._wake_for(0)
             answer = Answer(head.status, head.headers, bytes(view[start:stop]))
             is_reusable = head.is_reusable and self._filled == stop
         self._borrowed.is_reusable = is_reusable
@@ -288,7 +297,20 @@ class _Exchange:
         while self._filled < stop:
             room = view[self._filled :]
             count = _read_record(sock, room) if isinstance(sock, ssl.SSLSocket) else 0
-            self._filled += count or await _receive_some(sock, room)
+            if not count:
+                self._wake_for(stop - self._filled)
+                count = await _receive_some(sock, room)
+            self._filled += count
+
+    def _wake_for(self, missing: int) -> None:
+        """Have this task woken when most of what is missing has come, not for each piece of it.
+
+        See SO_RCVLOWAT in socket(7).
+        """
+        size = missing - RECORD if missing >= LEAST_GATHERED else 1
+        if size != self._wake_size:
+            self._wake_size = size
+            self._borrowed.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _is_readable(self) -> bool:
         poll = select.poll()
