@@ -43,6 +43,7 @@ class Registrar(Protocol):
 
     async def open_backing(self, fd: int) -> int: ...
     def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None: ...
+    def open_gathered(self) -> None: ...
     def close_backing(self, backing_id: int) -> trio.Event: ...
 
 
@@ -116,6 +117,7 @@ class PassthroughFiles:
     async def register(self, file: CacheFile) -> int:
         """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
         while (event := self._registering.get(file)) is not None:
+            self.registrar.open_gathered()
             await event.wait()
         known = self.find(file)
         if known or not self.is_on:

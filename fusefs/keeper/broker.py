@@ -32,6 +32,7 @@ import stat
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.state import Configuration, KeeperState, log
@@ -40,11 +41,10 @@ from fusefs.keeper.system import lower_privileges, raise_privileges
 from fusefs.linux import callers
 from fusefs.linux.fuse_connection import FUSE_DEVICE
 
-# To the keeper: a file was registered (b: id, c: st_ino), or the daemon is cut
-# off (a: 1 if it broke the protocol, 0 if it closed its socket).
-REGISTERED = 64
+# To the keeper, besides REGISTERED: the daemon is cut off (a: 1 if it broke the
+# protocol, 0 if it closed its socket).
 CUT_OFF = 65
-FROM_BROKER = wire.FROM_DAEMON | {REGISTERED, CUT_OFF}
+FROM_BROKER = wire.FROM_DAEMON | {wire.REGISTERED, CUT_OFF}
 # From the keeper, besides QUIESCE: the mount is made (a: the connection's
 # number), or could not be (error); or the keeper ends by a fault of its own.
 MOUNT_MADE = 66
@@ -67,6 +67,7 @@ PREPARING = _ALWAYS | {wire.PREPARED}
 ATTACHED = _ALWAYS | {
     wire.SERVING,
     wire.BACKING_OPEN,
+    wire.BACKINGS_OPEN,
     wire.BACKING_CLOSE,
     wire.UNMOUNT,
     wire.LOOK,
@@ -107,6 +108,7 @@ class Broker:
             wire.DEPOSIT: self._deposit,
             wire.SERVING: self._serving,
             wire.BACKING_OPEN: self._backing_open,
+            wire.BACKINGS_OPEN: self._backings_open,
             wire.BACKING_CLOSE: self._backing_close,
             wire.TICK: self._tick,
             wire.ENDING: self._report,
@@ -268,13 +270,14 @@ class Broker:
         if len(self.state.files) >= self.configuration.most_backing_ids:
             raise wire.ProtocolError("KNOWN, too often")
         self.state.opened(message.b, message.c)
-        self._tell(wire.pack(REGISTERED, 0, message.b, message.c))
+        self._tell_registered([(message.b, message.c)])
 
     def _serving(self, message: wire.KeeperMessage) -> None:
         self._allowed = ATTACHED
         self.state.serving(bool(message.a))
         self._report(message)
-        self._post(wire.pack(wire.ABLE, 0, callers.namespace() if self.state.is_ours else 0))
+        namespace = callers.namespace() if self.state.is_ours else 0
+        self._post(wire.pack(wire.ABLE, 0, namespace, wire.MOST_FILES))
 
     def _look(self, message: wire.KeeperMessage) -> None:
         is_privileged = self.configuration.is_privileged
@@ -300,19 +303,39 @@ class Broker:
     # --- backing files ---
 
     def _backing_open(self, message: wire.KeeperMessage) -> None:
-        backing_id, error = 0, 0
-        try:
-            inode = self._check(message.fd)
-            # A mutable buffer: with an immutable one Python loses the return value.
-            request = bytearray(_BACKING_MAP.pack(message.fd, 0, 0))
-            backing_id = fcntl.ioctl(self.state.fuse_fd, _BACKING_OPEN, request)
-        except OSError as refusal:
-            error = refusal.errno or errno.EIO
-        else:
-            self.state.opened(backing_id, inode)
-            self._tell(wire.pack(REGISTERED, 0, backing_id, inode))
+        ((backing_id, error),) = self._register_all(message.fds)
         self._post(wire.pack(wire.BACKING_OPENED, message.a, backing_id, error=error))
         os.close(message.fd)  # may hang, so everybody knows before
+
+    def _backings_open(self, message: wire.KeeperMessage) -> None:
+        results = self._register_all(message.fds)
+        answer = wire.pack(wire.BACKINGS_OPENED, message.a, len(results))
+        self._post(wire.with_pairs(answer, results))
+        for fd in message.fds:
+            os.close(fd)
+
+    def _register_all(self, fds: Sequence[int]) -> list[tuple[int, int]]:
+        """Register files; the id of each and an errno, of which one is 0. The keeper is told."""
+        results, registered = [], []
+        for fd in fds:
+            backing_id, error = 0, 0
+            try:
+                inode = self._check(fd)
+                # A mutable buffer: with an immutable one Python loses the return value.
+                request = bytearray(_BACKING_MAP.pack(fd, 0, 0))
+                backing_id = fcntl.ioctl(self.state.fuse_fd, _BACKING_OPEN, request)
+            except OSError as refusal:
+                error = refusal.errno or errno.EIO
+            else:
+                self.state.opened(backing_id, inode)
+                registered.append((backing_id, inode))
+            results.append((backing_id, error))
+        self._tell_registered(registered)
+        return results
+
+    def _tell_registered(self, files: list[tuple[int, int]]) -> None:
+        if files:
+            self._tell(wire.with_pairs(wire.pack(wire.REGISTERED, 0, len(files)), files))
 
     def _check(self, fd: int) -> int:
         """The inode's number, if the kernel may read and write this file for the daemon.

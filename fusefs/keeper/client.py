@@ -19,6 +19,7 @@ import trio
 
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.protocol import KeeperMessage
+from fusefs.linux import sockets
 from fusefs.linux.callers import FATES, UNKNOWN
 from fusefs.telemetry.activity import ACTIVITY, IDLE_S
 
@@ -27,6 +28,11 @@ TICK_S = 1.0
 HANG_S = 30.0
 # A keeper that does not answer by then is busy with what hangs.
 LOOK_LIMIT_S = 2.0
+# How long a file that is to be registered later waits for others.
+GATHER_S = 0.02
+# Of messages with several files. The kernel lets a user have only so many descriptors on their
+# way as it may have open, a thousand by default.
+MOST_UNANSWERED = 8
 
 
 class KeeperError(Exception):
@@ -66,11 +72,19 @@ class KeeperClient:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._outbox, self._queue = trio.open_memory_channel[tuple[bytes, int]](math.inf)
+        self._outbox, self._queue = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](
+            math.inf
+        )
         # Whether nothing waits in the queue, so that what comes may be sent at once.
         self._is_idle = True
         self._last_number = 0
         self._waiting: dict[int, _Reply] = {}
+        # How many files the keeper takes in one message; 0: it is of an earlier version.
+        self._most_files = 0
+        # Files to be registered in one message, and how many such have no answer yet.
+        self._gathered: list[tuple[int, Callable[[int, int], None]]] = []
+        self._has_gathered = trio.Event()
+        self._unanswered = 0
         # The PID namespace of requests' processes, if the keeper looks at them; else 0.
         self.namespace = 0
         self.gone = trio.Event()
@@ -170,6 +184,7 @@ class KeeperClient:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tick, in_flight, hang_s)
             nursery.start_soon(self._send_all)
+            nursery.start_soon(self._send_gathered)
             try:
                 await self._receive_all()
             finally:
@@ -177,6 +192,9 @@ class KeeperClient:
                 for reply in self._waiting.values():
                     reply.come(0, errno.ECONNRESET)
                 self._waiting.clear()
+                gathered, self._gathered = self._gathered, []
+                for _, done in gathered:
+                    done(0, errno.ECONNRESET)
                 nursery.cancel_scope.cancel()
 
     async def open_backing(self, fd: int) -> int:
@@ -199,14 +217,39 @@ class KeeperClient:
     def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
         """Register a file, which is to stay open until `done` gets its id and an errno.
 
-        One of the two is 0.
+        One of the two is 0. A message wakes two processes, so files go together, after a moment.
         """
         if self.gone.is_set():
             done(0, errno.ECONNRESET)
-            return
-        number, reply = self._expect_reply()
-        reply.done = done
-        self._send(wire.pack(wire.BACKING_OPEN, number), fd)
+        elif not self._most_files:
+            number, reply = self._expect_reply()
+            reply.done = done
+            self._send(wire.pack(wire.BACKING_OPEN, number), fd)
+        else:
+            self._gathered.append((fd, done))
+            if len(self._gathered) >= self._most_files:
+                self.open_gathered()
+            else:
+                self._has_gathered.set()
+
+    def open_gathered(self) -> None:
+        """Have registered at once what waits for others; it is needed."""
+        while self._gathered and self._unanswered < MOST_UNANSWERED:
+            files = self._gathered[: self._most_files]
+            del self._gathered[: len(files)]
+            first = self._last_number + 1
+            for _, done in files:
+                self._expect_reply()[1].done = done
+            self._unanswered += 1
+            message = wire.pack(wire.BACKINGS_OPEN, first, len(files))
+            self._send(message, *(fd for fd, _ in files))
+
+    async def _send_gathered(self) -> None:
+        while True:
+            await self._has_gathered.wait()
+            self._has_gathered = trio.Event()
+            await trio.sleep(GATHER_S)
+            self.open_gathered()
 
     async def look_at_process(self, pid: int) -> int:
         """What becomes of a process, by its number in `namespace`; see linux/callers.py."""
@@ -235,24 +278,24 @@ class KeeperClient:
         reply = self._waiting[self._last_number] = _Reply()
         return self._last_number, reply
 
-    def _send(self, message: bytes, fd: int = -1) -> None:
+    def _send(self, message: bytes, *fds: int) -> None:
         if self.gone.is_set():
             return
         if self._is_idle:
             try:
-                wire.send(self._socket, message, fd)
+                sockets.send(self._socket, message, fds)
                 return
             except BlockingIOError:
                 self._is_idle = False
             except OSError:
                 return  # gone, which receiving will show
-        self._outbox.send_nowait((message, fd))
+        self._outbox.send_nowait((message, fds))
 
     async def _send_all(self) -> None:
-        async for message, fd in self._queue:
+        async for message, fds in self._queue:
             while True:
                 try:
-                    wire.send(self._socket, message, fd)
+                    sockets.send(self._socket, message, fds)
                     break
                 except BlockingIOError:
                     await trio.lowlevel.wait_writable(self._socket)
@@ -266,6 +309,16 @@ class KeeperClient:
                 self.quiesced.set()
             elif message.kind == wire.ABLE:
                 self.namespace = message.b
+                self._most_files = message.c
+            elif message.kind == wire.BACKINGS_OPENED:
+                self._unanswered -= 1
+                for number, (backing_id, error) in enumerate(message.pairs, message.a):
+                    if number in self._waiting:
+                        self._waiting.pop(number).come(backing_id, error)
+                if len(self._gathered) >= self._most_files:
+                    self.open_gathered()
+                if self._gathered:
+                    self._has_gathered.set()
             elif message.kind in _REPLIES and message.a in self._waiting:
                 self._waiting.pop(message.a).come(message.b, message.error)
 
@@ -283,7 +336,7 @@ _REPLIES = (wire.BACKING_OPENED, wire.BACKING_CLOSED, wire.LOOKED)
 
 
 class _Reply:
-    """The answer to one BACKING_OPEN, BACKING_CLOSE or LOOK."""
+    """The answer to one BACKING_OPEN, BACKING_CLOSE or LOOK, or to a file of a BACKINGS_OPEN."""
 
     def __init__(self) -> None:
         self.event = trio.Event()

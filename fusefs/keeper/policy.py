@@ -21,7 +21,7 @@ from types import FrameType
 
 from fusefs.keeper import fd_store, system
 from fusefs.keeper import protocol as wire
-from fusefs.keeper.broker import FAILED, MOUNT_MADE, REGISTERED, Broker
+from fusefs.keeper.broker import FAILED, MOUNT_MADE, Broker
 from fusefs.keeper.control import Client, ControlSocket, Listener, Loop
 from fusefs.keeper.processes import DaemonProcess, ProcessTable, describe
 from fusefs.keeper.standby import Standby
@@ -192,8 +192,9 @@ class Keeper:
         kind = message.kind
         if kind == wire.TICK:
             self._state.in_flight = message.a
-        elif kind == REGISTERED:
-            self._state.opened(message.b, message.c)
+        elif kind == wire.REGISTERED:
+            for backing_id, inode in message.pairs:
+                self._state.opened(backing_id, inode)
         elif kind == wire.BACKING_CLOSE:
             self._state.closing(message.b)
         elif kind == wire.MOUNT:

@@ -20,7 +20,7 @@ from functools import partial
 
 from fusefs.keeper import protocol as wire
 from fusefs.keeper import supervisor_protocol
-from fusefs.keeper.broker import CUT_OFF, FROM_BROKER, REGISTERED, Broker
+from fusefs.keeper.broker import CUT_OFF, FROM_BROKER, Broker
 from fusefs.keeper.control import Loop
 from fusefs.keeper.state import NEVER, Configuration, KeeperState, Program, log
 from fusefs.keeper.supervisor_protocol import ProcessHandle
@@ -562,7 +562,7 @@ class ProcessTable:
         os.kill(broker.pid, signal.SIGKILL)
         with contextlib.suppress(BlockingIOError):
             while message := wire.receive(broker.channel, FROM_BROKER):
-                if message.kind in (REGISTERED, wire.BACKING_CLOSE):
+                if message.kind in (wire.REGISTERED, wire.BACKING_CLOSE):
                     self._report_message(daemon, message)
         self._dismiss(broker)
 

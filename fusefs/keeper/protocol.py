@@ -2,8 +2,9 @@
 
 The daemon finds its end of a connected AF_UNIX, SOCK_SEQPACKET pair under the
 number in the environment variable `FUSEFS_KEEPER_FD`. Every message is one
-`MESSAGE`: kind, error (0 or a positive errno) and four numbers. A descriptor
-travels only with the kinds that say so, exactly one with each. Anything else
+`MESSAGE`: kind, error (0 or a positive errno) and four numbers. Descriptors
+travel only with the kinds that say so, exactly one with each where nothing else
+is said, and `PAIR`s of numbers follow only in those that say so. Anything else
 ends the session, and with it the daemon: the keeper does not argue with a
 process that may have been taken over.
 
@@ -27,6 +28,9 @@ Daemon to keeper, in the order in which they come:
                   daemon that has got another keeper, before SERVING.
     LOOK          a: a number of the daemon's, b: the number of a thread, as requests
                   have it; only after ABLE. Answered by LOOKED.
+    BACKINGS_OPEN a: a number of the daemon's for the first file, which the others'
+                  follow, b: how many files; + these. As many BACKING_OPEN in one, at most
+                  c of ABLE. Answered by BACKINGS_OPENED.
 
 Keeper to daemon:
 
@@ -44,8 +48,11 @@ Keeper to daemon:
     BACKING_OPENED error; a: as in the request, b: id
     BACKING_CLOSED error; a: as in the request
     ABLE           b: the PID namespace in which requests' processes have their numbers,
-                   if the keeper is in it and looks at them, else 0. Answers SERVING.
+                   if the keeper is in it and looks at them, else 0; c: the most files of
+                   a BACKINGS_OPEN. Answers SERVING.
     LOOKED         a: as in the request, b: what becomes of the process, as in linux/callers.py
+    BACKINGS_OPENED a, b: as in the request; for each file a pair of its id and an errno,
+                   of which one is 0
     QUIESCE        read no more requests, answer those in flight, say ENDING, exit 0
 
 A daemon that exits with CANNOT_TAKE_OVER is not followed by another one.
@@ -59,6 +66,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterable, Sequence
 
 from fusefs.keeper.early_start import CHANNEL_VARIABLE
 from fusefs.linux import sockets
@@ -69,6 +77,9 @@ VERSION = 1
 SPOKEN = frozenset((1,))
 
 MESSAGE = struct.Struct("<IiQQQQ")
+PAIR = struct.Struct("<QQ")
+# The most files of a BACKINGS_OPEN, and so the most pairs of a message.
+MOST_FILES = 16
 
 HELLO = 1
 PREPARED = 2
@@ -82,6 +93,7 @@ ENDING = 9
 UNMOUNT = 10
 KNOWN = 11
 LOOK = 12
+BACKINGS_OPEN = 13
 
 WELCOME = 32
 MOUNTED = 33
@@ -92,6 +104,7 @@ BACKING_CLOSED = 37
 QUIESCE = 38
 ABLE = 39
 LOOKED = 40
+BACKINGS_OPENED = 41
 
 # What a of WELCOME says about the mount.
 FRESH = 0
@@ -101,9 +114,14 @@ PREPARE = 2
 # The exit status of a daemon for which the mount's state cannot be used.
 CANNOT_TAKE_OVER = 3
 
-FROM_DAEMON = frozenset(range(HELLO, LOOK + 1))
-FROM_KEEPER = frozenset(range(WELCOME, LOOKED + 1))
+FROM_DAEMON = frozenset(range(HELLO, BACKINGS_OPEN + 1))
+FROM_KEEPER = frozenset(range(WELCOME, BACKINGS_OPENED + 1))
 _WITH_DESCRIPTOR = frozenset((DEPOSIT, BACKING_OPEN, MOUNTED, TAKE))
+# From a broker to its keeper only: files were registered (b: how many; for each a pair of its
+# id and its st_ino).
+REGISTERED = 64
+_WITH_PAIRS = frozenset((BACKINGS_OPENED, REGISTERED))
+_LONGEST = MESSAGE.size + MOST_FILES * PAIR.size
 
 
 class ProtocolError(Exception):
@@ -111,23 +129,33 @@ class ProtocolError(Exception):
 
 
 class KeeperMessage:
-    """One message; `fd` is the descriptor that came with it, non-inheritable, or -1."""
+    """One message; `fds` are the descriptors that came with it, non-inheritable.
 
-    __slots__ = ("a", "b", "c", "d", "error", "fd", "kind")
+    `fd` is the first of them, or -1.
+    """
 
-    def __init__(self, packed: bytes, fd: int = -1) -> None:
+    __slots__ = ("a", "b", "c", "d", "error", "fd", "fds", "kind", "pairs")
+
+    def __init__(self, packed: bytes, fds: Sequence[int] = ()) -> None:
         self.kind: int
         self.error: int
         self.a: int
         self.b: int
         self.c: int
         self.d: int
-        self.kind, self.error, self.a, self.b, self.c, self.d = MESSAGE.unpack(packed)
-        self.fd = fd
+        self.kind, self.error, self.a, self.b, self.c, self.d = MESSAGE.unpack_from(packed)
+        self.pairs = list(PAIR.iter_unpack(packed[MESSAGE.size :]))
+        self.fds = fds
+        self.fd = fds[0] if fds else -1
 
 
 def pack(kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, *, error: int = 0) -> bytes:
     return MESSAGE.pack(kind, error, a, b, c, d)
+
+
+def with_pairs(message: bytes, pairs: Iterable[tuple[int, int]]) -> bytes:
+    """A message of a kind that has pairs; its b is how many."""
+    return message + b"".join(PAIR.pack(*pair) for pair in pairs)
 
 
 def send(sock: socket.socket, message: bytes, fd: int = -1) -> None:
@@ -150,16 +178,24 @@ def receive(sock: socket.socket, kinds: frozenset[int]) -> KeeperMessage | None:
         BlockingIOError: the socket is non-blocking and empty.
         ProtocolError: it was anything else.
     """
-    data, fds, is_cut = sockets.receive(sock, MESSAGE.size + 1, 1)
+    data, fds, is_cut = sockets.receive(sock, _LONGEST + 1, MOST_FILES)
     if not data and not fds:
         return None
-    if is_cut or len(data) != MESSAGE.size:
+    if is_cut or len(data) < MESSAGE.size or (len(data) - MESSAGE.size) % PAIR.size:
         raise ProtocolError(f"a message of {len(data)} bytes, with {len(fds)} descriptors")
-    message = KeeperMessage(data, fds[0] if fds else -1)
+    message = KeeperMessage(data, fds)
     if message.kind not in kinds:
         raise ProtocolError(f"a message of kind {message.kind}")
-    is_refusal = message.kind == MOUNTED and message.error != 0
-    due = 1 if message.kind in _WITH_DESCRIPTOR and not is_refusal else 0
-    if len(fds) != due:
+    count = len(message.pairs)
+    if count != (message.b if message.kind in _WITH_PAIRS else 0):
+        raise ProtocolError(f"{count} pairs with a message of kind {message.kind}")
+    if len(fds) != _descriptors_due(message):
         raise ProtocolError(f"{len(fds)} descriptors with a message of kind {message.kind}")
     return message
+
+
+def _descriptors_due(message: KeeperMessage) -> int:
+    if message.kind == BACKINGS_OPEN:
+        return message.b or -1
+    is_refusal = message.kind == MOUNTED and message.error != 0
+    return 1 if message.kind in _WITH_DESCRIPTOR and not is_refusal else 0

@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Iterator
 
-from fusefs.keeper.protocol import CANNOT_TAKE_OVER
+from fusefs.keeper.protocol import CANNOT_TAKE_OVER, MOST_FILES
 from fusefs.linux import fuse_connection
 from fusefs.linux.libc import MS_RDONLY
 from fusefs.linux.processes import Credentials
@@ -200,11 +200,11 @@ class KeeperState:
     def unaccounted_ids(self) -> list[int]:
         """What a broker that was killed may have left open.
 
-        The kernel numbers them in order, so it is the next one, or the one
+        The kernel numbers them in order, so it is the next ones, or the one
         that was being closed.
         """
-        following = [self.last_id + 1] if self.last_id else []
-        return following + ([self.doubtful_id] if self.doubtful_id else [])
+        following = range(self.last_id + 1, self.last_id + 1 + MOST_FILES) if self.last_id else ()
+        return [*following, *([self.doubtful_id] if self.doubtful_id else [])]
 
     def paused(self, since: float) -> None:
         """No daemon answers requests any more, since this time unless it was so before."""

@@ -37,6 +37,9 @@ class CountingRegistrar:
     def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
         self.later.append(done)
 
+    def open_gathered(self) -> None:
+        pass
+
     def answer(self, error: int = 0) -> None:
         """Give the first that waits an id, or an error."""
         number = 0 if error else next(self._numbers)

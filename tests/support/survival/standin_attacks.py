@@ -133,6 +133,18 @@ def register_20000(standin: Standin) -> list[int]:
     return [max(errors), errors.count(0)]
 
 
+def several_files(standin: Standin) -> list[int]:
+    """As many in one message as there may be, one of them a wrong one; returns their errors."""
+    fd = os.open(_in_cache(standin, "through"), os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
+    fds = [null if number == 2 else fd for number in range(protocol.MOST_FILES)]
+    _send(standin, protocol.pack(protocol.BACKINGS_OPEN, 70, len(fds)), *fds)
+    answer = standin.hear(protocol.BACKINGS_OPENED)
+    assert (answer.a, answer.b) == (70, len(fds))
+    assert len({backing_id for backing_id, _ in answer.pairs}) == len(fds)
+    return [error for _, error in answer.pairs]
+
+
 def ids_of_nobody(standin: Standin) -> list[int]:
     """Close what was never opened, and what was closed before."""
     fd = os.open(_in_cache(standin, "through"), os.O_RDWR)
@@ -169,11 +181,22 @@ def _breach(data: bytes, count: int = 0) -> Callable[[Standin], None]:
 
 _OPEN = protocol.pack(protocol.BACKING_OPEN)
 _TICK = protocol.pack(protocol.TICK)
+_PAIR = protocol.PAIR.pack(1, 1)
+_MOST = protocol.MOST_FILES
 
 two_descriptors = _breach(_OPEN, 2)
 many_descriptors = _breach(_OPEN, 200)
 no_descriptor = _breach(_OPEN)
 no_descriptor_with_an_error = _breach(protocol.pack(protocol.BACKING_OPEN, error=1))
+fewer_descriptors_than_files = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 3), 2)
+more_descriptors_than_files = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 3), 4)
+no_files = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 0))
+no_files_but_a_descriptor = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 0), 1)
+files_without_end = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, _MOST + 1), _MOST + 1)
+files_without_number = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, (1 << 64) - 1), 1)
+pair_with_a_tick = _breach(_TICK + _PAIR)
+pair_with_files = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 1) + _PAIR, 1)
+pair_of_the_brokers = _breach(protocol.pack(protocol.REGISTERED, 0, 1) + _PAIR)
 descriptor_with_a_tick = _breach(_TICK, 1)
 short_message = _breach(_TICK[:-1])
 long_message = _breach(_TICK + b"\0")
@@ -233,6 +256,14 @@ def hostile_file(standin: Standin) -> None:
 def hostile_files_in_one_message(standin: Standin) -> None:
     path = os.path.join(standin.settings["hostile"], "file")
     _send(standin, _OPEN, os.open(path, os.O_RDWR), os.open(path, os.O_RDWR))
+    _wait_for_death()
+
+
+def hostile_file_behind_others(standin: Standin) -> None:
+    """In one message: those before it have been registered when the broker hangs."""
+    good = os.open(_in_cache(standin, "through"), os.O_RDWR)
+    hostile = os.open(os.path.join(standin.settings["hostile"], "file"), os.O_RDWR)
+    _send(standin, protocol.pack(protocol.BACKINGS_OPEN, 1, 3), good, good, hostile)
     _wait_for_death()
 
 

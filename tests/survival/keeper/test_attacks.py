@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fusefs.keeper import protocol as wire
 from fusefs.keeper.protocol import FRESH
 from fusefs.linux import libc
 from tests.support.machine.ordinary_user import NOBODY, public_python
@@ -116,6 +117,14 @@ def test_only_so_many_files_are_registered(kept: Kept) -> None:
     assert kept.status()["backing_ids"] == 50
 
 
+def test_several_files_come_in_one_message(kept: Kept) -> None:
+    errors = attack(kept, "several_files")
+    assert errors == [errno.EINVAL if number == 2 else 0 for number in range(wire.MOST_FILES)]
+    assert kept.status()["backing_ids"] == wire.MOST_FILES - 1
+    daemon = kept.served_by_another_than(kept.kill_daemon())["daemon"]
+    assert len(kept.facts(daemon)["table"]) == wire.MOST_FILES - 1
+
+
 def test_only_what_was_opened_is_closed(kept: Kept) -> None:
     assert attack(kept, "ids_of_nobody") == [errno.ENOENT] * 4 + [0, errno.ENOENT]
     assert kept.status()["backing_ids"] == 0
@@ -141,6 +150,15 @@ def test_a_registered_file_is_used_with_the_daemons_ids_and_no_capability(kept: 
         "many_descriptors",
         "no_descriptor",
         "no_descriptor_with_an_error",
+        "fewer_descriptors_than_files",
+        "more_descriptors_than_files",
+        "no_files",
+        "no_files_but_a_descriptor",
+        "files_without_end",
+        "files_without_number",
+        "pair_with_a_tick",
+        "pair_with_files",
+        "pair_of_the_brokers",
         "descriptor_with_a_tick",
         "short_message",
         "long_message",
@@ -209,7 +227,9 @@ def hostile_mount(kept: Kept, attributes_valid_s: int) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("attributes_valid_s", [0, 3600], ids=["fstat hangs", "close hangs"])
-@pytest.mark.parametrize("name", ["hostile_file", "hostile_files_in_one_message"])
+@pytest.mark.parametrize(
+    "name", ["hostile_file", "hostile_files_in_one_message", "hostile_file_behind_others"]
+)
 def test_a_descriptor_that_hangs_does_not_hang_the_keeper(
     kept: Kept, name: str, attributes_valid_s: int
 ) -> None:
