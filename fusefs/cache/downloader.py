@@ -59,11 +59,12 @@ class Download:
     `position` is up to where bytes have arrived; `demanded` counts the readers
     that wait, `wanted` the prefetches and jobs that are interested. For jobs what was
     used since `keep_used_since`, in seconds since the epoch, is not evicted. `on_end`
-    is called when it has ended.
+    is called when it has ended, `note_demand` with 1 when the first reader waits for it and
+    with -1 when none does any more.
     """
 
     __slots__ = (
-        "_hurry",
+        "_note_demand",
         "_waiters",
         "cancel_scope",
         "demanded",
@@ -81,9 +82,11 @@ class Download:
         "work",
     )
 
-    def __init__(self, file: CacheFile, start: int, stop: int, hurry: Callable[[], None]) -> None:
+    def __init__(
+        self, file: CacheFile, start: int, stop: int, note_demand: Callable[[int], None]
+    ) -> None:
         self.file = file
-        self._hurry = hurry
+        self._note_demand = note_demand
         self.start = start
         self.stop = stop
         self.position = self.waited_to = start
@@ -148,17 +151,22 @@ class Download:
         self._waiters.append((position, event))
         self.demanded += 1
         if self.demanded == 1:
-            self._hurry()
+            self._note_demand(1)
         self.work.wait(1)
         try:
             await event.wait()
         except trio.Cancelled:
-            self.demanded -= 1
+            self._leave()
             self._stop_if_unwanted()
             raise
         finally:
             self.work.wait(-1)
+        self._leave()
+
+    def _leave(self) -> None:
         self.demanded -= 1
+        if not self.demanded:
+            self._note_demand(-1)
 
     async def ended(self) -> None:
         """Wait until the download has ended, without raising its priority."""
@@ -215,6 +223,8 @@ class Downloader:
         self._evictor = evictor
         self._nursery = nursery
         self._running: set[Download] = set()
+        # How many of them have readers that wait.
+        self.demanded = 0
         # Whether what a download brings shows that the version is the current one.
         self.proves_versions = True
         # Called with a pinned file and the range that a download has brought, also of one that
@@ -391,12 +401,17 @@ class Downloader:
         )
 
     def _start(self, file: CacheFile, start: int, stop: int) -> Download:
-        download = Download(file, start, stop, self._source.hurry)
+        download = Download(file, start, stop, self._note_demand)
         file.downloads += 1
         self._of.setdefault(file, []).append(download)
         self._cache.pin_again(file)
         self._nursery.start_soon(self._run, download)
         return download
+
+    def _note_demand(self, change: int) -> None:
+        self.demanded += change
+        if change > 0:
+            self._source.hurry()
 
     async def _run(self, download: Download) -> None:
         """Bring one range in; its error is raised by the waiters, never here."""

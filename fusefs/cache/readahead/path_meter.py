@@ -35,7 +35,8 @@ LEAST_ROUND_S = 0.2
 HOLD_S = 8.0
 # A reader that has read nothing for so long needs no share.
 IDLE_S = 2.0
-# How fast an old measurement gives way: the latency is the least of about the last hundred.
+# How fast an old measurement gives way: the latency is the least of about the last hundred, and
+# of more where more than LEAST_WIDTH downloads are under way, which wait for each other.
 FORGETTING = 0.01
 NEWS = 0.1
 
@@ -64,7 +65,8 @@ class PathMeter:
         self._base = (0, 0.0)  # the width before the last trial, and what it brought
         self._next_trial = 0.0
         self._is_trial = False
-        self._running = 0
+        self._running = 0  # bytes
+        self._under_way = 0  # downloads
         self._readers: dict[LargeFileReader, None] = {}
         self._begin_round()
 
@@ -108,11 +110,13 @@ class PathMeter:
         """A download of `size` bytes is under way."""
         self._count_running()
         self._running += size
+        self._under_way += 1
 
     def ended(self, size: int) -> None:
         """A download of `size` bytes that `began` has come, or not."""
         self._count_running()
         self._running -= size
+        self._under_way -= 1
 
     def arrived(self, size: int) -> None:
         """So many bytes have come."""
@@ -127,7 +131,7 @@ class PathMeter:
         if not self.latency_s or latency_s < self.latency_s:
             self.latency_s = latency_s
         else:
-            self.latency_s *= 1 + FORGETTING
+            self.latency_s *= 1 + FORGETTING * min(1.0, LEAST_WIDTH / max(1, self._under_way))
 
     def note_rest(self, size: int, elapsed_s: float) -> None:
         """The `size` bytes behind the first ones took so many seconds."""

@@ -11,7 +11,8 @@ How many may lie there unread grows with how many were opened, less those that
 were evicted unread, so a program that reads a few files of a large folder
 causes little waste. How many are under way
 at a time follows from the path: so many that requests, each of which takes a
-round trip, come as fast as the daemon can take them.
+round trip, come as fast as the daemon can take them. Where readers wait for more
+than that themselves, nothing is fetched ahead: it would only make them wait longer.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Siblings:
         self._most_bytes = UNREAD_SHARE * self._downloader.room
         if self._is_full():
             self._make_room()
-        while self._waiting and self._under_way < self.width and not self._is_full():
+        while self._waiting and self._has_room():
             folder = next(reversed(self._waiting))
             if not self._fetch_of(folder):
                 return
@@ -185,7 +186,7 @@ class Siblings:
         if len(folder.unread) >= folder.most:
             self._forget_evicted(folder)
         for _ in range(TURN):
-            if self._under_way >= self.width or self._is_full():
+            if not self._has_room():
                 return False
             if len(folder.unread) >= folder.most:
                 return True
@@ -198,6 +199,11 @@ class Siblings:
                 folder.refused = info
                 return False
         return True
+
+    def _has_room(self) -> bool:
+        width, demanded = self.width, self._downloader.demanded
+        is_free = demanded <= width and self._under_way < max(LEAST_WIDTH, width - demanded)
+        return is_free and not self._is_full()
 
     def _is_full(self) -> bool:
         return self._unread_bytes >= self._most_bytes

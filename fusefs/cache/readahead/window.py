@@ -14,9 +14,9 @@ read several stretches at once: each has a window of its own.
 each time (a column of a table, a rank's part of each record).
 
 *Everywhere* (`RandomReads`): a mapped file that faults all over, read in whatever
-order. Each such read costs a round trip. When the reader has waited for a
-quarter of the time that all of the file would take, all of it is fetched: what
-comes too much is bounded by what was waited for.
+order. Each such read costs a round trip. When a quarter of the file has come that
+way, and the reader has waited for a quarter of the time that all of it would take,
+all of it is fetched: what comes too much is bounded by both.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ STEPS_AFTER = 2
 LARGEST_SHARE_OF_CACHE = 0.5
 # Of the time that a file would take as a whole, which its reader has waited for scattered reads.
 WAITED_SHARE = 0.25
+# Of the file, what has come by then. A program that looks at some places of a large file is
+# slowed down by fetching all of it, to half of its rate where processors are the limit.
+PRESENT_SHARE = 0.25
 
 
 class Readahead:
@@ -310,8 +313,9 @@ class RandomReads:
         """Note when a read has waited; what several wait at the same time counts once."""
         self._waited_s += max(0.0, ended - max(began, self._until))
         self._until = max(ended, self._until)
-        bandwidth = self._downloader.path.bandwidth
-        if self._scope is not None or self._waited_s * bandwidth < WAITED_SHARE * self._file.size:
+        if self._scope is not None or self._file.present.total < PRESENT_SHARE * self._file.size:
+            return
+        if self._waited_s * self._downloader.path.bandwidth < WAITED_SHARE * self._file.size:
             return
         if self._file.size <= LARGEST_SHARE_OF_CACHE * self._downloader.room:
             self._scope = trio.CancelScope()

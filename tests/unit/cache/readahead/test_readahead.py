@@ -49,7 +49,7 @@ class RecordingDownloader:
     def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
         assert file is self.file
         self.ranges.append((start, stop))
-        download = Download(file, start, stop, lambda: None)
+        download = Download(file, start, stop, lambda _change: None)
         download.wanted = 1
         self.downloads.append(download)
         return [download]
@@ -229,6 +229,30 @@ async def test_a_few_files_of_a_directory_bring_others(tmp_path: Path) -> None:
         assert requested_keys(parts) == set()
         siblings.opened("d/", files[FOLDER_AFTER - 1], was_there=False)
         await eventually(lambda: len(requested_keys(parts)) >= FOLDER_AFTER)
+        siblings.close()
+
+
+@pytest.mark.parametrize("readers", [LEAST_WIDTH, LEAST_WIDTH + 1])
+async def test_siblings_wait_where_many_readers_wait(tmp_path: Path, readers: int) -> None:
+    async with held(tmp_path) as parts:
+        files = infos(50)
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
+        async with trio.open_nursery() as nursery:
+            for number in range(readers):
+                awaited = version(f"awaited-{number}", 1000)
+                nursery.start_soon(parts.downloader.wait_for, parts.cache.pin(awaited), 0, 1000)
+            await wait_all_tasks_blocked()
+            assert parts.downloader.demanded == readers
+            for info in files[:FOLDER_AFTER]:
+                siblings.opened("d/", info, was_there=False)
+            await wait_all_tasks_blocked()
+            others = {key for key in requested_keys(parts) if key.startswith("d/")}
+            assert bool(others) == (readers == LEAST_WIDTH)
+            parts.bucket.let_go()
+        assert parts.downloader.demanded == 0
+        # The next open is the reason to begin.
+        siblings.opened("d/", files[FOLDER_AFTER], was_there=False)
+        await eventually(lambda: len(requested_keys(parts)) >= readers + LEAST_WIDTH)
         siblings.close()
 
 
@@ -463,7 +487,13 @@ async def test_a_file_that_is_read_all_over_is_fetched_whole(tmp_path: Path) -> 
         readahead.reads(2 * MIB, 2 * MIB + 4096)
         readahead.waited(10.2, 10.9)  # at the same time
         assert not parts.bucket.requested
+        await parts.downloader.wait_for(file, 0, 9 * MIB)  # less than a quarter
+        count = len(parts.bucket.requested)
         readahead.waited(12.0, 13.0)
+        await parts.quiet()
+        assert len(parts.bucket.requested) == count
+        await parts.downloader.wait_for(file, 9 * MIB, 11 * MIB)
+        readahead.waited(13.0, 13.1)
         await eventually(lambda: file.is_complete)
         readahead.close()
         parts.cache.unpin(file)
@@ -476,6 +506,7 @@ async def test_a_file_that_would_fill_the_cache_is_not_fetched_whole(tmp_path: P
         parts.downloader.path.rate = 1e6
         readahead = Readahead(parts.downloader, file)
         readahead.reads(24 * MIB, 24 * MIB + 4096)
+        file.present.add(0, 10 * MIB)
         readahead.waited(10.0, 10.0 + 100)
         await parts.quiet()
         assert not parts.bucket.requested
@@ -489,6 +520,7 @@ async def test_a_closed_reader_ends_the_fetching_of_its_whole_file(tmp_path: Pat
         parts.downloader.path.rate = 1e6
         readahead = Readahead(parts.downloader, file)
         readahead.reads(24 * MIB, 24 * MIB + 4096)
+        file.present.add(0, 50 * MIB)
         readahead.waited(10.0, 10.0 + 1000)
         await eventually(lambda: bool(parts.bucket.running))
         readahead.close()
