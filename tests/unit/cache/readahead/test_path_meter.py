@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from fusefs.cache.readahead.path_meter import GAIN, IDLE_S, LEAST_WIDTH, DownloadMeter, PathMeter
 
@@ -64,6 +65,21 @@ def test_latency_and_rate_of_a_connection_are_measured() -> None:
     path.keep_busy(3, lambda: 4)
     assert 0.03 < path.meter.latency_s < 0.08
     assert 70e6 < path.meter.rate < 100e6
+
+
+def test_downloads_that_wait_for_each_other_say_little_of_the_latency() -> None:
+    latencies = {}
+    for under_way in (1, 8 * LEAST_WIDTH):
+        meter = PathMeter(64, PART, Clock())
+        meter.note_first(MIB, 0.01)
+        with ExitStack() as downloads:
+            for _ in range(under_way):
+                downloads.enter_context(meter.download(PART))
+            for _ in range(200):
+                meter.note_first(MIB, 1.0)
+        latencies[under_way] = meter.latency_s
+    assert latencies[1] > 5 * 0.01
+    assert latencies[8 * LEAST_WIDTH] < 2 * 0.01
 
 
 def test_where_the_server_is_near_the_width_is_the_least() -> None:
