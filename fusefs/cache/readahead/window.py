@@ -14,9 +14,10 @@ read several stretches at once: each has a window of its own.
 each time (a column of a table, a rank's part of each record).
 
 *Everywhere* (`RandomReads`): a mapped file that faults all over, read in whatever
-order. Each such read costs a round trip. When a quarter of the file has come that
-way, and the reader has waited for a quarter of the time that all of it would take,
-all of it is fetched: what comes too much is bounded by both.
+order. Each such read costs a round trip. When the reader has waited for a quarter
+of the time that all of the file would take, all of it is fetched: what comes too
+much is bounded by what was waited for. Of a file that is read in short stretches,
+as a sample or an index is, a quarter has to have come as well.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ STEPS_AFTER = 2
 LARGEST_SHARE_OF_CACHE = 0.5
 # Of the time that a file would take as a whole, which its reader has waited for scattered reads.
 WAITED_SHARE = 0.25
-# Of the file, what has come by then. A program that looks at some places of a large file is
-# slowed down by fetching all of it, to half of its rate where processors are the limit.
+# Of the file, what has come by then, if it is not read in stretches that are LONG on average. A
+# program that looks at some places of a large file is slowed down by fetching all of it, to half
+# of its rate where processors are the limit.
 PRESENT_SHARE = 0.25
+LONG = 1 << 20
 
 
 class Readahead:
@@ -61,8 +64,10 @@ class Readahead:
         "_file",
         "_go_on",
         "_has_several",
+        "_read_bytes",
         "_scattered",
         "_steps",
+        "_stretches",
         "_windows",
         "last_read",
     )
@@ -79,6 +84,7 @@ class Readahead:
         self._go_on = go_on
         self._windows = [self._window(0)]  # the one that was read last is the first
         self._has_several = False
+        self._stretches, self._read_bytes = 1, 0
         self._steps = StridedReads(DownloadsAhead(downloader, file, self))
         self._scattered = RandomReads(downloader, file)
 
@@ -89,6 +95,7 @@ class Readahead:
         """Note a read of [start, stop) and start to download what comes next. Does not wait."""
         if self._file.is_complete:
             return
+        self._read_bytes += stop - start
         if not self._has_several:  # several that take turns look like one that steps
             self._steps.reads(start, stop)
         for index, window in enumerate(self._windows):
@@ -102,6 +109,7 @@ class Readahead:
 
     def _jumped(self, stop: int) -> None:
         """Begin a stretch behind a read that belongs to none."""
+        self._stretches += 1
         if not self._has_several:
             # Rather a reader that goes on elsewhere than one more of them.
             for window in self._windows:
@@ -113,7 +121,8 @@ class Readahead:
     def waited(self, began: float, ended: float) -> None:
         """Note when a read has waited, in seconds of the monotonic clock."""
         if not self._windows[0].is_in_order and not self._steps.is_on:
-            self._scattered.waited(began, ended)
+            are_long = self._read_bytes >= LONG * self._stretches
+            self._scattered.waited(began, ended, are_long=are_long)
 
     def close(self) -> None:
         """End the interest in all downloads; those without readers stop."""
@@ -309,15 +318,20 @@ class RandomReads:
         self._until = 0.0  # what was waited before has been counted
         self._scope: trio.CancelScope | None = None
 
-    def waited(self, began: float, ended: float) -> None:
-        """Note when a read has waited; what several wait at the same time counts once."""
+    def waited(self, began: float, ended: float, *, are_long: bool) -> None:
+        """Note when a read has waited; what several wait at the same time counts once.
+
+        `are_long`: it is read in stretches that are long, so probably all of it will be.
+        """
         self._waited_s += max(0.0, ended - max(began, self._until))
         self._until = max(ended, self._until)
-        if self._scope is not None or self._file.present.total < PRESENT_SHARE * self._file.size:
+        size = self._file.size
+        waited_for = self._waited_s * self._downloader.path.bandwidth
+        if self._scope is not None or waited_for < WAITED_SHARE * size:
             return
-        if self._waited_s * self._downloader.path.bandwidth < WAITED_SHARE * self._file.size:
+        if not are_long and self._file.present.total < PRESENT_SHARE * size:
             return
-        if self._file.size <= LARGEST_SHARE_OF_CACHE * self._downloader.room:
+        if size <= LARGEST_SHARE_OF_CACHE * self._downloader.room:
             self._scope = trio.CancelScope()
             self._downloader.in_background(self._fetch)
 

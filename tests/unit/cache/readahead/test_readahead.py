@@ -500,6 +500,20 @@ async def test_a_file_that_is_read_all_over_is_fetched_whole(tmp_path: Path) -> 
         assert not parts.bucket.overlapped
 
 
+async def test_a_file_that_is_read_in_long_stretches_is_fetched_whole_early(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=1 << 30) as parts:
+        file = parts.cache.pin(version("big", 100 * MIB))
+        parts.downloader.path.rate = 1e6
+        readahead = Readahead(parts.downloader, file)
+        for at in (80, 30, 60, 10):
+            read_all(readahead, at * MIB, (at + 2) * MIB)
+        readahead.reads(45 * MIB, 45 * MIB + 4096)
+        readahead.waited(10.0, 20.0)
+        await eventually(lambda: file.is_complete)
+        readahead.close()
+        parts.cache.unpin(file)
+
+
 async def test_a_file_that_would_fill_the_cache_is_not_fetched_whole(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=60 * MIB) as parts:
         file = parts.cache.pin(version("big", 40 * MIB))
