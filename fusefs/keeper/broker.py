@@ -315,7 +315,7 @@ class Broker:
             os.close(fd)
 
     def _register_all(self, fds: Sequence[int]) -> list[tuple[int, int]]:
-        """Register files; the id of each and an errno, of which one is 0. The keeper is told."""
+        """Register files, and report them; the id of each and an errno, of which one is 0."""
         results, registered = [], []
         for fd in fds:
             backing_id, error = 0, 0

@@ -309,7 +309,7 @@ class KeeperClient:
                 self.quiesced.set()
             elif message.kind == wire.ABLE:
                 self.namespace = message.b
-                self._most_files = message.c
+                self._most_files = min(message.c, wire.MOST_FILES)
             elif message.kind == wire.BACKINGS_OPENED:
                 self._unanswered -= 1
                 for number, (backing_id, error) in enumerate(message.pairs, message.a):

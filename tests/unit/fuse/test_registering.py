@@ -94,6 +94,12 @@ async def test_a_message_that_is_full_waits_for_nothing(patient: None) -> None:
         assert [(await one.receive()).b for _ in range(2)] == [4, 4]
 
 
+async def test_a_keeper_that_takes_more_gets_no_more_than_this_version_sends(patient: None) -> None:
+    async with registering(2 * protocol.MOST_FILES) as one:
+        one.add(*range(protocol.MOST_FILES))
+        assert (await one.receive()).b == protocol.MOST_FILES
+
+
 async def test_what_is_needed_goes_at_once(patient: None) -> None:
     async with registering(16) as one:
         one.add(1)
