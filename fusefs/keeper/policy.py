@@ -431,11 +431,12 @@ class Keeper:
         if self._state.connection and not fuse_connection.is_disconnected(self._state.fuse_fd):
             self._send_to_descriptor_store(fd_store.drop)
         self._processes.end()
+        if self._state.fuse_fd >= 0:
+            os.close(self._state.fuse_fd)
+        # Last, as whoever waits for the mount's processes finds us by it.
         self._control.close()
         if self._listener is not None:
             self._listener.remove()
-        if self._state.fuse_fd >= 0:
-            os.close(self._state.fuse_fd)
 
     # --- the control socket ---
 
