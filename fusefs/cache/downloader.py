@@ -33,6 +33,7 @@ from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.checksums import RunningSums
 from fusefs.cache.quota import Quota
+from fusefs.cache.readahead.demand import Demand
 from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -223,8 +224,7 @@ class Downloader:
         self._evictor = evictor
         self._nursery = nursery
         self._running: set[Download] = set()
-        # How many of them have readers that wait.
-        self.demanded = 0
+        self.demand = Demand()
         # Whether what a download brings shows that the version is the current one.
         self.proves_versions = True
         # Called with a pinned file and the range that a download has brought, also of one that
@@ -409,7 +409,7 @@ class Downloader:
         return download
 
     def _note_demand(self, change: int) -> None:
-        self.demanded += change
+        self.demand.change(change)
         if change > 0:
             self._source.hurry()
 

@@ -12,7 +12,8 @@ were evicted unread, so a program that reads a few files of a large folder
 causes little waste. How many are under way
 at a time follows from the path: so many that requests, each of which takes a
 round trip, come as fast as the daemon can take them. Where readers wait for more
-than that themselves, nothing is fetched ahead: it would only make them wait longer.
+than that themselves, or for as much as a daemon can bring, nothing is fetched ahead: it
+would only make them wait longer.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ MOST_FOLDERS = 1024
 # were fetched ahead.
 STARTED_EACH = 16
 LEAST_WIDTH = 8
+# Where more readers wait, they have the daemon busy themselves, however far away the store is.
+MOST_WAITING = 32
 # What a daemon takes in a second: a small file costs it 0.5 ms of processor time.
 FILES_PER_SECOND = 2000
 # Entries of a listing that are looked at before other tasks have their turn.
@@ -201,9 +204,10 @@ class Siblings:
         return True
 
     def _has_room(self) -> bool:
-        width, demanded = self.width, self._downloader.demanded
-        is_free = demanded <= width and self._under_way < max(LEAST_WIDTH, width - demanded)
-        return is_free and not self._is_full()
+        width, demand = self.width, self._downloader.demand
+        if demand.peak > min(width, MOST_WAITING) or self._is_full():
+            return False
+        return self._under_way < max(LEAST_WIDTH, width - demand.count)
 
     def _is_full(self) -> bool:
         return self._unread_bytes >= self._most_bytes

@@ -17,11 +17,13 @@ from fusefs.cache import file_cache
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Download
 from fusefs.cache.ranges import RangeMap
+from fusefs.cache.readahead.demand import PERIOD_S, Demand
 from fusefs.cache.readahead.next_files import NextFiles
 from fusefs.cache.readahead.path_meter import LEAST_WIDTH, PathMeter
 from fusefs.cache.readahead.siblings import (
     FILES_PER_SECOND,
     FOLDER_AFTER,
+    MOST_WAITING,
     SMALL,
     UNREAD_EACH,
     Siblings,
@@ -232,28 +234,54 @@ async def test_a_few_files_of_a_directory_bring_others(tmp_path: Path) -> None:
         siblings.close()
 
 
-@pytest.mark.parametrize("readers", [LEAST_WIDTH, LEAST_WIDTH + 1])
-async def test_siblings_wait_where_many_readers_wait(tmp_path: Path, readers: int) -> None:
+@pytest.mark.parametrize(
+    ("latency_s", "most"), [(0.001, LEAST_WIDTH), (0.01, 20), (0.1, MOST_WAITING)]
+)
+@pytest.mark.parametrize("beyond", [0, 1])
+async def test_siblings_wait_where_many_readers_wait(
+    tmp_path: Path, latency_s: float, most: int, beyond: int
+) -> None:
+    readers = most + beyond
     async with held(tmp_path) as parts:
-        files = infos(50)
+        parts.downloader.path.latency_s = latency_s
+        parts.downloader.most_small = 128
+        files = infos(100)
         siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
         async with trio.open_nursery() as nursery:
             for number in range(readers):
                 awaited = version(f"awaited-{number}", 1000)
                 nursery.start_soon(parts.downloader.wait_for, parts.cache.pin(awaited), 0, 1000)
             await wait_all_tasks_blocked()
-            assert parts.downloader.demanded == readers
+            assert parts.downloader.demand.count == readers
             for info in files[:FOLDER_AFTER]:
                 siblings.opened("d/", info, was_there=False)
             await wait_all_tasks_blocked()
             others = {key for key in requested_keys(parts) if key.startswith("d/")}
-            assert bool(others) == (readers == LEAST_WIDTH)
+            assert bool(others) == (beyond == 0)
             parts.bucket.let_go()
-        assert parts.downloader.demanded == 0
-        # The next open is the reason to begin.
+        assert parts.downloader.demand.count == 0
+        # The next open is the reason to begin, unless there were many readers a moment ago.
+        await trio.sleep(2 * PERIOD_S if beyond else 0)
         siblings.opened("d/", files[FOLDER_AFTER], was_there=False)
         await eventually(lambda: len(requested_keys(parts)) >= readers + LEAST_WIDTH)
         siblings.close()
+
+
+def test_readers_that_have_just_been_answered_count_for_a_while() -> None:
+    now = 0.0
+    demand = Demand(lambda: now)
+    for by in (1, 1, 1, -1, -1, -1):
+        demand.change(by)
+    assert (demand.count, demand.peak) == (0, 3)
+    now = 1.5 * PERIOD_S
+    demand.change(1)
+    assert (demand.count, demand.peak) == (1, 3), "the most of the period before"
+    now = 3 * PERIOD_S
+    assert demand.peak == 1
+    demand.change(-1)
+    assert demand.peak == 1
+    now = 6 * PERIOD_S
+    assert demand.peak == 0
 
 
 async def test_siblings_are_bounded_by_how_many_were_opened(tmp_path: Path) -> None:
