@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import trio
+
 from fusefs.diagnosis.findings import Finding, advice, ok, problem
 from fusefs.settings.display import human_duration
-from fusefs.store.errors import NO_CREDENTIALS, AttemptError, StoreError, translate
-from fusefs.store.s3.clients import Clients, S3Settings
+from fusefs.store.errors import NO_CREDENTIALS, SILENT_SOURCE, AttemptError
+from fusefs.store.s3.clients import Clients, ClientSource, S3Settings
 
 # Long-lived keys are to be renewed this often at least (CIS AWS Foundations Benchmark, 1.14).
 OLD_S = 90 * 86_400.0
@@ -25,13 +27,11 @@ _FILES = {
 def check(settings: S3Settings) -> tuple[Finding, Clients | None]:
     """The finding about the credentials, and clients that use them; None without any. Blocks."""
     try:
-        clients = Clients(settings)
-    except Exception as error:  # botocore has an exception for each source of credentials
-        failed = isinstance(error, StoreError | AttemptError)
-        why = str(error) if failed else translate(error).sentence
-        text, what_to_do = why, "correct that: it is what every request to S3 begins with"
-        if why == NO_CREDENTIALS.sentence:  # has both
-            text, _, what_to_do = why.partition(": ")
+        clients = trio.run(ClientSource(settings).connect)
+    except AttemptError as error:
+        text, what_to_do = str(error), "correct that: it is what every request to S3 begins with"
+        if error.failure in (NO_CREDENTIALS, SILENT_SOURCE):  # they have both
+            text, _, what_to_do = text.partition(": ")
         return problem("credentials", text, what_to_do), None
     if clients.credentials is None:
         return ok("credentials", "requests are not signed (--anonymous)"), clients

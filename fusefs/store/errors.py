@@ -229,6 +229,13 @@ NO_CREDENTIALS = Failure(
     " name a --profile, or use --anonymous for a public bucket",
 )
 
+# Of what a profile or the environment names as the source of credentials.
+SILENT_SOURCE = Failure(
+    CredentialsError,
+    "what gives out the credentials does not answer: run the profile's credential_process"
+    " by hand, or see whether the identity service can be reached",
+)
+
 
 def translate(error: Exception) -> Failure:
     """What an exception of a request means, be it boto3's, obstore's or an unforeseen one."""

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import trio
 from botocore.credentials import RefreshableCredentials
 
+from fusefs.store.errors import CredentialsError
 from fusefs.store.renewal import RenewedCredentials
 from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
@@ -100,6 +102,38 @@ async def test_no_request_waits_for_the_renewal_of_what_is_valid(
         source.be_silent(is_silent=False)
         await eventually(lambda: not credentials.refresh_needed())
         await read_all(store)
+    assert source.calls == 2
+
+
+async def test_a_source_that_does_not_answer_is_named_and_waited_for(
+    shared: Bucket, faulty: FaultyS3, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
+    source.give(60)
+    source.be_silent(is_silent=True)
+    async with opened(shared, faulty) as store:
+        for _ in range(2):
+            with pytest.raises(CredentialsError, match="credential_process by hand"):
+                await store.head("body")
+        source.be_silent(is_silent=False)
+        await eventually(lambda: store.requester.source.clients is not None)
+        await read_all(store)
+    assert source.calls == 1, "nothing else was begun meanwhile"
+
+
+async def test_where_there_were_credentials_requests_wait_longer_for_their_source(
+    shared: Bucket, faulty: FaultyS3, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.give(60)
+    async with opened(shared, faulty) as store, trio.open_nursery() as nursery:
+        await read_all(store)
+        source.be_silent(is_silent=True)
+        store.requester.source.clients = None  # as after an answer that they have expired
+        with monkeypatch.context() as limited:
+            limited.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
+            nursery.start_soon(read_all, store)
+            await trio.sleep(1)
+        source.be_silent(is_silent=False)
     assert source.calls == 2
 
 

@@ -17,10 +17,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+import trio
+
 from fusefs.settings.types import ConditionalWrites
 from fusefs.store import many_deletes, renewal
 from fusefs.store.customer_key import CustomerKey
-from fusefs.store.errors import NO_CREDENTIALS, AttemptError, UnreachableError, translate
+from fusefs.store.errors import (
+    NO_CREDENTIALS,
+    SILENT_SOURCE,
+    AttemptError,
+    UnreachableError,
+    translate,
+)
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.client import HttpClient, unsigned_body
 from fusefs.store.http.pool import Network
@@ -44,6 +52,8 @@ logger = logging.getLogger("fusefs.store")
 # end, or at each request if that is nearer, as with those that expire sooner than this.
 ASK_AGAIN = timedelta(minutes=10)
 RECONNECT_EVERY_S = 2.0
+# For what gives out credentials at a mount's start, which a keeper ends after 30 s of silence.
+SOURCE_LIMIT_S = 20.0
 # Up to so many, their time is what limits a first read over TLS.
 FEW_PROCESSORS = 4
 # Credentials that stay the same until an administrator changes them.
@@ -519,16 +529,20 @@ class ClientSource:
         """The clients, which are made if need be.
 
         Raises:
-            AttemptError: there are no credentials, or they can't be used.
+            AttemptError: there are no credentials, they can't be used, or what gives them
+                out does not answer in time.
         """
         while self.clients is None:
             try:
-                await self._connecting.wait(lambda: Clients(self._settings, self._refusals))
+                with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
+                    await self._connecting.wait(lambda: Clients(self._settings, self._refusals))
+                if waiting.cancelled_caught:  # the next caller waits for the same call
+                    raise AttemptError(SILENT_SOURCE)
             except AttemptError as error:
-                if error.failure is NO_CREDENTIALS and self.principal is not None:
+                is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
+                if is_lack and self.principal is not None:
                     # There were some: their source is silent or about to be rewritten.
-                    failure = replace(NO_CREDENTIALS, is_retryable=True)
-                    raise AttemptError(failure) from error
+                    raise AttemptError(replace(error.failure, is_retryable=True)) from error
                 raise
         return self.clients
 

@@ -104,6 +104,28 @@ def test_a_source_of_credentials_that_fails_is_a_problem_with_its_reason(
     assert found.advice.startswith("correct that")
 
 
+def test_a_source_of_credentials_that_hangs_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    silent, config = tmp_path / "silent", tmp_path / "config"
+    silent.touch()
+    wait = f"sh -c 'while [ -e {silent} ]; do sleep 0.02; done'"
+    config.write_text(f"[default]\ncredential_process = {wait}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
+    found, clients = credentials.check(S3Settings("bucket", endpoint_url="http://127.0.0.1:9"))
+    silent.unlink()
+    assert clients is None
+    assert (found.level, found.text) == (
+        Level.PROBLEM,
+        "what gives out the credentials does not answer",
+    )
+    assert "credential_process" in found.advice
+
+
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
