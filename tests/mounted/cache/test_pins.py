@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import read_all, stamped
 from tests.support.survival.surviving import serving_pid
@@ -21,6 +22,14 @@ from tests.support.waiting import until
 
 MIB = 1 << 20
 SIZE = 5_000
+# Writes a file, and closes it when its standard input has ended.
+WRITER = """\
+import sys
+with open(sys.argv[1], "wb", buffering=0) as file:
+    file.write(sys.stdin.buffer.read(int(sys.argv[2])))
+    print("written", flush=True)
+    sys.stdin.read()
+"""
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -145,11 +154,17 @@ def test_a_drop_spares_what_is_open_and_what_is_pinned(mounter: Mounter, tree: B
 
 def test_what_is_not_uploaded_is_shown_and_not_dropped(mounter: Mounter, bucket: Bucket) -> None:
     here = mounter("--no-read-only", "--durability", "local", bucket=bucket)
-    with open(here.path / "new", "wb") as file:
-        file.write(stamped(1, SIZE))
-        file.flush()
+    # By a process of its own: what is started here closes a descriptor of ours, which uploads.
+    writing = [sys.executable, "-c", WRITER, str(here.path / "new"), str(SIZE)]
+    with subprocess.Popen(writing, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        writer.stdin.write(stamped(1, SIZE))
+        writer.stdin.flush()
+        assert writer.stdout.readline() == b"written\n"
         assert local(here.path / "new")["pending_files"] == 1
         assert run("drop", here.path / "new").returncode == 0
+        assert keys(bucket) == []
     fusefs("sync", here.path)
     assert stored(bucket, "new") == stamped(1, SIZE)
 
