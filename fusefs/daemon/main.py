@@ -53,7 +53,7 @@ from fusefs.daemon.takeover import (
 from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper import early_start, template
-from fusefs.keeper.client import KeeperClient, KeeperError
+from fusefs.keeper.client import KeeperError
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
 from fusefs.launch import registry
 from fusefs.linux import mount, mountinfo
@@ -515,11 +515,7 @@ class Daemon:
             return None
         passthrough = self.backing = PassthroughFiles(takeover.keeper)
         self.cache.on_evict = passthrough.drop
-
-        def move(keeper: KeeperClient) -> None:
-            passthrough.registrar = keeper
-
-        takeover.on_revival = move
+        takeover.on_revival = passthrough.move_to
         takeover.table = passthrough.table
         return passthrough
 

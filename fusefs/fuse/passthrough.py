@@ -44,7 +44,9 @@ class Registrar(Protocol):
     async def open_backing(self, fd: int) -> int: ...
     def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None: ...
     def open_gathered(self) -> None: ...
-    def close_backing(self, backing_id: int) -> trio.Event: ...
+    def close_backing(
+        self, backing_id: int, done: Callable[[int, int], None] | None = None
+    ) -> trio.Event: ...
 
 
 class NoPassthrough:
@@ -86,6 +88,8 @@ class PassthroughFiles:
         # Least recently used first; always the same dict.
         self.ids: OrderedDict[CacheFile, int] = OrderedDict()
         self._registering: dict[CacheFile, trio.Event] = {}
+        # What is being given back, with the inodes: an id stays registered without a keeper.
+        self._leaving: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -162,7 +166,14 @@ class PassthroughFiles:
 
     def table(self) -> list[tuple[int, int]]:
         """What is registered, as (id, st_ino)."""
-        return [(backing_id, file.st_ino) for file, backing_id in self.ids.items()]
+        used = [(backing_id, file.st_ino) for file, backing_id in self.ids.items()]
+        return [*used, *self._leaving.items()]
+
+    def move_to(self, registrar: Registrar) -> None:
+        """Go on with another keeper, which knows the `table`; it closes what no other has."""
+        self.registrar = registrar
+        for backing_id, st_ino in list(self._leaving.items()):
+            self._give_back(backing_id, st_ino)
 
     def take_over(
         self,
@@ -186,15 +197,25 @@ class PassthroughFiles:
             if file is not None and file not in self.ids:
                 self.adopt(file, backing_id)
             else:
-                self.registrar.close_backing(backing_id)
+                self._give_back(backing_id, st_ino)
 
     def drop(self, file: CacheFile) -> trio.Event | None:
         """Give a file's id back; no program has the file open.
 
-        The event, if there was an id, is set when the kernel has let the file go.
+        The event, if there was an id, is set when the kernel has let the file go, or the
+        keeper has gone: then the next one gives it back.
         """
         backing_id = self.ids.pop(file, 0)
-        return self.registrar.close_backing(backing_id) if backing_id else None
+        return self._give_back(backing_id, file.st_ino) if backing_id else None
+
+    def _give_back(self, backing_id: int, st_ino: int) -> trio.Event:
+        self._leaving[backing_id] = st_ino
+
+        def done(_: int, error: int) -> None:
+            if error != errno.ECONNRESET:
+                self._leaving.pop(backing_id, None)
+
+        return self.registrar.close_backing(backing_id, done)
 
     def drop_unused(self) -> None:
         """Give back the ids of all files that no program has open."""

@@ -22,6 +22,7 @@ and adds the few kinds below.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -269,6 +270,8 @@ class Broker:
     def _known(self, message: wire.KeeperMessage) -> None:
         if len(self.state.files) >= self.configuration.most_backing_ids:
             raise wire.ProtocolError("KNOWN, too often")
+        if not 0 < message.b < 1 << 31:
+            raise wire.ProtocolError("KNOWN of no id")
         self.state.opened(message.b, message.c)
         self._tell_registered([(message.b, message.c)])
 
@@ -305,14 +308,14 @@ class Broker:
     def _backing_open(self, message: wire.KeeperMessage) -> None:
         ((backing_id, error),) = self._register_all(message.fds)
         self._post(wire.pack(wire.BACKING_OPENED, message.a, backing_id, error=error))
-        os.close(message.fd)  # may hang, so everybody knows before
+        _close(message.fd)  # may hang, so everybody knows before
 
     def _backings_open(self, message: wire.KeeperMessage) -> None:
         results = self._register_all(message.fds)
         answer = wire.pack(wire.BACKINGS_OPENED, message.a, len(results))
         self._post(wire.with_pairs(answer, results))
         for fd in message.fds:
-            os.close(fd)
+            _close(fd)
 
     def _register_all(self, fds: Sequence[int]) -> list[tuple[int, int]]:
         """Register files, and report them; the id of each and an errno, of which one is 0."""
@@ -384,3 +387,8 @@ class Broker:
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV):
                 log(f"backing id {backing_id} could not be closed: {error.strerror}")
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):  # its file system may refuse what was written before
+        os.close(fd)

@@ -264,9 +264,15 @@ class KeeperClient:
             self._waiting.pop(number, None)
         return reply.value if reply.value in FATES else UNKNOWN
 
-    def close_backing(self, backing_id: int) -> trio.Event:
-        """Give an id back; the event is set when it is done, or the keeper has gone."""
+    def close_backing(
+        self, backing_id: int, done: Callable[[int, int], None] | None = None
+    ) -> trio.Event:
+        """Give an id back; the event is set when it is done, or the keeper has gone.
+
+        `done` gets the errno as its second argument: ECONNRESET where the keeper has gone.
+        """
         number, reply = self._expect_reply()
+        reply.done = done
         if self.gone.is_set():
             self._waiting.pop(number).come(0, errno.ECONNRESET)
         else:

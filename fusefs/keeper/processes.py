@@ -344,7 +344,7 @@ class ProcessTable:
                 self._close_in_child(daemon)
                 if daemon.is_prepared:
                     broker.take()
-            except OSError:
+            except Exception:
                 os._exit(1)  # anything but a second keeper
             raise BecomeBroker(broker, theirs)
         theirs.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +24,7 @@ from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
 from tests.support.waiting import eventually
 
+SOON_S = 15.0
 PROGRAM = """\
 #!/bin/sh
 echo >> calls
@@ -135,6 +138,54 @@ async def test_where_there_were_credentials_requests_wait_longer_for_their_sourc
             await trio.sleep(1)
         source.be_silent(is_silent=False)
     assert source.calls == 2
+
+
+async def test_a_refused_request_does_not_wait_longer_for_other_credentials(
+    shared: Bucket, faulty: FaultyS3, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.give(60)
+    async with opened(shared, faulty, retry_time_s=2.0) as store:
+        await read_all(store)
+        monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
+        monkeypatch.setattr("fusefs.store.s3.clients.RECONNECT_EVERY_S", 0.0)
+        source.be_silent(is_silent=True)
+        faulty.add("*", "*", code="InvalidAccessKeyId")
+        with trio.fail_after(SOON_S), pytest.raises(CredentialsError, match="not known"):
+            await store.head("body")
+        source.be_silent(is_silent=False)
+    assert source.calls == 2
+
+
+async def look(store: S3Store) -> None:
+    await store.head("body")
+
+
+async def write(store: S3Store) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(BODY)
+        file.flush()
+        await store.put_file("new", file.fileno(), len(BODY), metadata={}, content_type=None)
+
+
+@pytest.mark.parametrize("send", [look, write])
+async def test_what_has_expired_is_not_waited_for_without_end(
+    shared: Bucket,
+    faulty: FaultyS3,
+    source: Source,
+    monkeypatch: pytest.MonkeyPatch,
+    send: Callable[[S3Store], Awaitable[None]],
+) -> None:
+    async with opened(shared, faulty, retry_time_s=2.0) as store:
+        await near_the_end(store, source, 0.5)
+        monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
+        source.be_silent(is_silent=True)
+        with trio.fail_after(SOON_S), pytest.raises(CredentialsError, match="does not answer"):
+            await send(store)
+        monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 20.0)
+        source.give(180)
+        source.be_silent(is_silent=False)
+        await read_all(store)
+        await write(store)
 
 
 @pytest.mark.parametrize("minutes", [12, 5])

@@ -263,6 +263,8 @@ class _Exchange:
             answer, is_reusable = await self._receive_piecemeal()
         else:
             start, stop = stop + 4, stop + 4 + size
+            if stop > len(buffer):
+                raise wire.WireError("the answer is longer than the requested range")
             await self._fill(stop)
             self._wake_for(0)
             answer = Answer(head.status, head.headers, bytes(view[start:stop]))

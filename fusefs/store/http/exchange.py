@@ -325,7 +325,7 @@ def read_head(text: bytes) -> AnswerHead:
     """
     first, *lines = text.decode("latin-1").split("\r\n")
     protocol, _, rest = first.partition(" ")
-    if not protocol.startswith("HTTP/1.") or not rest[:3].isdigit():
+    if not protocol.startswith("HTTP/1.") or not (rest[:3].isascii() and rest[:3].isdigit()):
         raise WireError("what came is no answer")
     headers: dict[str, str] = {}
     for line in lines:

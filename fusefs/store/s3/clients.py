@@ -518,6 +518,7 @@ class ClientSource:
         self._refusals = ObstoreRefusals()
         self._connecting = SharedCall(self._take)
         self._credentials_call = SharedCall(self._look_for_credentials)
+        self._renewing: SharedCall[object] = SharedCall(lambda _: None)
         self._connected = 0.0
 
     @property
@@ -546,6 +547,20 @@ class ClientSource:
                 raise
         return self.clients
 
+    async def renew_due(self, clients: Clients) -> None:
+        """Wait for other credentials if those of `clients` have ended, or are about to.
+
+        Raises:
+            AttemptError: there are none, or none in time.
+        """
+        credentials = clients.credentials
+        if credentials is None or not getattr(credentials, "is_due", False):
+            return
+        with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
+            await self._renewing.wait(credentials.get_frozen_credentials)
+        if waiting.cancelled_caught:
+            raise AttemptError(replace(SILENT_SOURCE, is_retryable=True))
+
     def _take(self, clients: Clients) -> None:
         self.clients = clients
         self.principal = self.principal or clients.principal
@@ -571,7 +586,8 @@ class ClientSource:
             self._connected = now
         look = partial(_look_for_others, current)
         try:
-            await self._credentials_call.wait(look)
+            with trio.move_on_after(SOURCE_LIMIT_S):
+                await self._credentials_call.wait(look)
         except AttemptError as error:
             logger.info("no other credentials: %s", error)
         return self.clients is not current

@@ -391,6 +391,7 @@ class Requester:
             if clients is None:
                 with stage(WaitCause.CREDENTIALS):
                     clients = await self.source.connect()
+            await self.source.renew_due(clients)
             self.counted[_COUNTERS[operation]] += 1
             yield clients
 

@@ -46,8 +46,12 @@ class CountingRegistrar:
         self.given |= {number} - {0}
         self.later.pop(0)(number, error)
 
-    def close_backing(self, backing_id: int) -> trio.Event:
+    def close_backing(
+        self, backing_id: int, done: Callable[[int, int], None] | None = None
+    ) -> trio.Event:
         self.given.remove(backing_id)
+        assert done is not None
+        done(0, 0)
         return trio.Event()
 
 

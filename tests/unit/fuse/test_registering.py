@@ -9,10 +9,13 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 import trio
 
+from fusefs.cache.cached_file import CacheFile
+from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.keeper import client, protocol
 from fusefs.keeper.client import KeeperClient
 from fusefs.keeper.protocol import KeeperMessage
@@ -143,3 +146,57 @@ async def test_what_waits_for_others_fails_with_the_keeper(patient: None) -> Non
         assert {error for _, _, error in one.done} == {errno.ECONNRESET}
         one.add(5)
         assert one.done[-1] == (5, 0, errno.ECONNRESET)
+
+
+class Copy:
+    """What is known of a cache file that can be registered."""
+
+    pins = 0
+
+    def __init__(self, st_ino: int, fd: int) -> None:
+        self.st_ino = st_ino
+        self.fd = fd
+
+
+async def test_what_is_given_up_without_a_keeper_is_given_back_by_the_next() -> None:
+    async with registering(16) as one:
+        files = PassthroughFiles(one.client)
+        used, dropped, answered = (cast(CacheFile, Copy(number, one.fd)) for number in (1, 2, 3))
+        for file in (used, dropped, answered):
+            files.adopt(file, 100 + file.st_ino)
+        files.drop(answered)
+        closing = await one.receive()
+        assert (closing.kind, closing.b) == (protocol.BACKING_CLOSE, 103)
+        one.there.send(protocol.pack(protocol.BACKING_CLOSED, closing.a))
+        await eventually(lambda: len(files.table()) == 2)
+        one.there.close()
+        await one.client.gone.wait()
+        event = files.drop(dropped)
+        assert event is not None
+        assert event.is_set(), "nobody waits for a keeper that has gone"
+        assert sorted(files.table()) == [(101, 1), (102, 2)], "the kernel has both"
+    async with registering(16) as another:
+        files.move_to(another.client)
+        closing = await another.receive()
+        assert (closing.kind, closing.b) == (protocol.BACKING_CLOSE, 102)
+        another.there.send(protocol.pack(protocol.BACKING_CLOSED, closing.a))
+        await eventually(lambda: files.table() == [(101, 1)])
+
+
+async def test_what_the_keeper_has_not_answered_is_given_back_by_the_next() -> None:
+    async with registering(16) as one:
+        files = PassthroughFiles(one.client)
+        file = cast(CacheFile, Copy(1, one.fd))
+        files.adopt(file, 101)
+        files.drop(file)
+        assert (await one.receive()).b == 101
+        one.there.close()
+        await one.client.gone.wait()
+        assert files.table() == [(101, 1)]
+    async with registering(16) as another:
+        files.move_to(another.client)
+        closing = await another.receive()
+        assert closing.b == 101
+        # It had been closed before the keeper went.
+        another.there.send(protocol.pack(protocol.BACKING_CLOSED, closing.a, error=errno.ENOENT))
+        await eventually(lambda: files.table() == [])

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
+import trio
 from botocore import auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
 
 from fusefs.store.errors import AttemptError
+from fusefs.store.http import async_exchange
 from fusefs.store.http import exchange as exchange_module
 from fusefs.store.http.exchange import (
     LEAST_RATE,
@@ -321,6 +323,19 @@ def test_a_connection_with_bytes_behind_a_download_is_closed(server: Server) -> 
         )
     assert answer is not None
     assert (bytes(taken), server.is_idle) == (b"body", False)
+
+
+@pytest.mark.parametrize("length", [1_000_000, 1 << 30, 3 << 30])
+@pytest.mark.parametrize("status", ["200", "\u00b2\u00b2\u00b2"])
+async def test_in_the_event_loop_what_was_not_requested_is_no_answer(
+    server: Server, length: int, status: str
+) -> None:
+    head = f"HTTP/1.1 {status} OK\r\nContent-Length: {length}\r\n\r\n"
+    await trio.to_thread.run_sync(server.pool.open_idle)
+    server.answer(head.encode("latin-1") + bytes(1000))
+    with trio.fail_after(10), pytest.raises(WireError):
+        await async_exchange.exchange(server.pool, HEAD, b"", is_head=False, size=100)
+    assert not server.is_idle
 
 
 def trickle(server: Server, *begin: bytes) -> None:
