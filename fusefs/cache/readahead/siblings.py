@@ -26,6 +26,7 @@ from typing import Protocol
 
 from fusefs.cache.downloader import Download, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
+from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 
 # A file that one request brings as fast as its first byte.
@@ -247,6 +248,8 @@ class Siblings:
         self._under_way -= 1
         if download.error is not None:
             self._pop(folder, key)
+        if isinstance(download.error, StoreError):
+            folder.wasted += 1
         # There is no room, or the mount ends.
         if not isinstance(download.error, NotKeptError):
             self._fetch()

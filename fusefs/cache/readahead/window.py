@@ -270,7 +270,8 @@ class StridedReads:
             self._fetch_before()
 
     def _fetch_runs(self) -> None:
-        most = self._interest.parts()
+        # What a long run takes is that of several parts.
+        most = max(1, self._interest.parts() * PART // max(PART, self._length))
         if self._size == 0:
             self._ahead = self._start
         elif abs(self._ahead - self._start) > self._size // 2 * abs(self._step):

@@ -84,7 +84,10 @@ class Opener:
                     self._note_first_open(inode, file, is_first=is_first)
                     return opened
                 if self._needs_no_descriptor(inode, file):
-                    return self._opened_served(inode, file, flags, caller, keep_cache=True)
+                    is_first = file.last_use is None
+                    opened = self._opened_served(inode, file, flags, caller, keep_cache=True)
+                    self._note_first_open(inode, file, is_first=is_first)
+                    return opened
         return waiting(self._open_later(inode, flags, caller, is_valid))
 
     def _needs_no_descriptor(self, inode: Inode, file: CacheFile) -> bool:

@@ -478,6 +478,18 @@ def test_equal_steps_bring_the_next_ones_and_nothing_between() -> None:
     assert all(stop - start == length for start, stop in downloader.ranges if start > step)
 
 
+@pytest.mark.parametrize("run", [24 * MIB, 100 * MIB])
+def test_long_runs_with_equal_steps_share_the_width_as_parts_do(run: int) -> None:
+    window, downloader = readahead_of(1 << 40)
+    most = 0
+    for at in range(0, 20 * 2 * run, 2 * run):
+        read_all(window, at, at + run, MIB)
+        wanted = [each for each in downloader.downloads if each.wanted]
+        most = max(most, sum(max(0, each.stop - max(each.start, at + run)) for each in wanted))
+    # The window in order, and a run.
+    assert run <= most <= WINDOW + max(run, WINDOW)
+
+
 def test_a_share_that_gets_smaller_brings_no_more_steps() -> None:
     readahead, downloader = readahead_of(1 << 40)
     step = 50 * MIB
