@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
 from fsspec.callbacks import DEFAULT_CALLBACK, Callback
@@ -129,10 +130,16 @@ class FusefsFileSystem(AbstractFileSystem):
         if is_same:
             raise shutil.SameFileError(errno.EINVAL, "it is the same file", path2)
 
+    def invalidate_cache(self, path: str | None = None) -> None:
+        if self._fallback is not None:
+            self._fallback.invalidate_cache(None if path is None else self._strip_protocol(path))
+        super().invalidate_cache(path)
+
     # --- looking ---
 
     @_or_elsewhere
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        _refuse_version(kwargs)
         path = self._strip_protocol(path)
         if not path:
             return {"name": "", "size": 0, "type": "directory"}
@@ -202,6 +209,15 @@ class FusefsFileSystem(AbstractFileSystem):
             on_error = _raise_unless_missing
         return super().walk(path, maxdepth, topdown, on_error, **kwargs)
 
+    def find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, **kwargs: Any
+    ) -> Any:
+        # The fallback's own finds keys that no walk comes to (`a//b`), and its `rm` removes them.
+        other, plain = self._elsewhere(path), self._strip_protocol(path)
+        if other is None or any(place.location.startswith(f"{plain}/") for place in PLACES.all()):
+            return super().find(path, maxdepth=maxdepth, withdirs=withdirs, **kwargs)
+        return other.find(plain, maxdepth=maxdepth, withdirs=withdirs, **kwargs)
+
     def expand_path(
         self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
     ) -> list[str]:
@@ -244,8 +260,7 @@ class FusefsFileSystem(AbstractFileSystem):
 
     @_or_elsewhere
     def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **kwargs: Any) -> Any:
-        if kwargs.get("version_id"):
-            raise ValueError("a mount shows the latest version of each object alone")
+        _refuse_version(kwargs)
         if mode == "rb":
             return MountedFile.of(self.local_path(path))
         local = self.local_path(path, for_writing=True)
@@ -259,8 +274,9 @@ class FusefsFileSystem(AbstractFileSystem):
 
     @_or_elsewhere
     def cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **_: Any
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
+        _refuse_version(kwargs)
         [found] = _read(self.local_path(path), [(start, end)])
         if isinstance(found, Exception):
             raise found
@@ -319,6 +335,7 @@ class FusefsFileSystem(AbstractFileSystem):
     ) -> list[bytes | Exception]:
         other = self._elsewhere(path)
         if other is None:
+            _refuse_version(kwargs)
             return _read(self.local_path(path), ranges)
         # By their names: the fallback may have other parameters before them, as s3fs does.
         path = self._strip_protocol(path)
@@ -377,9 +394,15 @@ class FusefsFileSystem(AbstractFileSystem):
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
         if maxdepth is not None:
-            super().rm(path, recursive=recursive, maxdepth=maxdepth)
+            for one in self.expand_path(path, recursive=recursive, maxdepth=maxdepth):
+                if not self.isdir(one):  # what is deeper stays, and so do directories
+                    self.rm_file(one)
             return
+        removed: set[str] = set()
         for one in self.expand_path(path):
+            if recursive and any(str(above) in removed for above in PurePosixPath(one).parents):
+                continue  # it has gone with a directory above it
+            removed.add(one)
             other = self._elsewhere(one)
             if other is not None:
                 other.rm(one, recursive=recursive)
@@ -413,7 +436,9 @@ class FusefsFileSystem(AbstractFileSystem):
     ) -> None:
         is_elsewhere = self._elsewhere(path1) is not None or self._elsewhere(path2) is not None
         if is_elsewhere or maxdepth is not None or isinstance(path1, list):
-            super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth)
+            if path1 != path2:
+                self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
+                self.rm(path1, recursive=recursive, maxdepth=maxdepth)
             return
         self._refuse_root(path1)
         source = self.local_path(path1, for_writing=True)
@@ -451,7 +476,8 @@ class UncommittedFile(io.BufferedWriter):
         directory, name = os.path.split(local)
         self._local = local
         self._is_exclusive = is_exclusive
-        self._temporary = os.path.join(directory, f".{name[:200]}.{secrets.token_hex(8)}")
+        beginning = os.fsencode(name)[:200].decode(errors="ignore")  # names have 255 bytes
+        self._temporary = os.path.join(directory, f".{beginning}.{secrets.token_hex(8)}")
         super().__init__(io.FileIO(self._temporary, "x"))
 
     def commit(self) -> None:
@@ -472,6 +498,11 @@ class UncommittedFile(io.BufferedWriter):
             self.close()
         finally:
             os.remove(self._temporary)
+
+
+def _refuse_version(options: dict[str, Any]) -> None:
+    if options.get("version_id"):
+        raise ValueError("a mount shows the latest version of each object alone")
 
 
 def _facts(path: str, found: os.stat_result) -> dict[str, Any]:
@@ -628,6 +659,8 @@ def _other(name: str, options: dict[str, Any]) -> AbstractFileSystem:
     Raises:
         NotMountedError: it cannot be used.
     """
+    # Whoever asks for an asynchronous file system wraps this one, which is not.
+    options = {key: one for key, one in options.items() if key not in ("asynchronous", "loop")}
     if name != "s3fs":
         import fsspec
 

@@ -8,8 +8,12 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from fusefs.fsspec import FusefsFileSystem
 from fusefs.fsspec.filesystem import UncommittedFile
@@ -193,3 +197,109 @@ def test_move_that_the_mount_refuses_copies_nothing(
     fs.mkdir(f"{name}/into")
     fs.mv(f"{name}/moved", f"{name}/into")
     assert (path / "into/moved/b").read_bytes() == b"1"
+
+
+def test_move_to_a_depth_leaves_what_is_deeper(place: tuple[str, Path]) -> None:
+    name, path = place
+    fs = FusefsFileSystem()
+    for key in ("deep/a", "deep/b", "deep/s/b", "deep/s/t/c"):
+        fs.pipe_file(f"{name}/{key}", key.encode())
+    fs.mv(f"{name}/deep", f"{name}/moved", recursive=True, maxdepth=1)
+    left = [file for file in (path / "deep").rglob("*") if file.is_file()]
+    assert sorted(file.read_bytes() for file in left) == [b"deep/s/b", b"deep/s/t/c"]
+    moved = [file for file in (path / "moved").rglob("*") if file.is_file()]
+    assert sorted(file.read_bytes() for file in moved) == [b"deep/a", b"deep/b"]
+
+
+def test_removal_to_a_depth_leaves_what_is_deeper(place: tuple[str, Path]) -> None:
+    name, path = place
+    fs = FusefsFileSystem()
+    for key in ("gone/a", "gone/s/b"):
+        fs.pipe_file(f"{name}/{key}", b"x")
+    fs.rm(f"{name}/gone", recursive=True, maxdepth=1)
+    assert [file.name for file in (path / "gone").rglob("*") if file.is_file()] == ["b"]
+
+
+def test_removal_of_a_directory_and_what_is_in_it_goes_on(place: tuple[str, Path]) -> None:
+    name, path = place
+    fs = FusefsFileSystem()
+    for pattern in (f"{name}/all/**", [f"{name}/all/s", f"{name}/all/s/b", f"{name}/all/z"]):
+        for key in ("all/s/b", "all/z"):
+            fs.pipe_file(f"{name}/{key}", b"x")
+        fs.rm(pattern, recursive=True)
+        assert [file for file in path.glob("all/**/*") if file.is_file()] == []
+
+
+class Keys(MemoryFileSystem):
+    """Lists all keys, as S3 does, and counts what it is told to forget."""
+
+    protocol = "keys"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    forgotten = 0
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        Keys.forgotten += 1
+
+
+def test_move_out_of_a_fallback_removes_nothing_that_was_not_copied(
+    place: tuple[str, Path],
+) -> None:
+    name, _ = place
+    fsspec.register_implementation("keys", Keys, clobber=True)
+    fs = FusefsFileSystem(fallback="keys", skip_instance_cache=True)
+    keys = fsspec.filesystem("keys")
+    for key in ("/other/d/x", "/other/d//y"):
+        keys.pipe_file(key, key.encode())
+    with pytest.raises(OSError, match="no file name"):
+        fs.mv("/other/d", f"{name}/taken", recursive=True)
+    assert sorted(keys.store) == ["/other/d//y", "/other/d/x"]
+    fs.mv("/other/d", "/others/d", recursive=True)
+    assert sorted(one.getvalue() for one in keys.store.values()) == [b"/other/d//y", b"/other/d/x"]
+
+
+def test_a_fallback_forgets_its_listings_when_asked_to() -> None:
+    fsspec.register_implementation("keys", Keys, clobber=True)
+    fs = FusefsFileSystem(fallback="keys", skip_instance_cache=True)
+    fs.exists("/other")
+    Keys.forgotten = 0
+    fs.invalidate_cache()
+    fs.invalidate_cache("/other/d")
+    assert Keys.forgotten == 2
+
+
+class Slow(AsyncFileSystem):
+    """As s3fs is one."""
+
+    protocol = "slow"
+
+    async def _cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_: Any
+    ) -> bytes:
+        return b"there"
+
+
+def test_an_asynchronous_caller_wraps_a_fallback_that_is_none() -> None:
+    fsspec.register_implementation("slow", Slow, clobber=True)
+    fs = FusefsFileSystem(fallback="slow", asynchronous=True, skip_instance_cache=True)
+    assert fs.cat_file("unmounted/x") == b"there"
+
+
+def test_other_versions_than_the_latest_are_refused(place: tuple[str, Path]) -> None:
+    name, _ = place
+    fs = FusefsFileSystem()
+    fs.pipe_file(f"{name}/versioned", b"new")
+    url = f"{name}/versioned"
+    for ask in (fs.cat_file, fs.cat, fs.info, fs.open):
+        with pytest.raises(ValueError, match="latest version"):
+            ask(url, version_id="old")
+    with pytest.raises(ValueError, match="latest version"):
+        fs.cat_ranges([url], [0], [1], version_id="old", on_error="raise")
+
+
+def test_transactions_write_names_of_any_length(place: tuple[str, Path]) -> None:
+    name, path = place
+    fs, long = FusefsFileSystem(), "\u6f22" * 80  # 240 bytes
+    with fs.transaction, fs.open(f"{name}/{long}", "wb") as file:
+        file.write(b"x")
+    assert (path / long).read_bytes() == b"x"
