@@ -115,7 +115,7 @@ class Node:
             S3Settings("bucket", max_streams=budget.streams, retry_time_s=math.inf)
         )
         # Its clients are never used: what they would send is simulated.
-        self.requester.source = cast(Any, SimpleNamespace(clients=object()))
+        self.requester.source.clients = cast(Any, SimpleNamespace(credentials=None))
         self.streams = budget.streams
         self._s3 = s3
         self.warm_at = math.inf

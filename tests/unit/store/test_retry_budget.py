@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -53,7 +54,7 @@ async def test_the_wait_for_other_requests_leaves_time_to_try_again(
     mock_clock: trio.testing.MockClock,
 ) -> None:
     requester = Requester(S3Settings("bucket", max_connections=1, retry_time_s=60.0))
-    requester.source.clients = cast(Any, object())
+    requester.source.clients = cast(Any, SimpleNamespace(credentials=None))
     attempts: list[float] = []
 
     def work(_clients: object) -> None:
