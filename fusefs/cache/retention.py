@@ -101,10 +101,9 @@ class HashSet:
         added, removed = self._added, self._removed
         if len(added) + len(removed) > max(PAGE, len(self._sorted) // 8):
             stay = [value for value in self._sorted if value not in removed]
-            # In this order: what was removed and added again is in both sets.
-            self._sorted = array("q", sorted(stay + sorted(added)))
-            self._removed = set()
-            self._added = set()
+            tidied = array("q", sorted(stay + sorted(added)))
+            # With nothing between: the event loop looks at them while a thread is here.
+            self._sorted, self._removed, self._added = tidied, set(), set()
 
 
 def above(key: str) -> Iterator[str]:
@@ -123,8 +122,19 @@ def covers(pins: Container[str], key: str) -> bool:
     return any(pin in pins for pin in above(key))
 
 
+def is_text(path: str) -> bool:
+    """Whether a path can be part of a key: one of a command line may have any bytes."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def key_ranges(path: str) -> list[KeyRange]:
     """The keys at a path and below it; "" is above all."""
+    if not is_text(path):
+        return []
     # "0" is the character after "/".
     return [(path, path + "\0"), (path + "/", path + "0")] if path else [("", _END)]
 

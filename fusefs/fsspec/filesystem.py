@@ -436,7 +436,7 @@ class FusefsFileSystem(AbstractFileSystem):
     ) -> None:
         is_elsewhere = self._elsewhere(path1) is not None or self._elsewhere(path2) is not None
         if is_elsewhere or maxdepth is not None or isinstance(path1, list):
-            if path1 != path2:
+            if path1 != path2:  # fsspec's own would remove what is deeper as well
                 self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
                 self.rm(path1, recursive=recursive, maxdepth=maxdepth)
             return

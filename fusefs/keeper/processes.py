@@ -344,8 +344,9 @@ class ProcessTable:
                 self._close_in_child(daemon)
                 if daemon.is_prepared:
                     broker.take()
-            except Exception:
-                os._exit(1)  # anything but a second keeper
+            except Exception as error:  # the daemon may be gone: anything but a second keeper
+                log(f"the broker of {daemon.name} has not begun: {error}")
+                os._exit(1)
             raise BecomeBroker(broker, theirs)
         theirs.close()
         ours.setblocking(False)

@@ -26,6 +26,11 @@ LAST_S = 60
 AGAIN_S = 30.0
 
 
+def is_due(credentials: Any) -> bool:
+    """Whether a signature by these waits for other ones; those of no end never do."""
+    return getattr(credentials, "is_due", False)
+
+
 class RenewedCredentials:
     """Credentials that renew themselves: botocore's `RefreshableCredentials`, for any thread."""
 

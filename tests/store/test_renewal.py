@@ -15,7 +15,9 @@ from botocore.credentials import RefreshableCredentials
 
 from fusefs.store.errors import CredentialsError
 from fusefs.store.renewal import RenewedCredentials
+from fusefs.store.s3.clients import SOURCE_LIMIT_S
 from fusefs.store.s3.store import S3Store
+from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
@@ -108,9 +110,14 @@ async def test_no_request_waits_for_the_renewal_of_what_is_valid(
     assert source.calls == 2
 
 
+@states(
+    "What gives out the credentials is waited for 20 s; then the mount is refused, or the request "
+    "fails, with a line that says that it does not answer."
+)
 async def test_a_source_that_does_not_answer_is_named_and_waited_for(
     shared: Bucket, faulty: FaultyS3, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert SOURCE_LIMIT_S == 20
     monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
     source.give(60)
     source.be_silent(is_silent=True)

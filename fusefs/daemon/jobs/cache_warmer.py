@@ -43,7 +43,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.daemon.error_groups import first_of
-from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard, is_pattern
+from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard, is_pattern, matches
 from fusefs.daemon.takeover import Takeover, state_directory
 from fusefs.launch.control import ControlError
 from fusefs.linux import files
@@ -146,6 +146,10 @@ class WarmJob:
         self.since = since
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
+        # What was unpinned since, and is not to be pinned again; `pinning` is held while pins are
+        # added.
+        self.unpinned: list[str] = []
+        self.pinning = trio.Lock()
         self.is_listed = False
         self.has_ended = False
         self.is_full = False
@@ -173,6 +177,13 @@ class WarmJob:
         if self.spec.list_name:
             return not path
         return not path or self.spec.path == path or self.spec.path.startswith(path + "/")
+
+    def is_unpinned(self, path: str) -> bool:
+        """Whether a path was unpinned since the job began."""
+        return any(
+            path == other or path.startswith(other + "/") or matches(other, path)
+            for other in self.unpinned
+        )
 
     def found(self, infos: Sequence[ObjectInfo], *, is_last: bool) -> None:
         """Count the files of a page of the listing."""
@@ -314,6 +325,8 @@ class CacheWarmer:
         if spec.list_name and not (self._lists / spec.list_name).exists():
             raise ControlError("the list is incomplete, for the daemon was replaced; try again")
         job = self._jobs.get(spec.id)
+        if job is not None and job.unpinned:
+            job.scope.cancel()  # it would leave out what is to be pinned again
         if job is None or job.is_ending:
             job = WarmJob(spec, steady_time())
             self._begin(job)
@@ -354,12 +367,20 @@ class CacheWarmer:
         return bool(jobs)
 
     async def cancel_pins(self, path: str) -> None:
-        """End the jobs that pin what is at or below a path, and wait for their end."""
+        """Have no job pin what is at or below a path, or what a pattern matches, any more.
+
+        Those for nothing else are ended; others, of a list or a pattern, leave it out. When
+        this returns nothing is being added.
+        """
         pinning = [job for job in self._jobs.values() if job.spec.is_pinned and not job.has_ended]
         for job in pinning:
             if job.is_within(path):
                 job.scope.cancel()
                 await job.ended.wait()
+            elif job.spec.list_name or is_pattern(job.spec.path):
+                job.unpinned.append(path)
+                async with job.pinning:
+                    continue
 
     def describe(self) -> list[dict[str, Any]]:
         """The jobs as JSON can hold them, the latest last."""
@@ -470,7 +491,10 @@ class CacheWarmer:
         async def deliver(selected: Selected) -> None:
             if job.spec.is_pinned:
                 try:
-                    await self._cache.retention.add(selected.roots)
+                    async with job.pinning:
+                        at = len(self._prefix)
+                        roots = [root for root in selected.roots if not job.is_unpinned(root[at:])]
+                        await self._cache.retention.add(roots)
                 except OSError as error:
                     why = error.strerror or str(error)
                     raise StoreError(f"the pin can't be put on record: {why}") from error

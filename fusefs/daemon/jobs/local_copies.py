@@ -172,8 +172,9 @@ class LocalCopies:
             await self._cancel_pins(path)
             job.pins = await self._cache.remove_pins(self._key(path))
             if not job.pins and is_pattern(path):
+                root = self._key("")  # which is shown as ".", and no pattern's
                 job.pins = await self._cache.remove_pins(
-                    self._key(""), lambda pin: matches(path, self._shown(pin))
+                    root, lambda pin: pin != root and matches(path, self._shown(pin))
                 )
             if not job.pins:
                 above = self._cache.retention.pins_above(self._key(path))
@@ -271,12 +272,15 @@ class LocalCopies:
                 await self._drop(job, file)
 
     async def _drop(self, job: CopiesJob, file: CacheFile) -> None:
-        if file.is_retained:
-            if not job.is_forced:
-                return
-            await self._cache.release_file(file)
+        if file.is_retained and not job.is_forced:
+            return
         size = file.present.total
         self._cache.close_unused()
+        # What is in use stays, and stays retained.
+        if file.is_retained and not file.pins:
+            await self._cache.release_file(file)
+            if file.pins:
+                self._cache.retain_again(file)
         if file.pins or not await self._evictor.drop(file):
             job.in_use.add(size)
             if len(job.in_use_names) < MOST_NAMED and file.version is not None:

@@ -21,6 +21,7 @@ from hashlib import blake2b
 
 import trio
 
+from fusefs.cache.retention import is_text
 from fusefs.posix.directory.segment import LAST_CHARACTER
 from fusefs.posix.nodes import names
 from fusefs.store.errors import NotFoundError, StoreError
@@ -98,6 +99,8 @@ class Selector:
 
     async def _select(self, path: str, deliver: Deliver, limiter: trio.CapacityLimiter) -> None:
         key = self._prefix + path if path else self._prefix.rstrip("/")
+        if not is_text(key):
+            raise NotFoundError(NO_SUCH)
         try:
             await self._tree(key, deliver, limiter)
         except NotFoundError:
@@ -116,15 +119,21 @@ class Selector:
         """
         numbers: dict[str, int] = {}
         for number, path in lines:
-            numbers.setdefault(self._prefix + path, number)
+            if not path or self._is_shown(self._prefix + path):
+                numbers.setdefault(self._prefix + path, number)
+            else:
+                miss(number, path, NotFoundError(NO_SUCH))
 
         async def run(keys: Sequence[str]) -> None:
+            others: list[str] = []
             try:
-                others = await self._files(keys, deliver)
+                while keys:
+                    count, without = await self._files(keys, deliver)
+                    others += without
+                    keys = keys[count:]
             except StoreError as error:
                 for key in keys:
                     miss(numbers[key], key[len(self._prefix) :], error)
-                return
             async with trio.open_nursery() as nursery:
                 for key in others:
                     nursery.start_soon(alone, key)
@@ -246,31 +255,25 @@ class Selector:
 
     # Lists
 
-    async def _files(self, keys: Sequence[str], deliver: Deliver) -> list[str]:
-        """Deliver the objects that have these keys, in order; return the keys without one."""
-        common = _common(keys[0], keys[-1])
-        others = []
-        at = 0
-        while at < len(keys):
-            page = await self._page_at(common, keys[at])
-            is_last = page.next_token is None
-            stop = at
-            while stop < len(keys) and (is_last or keys[stop] <= page.last):
-                stop += 1
-            listed = {info.key: info for info in page.objects}
-            found = [listed[key] for key in keys[at:stop] if key in listed]
-            others += [key for key in keys[at:stop] if key not in listed]
-            if stop - at < WORTH and not is_last:
-                more = keys[stop : stop + HEADS]
-                heads = await self._heads(more)
-                found += heads
-                known = {info.key for info in heads}
-                others += [key for key in more if key not in known]
-                stop += len(more)
-            if found:
-                await deliver(Selected(self._shown(found), [info.key for info in found]))
-            at = stop
-        return others
+    async def _files(self, keys: Sequence[str], deliver: Deliver) -> tuple[int, list[str]]:
+        """Deliver the objects that have the first of these keys, in order.
+
+        Returns how many keys were looked up, and those of them without an object.
+        """
+        page = await self._page_at(_common(keys[0], keys[-1]), keys[0])
+        is_last = page.next_token is None
+        stop = 0
+        while stop < len(keys) and (is_last or keys[stop] <= page.last):
+            stop += 1
+        listed = {info.key: info for info in page.objects}
+        if stop < WORTH and not is_last:
+            more = keys[stop : stop + HEADS]
+            listed |= {info.key: info for info in await self._heads(more)}
+            stop += len(more)
+        found = [listed[key] for key in keys[:stop] if key in listed]
+        if found:
+            await deliver(Selected(self._shown(found), [info.key for info in found]))
+        return stop, [key for key in keys[:stop] if key not in listed]
 
     async def _page_at(self, prefix: str, key: str) -> ListPage:
         """The page of a listing that begins at a key, or shortly before."""

@@ -77,15 +77,13 @@ class Opener:
         if inode.is_current and is_valid and (not inode.served or not self._backing.is_on):
             file = self._cache.find(inode.info.version)
             if file is not None and file.is_complete:
+                opened, is_first = None, file.last_use is None
                 backing_id = self._backing.find(file)
                 if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
-                    is_first = file.last_use is None
                     opened = self._opened_passthrough(inode, file, backing_id, flags, caller)
-                    self._note_first_open(inode, file, is_first=is_first)
-                    return opened
-                if self._needs_no_descriptor(inode, file):
-                    is_first = file.last_use is None
+                elif self._needs_no_descriptor(inode, file):
                     opened = self._opened_served(inode, file, flags, caller, keep_cache=True)
+                if opened is not None:
                     self._note_first_open(inode, file, is_first=is_first)
                     return opened
         return waiting(self._open_later(inode, flags, caller, is_valid))

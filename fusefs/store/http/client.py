@@ -21,7 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, urlsplit
 
-from fusefs.store import unreachable
+from fusefs.store import renewal, unreachable
 from fusefs.store.customer_key import COPY_SOURCE, CustomerKey
 from fusefs.store.errors import AttemptError, Failure, UnreachableError, from_body
 from fusefs.store.http import async_exchange, exchange
@@ -234,7 +234,7 @@ class HttpClient:
 
     def _is_to_renew(self) -> bool:
         """Whether a signature has to wait for other credentials, which may take a request."""
-        return getattr(self._credentials, "is_due", False)
+        return renewal.is_due(self._credentials)
 
     def _head(
         self,

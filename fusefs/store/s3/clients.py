@@ -527,7 +527,7 @@ class ClientSource:
         return self.clients is not None and self.clients.uses_obstore
 
     async def connect(self) -> Clients:
-        """The clients, which are made if need be.
+        """The clients, which are made if need be, with credentials that are valid.
 
         Raises:
             AttemptError: there are no credentials, they can't be used, or what gives them
@@ -545,21 +545,13 @@ class ClientSource:
                     # There were some: their source is silent or about to be rewritten.
                     raise AttemptError(replace(error.failure, is_retryable=True)) from error
                 raise
-        return self.clients
-
-    async def renew_due(self, clients: Clients) -> None:
-        """Wait for other credentials if those of `clients` have ended, or are about to.
-
-        Raises:
-            AttemptError: there are none, or none in time.
-        """
-        credentials = clients.credentials
-        if credentials is None or not getattr(credentials, "is_due", False):
-            return
-        with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
-            await self._renewing.wait(credentials.get_frozen_credentials)
-        if waiting.cancelled_caught:
-            raise AttemptError(replace(SILENT_SOURCE, is_retryable=True))
+        clients = self.clients
+        if clients.credentials is not None and renewal.is_due(clients.credentials):
+            with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
+                await self._renewing.wait(clients.credentials.get_frozen_credentials)
+            if waiting.cancelled_caught:
+                raise AttemptError(replace(SILENT_SOURCE, is_retryable=True))
+        return clients
 
     def _take(self, clients: Clients) -> None:
         self.clients = clients

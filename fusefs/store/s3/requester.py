@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import trio
 
+from fusefs.store import renewal
 from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.errors import (
     AttemptError,
@@ -388,10 +389,9 @@ class Requester:
             if budget is not None:
                 budget.note_sent()
             clients = self.source.clients
-            if clients is None:
+            if clients is None or renewal.is_due(clients.credentials):
                 with stage(WaitCause.CREDENTIALS):
                     clients = await self.source.connect()
-            await self.source.renew_due(clients)
             self.counted[_COUNTERS[operation]] += 1
             yield clients
 

@@ -231,7 +231,7 @@ def test_removal_of_a_directory_and_what_is_in_it_goes_on(place: tuple[str, Path
 
 
 class Keys(MemoryFileSystem):
-    """Lists all keys, as S3 does, and counts what it is told to forget."""
+    """Lists all keys, as S3 does, and counts how often it is to forget them."""
 
     protocol = "keys"
     store: ClassVar[dict[str, Any]] = {}

@@ -173,7 +173,7 @@ async def test_what_is_given_up_without_a_keeper_is_given_back_by_the_next() -> 
         await one.client.gone.wait()
         event = files.drop(dropped)
         assert event is not None
-        assert event.is_set(), "nobody waits for a keeper that has gone"
+        assert event.is_set(), "no eviction waits for a keeper that has gone"
         assert sorted(files.table()) == [(101, 1), (102, 2)], "the kernel has both"
     async with registering(16) as another:
         files.move_to(another.client)

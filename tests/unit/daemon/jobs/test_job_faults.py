@@ -23,24 +23,9 @@ from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode import Inode, StagedFile
 from fusefs.posix.write import staged_sums
 from fusefs.settings.mount import MountSettings, MountSource
-from tests.support.local_cache import Bucket, Parts, cache_in, info
+from tests.support.local_cache import cache_in, info
 from tests.support.waiting import eventually
-
-NO_ATTRIBUTES = cast(Any, SimpleNamespace(lacks_version=lambda _info: False))
-FRESH = cast(Any, SimpleNamespace(is_fresh=True))
-
-
-class WideBucket(Bucket):
-    def counters(self) -> dict[str, int]:
-        return {"connections": 8}
-
-
-def warmer_of(parts: Parts, directory: Path) -> CacheWarmer:
-    settings = MountSettings(
-        source=MountSource("bucket"), mountpoint=directory / "mnt", cache_dir=directory
-    )
-    store = cast(Any, parts.bucket)
-    return CacheWarmer(store, parts.cache, parts.downloader, settings, Selector(store, ""))
+from tests.support.warm_jobs import FRESH, NO_ATTRIBUTES, WideBucket, warmer_of
 
 
 def faulty(what: str, _key: str) -> None:

@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs.daemon.jobs.cache_warmer import CacheWarmer, JobSpec
-from fusefs.daemon.jobs.selection import Selector, Shard
-from fusefs.settings.mount import MountSettings, MountSource
-from tests.support.local_cache import Bucket, Parts, cache_in, info
+from fusefs.daemon.jobs.cache_warmer import JobSpec
+from fusefs.daemon.jobs.selection import Shard
+from tests.support.local_cache import cache_in, info
+from tests.support.warm_jobs import LIST, NEXT_DAEMON, NO_ATTRIBUTES, WideBucket, warmer_of
 
 KEYS = [f"key-{number}" for number in range(20)]
-LIST = "ab" * 8
-NO_ATTRIBUTES = cast(Any, SimpleNamespace(lacks_version=lambda _info: False))
-NEXT_DAEMON = cast(Any, SimpleNamespace(is_fresh=False))
-
-
-class WideBucket(Bucket):
-    def counters(self) -> dict[str, int]:
-        return {"connections": 8}
-
-
-def warmer(parts: Parts, directory: Path) -> CacheWarmer:
-    source, mountpoint = MountSource("bucket"), directory / "mnt"
-    settings = MountSettings(source=source, mountpoint=mountpoint, cache_dir=directory)
-    bucket = cast(Any, parts.bucket)
-    return CacheWarmer(bucket, parts.cache, parts.downloader, settings, Selector(bucket, ""))
 
 
 async def test_a_list_of_two_jobs_stays_until_both_have_ended(tmp_path: Path) -> None:
@@ -40,7 +23,7 @@ async def test_a_list_of_two_jobs_stays_until_both_have_ended(tmp_path: Path) ->
         for key in filter(Shard(0, 2).has, KEYS):
             await parts.fetch(info(key).version)
         async with trio.open_nursery() as nursery:
-            first = warmer(parts, tmp_path)
+            first = warmer_of(parts, tmp_path)
             nursery.start_soon(first.run, None, NO_ATTRIBUTES)
             await first.append(LIST, 0, "\n".join(KEYS) + "\n")
             bucket.hold()
@@ -52,7 +35,7 @@ async def test_a_list_of_two_jobs_stays_until_both_have_ended(tmp_path: Path) ->
             assert not left.has_ended
             nursery.cancel_scope.cancel()
         async with trio.open_nursery() as nursery:
-            second = warmer(parts, tmp_path)
+            second = warmer_of(parts, tmp_path)
             nursery.start_soon(second.run, NEXT_DAEMON, NO_ATTRIBUTES)
             again = await second.start(JobSpec("list", Shard(1, 2), list_name=LIST))
             bucket.let_go()
