@@ -153,6 +153,11 @@ def test_without_resend_the_death_of_the_daemon_is_an_error_and_no_hang(
     assert (mount.path / data.small_name(1)).read_bytes() == data.small(1)
 
 
+def waits_for_answer(pid: int) -> bool:
+    """Whether a process waits in the kernel for a FUSE request, as far as the kernel says."""
+    return Path(f"/proc/{pid}/wchan").read_text() in ("request_wait_answer", "0")
+
+
 @states(
     "A mount without a daemon that serves it for the longest pause is aborted: calls that wait"
     " fail with ECONNABORTED and later ones with ENOTCONN, as the kernel has it, so no program"
@@ -169,6 +174,7 @@ def test_a_pause_has_an_end(filled: Bucket, mounter_of: Mounter) -> None:
         text=True,
     )
     try:
+        until(lambda: waits_for_answer(reader.pid), "the reader's request is there")
         deadline = time.monotonic() + LIMIT_S
         while reader.poll() is None:
             assert time.monotonic() < deadline, "the reader waits for ever"
