@@ -50,8 +50,9 @@ LEAST_WIDTH = 8
 MOST_WAITING = 32
 # What a daemon takes in a second: a small file costs it 0.5 ms of processor time.
 FILES_PER_SECOND = 2000
-# Entries of a listing that are looked at before other tasks have their turn.
+# Entries of a folder's listing, and folders, that are looked at before other tasks have their turn.
 TURN = 200
+FOLDERS_TURN = 8
 
 
 class Files(Protocol):
@@ -171,7 +172,9 @@ class Siblings:
         self._most_bytes = UNREAD_SHARE * self._downloader.room
         if self._is_full():
             self._make_room()
-        while self._waiting and self._has_room():
+        for _ in range(FOLDERS_TURN):
+            if not self._waiting or not self._has_room():
+                return
             folder = next(reversed(self._waiting))
             if not self._fetch_of(folder):
                 return

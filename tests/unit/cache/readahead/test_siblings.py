@@ -16,8 +16,10 @@ from fusefs.cache.readahead.path_meter import LEAST_WIDTH
 from fusefs.cache.readahead.siblings import (
     FILES_PER_SECOND,
     FOLDER_AFTER,
+    FOLDERS_TURN,
     MOST_WAITING,
     SMALL,
+    TURN,
     UNREAD_EACH,
     Siblings,
 )
@@ -174,6 +176,40 @@ async def test_large_and_empty_files_are_no_siblings(tmp_path: Path) -> None:
             siblings.opened("d/", ObjectInfo(f"other{number}", 10, '"1"', 0), was_there=False)
         await wait_all_tasks_blocked()
         assert requested_keys(parts) == set()
+        siblings.close()
+
+
+class _LargeFiles:
+    """Folders that have no small files, and how many of them were looked at."""
+
+    looked_at = 0
+
+    def files(self, prefix: str, _behind: str) -> Iterator[ObjectInfo]:
+        for number in range(10 * TURN):
+            self.looked_at += 1
+            yield ObjectInfo(f"{prefix}{number}", SMALL + 1, '"1"', 0)
+
+    def next_folder(self, _prefix: str) -> str | None:
+        return None
+
+
+async def test_many_folders_that_had_to_wait_are_not_looked_through_at_once(
+    tmp_path: Path,
+) -> None:
+    async with held(tmp_path) as parts:
+        folders = _LargeFiles()
+        siblings = Siblings(parts.downloader, parts.cache, folders)
+        parts.downloader.demand.change(1000)
+        for number in range(4 * FOLDERS_TURN):
+            for info in infos(FOLDER_AFTER):
+                siblings.opened(f"d{number}/", info, was_there=False)
+        assert folders.looked_at == 0
+        parts.downloader.demand.change(-1000)
+        await trio.sleep(2 * PERIOD_S)
+        for turns in range(1, 5):
+            siblings.opened("d0/", ObjectInfo(f"other-{turns}", 1, '"1"', 0), was_there=False)
+            assert folders.looked_at <= turns * FOLDERS_TURN * TURN
+        assert folders.looked_at > FOLDERS_TURN * TURN
         siblings.close()
 
 
