@@ -33,7 +33,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{/* Which nodes a pool's pods run on. */}}
 {{- define "fusefs-csi.nodes" -}}
 nodeSelector:
-  {{- merge (deepCopy (default dict .pool.nodeSelector)) (default dict .values.selector) | toYaml | nindent 2 }}
+  {{- mergeOverwrite (deepCopy (default dict .values.selector)) (default dict .pool.nodeSelector) | toYaml | nindent 2 }}
 tolerations:
   {{- toYaml .values.tolerations | nindent 2 }}
 affinity:
@@ -43,14 +43,14 @@ affinity:
 {{/* Fails where a node is in two pools for certain: the drivers of both would serve it. */}}
 {{- define "fusefs-csi.checkPools" -}}
 {{- range $first, $one := .Values.nodePools }}
-{{- $selector := merge (deepCopy $one.nodeSelector) (default dict $.Values.nodes.selector) }}
+{{- $selector := mergeOverwrite (deepCopy (default dict $.Values.nodes.selector)) $one.nodeSelector }}
 {{- range $second, $other := $.Values.nodePools }}
 {{- if and (ne $first $second) (eq $one.name $other.name) }}
 {{- fail (printf "nodePools: two pools are named %s" $one.name) }}
 {{- end }}
 {{- $isWithin := ne $first $second }}
 {{- range $key, $value := $other.nodeSelector }}
-{{- if ne (get $selector $key | toString) $value }}{{ $isWithin = false }}{{ end }}
+{{- if not (and (hasKey $selector $key) (eq (get $selector $key | toString) $value)) }}{{ $isWithin = false }}{{ end }}
 {{- end }}
 {{- if $isWithin }}
 {{- fail (printf "nodePools: %s and %s have nodes in common, which drivers of both would serve" $other.name $one.name) }}

@@ -283,6 +283,20 @@ def test_pools_have_their_own_caches_and_flags(tmp_path: Path) -> None:
         assert flag(container(pod, "driver"), "max-volumes") == "20"
 
 
+def test_pools_are_told_apart_by_labels_without_a_value() -> None:
+    role = "node-role.kubernetes.io"
+    documents = chart(
+        nodes={"selector": {f"{role}/infra": "yes"}},
+        nodePools=[
+            {"name": "infra", "nodeSelector": {f"{role}/infra": ""}},
+            {"name": "worker", "nodeSelector": {f"{role}/worker": "", f"{role}/infra": "no"}},
+            GPU,
+        ],
+    )
+    pod = template(documents, "fusefs-csi-node-infra")
+    assert pod["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux", f"{role}/infra": ""}
+
+
 def test_stores_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
     given = {**MINIO, "audience": 'odd "audience" <'}
     documents = chart(stores={"minio": {**MINIO, "region": "eu-west-9"}})
