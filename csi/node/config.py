@@ -135,8 +135,7 @@ def check_disk(directory: Path, host_path: Path) -> None:
     Raises:
         FailedPreconditionError: there is no such disk.
     """
-    text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-    roots = [line.split()[3] for line in text.splitlines() if line.split()[4] == str(directory)]
+    roots = [mount.root for mount in kernel_mounts() if mount.mountpoint == directory]
     if not roots:
         raise FailedPreconditionError(
             f"--cache-dir {directory}: is no mountpoint, so no disk can be found at {host_path} of"

@@ -459,6 +459,27 @@ def test_the_driver_starts_with_a_disk_of_the_caches_own_alone(
             subprocess.run(["umount", host], check=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+@pytest.mark.parametrize("name", ["a\vb", "a\u2028b", "a\x1cb", "a b\u3000c"])
+def test_what_a_pod_calls_a_directory_does_not_keep_the_driver_from_its_disk(
+    tmp_path: Path, name: str
+) -> None:
+    # As of a subPath, which the driver's container sees below kubelet's directory.
+    of_pod, sub_path = tmp_path / name, tmp_path / "volume-subpaths"
+    disk, cache = tmp_path / "mnt/a disk", tmp_path / "cache"
+    for path in (of_pod, sub_path, disk, cache):
+        path.mkdir(parents=True)
+    subprocess.run(["mount", "--bind", of_pod, sub_path], check=True)
+    subprocess.run(["mount", "--bind", disk, cache], check=True)
+    try:
+        config.check_disk(cache, Path("/mnt/nvme/fusefs"))
+        with pytest.raises(FailedPreconditionError, match="no disk is mounted"):
+            config.check_disk(cache, Path("/mnt/a disk"))
+    finally:
+        subprocess.run(["umount", cache], check=True)
+        subprocess.run(["umount", sub_path], check=True)
+
+
 def test_the_controller_removes_the_startup_taint(
     tmp_path: Path, parser: argparse.ArgumentParser
 ) -> None:
