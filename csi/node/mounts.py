@@ -193,6 +193,23 @@ class Mounts:
         self._forget_stuck(record.key)
         log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
 
+    def resume(self, record: MountRecord, deadline: float) -> bool:
+        """Go on with a mount that has no keeper; False if it is dead.
+
+        Raises:
+            UnavailableError: it may still be resumed.
+        """
+        path = Path(record.root)
+        root = MountTable().top(path)
+        if root is None or not (self._is_held(root) or self._daemons.may_serve(path)):
+            return False
+        try:
+            self.start(record, deadline)
+        except CsiError as error:
+            raise UnavailableError(str(error)) from error
+        now = MountTable().top(path)
+        return now is not None and now.device == root.device
+
     def _is_held(self, root: KernelMount) -> bool:
         try:
             return self._fd_store.has(root)

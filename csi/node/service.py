@@ -215,7 +215,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         """Publish, or return the mount whose warm-up comes first."""
         table = MountTable()
         pod = PodRecord.of(publish.target, request.volume_context, is_inline=publish.is_inline)
-        if self._refresh_if_published(request, publish, table):
+        if self._refresh_if_published(request, publish, table, ends):
             self._pods.note(pod)
             return None
         self._refuse_second_target(publish, table)
@@ -223,12 +223,16 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return self._publish(request, publish, pod.name, ends)
 
     def _refresh_if_published(
-        self, request: Request, publish: PublishRequest, table: MountTable
+        self, request: Request, publish: PublishRequest, table: MountTable, ends: float
     ) -> bool:
         """Whether the volume is published there and alive; then its credentials are renewed.
 
+        A mount without a keeper is gone on with: with rotated keys or other mount options the
+        volume would get another mount, on top of one that lives.
+
         Raises:
             AlreadyExistsError: something else is mounted there.
+            UnavailableError: the mount cannot be gone on with yet.
         """
         top = table.top(publish.target)
         if top is None:
@@ -242,8 +246,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         is_read_only = publish.is_read_only or (root is not None and root.is_read_only)
         if record.arguments != publish.arguments or top.is_read_only != is_read_only:
             raise AlreadyExistsError(f"{publish.target}: published with other arguments")
-        if not self._mounts.is_alive(record, table):
-            return False
+        self._renew_credentials(request, publish, record)
+        return self._mounts.is_alive(record, table) or self._mounts.resume(record, ends)
+
+    def _renew_credentials(
+        self, request: Request, publish: PublishRequest, record: MountRecord
+    ) -> None:
         try:
             identity, _, _ = self._who(request, publish)
             if (identity.who == DRIVER) != (record.who == DRIVER):
@@ -252,7 +260,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         except (CsiError, OSError) as error:
             # An error would make kubelet remove the running pod's volume.
             log.warning("%s: its credentials stay as they are: %s", publish.volume_id, error)
-        return True
 
     def _refuse_second_target(self, publish: PublishRequest, table: MountTable) -> None:
         if not publish.has_one_target:

@@ -23,8 +23,9 @@ from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
 from fusefs.linux.processes import has_ended
 from tests.support.csi.daemons import daemons_of
-from tests.support.csi.node import START, Node, code_of, running_node
+from tests.support.csi.node import START, Node, capability, code_of, running_node
 from tests.support.csi.pod import pod_reading
+from tests.support.csi.rights import allow
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
@@ -198,6 +199,46 @@ def test_a_pod_reads_on_though_a_publish_could_not_resume_its_mount(
             assert pod.read() == "hello hello"
         node.unpublish("volume", target)
     assert node.leftovers() == []
+
+
+@pytest.mark.parametrize("what", ["keys", "options"])
+def test_a_mount_that_can_be_resumed_gets_none_on_top_though_its_volume_has_changed(
+    node: Node, shared: Bucket, s3: S3Server, what: str
+) -> None:
+    shared.put("hello", b"hello")
+    target = node.target("pod")
+    changed: dict[str, Any] = {"cap": capability(flags=("metadata-ttl=5m",))}
+    if what == "keys":
+        changed = {"secrets": allow(s3, "rotated", shared.name, "")}
+    with daemons_of(node, "only"):
+        node.publish("volume", target, bucket=shared.name)
+        with pod_reading(node, target / "hello") as pod:
+            until(lambda: held(node), "it is held")
+            [root] = node.roots()
+            node.kill()
+            node.kill_all("keeper")
+            with without_reconciler(node):  # kubelet's call comes first
+                node.publish("volume", target, bucket=shared.name, **changed)
+                assert [one.connection for one in node.mounted()] == [root.connection] * 2
+                assert is_kept(node)
+            assert pod.read() == "hello hello"
+        node.start("--daemons=there")
+        node.unpublish("volume", target)
+    assert node.leftovers() == []
+
+
+@contextmanager
+def without_reconciler(node: Node) -> Iterator[None]:
+    """A driver that goes on with mounts in calls alone, ended afterwards."""
+    command = list(node.command)
+    never = "from csi.node.reconciler import Reconciler; Reconciler.reconcile_all = lambda _: None"
+    node.command[-1] = f"{never}; {START}"
+    try:
+        node.start("--daemons=there")
+        yield
+    finally:
+        node.kill()
+        node.command[:] = command
 
 
 @contextmanager
