@@ -308,8 +308,8 @@ class Mounts:
         """
         root = self.root_of(key)
         processes = self._processes(root)
-        bind_mount.pop_all(root)
         try:
+            bind_mount.pop_all(root)
             if not _have_ended(processes, deadline):
                 if not is_forced:
                     raise AbortedError(f"the mount at {root} is still ending")

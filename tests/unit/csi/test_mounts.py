@@ -235,3 +235,18 @@ def test_a_node_without_room_for_a_descriptor_store_keeps_its_daemons(
     assert FdStoreClient(tmp_path / "store.sock").names() == frozenset()
     os.kill(pid, signal.SIGTERM)
     os.waitpid(pid, 0)
+
+
+def test_a_mount_that_cannot_be_unmounted_costs_no_descriptor(
+    made: Mounts, record: MountRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_root: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(mounts, "keeper_pid", lambda _root: os.getpid())
+    monkeypatch.setattr(mounts.bind_mount, "pop_all", refuse)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(2):  # the reconciler comes every few seconds
+        with pytest.raises(OSError, match="Invalid argument"):
+            made.end(record, LATER_S)
+    assert os.listdir("/proc/self/fd") == before
