@@ -187,6 +187,8 @@ class CacheDomains:
     def _locked(self) -> Iterator[None]:
         """Among threads and processes."""
         with open(self.directory / "lock", "ab") as lock:
+            # Whoever may read it could lock it, and a daemon's user passes through here.
+            os.fchmod(lock.fileno(), 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,18 @@ def test_domains_have_uids_of_their_own_and_keep_them(tmp_path: Path) -> None:
         again.claim(again.name_of("domain", "c"))
     assert isinstance(error.value, CsiError)
     assert os.stat(tmp_path / "cache" / "identity.key").st_mode & 0o077 == 0
+
+
+def test_no_daemons_user_can_keep_others_from_their_domains(public_path: Path) -> None:
+    cache = public_path / "cache"
+    CacheDomains(cache, 2000, 2001)
+    (cache / "lock").chmod(0o644)  # as earlier drivers left it
+    domains = CacheDomains(cache, 2000, 2001)
+    domains.claim(domains.name_of("domain", "a"))
+    # Any user who can open a file can lock it, for reading alone as well.
+    command = ["flock", "--nonblock", os.fspath(cache / "lock"), "true"]
+    done = subprocess.run(command, user=2000, group=2000, check=False, capture_output=True)
+    assert b"Permission denied" in done.stderr
 
 
 def test_a_domain_that_was_half_made_is_finished(tmp_path: Path) -> None:
