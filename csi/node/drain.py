@@ -71,7 +71,9 @@ class Drains:
     def _pending(self, record: MountRecord) -> str:
         """The files that wait for their upload, as a sentence; "" if there are none."""
         table = MountTable()
-        if table.top(Path(record.root)) is None or not self._mounts.is_alive(record, table):
+        if table.top(Path(record.root)) is None:
+            return ""
+        if not self._mounts.is_alive(record, table) and not self._mounts.may_be_served(record):
             return ""
         status = self._mounts.ask(record)
         try:

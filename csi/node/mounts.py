@@ -152,6 +152,10 @@ class Mounts:
             # A supervisor's daemon waits for a keeper; any other starts one itself.
             return daemon_pid(root) is not None and not self._daemons.serve(root)
 
+    def may_be_served(self, record: MountRecord) -> bool:
+        """Whether a supervisor's daemon may go on with the mount, with a keeper or without."""
+        return self._daemons.may_serve(Path(record.root))
+
     def ask(
         self,
         record: MountRecord,

@@ -23,10 +23,18 @@ from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
 from fusefs.linux.processes import has_ended
 from tests.support.csi.daemons import daemons_of
-from tests.support.csi.node import START, Node, capability, code_of, running_node
+from tests.support.csi.node import (
+    START,
+    Node,
+    capability,
+    code_of,
+    running_node,
+    until_final,
+)
 from tests.support.csi.pod import pod_reading
 from tests.support.csi.rights import allow
 from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
@@ -131,8 +139,9 @@ def test_all_mounts_of_one_volume_have_their_turn() -> None:
 
 
 @pytest.fixture(scope="module")
-def node(s3: S3Server) -> Iterator[Node]:
-    with running_node("--daemons=there", main=s3.endpoint_url) as node:
+def node(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
+    stores = {"main": s3.endpoint_url, "faulty": faulty.endpoint_url}
+    with running_node("--daemons=there", **stores) as node:
         yield node
 
 
@@ -225,6 +234,29 @@ def test_a_mount_that_can_be_resumed_gets_none_on_top_though_its_volume_has_chan
         node.start("--daemons=there")
         node.unpublish("volume", target)
     assert node.leftovers() == []
+
+
+def test_the_uploads_of_a_mount_without_a_keeper_are_waited_for(
+    node: Node, shared: Bucket, faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    with daemons_of(node, "only"):
+        node.publish("volume", target, bucket=shared.name, store="faulty", retryTime="1s")
+        fault = faulty.add("PUT", code="InternalError")
+        with pytest.raises(OSError), (target / "late").open("wb") as file:  # noqa: PT011
+            file.write(b"late")
+        until(lambda: held(node), "it is held")
+        node.kill()
+        node.kill_all("keeper")
+        with without_reconciler(node), pytest.raises(grpc.RpcError, match="late") as refused:
+            node.unpublish("volume", target, timeout_s=5.0)
+        assert code_of(refused) is grpc.StatusCode.ABORTED
+        faulty.remove(fault)
+        node.start("--daemons=there")
+        until_final(node.unpublish, "volume", target)
+    assert node.leftovers() == []
+    assert shared.client.get_object(Bucket=shared.name, Key="late")["Body"].read() == b"late"
+    shared.delete("late")
 
 
 @contextmanager
