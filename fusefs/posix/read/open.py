@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.downloader import BLOCK, NotKeptError
+from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.readahead.next_files import NextFiles
 from fusefs.cache.readahead.siblings import SMALL, Siblings
 from fusefs.cache.readahead.window import Readahead
@@ -231,7 +231,7 @@ class Opener:
             return True
         # The first bytes of a large file also show that the version is the current one.
         needed = info.size if info.size <= SMALL else 1
-        is_proof = self._downloader.proves_versions and not file.present.covers(0, BLOCK)
+        is_proof = self._downloader.proves_versions and not file.present.covers(0, needed)
         if needed == 1 and not is_proof:
             await self._ask_again(inode)
             return False
