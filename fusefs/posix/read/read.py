@@ -190,12 +190,21 @@ class Reader:
         if not (start <= offset and stop <= start + len(data)):
             start = offset
             end = min(handle.file.size, max(stop, offset + buffers.ahead(handle)))
-            # The object may have another key than when it was opened.
-            version = handle.file.version or handle.version
-            data = await self._downloader.read_unkept(version, start, end)
+            data = await self._download_unkept(handle, start, end)
             if self._handles.files.get(handle.fh) is handle:
                 buffers.keep(handle, start, data)
         return memoryview(data)[offset - start : stop - start]
+
+    async def _download_unkept(self, handle: FileHandle, start: int, stop: int) -> bytearray:
+        while True:
+            # The object may have another key than when it was opened.
+            version = handle.file.version or handle.version
+            try:
+                return await self._downloader.read_unkept(version, start, stop)
+            except (NotFoundError, StaleVersionError):
+                if handle.file.version in (None, version):
+                    raise
+                # It was renamed meanwhile: the bucket has it under its new key.
 
     def closed(self, handle: FileHandle) -> None:
         """A handle is closed, and reads no more."""

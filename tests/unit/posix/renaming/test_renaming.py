@@ -481,3 +481,25 @@ async def test_a_rename_that_fails_leaves_no_copy_under_a_file_that_is_not_uploa
         await process.unlink("new")
         await process.close(fh)
     assert mount.store.contents() == {"old": b"moved"}
+
+
+async def test_what_is_read_past_the_cache_while_it_is_renamed_is_read_under_its_new_name(
+    mount: MortalMount,
+) -> None:
+    content = bytes(range(256)) * (16 << 10)
+    mount.store.put("old", content)
+    async with mount.serving() as process:
+        fh = await process.open("old")
+        file = process.operations.handles.files[fh].file
+        process.operations.cache.disable(file, OSError(errno.EIO, "the disk fails"))
+        is_renamed = False
+
+        async def rename_first() -> None:
+            nonlocal is_renamed
+            if mount.store.requests[-1] == ("GET", "old") and not is_renamed:
+                is_renamed = True
+                await process.rename("old", "new")
+
+        mount.store.pause = rename_first
+        assert await process.read(fh, 2 << 20, 1000) == content[2 << 20 :][:1000]
+        assert is_renamed
