@@ -170,6 +170,7 @@ class Daemon:
             self.pages,
             nursery,
             HeadPolicy(self.settings.object_attributes, changed),
+            top=self.settings.source.prefix,
         )
         self.directories.most_entries = self._budget.entries
         allowed = setup.s3_settings(self.settings)

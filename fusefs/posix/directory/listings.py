@@ -75,7 +75,7 @@ class Directories:
     """What is known of all directories; see the module's text.
 
     `ttl_s` is how long a listing is valid (`math.inf`: for ever); what is
-    fetched ahead runs in `nursery`.
+    fetched ahead runs in `nursery`. `top` is the mount's own prefix.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class Directories:
         memory: PageStore,
         nursery: trio.Nursery,
         head_policy: HeadPolicy | None = None,
+        *,
+        top: str = "",
     ) -> None:
         self.ttl_s = ttl_s
         # Of all listings together, as far as the memory allows.
@@ -99,7 +101,7 @@ class Directories:
         self._store = store
         self._memory = memory
         self._nursery = nursery
-        self._walks = Walks(store, nursery, self.pending_changes, self._fill)
+        self._walks = Walks(store, nursery, self.pending_changes, self._fill, top)
         # A bucket may have millions: those in use, and those of segments below.
         self._known: WeakValueDictionary[str, Directory] = WeakValueDictionary()
         # All segments, those looked up or listed last at the end, for dropping the first.

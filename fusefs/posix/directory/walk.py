@@ -70,7 +70,7 @@ class Walk:
 
 
 class Walks:
-    """The walks of late.
+    """The walks of late, below the mount's own prefix `top`.
 
     `fill(walk, prefix, page, fetched)` is called with each directory that a flat page
     tells all of, as a page of its own.
@@ -82,8 +82,10 @@ class Walks:
         nursery: trio.Nursery,
         local: PendingChanges,
         fill: Callable[[Walk, str, ListPage, float], None],
+        top: str,
     ) -> None:
         self._store = store
+        self._top = top
         self._nursery = nursery
         self._local = local
         self._fill = fill
@@ -95,9 +97,9 @@ class Walks:
         Raises:
             StoreError: the bucket could not tell.
         """
+        if len(prefix) <= len(self._top):
+            return  # what is beside it may not be listed
         parent = _parent_of(prefix)
-        if parent == prefix:
-            return
         walk = self._walks.setdefault(parent, Walk(parent))
         self._walks.move_to_end(parent)
         if len(self._walks) > MOST_WALKS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -33,9 +34,11 @@ class Forgetful:
 
 
 @asynccontextmanager
-async def listings(bucket: Bucket, ttl_s: float = math.inf) -> AsyncIterator[Directories]:
+async def listings(
+    bucket: Bucket, ttl_s: float = math.inf, *, top: str = ""
+) -> AsyncIterator[Directories]:
     async with trio.open_nursery() as nursery:
-        yield Directories(bucket, ttl_s, Forgetful(), nursery)
+        yield Directories(bucket, ttl_s, Forgetful(), nursery, top=top)
         nursery.cancel_scope.cancel()
 
 
@@ -173,6 +176,15 @@ def test_a_folder_that_two_pages_list_is_valid_as_long_as_the_first() -> None:
         assert of_2 == of_3 < of_4
 
     trio.run(check)
+
+
+async def test_what_is_beside_the_mounted_prefix_is_not_listed() -> None:
+    bucket = Bucket(["p/a", "p/b/c", "q/d"])
+    async with listings(bucket, ttl_s=0.0, top="p/") as directories:
+        for _ in range(2 * walk.WALK_AFTER):
+            for prefix in ("p/", "p/b/"):
+                await directories.segment_behind(directories.get(prefix), "", time.monotonic())
+    assert {prefix for _, prefix in bucket.requests} == {"p/", "p/b/"}
 
 
 def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
