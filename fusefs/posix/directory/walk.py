@@ -19,7 +19,7 @@ import trio
 
 from fusefs.posix.directory.pending_changes import PendingChanges
 from fusefs.posix.nodes.names import split_key
-from fusefs.store.errors import StoreError
+from fusefs.store.errors import AccessDeniedError, StoreError
 from fusefs.store.interface import ListPage, Store
 from fusefs.telemetry.stalls import WaitCause, stage, unattended
 
@@ -143,6 +143,10 @@ class Walks:
             if page.next_token is not None and walk.pays and _count(begun) <= MOST_BEGUN:
                 oldest = start.fetched if begun.keys() & start.begun.keys() else fetched
                 walk.next = Start(page.last, begun, oldest)
+        except AccessDeniedError as error:
+            # A policy may allow to list each folder, and not all that is below their parent.
+            logger.info("%s is not listed flat: %s", walk.prefix, error)
+            walk.pays = False
         finally:
             walk.loading = None
             event.set()

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -18,6 +19,7 @@ from fusefs.posix.directory import walk
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT, Entry
 from fusefs.posix.nodes.names import is_expressible, position
+from fusefs.store.errors import AccessDeniedError
 from fusefs.store.interface import ListPage, ObjectInfo
 from tests.support.local_cache import Bucket
 from tests.support.semantics import states
@@ -176,6 +178,27 @@ def test_a_folder_that_two_pages_list_is_valid_as_long_as_the_first() -> None:
         assert of_2 == of_3 < of_4
 
     trio.run(check)
+
+
+async def test_a_walk_that_may_not_list_flat_pages_goes_from_folder_to_folder() -> None:
+    """As with a policy of S3 that allows a prefix together with a delimiter alone."""
+
+    class Strict(Bucket):
+        async def list_page(
+            self, prefix: str, *, delimiter: str = "/", start_after: str = "", **options: Any
+        ) -> ListPage:
+            if not delimiter:
+                self.requests.append(("LIST", prefix))
+                raise AccessDeniedError("the policy wants a delimiter")
+            return await super().list_page(
+                prefix, delimiter=delimiter, start_after=start_after, **options
+            )
+
+    bucket = Strict(f"p/{number}/{name}" for number in range(9) for name in "abc")
+    async with listings(bucket) as directories:
+        for name, _ in await stream(directories, "p/"):
+            assert len(await stream(directories, f"p/{name}/")) == 3
+    assert bucket.lists <= 1 + 9 + 1
 
 
 async def test_what_is_beside_the_mounted_prefix_is_not_listed() -> None:
