@@ -75,7 +75,12 @@ class MountState:
         return inode.attributes(self.owner, self.mounted_ns)
 
     def mark_stale(self, inode: Inode, info: ObjectInfo | None = None) -> None:
-        """The bucket has another version than the inode's: `info`, or an unknown one."""
+        """The bucket has another version than the inode's: `info`, or an unknown one.
+
+        What is being written here stays what its name stands for.
+        """
+        if inode.staged is not None:
+            return
         if inode.parent is not None:
             directory = self.directories.get(self.inodes.key(inode.parent))
             self.directories.correct(directory, inode.name, info)

@@ -152,8 +152,11 @@ class Opener:
     async def _ask_again(self, inode: Inode) -> None:
         """Ask what the name stands for now; if for something else, the inode is current no more."""
         assert inode.info is not None
+        asked = inode.info.version
         info = await self._current_info(inode)
-        if info is not None and info.version == inode.info.version:
+        if inode.info.version != asked:
+            return  # this mount has changed it meanwhile: the answer is older
+        if info is not None and info.version == asked:
             inode.valid_until = time.monotonic() + self._directories.ttl_s
         else:
             self._state.mark_stale(inode, info)
@@ -240,7 +243,8 @@ class Opener:
         except NotKeptError:
             await self._ask_again(inode)
         except (StaleVersionError, NotFoundError):
-            self._state.mark_stale(inode)  # it changed since it was listed
+            if inode.info is not None and inode.info.version == info.version:
+                self._state.mark_stale(inode)  # it changed since it was listed
         return file.is_complete
 
     async def _opened_either_way(
