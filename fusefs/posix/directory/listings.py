@@ -146,7 +146,10 @@ class Directories:
                 known = segment.answer(name)
                 if known is not None:
                     return known
-        return await self.lookup_by_name(directory, name)
+        with self.pending_changes.listing() as asked:
+            found, until = await self.lookup_by_name(directory, name)
+            changed = self.pending_changes.changed_since(directory.prefix, name, asked)
+        return (found if changed is None else changed[0]), until
 
     async def segment_behind(
         self, directory: Directory, position: str, valid_since: float

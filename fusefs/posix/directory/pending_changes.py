@@ -108,6 +108,13 @@ class PendingChanges:
         """What is only here under a name: ABSENT, or the entry, or None for nothing."""
         return self._lasting.get(prefix, {}).get(name)
 
+    def changed_since(
+        self, prefix: str, name: str, since: float
+    ) -> tuple[Entry | Absent, float] | None:
+        """What a name was changed to since a `listing` was begun, and when; None: it was not."""
+        found = self._recent.get(prefix, {}).get(name)
+        return found if found is not None and found[1] >= since else None
+
     def removed(self, prefix: str) -> list[str]:
         """The names in a directory that this mount has removed of late."""
         recent = self._recent.get(prefix, {}).items()

@@ -342,3 +342,20 @@ async def test_a_newer_answer_holds_where_a_page_ended_and_the_next_one_was_drop
         assert bucket.heads > heads, "a HEAD tells of the object itself"
         sizes = [directories_module._size_of(one) for one in directory.segments]
         assert directories._entries == sum(sizes)
+
+
+async def test_what_is_changed_while_its_name_is_requested_is_not_taken_back() -> None:
+    bucket = Bucket(["p/a", *(f"p/a-{number}" for number in range(9))], 2)
+    new = ObjectInfo("p/a", 9, '"new"', 0)
+
+    def change(what: str, key: str) -> None:
+        if (what, key) == ("HEAD", "p/a"):
+            directories.changed("p/", "a", new)
+
+    async with listings(bucket) as directories:
+        directory = directories.get("p/")
+        for name in ("a-0", "a-8"):  # behind the last page `a` is in doubt
+            await directories.lookup(directory, name)
+        bucket.before = change
+        assert (await directories.lookup(directory, "a"))[0] == new
+        assert bucket.heads == 1
