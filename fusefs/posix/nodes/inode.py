@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import math
 import os
 import stat
@@ -348,6 +349,15 @@ class StagedFile:
     def key(self) -> str:
         assert self.inode.info is not None
         return self.inode.info.key
+
+    def check_kept(self) -> None:
+        """See that its descriptor is its own still, after a wait for what may have set it aside.
+
+        Raises:
+            OSError: ESTALE, it is not; another file may have its number.
+        """
+        if self.inode.staged is not self:
+            raise OSError(errno.ESTALE, "the object was replaced while it was edited")
 
     def size(self) -> int:
         return os.fstat(self.fd).st_size

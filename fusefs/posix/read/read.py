@@ -90,14 +90,21 @@ class Reader:
     ) -> bytes:
         assert self._editor is not None
         async with staged.lock:
+            staged.check_kept()
             await self._editor.fill(base, staged.fd, offset, offset + size)
         return await self._pread_later(staged, offset, size)
 
     async def _pread_later(self, staged: StagedFile, offset: int, size: int) -> bytes:
-        with stage(WaitCause.CACHE_DISK):
-            data = await trio.to_thread.run_sync(
-                _read_what_is_there, staged.fd, offset, size, limiter=self._disk
-            )
+        staged.check_kept()
+        # An edit may be set aside, and its descriptor closed, while this waits for a thread.
+        fd = os.dup(staged.fd)
+        try:
+            with stage(WaitCause.CACHE_DISK):
+                data = await trio.to_thread.run_sync(
+                    _read_what_is_there, fd, offset, size, limiter=self._disk
+                )
+        finally:
+            os.close(fd)
         self._counters.answered(len(data), 0)
         return data
 

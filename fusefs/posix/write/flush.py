@@ -213,7 +213,8 @@ class Flusher:
         try:
             await self.uploads.wait(staged)
         except BaseException:
-            if is_closing and staged.is_dirty:
+            # What was set aside has no record any more.
+            if is_closing and staged.is_dirty and staged.inode.staged is staged:
                 self._staging.close(staged)
             raise
 

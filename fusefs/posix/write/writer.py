@@ -379,6 +379,7 @@ class Writer:
     async def _write_later(self, staged: StagedFile, offset: int, data: bytes) -> int:
         stop = offset + len(data)
         async with self.uploads.locked(staged):
+            staged.check_kept()
             if stop > staged.charged:
                 self.staging.charge(staged, stop)
             if staged.sum is not None:
@@ -415,6 +416,7 @@ class Writer:
         if mode & ~ALLOCATION_MODES:
             raise OSError(errno.EOPNOTSUPP, "not supported")
         async with self.uploads.locked(staged):
+            staged.check_kept()
             takes_none = mode & PUNCH_HOLE or (mode & KEEP_SIZE and staged.base is not None)
             if offset + length > staged.charged and not takes_none:
                 self.staging.charge(staged, offset + length)

@@ -1,0 +1,84 @@
+"""Large objects that are edited and that somebody else replaces meanwhile, without a kernel."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.write import upload_steps
+from fusefs.posix.write.sparse_edit import BaseLostError
+from tests.support.survival.mortal_mount import MortalMount
+
+MIB = 1 << 20
+CONTENT = b"0123456789abcdef" * MIB
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> MortalMount:
+    mount = MortalMount(tmp_path)
+    mount.store.put("file", CONTENT)
+    return mount
+
+
+async def test_what_waits_for_an_edit_that_is_set_aside_touches_no_other_file(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with mount.serving() as process:
+        fh = await process.open("file", os.O_RDWR)
+        await process.write(fh, 0, b"edited")
+        staged = (await process.node("file")).staged
+        assert staged is not None
+        monkeypatch.setattr(upload_steps, "IN_PARTS", len(CONTENT))
+        may_fail, is_filling = trio.Event(), trio.Event()
+        fill = process.writer.editor.fill
+        other = -1
+
+        async def lose(*arguments: object) -> None:
+            is_filling.set()
+            await may_fail.wait()
+            raise BaseLostError("replaced")
+
+        set_aside = process.writer.staging.set_aside
+
+        def reuse(file: StagedFile) -> Path:
+            nonlocal other
+            number = file.fd
+            kept = set_aside(file)
+            other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+            os.write(other, b"another file")
+            assert other == number
+            return kept
+
+        monkeypatch.setattr(process.writer.editor, "fill", lose)
+        monkeypatch.setattr(process.writer.staging, "set_aside", reuse)
+        errors: list[int | None] = []
+
+        async def fails(call: Callable[..., Awaitable[object]], *arguments: object) -> None:
+            try:
+                await call(*arguments)
+            except OSError as error:
+                errors.append(error.errno)
+
+        async def sync() -> None:
+            await process.writer.flusher.fsync(fh)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fails, sync)
+            await is_filling.wait()
+            nursery.start_soon(fails, process.write, fh, 0, b"EDITED")
+            nursery.start_soon(fails, process.writer.allocate, fh, 0, 4096, 3)
+            nursery.start_soon(fails, process.read, fh, 8 * MIB, 10)
+            await trio.testing.wait_all_tasks_blocked()
+            monkeypatch.setattr(process.writer.editor, "fill", fill)
+            may_fail.set()
+        assert os.pread(other, 100, 0) == b"another file"
+        os.close(other)
+        assert errors == [errno.ESTALE] * 4
+        assert process.writer.staging.charged == 0
