@@ -169,6 +169,8 @@ class UploadSteps:
             if self.is_careful(staged):
                 raise
             # Somebody else has removed or replaced it: the last one to change it is here.
+            if staged.base is not None:
+                await self._editor.fill(staged.base, staged.fd, 0, staged.size())
             staged.changes += 1
             return await self._store.put_file(
                 staged.key,

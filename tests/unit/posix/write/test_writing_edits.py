@@ -12,12 +12,14 @@ import trio
 import trio.testing
 
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import upload_steps
 from fusefs.posix.write.sparse_edit import BaseLostError
 from tests.support.survival.mortal_mount import MortalMount
 
 MIB = 1 << 20
 CONTENT = b"0123456789abcdef" * MIB
+THEIRS = b"theirs"
 
 
 @pytest.fixture
@@ -25,6 +27,23 @@ def mount(tmp_path: Path) -> MortalMount:
     mount = MortalMount(tmp_path)
     mount.store.put("file", CONTENT)
     return mount
+
+
+async def test_attributes_of_an_object_that_was_replaced_put_no_holes_in_its_place(
+    mount: MortalMount,
+) -> None:
+    async with mount.serving() as process:
+        fh = await process.open("file", os.O_RDWR)
+        mutations = process.operations.mutations
+        assert mutations is not None
+        inode = await process.node("file")
+        await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+        mount.store.put("file", THEIRS)
+        answer = process.writer.flusher.fsync(fh)
+        assert answer is not None
+        with pytest.raises(OSError, match="replaced"):
+            await answer
+    assert mount.store.contents() == {"file": THEIRS}
 
 
 async def test_what_waits_for_an_edit_that_is_set_aside_touches_no_other_file(
