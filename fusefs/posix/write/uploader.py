@@ -375,14 +375,15 @@ class Uploader:
             if is_full and stop >= AHEAD and self._sends_ahead:
                 self._send_ahead(staged)
 
-    def truncated(self, staged: StagedFile, size: int) -> None:
-        """Note that the file is `size` bytes long now."""
+    def truncated(self, staged: StagedFile, before: int, size: int) -> None:
+        """Note that the file is `size` bytes long now, and was `before`."""
         staged.touch()
+        # Were it to grow again, parts behind its end would be taken for what it has there.
+        self._drop(staged, size, max(size, before) + 1)
+        staged.written_to = min(staged.written_to, size)
         if staged.base is not None:
             staged.base.size = min(staged.base.size, size)
             self._staging.record(staged)
-        self._drop(staged, size, max(size, staged.written_to) + 1)
-        staged.written_to = min(staged.written_to, size)
 
     def _drop(self, staged: StagedFile, start: int, stop: int) -> None:
         """Forget the parts of which the file has other bytes now."""

@@ -242,8 +242,9 @@ class Writer:
                     continue  # it settled while this was waiting
                 self.staging.charge(staged, keep)
                 staged_sums.forget(staged)
+                before = staged.size()
                 os.ftruncate(staged.fd, keep)
-                self.uploads.truncated(staged, keep)
+                self.uploads.truncated(staged, before, keep)
                 return staged
 
     async def _begin(self, inode: Inode, keep: int | None) -> None:

@@ -1,0 +1,87 @@
+"""What programs do to a file after its upload in parts has failed, without a kernel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusefs.posix.types import NewAttributes
+from fusefs.posix.write import upload_steps
+from fusefs.store.errors import StoreError
+from fusefs.store.interface import ObjectInfo, Part, UploadState
+from fusefs.store.s3.multipart import S3Upload
+from tests.support.memory_store import MemoryStore
+from tests.support.survival.mortal_mount import MortalMount, Process
+
+PART = 4096
+
+
+class InParts(S3Upload):
+    """An upload to a bucket in memory, which does not complete the first time."""
+
+    def __init__(self, store: MemoryStore, state: UploadState) -> None:
+        requester: Any = SimpleNamespace(settings=SimpleNamespace(max_connections=1))
+        super().__init__(requester, SimpleNamespace(), state)  # type: ignore[arg-type]
+        self._store = store
+        self._sent: dict[int, bytes] = {}
+        self._has_failed = False
+
+    async def _send_part(self, fd: int, size: int, number: int) -> None:
+        start, stop = self.part_range(number, size)
+        self._sent[number] = os.pread(fd, stop - start, start)
+        self._parts[number] = Part(number, stop - start, "", "")
+
+    async def complete(self, size: int, _condition: object = None) -> ObjectInfo:
+        if not self._has_failed:
+            self._has_failed = True
+            raise StoreError("the store is unwell")
+        assert not self.missing(size)
+        data = b"".join(self._sent[number] for number in range(1, self.part_count(size) + 1))
+        self._store.put(self.state.key, data, **self.state.metadata)
+        return await self._store.head(self.state.key)
+
+
+class StoreInParts(MemoryStore):
+    """A bucket that takes large objects in parts of PART bytes."""
+
+    async def begin_upload(self, key: str, *, metadata: dict[str, str], **_: object) -> Any:
+        return InParts(self, UploadState(key, "id", PART, metadata))
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MortalMount:
+    monkeypatch.setattr(upload_steps, "IN_PARTS", PART)
+    mount = MortalMount(tmp_path)
+    mount.store = StoreInParts()
+    return mount
+
+
+async def sync(process: Process, fh: int) -> None:
+    answer = process.writer.flusher.fsync(fh)
+    assert answer is not None
+    await answer
+
+
+async def sent_and_not_completed(process: Process) -> int:
+    """A file of four parts, not written in order, which the bucket has but for the last step."""
+    fh = await process.create("file", b"")
+    await process.write(fh, PART, b"x" * 3 * PART)
+    with pytest.raises(OSError, match="unwell"):
+        await sync(process, fh)
+    return fh
+
+
+async def test_what_was_cut_off_does_not_come_back_when_the_file_grows(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        fh = await sent_and_not_completed(process)
+        mutations = process.operations.mutations
+        assert mutations is not None
+        inode = await process.node("file")
+        await mutations.setattr(inode.nodeid, NewAttributes(size=1))
+        await mutations.setattr(inode.nodeid, NewAttributes(size=4 * PART))
+        await sync(process, fh)
+    assert mount.store.contents() == {"file": bytes(4 * PART)}
