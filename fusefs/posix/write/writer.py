@@ -428,8 +428,10 @@ class Writer:
                 await trio.to_thread.run_sync(
                     allocate, staged.fd, mode, offset, length, limiter=self._disk
                 )
-            if mode & ~KEEP_SIZE:
-                self.uploads.wrote(staged, offset, offset + length)  # zeros
+            # A hole may reach far behind the file's end, where nothing changes.
+            stop = min(offset + length, staged.size())
+            if mode & ~KEEP_SIZE and offset < stop:
+                self.uploads.wrote(staged, offset, stop)  # zeros
             else:
                 staged.touch()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import upload_steps
 from fusefs.store.errors import StoreError
@@ -85,3 +86,15 @@ async def test_what_was_cut_off_does_not_come_back_when_the_file_grows(mount: Mo
         await mutations.setattr(inode.nodeid, NewAttributes(size=4 * PART))
         await sync(process, fh)
     assert mount.store.contents() == {"file": bytes(4 * PART)}
+
+
+async def test_a_hole_that_reaches_far_behind_the_file_is_in_the_object(
+    mount: MortalMount,
+) -> None:
+    async with mount.serving() as process:
+        fh = await sent_and_not_completed(process)
+        await process.writer.allocate(fh, 2 * PART, 8 << 30, PUNCH_HOLE | KEEP_SIZE)
+        await process.write(fh, 4 * PART, b"more")
+        await sync(process, fh)
+    expected = bytes(PART) + b"x" * PART + bytes(2 * PART) + b"more"
+    assert mount.store.contents() == {"file": expected}
