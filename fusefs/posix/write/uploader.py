@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -283,8 +283,10 @@ class Uploader:
             info = await self._steps.send(staged, attempt.commit)
             base = staged.base
             if base is not None and base.file.is_complete:
-                # So that the new version is as whole in the cache as the old one was.
-                await self._editor.fill(base, staged.fd, 0, base.size)
+                # So that the new version is as whole in the cache as the old one was. What can't
+                # be brought is the new object's: the bucket has the edit in any case.
+                with suppress(StoreError, OSError):
+                    await self._editor.fill(base, staged.fd, 0, base.size)
             self._note_uploaded(staged, info, described)
             self._landed(staged, info)
         except (ConflictError, StaleVersionError) as error:

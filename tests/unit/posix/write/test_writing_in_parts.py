@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,9 @@ import pytest
 
 from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import upload_steps
-from fusefs.store.errors import StoreError
-from fusefs.store.interface import ObjectInfo, Part, UploadState
+from fusefs.posix.write import sparse_edit, upload_steps, writer
+from fusefs.store.errors import StaleVersionError, StoreError
+from fusefs.store.interface import ObjectInfo, ObjectVersion, Part, UploadState
 from fusefs.store.s3.multipart import S3Upload
 from tests.support.memory_store import MemoryStore
 from tests.support.survival.mortal_mount import MortalMount, Process
@@ -22,14 +23,21 @@ PART = 4096
 
 
 class InParts(S3Upload):
-    """An upload to a bucket in memory, which does not complete the first time."""
+    """An upload to a bucket in memory, which may not complete the first time."""
 
-    def __init__(self, store: MemoryStore, state: UploadState) -> None:
+    def __init__(self, store: StoreInParts, state: UploadState) -> None:
         requester: Any = SimpleNamespace(settings=SimpleNamespace(max_connections=1))
         super().__init__(requester, SimpleNamespace(), state)  # type: ignore[arg-type]
         self._store = store
         self._sent: dict[int, bytes] = {}
-        self._has_failed = False
+        self._has_failed = not store.fails_once
+
+    async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
+        found = self._store.objects[source.key]
+        if found.info.version != source:
+            raise StaleVersionError(source.key)
+        self._sent[number] = found.data[start:stop]
+        self._parts[number] = Part(number, stop - start, "", "")
 
     async def _send_part(self, fd: int, size: int, number: int) -> None:
         start, stop = self.part_range(number, size)
@@ -49,15 +57,23 @@ class InParts(S3Upload):
 class StoreInParts(MemoryStore):
     """A bucket that takes large objects in parts of PART bytes."""
 
+    fails_once = True
+
     async def begin_upload(self, key: str, *, metadata: dict[str, str], **_: object) -> Any:
         return InParts(self, UploadState(key, "id", PART, metadata))
 
 
 @pytest.fixture
-def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MortalMount:
+def store() -> StoreInParts:
+    return StoreInParts()
+
+
+@pytest.fixture
+def mount(tmp_path: Path, store: StoreInParts, monkeypatch: pytest.MonkeyPatch) -> MortalMount:
     monkeypatch.setattr(upload_steps, "IN_PARTS", PART)
+    monkeypatch.setattr(writer, "IN_PARTS", PART)
     mount = MortalMount(tmp_path)
-    mount.store = StoreInParts()
+    mount.store = store
     return mount
 
 
@@ -98,3 +114,25 @@ async def test_a_hole_that_reaches_far_behind_the_file_is_in_the_object(
         await sync(process, fh)
     expected = bytes(PART) + b"x" * PART + bytes(2 * PART) + b"more"
     assert mount.store.contents() == {"file": expected}
+
+
+async def test_an_edit_that_the_bucket_has_does_not_fail_for_want_of_room_on_the_disk(
+    mount: MortalMount, store: StoreInParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.fails_once = False
+    store.put("file", b"x" * 4 * PART)
+    async with mount.serving() as process:
+        await process.load("file")
+        fh = await process.open("file", os.O_RDWR)
+        await process.write(fh, 0, b"y" * PART)
+
+        async def fail(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "the disk is full")
+
+        with monkeypatch.context() as full:
+            full.setattr(sparse_edit.SparseEditor, "_bring", fail)
+            await sync(process, fh)
+        await process.write(fh, PART, b"z" * PART)
+        assert await process.read(fh) == b"y" * PART + b"z" * PART + b"x" * 2 * PART
+        await process.close(fh)
+    assert store.contents() == {"file": b"y" * PART + b"z" * PART + b"x" * 2 * PART}
