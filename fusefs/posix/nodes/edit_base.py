@@ -70,6 +70,14 @@ class EditBase:
             self.wrote(start, stop)
 
 
+def has_small_holes(fd: int) -> bool:
+    """Whether a file's holes tell which of its pages were written, as `recover` needs it.
+
+    ZFS and tmpfs with huge pages count whole blocks, 128 KiB or 2 MiB, as written.
+    """
+    return os.fstat(fd).st_blksize <= PAGE
+
+
 def page_edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """The pages that [start, stop) covers in part."""
     first, last = start // PAGE * PAGE, stop // PAGE * PAGE

@@ -25,7 +25,7 @@ from fusefs.posix.directory.segment import Absent
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.removals import Removals
-from fusefs.posix.nodes.edit_base import EditBase
+from fusefs.posix.nodes.edit_base import EditBase, has_small_holes
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
@@ -305,7 +305,8 @@ class Writer:
             try:
                 os.ftruncate(fd, wanted)
                 # Of a large object the first bytes, which show that it is still there.
-                await self.editor.fill(base, fd, 0, wanted if wanted <= IN_PARTS else 1)
+                is_sparse = wanted > IN_PARTS and has_small_holes(fd)
+                await self.editor.fill(base, fd, 0, 1 if is_sparse else wanted)
                 self._check_node(inode, was_current=was_current)
             except BaseException:
                 os.close(fd)

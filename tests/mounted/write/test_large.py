@@ -131,7 +131,10 @@ def test_what_was_never_closed_is_kept_and_its_upload_aborted(
 # --- editing large objects ----------------------------------------------------------
 
 
-@states("Editing a large object downloads and sends the parts that change, and no others.")
+@states(
+    "Editing a large object downloads and sends the parts that change, and no others, where the "
+    "cache disk tells of holes of 4 KiB."
+)
 def test_editing_a_large_object_moves_the_parts_that_change_alone(
     mounter: Mounter, bucket: Bucket
 ) -> None:
