@@ -134,17 +134,28 @@ class Writer:
                 await self.stage(made, keep=0)
             self.inodes.count(made, time.monotonic())
             return made, self.open_staged(made, flags, caller)
-        return self._created(parent, name, info, meta, flags, caller)
+        try:
+            return self._created(parent, name, info, meta, flags, caller)
+        except OSError:
+            if info.etag:
+                # Else the name of a lock would be taken by no program.
+                await self._store.delete(info.key, info.etag)
+            raise
 
     def _created(
         self, parent: Inode, name: str, info: ObjectInfo, meta: Meta, flags: int, caller: Caller
     ) -> tuple[Inode, OpenResult]:
         self.deferred.drop(info.key)
         inode = self.inodes.create(parent, name, info, info.key)
-        fd = self.staging.prepare(inode)
-        os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
         is_exclusive = bool(flags & os.O_EXCL) and not info.etag
-        staged = self.staging.begin(inode, fd, meta, info.etag or None, is_exclusive=is_exclusive)
+        try:
+            fd = self.staging.prepare(inode)
+            os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
+            etag = info.etag or None
+            staged = self.staging.begin(inode, fd, meta, etag, is_exclusive=is_exclusive)
+        except OSError:
+            self.inodes.drop_unknown(inode)
+            raise
         if flags & os.O_EXCL:
             staged.creator = caller.pid
         if is_exclusive:
