@@ -168,6 +168,11 @@ def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if is_safe:
             os.fsync(fd)
+    except OSError:
+        # It would be taken for something that a later mount has to keep.
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
     finally:
         os.close(fd)
     os.rename(unfinished, path + ".json")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fusefs.posix.write import staging_record
 from tests.support.survival.mortal_mount import MortalMount
 
 
@@ -36,3 +37,12 @@ async def test_a_file_that_could_not_be_created_is_nowhere(
                 await create(flags)
         assert set(process.operations.inodes.by_id) == known
     assert mount.store.contents() == {}
+
+
+def test_a_record_that_the_disk_does_not_take_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "write", lambda _fd, _data: 1)
+    with pytest.raises(OSError, match="space"):
+        staging_record.write(str(tmp_path / "16"), b"record")
+    assert os.listdir(tmp_path) == []
