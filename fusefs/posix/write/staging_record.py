@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import struct
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,8 @@ def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
     Raises:
         OSError: the disk does not take it; an earlier record stays.
     """
-    unfinished = path + (".safe" if is_safe else ".new")
+    # Several programs may sync one file at once, each in a thread.
+    unfinished = path + (f".{threading.get_ident()}.safe" if is_safe else ".new")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if os.write(fd, record) < len(record):  # a full disk may take the first blocks
