@@ -185,7 +185,10 @@ async def _keeper(mountpoint: Path) -> Samples:
     """What the keeper counts, since it outlives daemons; nothing if it does not answer."""
     look = partial(keeper_status, mountpoint, KEEPER_TIMEOUT_S)
     try:
-        status = await trio.to_thread.run_sync(look, abandon_on_cancel=True)
+        # Of its own: a slow disk may hold all threads of the default limiter, which files are
+        # synced with.
+        thread = trio.CapacityLimiter(1)
+        status = await trio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=thread)
     except ControlError:
         return {}
     samples: dict[str, list[Sample]] = {}
