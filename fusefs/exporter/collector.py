@@ -183,5 +183,5 @@ def _with_volume(labels: Mapping[str, str], volume: str) -> dict[str, str]:
 
 
 def _text(value: str) -> str:
-    """A label's value; mountpoints may have bytes that are not UTF-8."""
-    return value.encode(errors="surrogateescape").decode(errors="replace")
+    """A label's value; mountpoints may have bytes that are not UTF-8, and stay different ones."""
+    return value.encode(errors="surrogateescape").decode(errors="backslashreplace")

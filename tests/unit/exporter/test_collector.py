@@ -120,11 +120,21 @@ def test_a_daemon_without_metrics_is_up(serve: Serve) -> None:
     assert answer.metrics == {}
 
 
+def test_mounts_whose_names_differ_in_bytes_that_are_not_utf8_are_two_volumes() -> None:
+    targets = [Target("/mnt/\udcfe", Path()), Target("/mnt/\udcff", Path())]
+    collector = MountCollector(
+        lambda: targets, lambda _: [MountAnswer(target, {}) for target in targets]
+    )
+    text = generate_latest(registry_of(collector)).decode()
+    up = [line for line in text.splitlines() if line.startswith("fusefs_volume_up{")]
+    assert len(set(up)) == 2
+
+
 def test_all_kinds_are_exported_with_the_volume() -> None:
     target = Target("/mnt/\udcff", Path(), (("team", "trainer-0"),))
     collector = MountCollector(lambda: [target], lambda _: [MountAnswer(target, ANSWER["metrics"])])
     found = scraped(registry_of(collector))
-    volume = 'volume="/mnt/\ufffd"'
+    volume = r'volume="/mnt/\\xff"'
     assert found[f'fusefs_opens_total{{mode="served",{volume}}}'] == 3
     pod = f'fusefs_volume_pod_info{{namespace="team",pod="trainer-0",{volume}}}'
     assert found[pod] == 1
