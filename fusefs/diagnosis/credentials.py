@@ -47,9 +47,10 @@ def _describe(credentials: Any) -> Finding:
     valid_s = remaining_s(credentials)
     if valid_s is not None:
         figures["valid_seconds"] = valid_s
-        return ok(
-            "credentials", f"{text}, valid for {human_duration(valid_s)}, then renewed", **figures
-        )
+        text += f", valid for {human_duration(valid_s)}"
+        # botocore reads the environment of the process again, which has the same keys.
+        if method != "env":
+            return ok("credentials", f"{text}, then renewed", **figures)
     if key.token:
         return advice(
             "credentials",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -157,6 +158,21 @@ def test_the_validity_of_temporary_credentials_is_found() -> None:
 
     assert credentials.remaining_s(Renewed()) == 1235
     assert credentials.remaining_s(object()) is None
+
+
+def test_keys_of_the_environment_that_expire_are_not_said_to_be_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As `aws configure export-credentials --format env` has them.
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
+        monkeypatch.setenv(f"AWS_{name}", "AKIAEXAMPLE")
+    end = datetime.now(UTC) + timedelta(minutes=90)
+    monkeypatch.setenv("AWS_CREDENTIAL_EXPIRATION", end.isoformat())
+    finding, clients = credentials.check(S3Settings("bucket", endpoint_url="http://localhost:1"))
+    assert clients is not None
+    assert finding.level is Level.ADVICE
+    assert "valid for 1 h" in finding.text
+    assert "not renewed" in finding.text
 
 
 @pytest.mark.parametrize("check", ["connection boto3", "may list uploads"])
