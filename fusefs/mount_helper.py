@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from fusefs import __main__ as program
 from fusefs.settings.mount import SETTINGS
+from fusefs.settings.types import DURATIONS
 
 SUCCESS = 0
 USAGE = 1
@@ -63,6 +64,7 @@ REFUSED = {
 }
 VARIABLES = {"credentials": "AWS_SHARED_CREDENTIALS_FILE", "home": "HOME"}
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
+_LISTS = {setting.key for setting in SETTINGS if setting.type is DURATIONS}
 
 
 class OptionError(ValueError):
@@ -128,10 +130,22 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
             if not word[2:] and not rest:
                 raise OptionError(f"{word} needs a value")
             value = word[2:] or rest.pop(0)
-            options += value.split(",") if word[:2] == "-o" else []
+            options += _split(value) if word[:2] == "-o" else []
         else:
             letters += word[1:]
     return paths, letters, [option for option in options if option]
+
+
+def _split(text: str) -> list[str]:
+    """The options of one `-o`; a list of times stays whole, which has commas of its own."""
+    options: list[str] = []
+    for part in text.split(","):
+        key = options[-1].partition("=")[0].replace("_", "-") if options else ""
+        if key in _LISTS and part[:1].isdigit():
+            options[-1] += f",{part}"
+        else:
+            options.append(part)
+    return options
 
 
 def read_options(

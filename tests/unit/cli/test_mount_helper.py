@@ -90,3 +90,14 @@ def test_a_wrong_command_line_has_mounts_status_for_it(
     monkeypatch.setattr("sys.argv", ["mount.fusefs", *arguments])
     assert mount_helper.mount() == mount_helper.USAGE
     assert capsys.readouterr().err.startswith("mount.fusefs: ")
+
+
+@pytest.mark.parametrize("name", ["late_request_checks", "late-request-checks"])
+def test_a_list_of_times_keeps_its_commas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(mount_helper.program, "main", lambda line: commands.append(line) or 0)
+    options = f"allow_other,{name}=5s,15s,1m,ro"
+    monkeypatch.setattr("sys.argv", ["mount.fusefs", "s3://b", "/data", "-o", options])
+    assert mount_helper.mount() == mount_helper.SUCCESS
+    flags = ["--allow-other", "--late-request-checks=5s,15s,1m", "--read-only"]
+    assert commands == [["mount", "s3://b", "/data", *flags]]
