@@ -418,6 +418,9 @@ class Requester:
             if isinstance(error, trio.Cancelled):
                 await attempt.abandon()
             raise
+        except Exception:  # a local file's (`Attempt.locally`): S3 has not failed
+            code = "cancelled"
+            raise
         finally:
             # The first was counted when it got its connection (`connected`).
             self.counted[_COUNTERS[operation]] += max(0, clock.sent - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -115,3 +116,18 @@ async def test_requests_are_counted_by_their_answers(shared: Bucket, faulty: Fau
         after = counts("get")
     new = {code: count - before.get(code, 0) for code, count in after.items()}
     assert (new["200"], new["503"]) == (1, 1)
+
+
+async def test_a_full_local_disk_is_no_failure_of_s3(shared: Bucket, faulty: FaultyS3) -> None:
+    version = put(shared, "unkept", LARGE)
+
+    def fill(_offset: int, _data: memoryview) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with connected(shared, faulty) as store:
+        before = counts("get")
+        with pytest.raises(OSError, match="No space"):
+            await store.download(version, 0, LARGE, fill)
+        after = counts("get")
+    changed = {code: count - before.get(code, 0) for code, count in after.items()}
+    assert {code: count for code, count in changed.items() if count} == {"cancelled": 1}
