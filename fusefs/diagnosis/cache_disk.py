@@ -46,8 +46,13 @@ class DiskSpeed:
     is_direct: bool
 
 
-def check(settings: MountSettings, *, is_probed: bool = True) -> Iterator[Finding]:
-    """All checks of the cache directory of these settings. Blocks, for three seconds at most."""
+def check(
+    settings: MountSettings, *, is_probed: bool = True, cached_bytes: int = 0, cached_files: int = 0
+) -> Iterator[Finding]:
+    """All checks of the cache directory of these settings. Blocks, for three seconds at most.
+
+    `cached_bytes` in `cached_files` are what a mount has there, and evicts when it needs room.
+    """
     directory = existing(settings.cache_dir)
     yield _file_system(directory)
     try:
@@ -59,8 +64,8 @@ def check(settings: MountSettings, *, is_probed: bool = True) -> Iterator[Findin
             "choose another --cache-dir, or repair the disk",
         )
         return
-    yield _room(settings, room)
-    yield _inodes(settings, room)
+    yield _room(settings, room, cached_bytes)
+    yield _inodes(settings, room, cached_files)
     if not is_probed:
         return
     if not os.access(directory, os.W_OK):
@@ -105,11 +110,19 @@ def _file_system(directory: Path) -> Finding:
     return ok("cache disk", text, filesystem=mount.filesystem)
 
 
-def _room(settings: MountSettings, room: os.statvfs_result) -> Finding:
+def _room(settings: MountSettings, room: os.statvfs_result, cached: int) -> Finding:
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     floor = settings.min_free.bytes_of(size)
     figures = {"size_bytes": size, "free_bytes": free, "min_free_bytes": floor}
     text = f"{human_size(free)} of {human_size(size)} free"
+    if free <= floor < free + cached:
+        return advice(
+            "cache room",
+            f"{text}; the cache ({human_size(cached)}) evicts files to keep {human_size(floor)} "
+            "free (--min-free)",
+            "that is how a full cache works; it evicts less on a larger or emptier disk",
+            **figures,
+        )
     if free <= floor:
         return problem(
             "cache room",
@@ -127,12 +140,20 @@ def _room(settings: MountSettings, room: os.statvfs_result) -> Finding:
     return ok("cache room", f"{text}, {human_size(floor)} of it stay free", **figures)
 
 
-def _inodes(settings: MountSettings, room: os.statvfs_result) -> Finding:
+def _inodes(settings: MountSettings, room: os.statvfs_result, cached: int) -> Finding:
     if not room.f_files:  # btrfs and others make inodes as they are needed
         return ok("cache inodes", "the file system has no fixed number")
     floor = settings.min_free_inodes.bytes_of(room.f_files)
     text = f"{room.f_favail:,} of {room.f_files:,} free"
     figures = {"inodes": room.f_files, "free_inodes": room.f_favail}
+    if room.f_favail <= floor < room.f_favail + cached:
+        return advice(
+            "cache inodes",
+            f"{text}; the cache ({cached:,} files) evicts files to keep {floor:,} free "
+            "(--min-free-inodes)",
+            "make the disk's file system with more inodes, so that it evicts less",
+            **figures,
+        )
     if room.f_favail <= floor:
         return problem(
             "cache inodes",

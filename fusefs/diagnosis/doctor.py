@@ -42,7 +42,8 @@ def check_mount(
     settings = subject.settings or replace(fallback, source=subjects.source_of(subject))
     yield from machine.check(None, allow_other=settings.allow_other)
     yield from mounted.check(subject)
-    yield from cache_disk.check(settings)
+    size, files = mounted.cached(subject)
+    yield from cache_disk.check(settings, cached_bytes=size, cached_files=files)
     if subject.settings is None:
         yield mounted.unknown_settings(subject)
     with subjects.as_daemon(subject):

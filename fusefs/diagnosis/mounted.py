@@ -26,6 +26,15 @@ def check(subject: MountSubject) -> Iterator[Finding]:
         )
 
 
+def cached(subject: MountSubject) -> tuple[int, int]:
+    """The bytes and the files that a mount has in its cache; none if its daemon does not tell."""
+    try:
+        cache = (subject.status or {})["cache"]
+        return int(cache["used_bytes"]), int(cache["files"])
+    except MALFORMED:
+        return 0, 0
+
+
 def _check(subject: MountSubject) -> Iterator[Finding]:
     status = subject.status
     if status is None:

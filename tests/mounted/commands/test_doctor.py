@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,33 @@ def test_a_sound_mount_has_no_problem_and_a_silent_daemon_is_one(
     assert status == 1
     assert found["daemon"]["level"] == "problem"
     assert found["list"]["level"] == "ok"  # by the settings that the keeper has
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "none", disk], check=False
+    ).returncode
+    if mounted:
+        pytest.skip("this container may not mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_cache_that_has_filled_its_disk_is_no_problem(
+    small_disk: Path, bucket: Bucket, mounter: Mounter
+) -> None:
+    for number in range(20):
+        bucket.put(f"{number:02}", b"x" * (4 << 20))
+    mount = mounter(cache=small_disk.name)
+    for number in range(20):
+        (mount.path / f"{number:02}").read_bytes()
+    # As the log of any program on that disk.
+    (small_disk / "log").write_bytes(b"x" * (4 << 20))
+    _, found = examined(mount.path)
+    assert found["cache room"]["level"] != "problem", found["cache room"]
 
 
 def test_permissions_are_tried_on_request_and_nothing_is_left(bucket: Bucket) -> None:

@@ -65,6 +65,22 @@ def test_a_disk_without_room_is_a_problem(tmp_path: Path) -> None:
     assert "--min-free" in found["cache room"].advice
 
 
+def test_a_disk_that_the_cache_itself_has_filled_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 100  # of 1000 blocks of 1 KiB, and of 1000 inodes
+    full = os.statvfs_result((1024, 1024, 1000, free, free, 1000, free, free, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _path: full)
+    made = settings(tmp_path, min_free="10%", min_free_inodes="10%")
+    disk = cache_disk.check(made, is_probed=False, cached_bytes=600 << 10, cached_files=600)
+    found = by_check(list(disk))
+    for name in ("cache room", "cache inodes"):
+        assert found[name].level is Level.ADVICE
+        assert "evicts" in found[name].text
+    others = by_check(list(cache_disk.check(made, is_probed=False)))
+    assert others["cache room"].level is others["cache inodes"].level is Level.PROBLEM
+
+
 def test_the_probe_of_a_disk_reads_what_it_has_written(tmp_path: Path) -> None:
     speed = cache_disk.measure(tmp_path, 2 << 20)
     assert min(speed.written, speed.read, speed.page_s) > 0
