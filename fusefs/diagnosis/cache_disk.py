@@ -34,6 +34,11 @@ SLOW_BYTES_S = 200e6
 SLOW_READ_S = 0.002
 
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "lustre", "glusterfs")
+# Of the probe, by limits and permissions: they say nothing about the disk.
+_REFUSALS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,17 @@ def check(
 
     `cached_bytes` in `cached_files` are what a mount has there, and evicts when it needs room.
     """
-    directory = existing(settings.cache_dir)
+    try:
+        directory = existing(settings.cache_dir)
+        is_directory = directory.is_dir()
+    except OSError as error:  # of a name, or of a directory above that is closed to this user
+        text = f"{settings.cache_dir}: {error.strerror}"
+        yield problem("cache disk", text, "choose another --cache-dir")
+        return
+    if not is_directory:
+        text = f"{directory} is not a directory"
+        yield problem("cache disk", text, "remove it, or choose another --cache-dir")
+        return
     yield _file_system(directory)
     try:
         room = os.statvfs(directory)
@@ -171,7 +186,7 @@ def _speed(directory: Path, free: int) -> Finding:
     try:
         speed = measure(directory, size)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _REFUSALS:
             return skipped("cache speed", f"the probe was refused: {error.strerror}")
         return problem(
             "cache speed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -57,6 +58,33 @@ def test_a_cache_directory_is_checked_before_it_exists(tmp_path: Path) -> None:
     assert str(tmp_path) in found["cache disk"].text
     assert found["cache speed"].figures["write_bytes_per_second"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_directory_that_is_a_file_is_no_broken_disk(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = by_check(list(cache_disk.check(settings(tmp_path / "file" / "below"))))
+    assert found["cache disk"].level is Level.PROBLEM
+    assert "is not a directory" in found["cache disk"].text
+    assert "cache speed" not in found
+
+
+def test_a_name_that_no_file_system_takes_is_a_finding_beside_the_others(tmp_path: Path) -> None:
+    found = by_check(list(cache_disk.check(settings(tmp_path / ("x" * 300)))))
+    assert found["cache disk"].level is Level.PROBLEM
+    assert "File name too long" in found["cache disk"].text
+
+
+@pytest.mark.parametrize(
+    ("code", "level"),
+    [(errno.EIO, Level.PROBLEM), (errno.EFBIG, Level.SKIPPED), (errno.EACCES, Level.SKIPPED)],
+)
+def test_a_disk_fails_alone_where_it_says_so(
+    code: int, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = OSError(code, os.strerror(code))
+    monkeypatch.setattr(cache_disk, "measure", Mock(side_effect=refusal))
+    found = by_check(list(cache_disk.check(settings(tmp_path))))
+    assert found["cache speed"].level is level
 
 
 def test_a_disk_without_room_is_a_problem(tmp_path: Path) -> None:
