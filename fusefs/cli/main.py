@@ -221,6 +221,8 @@ def _warm(options: argparse.Namespace) -> int:
     if not paths and not options.manifest:
         raise _settings_error("PATH or --manifest is missing")
     if options.cancel:
+        if options.manifest is not None or options.shard is not None:
+            raise _settings_error("--cancel: takes PATHs alone; the mountpoint stands for all jobs")
         warm.cancel(paths)
         return 0
     shard = None

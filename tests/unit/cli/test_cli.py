@@ -152,6 +152,16 @@ def test_an_empty_path_is_not_the_working_directory(
     assert capsys.readouterr().err.endswith("the path is empty\n")
 
 
+@pytest.mark.parametrize("option", [["--manifest", "list"], ["--shard", "0/2"]], ids=" ".join)
+def test_what_is_cancelled_is_named_by_paths_alone(
+    option: list[str], runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("warm", "--cancel", *option) == 2
+    capsys.readouterr()
+    assert run("warm", "--cancel", *option, "/data") == 2
+    assert capsys.readouterr().err.startswith("fusefs: --cancel: ")
+
+
 def test_in_a_directory_that_is_gone_absolute_paths_can_be_named(
     tmp_path: Path,
     runtime: Path,
