@@ -140,8 +140,8 @@ def _own(clients: Clients, url: str, check: str) -> Finding:
             details, valid_s = _certificate(sock)
     except AttemptError as error:
         return _unreachable(check, str(error))
-    except OSError as error:
-        return _unreachable(check, error.strerror or str(error))
+    except (OSError, UnicodeError) as error:  # the latter of a host with an empty or long part
+        return _unreachable(check, getattr(error, "strerror", None) or str(error))
     finally:
         pool.close()
     text = f"connected in {1e3 * took_s:.0f} ms{details}"

@@ -122,6 +122,14 @@ def test_a_host_without_an_address_is_a_problem() -> None:
     assert found["clock"].level is Level.SKIPPED
 
 
+@pytest.mark.parametrize("host", ["a" * 64, "\udcff", "a..b"])
+def test_a_host_that_no_server_of_names_takes_is_a_problem(host: str) -> None:
+    s3 = S3Settings("bucket", endpoint_url=f"http://{host}", anonymous=True)
+    found = by_check(list(network.check(s3)))
+    assert found["DNS"].level is Level.PROBLEM
+    assert found["connection own"].level is Level.PROBLEM
+
+
 def test_missing_credentials_are_a_problem_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
