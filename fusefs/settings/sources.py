@@ -76,6 +76,9 @@ def _toml_text(setting: Setting, value: object, origin: str) -> str:
         case bool() if setting.is_switch:
             return SWITCH.show(value)
         case int() | float() if setting.type.takes_numbers and not isinstance(value, bool):
-            return plain_number(value)
+            try:
+                return plain_number(value)
+            except ValueError as error:  # of thousands of digits, as a number in base 16 may have
+                raise SettingsError(f"{origin}: {error}") from None
     wanted = "true or false" if setting.is_switch else "text in quotes"
     raise SettingsError(f"{origin}: {value!r} has the wrong type; write {wanted}")

@@ -405,6 +405,11 @@ def test_a_value_of_the_wrong_type_is_an_error(tmp_path: Path, line: str) -> Non
         from_config(config_file(tmp_path, line))
 
 
+def test_a_number_of_thousands_of_digits_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cache-size: Exceeds the limit"):
+        from_config(config_file(tmp_path, f"cache-size = 0x{'f' * 6000}"))
+
+
 def test_a_file_that_is_missing_or_broken_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read: No such file"):
         from_config(tmp_path / "none.toml")
