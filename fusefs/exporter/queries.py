@@ -1,8 +1,9 @@
 """Gets the metrics of many mounts side by side, each within a deadline.
 
 Each mount is sent its request from a thread of its own, so that one that hangs
-delays no other; its thread ends with the request's time-out. This module needs
-nothing but the standard library.
+delays no other; its thread ends with the request's time-out. Where the system
+starts no more threads, the others are asked in turn. This module needs nothing
+but the standard library.
 """
 
 from __future__ import annotations
@@ -67,12 +68,18 @@ def query_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[M
     Safe to call from several threads.
     """
     answers = [MountAnswer(target, why="no answer in time") for target in targets]
-    threads = [
-        threading.Thread(target=_ask, args=(answer, timeout_s), name="fusefs-ask", daemon=True)
-        for answer in answers
-    ]
-    for thread in threads:
-        thread.start()
+    in_turn_until = time.monotonic() + timeout_s
+    threads = []
+    for answer in answers:
+        thread = threading.Thread(
+            target=_ask, args=(answer, timeout_s), name="fusefs-ask", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # of a control group, or of the user, there are too many
+            _ask(answer, max(0.0, in_turn_until - time.monotonic()))
+        else:
+            threads.append(thread)
     deadline = time.monotonic() + timeout_s + MARGIN_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -110,6 +110,23 @@ def test_mounts_answer_side_by_side(serve: Serve) -> None:
     assert all(answer.metrics and not answer.why for answer in queries.query_all(targets, 30))
 
 
+def test_mounts_answer_where_the_system_starts_no_more_threads(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = json.dumps(ANSWER).encode() + b"\n"
+    targets = [serve(f"mount{number}", line) for number in range(4)]
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    assert all(answer.metrics for answer in queries.query_all(targets, 30))
+
+
 def test_a_mount_whose_socket_is_gone_is_down(tmp_path: Path) -> None:
     [answer] = queries.query_all([Target("gone", tmp_path / "gone")], 0.3)
     assert (answer.metrics, bool(answer.why)) == (None, True)
