@@ -103,7 +103,7 @@ def write(path: Path, mountpoint: Path | None, settings: MountSettings, *, redac
     try:
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
             names = NameHashes(_names_of(subjects)) if redacts else None
-            top = path.name.partition(".")[0]
+            top = path.name.lstrip(".").partition(".")[0]  # also of a hidden file
             archive = Archive(tar, top, Secrets(_secrets_of(subjects)), names)
             _add_machine(archive, settings)
             for number, mounted in enumerate(subjects, start=1):

@@ -98,3 +98,14 @@ def test_a_report_is_made_whatever_the_environment_is(
     assert run("report", "--output", tmp_path / "a.tar.gz") == 0
     assert written[0].cache_size is None
     assert "FUSEFS_CACHE_SIZE: '3G' is ambiguous" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".report.tar.gz", "..report"])
+def test_a_report_has_a_folder_of_its_own_whatever_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "find_all", list)
+    monkeypatch.setattr(report, "_add_machine", lambda archive, _: archive.add_text("a", "b"))
+    settings: Any = None
+    report.write(tmp_path / name, None, settings, redacts=False)
+    assert list(archived(tmp_path / name)) == ["report/a"]
