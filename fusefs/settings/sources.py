@@ -49,7 +49,7 @@ def from_config(path: Path) -> Layer:
         SettingsError: the file cannot be read, is not TOML or has an unknown key.
     """
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text("utf-8"))  # whatever the locale is
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # also of an integer with thousands of digits

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -403,6 +406,23 @@ def test_a_file_may_give_numbers_and_truth_values(tmp_path: Path) -> None:
 def test_a_value_of_the_wrong_type_is_an_error(tmp_path: Path, line: str) -> None:
     with pytest.raises(SettingsError, match="has the wrong type"):
         from_config(config_file(tmp_path, line))
+
+
+def test_a_file_is_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
+    path = tmp_path / "fusefs.toml"
+    path.write_text('profile = "josé"\n', encoding="utf-8")
+    code = (
+        "import pathlib, sys; from fusefs.settings.sources import from_config;"
+        "print(ascii(from_config(pathlib.Path(sys.argv[1]))['profile'].text))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", code, path],
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout == "'jos\\xe9'\n"
 
 
 def test_a_number_of_thousands_of_digits_is_an_error(tmp_path: Path) -> None:
