@@ -49,7 +49,7 @@ def _findings(
 ) -> Iterator[Finding]:
     if target is None:
         return doctor.check_machine(settings)
-    if target.startswith(SCHEME):
+    if _is_source(target):
         return doctor.check_source(settings, tries_permissions=tries_permissions)
     mountpoint = sync.mountpoint(target)
     return doctor.check_mount(mountpoint, settings, tries_permissions=tries_permissions)
@@ -62,13 +62,17 @@ def settings_of(
     environment: Mapping[str, str] = os.environ,
 ) -> MountSettings:
     """The settings that the command line, the environment and the file give."""
-    is_source = target is not None and target.startswith(SCHEME)
     layer = {
-        "source": RawValue(target if is_source and target else _NO_SOURCE, "the source"),
+        "source": RawValue(target if target and _is_source(target) else _NO_SOURCE, "the source"),
         "mountpoint": RawValue(_NO_MOUNTPOINT, "the mountpoint"),
     }
     file = from_config(Path(config)) if config else {}
     return build({**layer, **flags}, from_environment(environment), file)
+
+
+def _is_source(target: str) -> bool:
+    """Whether it is a bucket, as `fusefs mount` takes one, and no mountpoint."""
+    return target[: len(SCHEME)].lower() == SCHEME
 
 
 def report(mountpoint: str | None, output: str | None, *, redacts: bool) -> int:

@@ -15,6 +15,8 @@ import pytest
 from csi.main import make_parser
 from fusefs.cli import mount as mount_command
 from fusefs.cli import parser
+from fusefs.diagnosis import doctor
+from fusefs.diagnosis.findings import ok
 from fusefs.launch import log_location, preflight
 from fusefs.settings.mount import RawValue, build
 from tests.support.commands import run
@@ -160,6 +162,14 @@ def test_what_is_cancelled_is_named_by_paths_alone(
     capsys.readouterr()
     assert run("warm", "--cancel", *option, "/data") == 2
     assert capsys.readouterr().err.startswith("fusefs: --cancel: ")
+
+
+def test_the_doctor_takes_the_urls_that_a_mount_takes(
+    runtime: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "check_source", lambda made, **_: [ok("list", str(made.source))])
+    assert run("doctor", "S3://bucket/some") == 0
+    assert "s3://bucket/some/" in capsys.readouterr().out
 
 
 def test_in_a_directory_that_is_gone_absolute_paths_can_be_named(
