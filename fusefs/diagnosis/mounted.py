@@ -38,12 +38,14 @@ def cached(subject: MountSubject) -> tuple[int, int]:
 def _check(subject: MountSubject) -> Iterator[Finding]:
     status = subject.status
     if status is None:
-        yield problem(
-            "daemon",
-            f"{subject.mountpoint} does not answer: {subject.why_silent}",
+        what_to_do = (
             "the keeper replaces a silent daemon within --hang-timeout; after that see the log, "
-            "and end the mount with fusefs umount --force",
+            "and end the mount with fusefs umount --force"
         )
+        if subject.pid is None:  # to end it would take it from those who use it elsewhere
+            what_to_do = "run fusefs doctor as the user and in the container that mounted it"
+        text = f"{subject.mountpoint} does not answer: {subject.why_silent}"
+        yield problem("daemon", text, what_to_do)
         return
     pid = status["daemon"]["pid"]
     yield ok("daemon", f"pid {pid}, up {human_duration(status['daemon']['uptime_s'])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,11 @@ def test_what_is_wrong_with_a_cluster_cache_is_a_finding(
     change: dict[str, Any], level: Level, text: str
 ) -> None:
     assert any(one == level and text in what for one, what in findings(GOOD | change))
+
+
+def test_a_mount_of_another_container_is_not_to_be_ended_by_force() -> None:
+    other = MountSubject(Path("/mnt"), "s3://bucket/", why_silent="not registered here")
+    ours = replace(other, pid=4711, why_silent="the daemon has died")
+    advised = [next(mounted.check(one)).advice for one in (other, ours)]
+    assert ["umount --force" in advice for advice in advised] == [False, True]
+    assert "container that mounted it" in advised[0]
