@@ -25,6 +25,8 @@ from fusefs.settings.types import DURATIONS
 SUCCESS = 0
 USAGE = 1
 FAILED = 32
+# By those of the command `fusefs`.
+_STATUSES = {0: SUCCESS, 2: USAGE}
 
 # What mount(8), fstab(5) and systemd.mount(5) handle, or what every mount of fusefs is anyway.
 IGNORED = frozenset(
@@ -105,7 +107,7 @@ def _mount(arguments: Sequence[str]) -> int:
     with contextlib.suppress(KeyError):  # a user who is not in /etc/passwd
         os.environ.setdefault("HOME", pwd.getpwuid(os.geteuid()).pw_dir)
     os.environ.update(variables)
-    return FAILED if program.main(["mount", *paths, *flags]) else SUCCESS
+    return _STATUSES.get(program.main(["mount", *paths, *flags]), FAILED)
 
 
 def _umount(arguments: Sequence[str]) -> int:

@@ -82,6 +82,7 @@ def test_a_sloppy_mount_leaves_out_what_is_unknown() -> None:
         ["s3://b", "/data", "-o"],
         ["a", "b", "c"],
         ["s3://b", "/data", "-ofile_mode=0644,bogus"],
+        ["s3://bucket", "/data", "-ocache_size=big"],
     ],
 )
 def test_a_wrong_command_line_has_mounts_status_for_it(
@@ -89,7 +90,7 @@ def test_a_wrong_command_line_has_mounts_status_for_it(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["mount.fusefs", *arguments])
     assert mount_helper.mount() == mount_helper.USAGE
-    assert capsys.readouterr().err.startswith("mount.fusefs: ")
+    assert capsys.readouterr().err.startswith(("mount.fusefs: ", "fusefs: --cache-size: "))
 
 
 @pytest.mark.parametrize("name", ["late_request_checks", "late-request-checks"])
