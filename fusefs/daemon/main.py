@@ -163,6 +163,7 @@ class Daemon:
     def _build(self, nursery: trio.Nursery) -> None:
         """Make the parts that do not depend on the session; their tasks run in `nursery`."""
         self._nursery = nursery
+        prefix = self.settings.source.prefix
         changed = self.cache.directory / "changed"
         self.directories = Directories(
             self.store,
@@ -170,7 +171,7 @@ class Daemon:
             self.pages,
             nursery,
             HeadPolicy(self.settings.object_attributes, changed),
-            top=self.settings.source.prefix,
+            top=prefix,
         )
         self.directories.most_entries = self._budget.entries
         allowed = setup.s3_settings(self.settings)
@@ -196,14 +197,9 @@ class Daemon:
             was_unclean=self.cache.was_unclean,
         )
         self.verifier = Verifier(
-            self.store,
-            self.cache,
-            self.downloader,
-            self.settings.source.prefix,
-            nursery,
-            self._unsent,
+            self.store, self.cache, self.downloader, prefix, nursery, self._unsent
         )
-        self.selector = Selector(self.store, self.settings.source.prefix)
+        self.selector = Selector(self.store, prefix)
         self.warmer = CacheWarmer(
             self.store,
             self.cache,
@@ -216,7 +212,7 @@ class Daemon:
             self.cache,
             self.evictor,
             self.selector,
-            self.settings.source.prefix,
+            prefix,
             nursery,
             self._pending,
             self.warmer.cancel_pins,

@@ -413,12 +413,11 @@ class Requester:
         except AttemptError as error:
             code = _code(error)
             raise
-        except (trio.Cancelled, AbandonedError) as error:
+        except trio.Cancelled:
             code = "cancelled"
-            if isinstance(error, trio.Cancelled):
-                await attempt.abandon()
+            await attempt.abandon()
             raise
-        except Exception:  # a local file's (`Attempt.locally`): S3 has not failed
+        except Exception:  # it was given up, or a local file fails (`Attempt.locally`): not S3
             code = "cancelled"
             raise
         finally:

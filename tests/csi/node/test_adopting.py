@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import grpc
@@ -259,25 +259,23 @@ def test_the_uploads_of_a_mount_without_a_keeper_are_waited_for(
     shared.delete("late")
 
 
-@contextmanager
-def without_reconciler(node: Node) -> Iterator[None]:
+def without_reconciler(node: Node) -> AbstractContextManager[None]:
     """A driver that goes on with mounts in calls alone, ended afterwards."""
-    command = list(node.command)
-    never = "from csi.node.reconciler import Reconciler; Reconciler.reconcile_all = lambda _: None"
-    node.command[-1] = f"{never}; {START}"
-    try:
-        node.start("--daemons=there")
-        yield
-    finally:
-        node.kill()
-        node.command[:] = command
+    return _changed_by(
+        node,
+        "from csi.node.reconciler import Reconciler; Reconciler.reconcile_all = lambda _: None",
+    )
+
+
+def running(node: Node, mount_process: list[str]) -> AbstractContextManager[None]:
+    """A driver that starts this in place of mount processes, ended afterwards."""
+    return _changed_by(node, f"from csi.node import mounts; mounts.START = {mount_process}")
 
 
 @contextmanager
-def running(node: Node, mount_process: list[str]) -> Iterator[None]:
-    """A driver that starts this in place of mount processes, ended afterwards."""
+def _changed_by(node: Node, statements: str) -> Iterator[None]:
     command = list(node.command)
-    node.command[-1] = f"from csi.node import mounts; mounts.START = {mount_process}; {START}"
+    node.command[-1] = f"{statements}; {START}"
     try:
         node.start("--daemons=there")
         yield
