@@ -114,7 +114,7 @@ TARGETS = (
     Target("read_written", 0.90, NATIVE),
     Target("rss_mib", 250, below=True),
     *(
-        Target(f"threads{threads}_{state}", 0.90, NATIVE)
+        Target(f"threads{threads}_{state}", 0.95, NATIVE)
         for state in ("warm", "dropped")
         for threads in THREADS
     ),

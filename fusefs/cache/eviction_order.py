@@ -43,12 +43,12 @@ AHEAD_SHARE = 1 / 64
 ONE_USE = 1 / 64
 
 # The intervals that are looked at: the latest, from while this share was fetched.
-INTERVALS = 64
+INTERVALS = 128
 FEWEST_INTERVALS = 6
 RECENT = 1 / 2
 # Nearly all of them are shorter than this one. The longest is no measure: a file
 # that is used once in a while would keep everything.
-LONG = 0.95
+LONG = 0.98
 # A kept file is stale after this many long intervals: in a random order some files
 # have to wait longer than the others.
 STALE = 1.25

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.eviction import ORDERS, Fusefs, Read, files, shares, shuffled
+from bench.eviction import ORDERS, Fusefs, Read, files, first_ahead, shares, shuffled
 from fusefs.cache.cached_file import CacheFile, Rank
 from fusefs.cache.eviction_order import MOST_REMEMBERED, EvictedFiles, EvictionOrder
 from tests.support.local_cache import Parts, cache_in, version
@@ -44,6 +44,12 @@ def test_other_files_replace_those_before_within_two_passes(
 def test_files_of_many_sizes_take_turns_as_well() -> None:
     of_epochs = shares(Fusefs(CACHE), shuffled(files("a", 600, seed=1), 4, 1))
     assert min(of_epochs[1:]) >= 0.4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nearly_half_is_there_as_well_after_an_epoch_that_was_fetched_ahead(seed: int) -> None:
+    # What stays was used late in it, so the first intervals of the next are short.
+    assert first_ahead(Fusefs(CACHE), seed) >= 0.45
 
 
 async def epochs(parts: Parts, order: Order, names: str, count: int) -> list[float]:
