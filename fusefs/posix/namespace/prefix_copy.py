@@ -24,6 +24,7 @@ from fusefs.posix.namespace.touched_keys import KeysTouchedMeanwhile
 from fusefs.posix.nodes import names
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Store
+from fusefs.store.s3.head import sendable
 
 logger = logging.getLogger("fusefs.renaming")
 
@@ -268,7 +269,7 @@ class PrefixCopy:
             key,
             self._empty,
             0,
-            metadata=marker.metadata or {},
+            metadata=sendable(marker.metadata or {}),
             content_type=marker.content_type,
             condition=condition,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -12,6 +13,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.daemon import status
 from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError
+from fusefs.store.interface import ObjectInfo
+from fusefs.store.s3 import head
 from tests.support.memory_store import MemoryStore
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import DiedError, MortalMount
@@ -185,6 +188,23 @@ async def test_copies_that_cannot_be_made_are_taken_back(mount: MortalMount) -> 
         mount.store.before = lambda _what, _key: None
         await process.rename("old", "new")
         assert below(mount.store, "new/") == tree
+
+
+async def test_a_marker_takes_along_what_can_be_sent_of_its_metadata(mount: MortalMount) -> None:
+    """Others write what can't."""
+    mount.store.put("old/", mode="16832", empty="", author="\u00e9")
+    mount.store.put("old/f", b"f")
+    put_file = mount.store.put_file
+
+    async def checked(*args: Any, metadata: dict[str, str], **options: Any) -> ObjectInfo:
+        head.check(metadata)
+        return await put_file(*args, metadata=metadata, **options)
+
+    mount.store.put_file = checked  # type: ignore[method-assign, assignment]
+    async with mount.serving() as process:
+        await process.rename("old", "new")
+    assert mount.store.contents() == {"new/f": b"f"}
+    assert mount.store.objects["new/"].info.metadata == {"mode": "16832"}
 
 
 async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(mount: MortalMount) -> None:
