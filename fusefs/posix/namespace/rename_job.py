@@ -24,6 +24,7 @@ rename, and remove the only objects that are left.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -433,6 +434,9 @@ class RenameJobs:
         except (StoreError, OSError) as error:
             logger.warning("the rename of %s to %s waits: %s", renaming.old, renaming.new, error)
             renaming.error = error
+        except Exception as error:  # the next process would meet this fault as well
+            logger.exception("a fault in the rename of %s to %s", renaming.old, renaming.new)
+            renaming.error = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
 
     # Records
 

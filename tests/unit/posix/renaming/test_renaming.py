@@ -207,6 +207,39 @@ async def test_a_marker_takes_along_what_can_be_sent_of_its_metadata(mount: Mort
     assert mount.store.objects["new/"].info.metadata == {"mode": "16832"}
 
 
+async def test_a_fault_in_one_rename_ends_no_mount(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process would meet it as well; other renames go on."""
+    fill(mount.store, "old/", 2)
+    fill(mount.store, "other/", 2)
+
+    def fail(what: str, key: str) -> None:
+        if what == "DELETED" and key in ("old/1", "other/1"):
+            raise UnreachableError(key)
+
+    def trip(what: str, key: str) -> None:
+        if (what, key) == ("LIST", "old/"):
+            raise LookupError(key)
+
+    mount.store.before = fail
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await process.rename("old", "new")
+        await process.rename("other", "another")
+        mount.store.before = trip
+        nursery.start_soon(process.changes.run)
+        await wait_all_tasks_blocked(0.01)
+        (state,) = process.changes.describe_renames()
+        assert state["from"] == "old/"
+        (pending,) = process.changes.pending_renames("")
+        assert "LookupError" in pending["error"]
+        mount.store.before = lambda _what, _key: None
+        process.changes.pending_renames("", hurry=True)
+        await wait_all_tasks_blocked(0.01)
+        assert process.changes.describe_renames() == []
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(mount: MortalMount) -> None:
     tree = fill(mount.store, "old/")
 
