@@ -208,6 +208,11 @@ class PrefixCopy:
         """Whether this mount has changed what there is under the new key of a file."""
         return not _is_marker(info) and self._touched.has(self.target(info.key))
 
+    @property
+    def are_outdated(self) -> bool:
+        """Whether something was changed since it was copied; of markers listings show nothing."""
+        return any(key in self.sources for key in self._touched.changed)
+
     def check(self, staged: Iterable[str]) -> bool:
         """See whether the rename may take place, where files of these keys are only here yet.
 

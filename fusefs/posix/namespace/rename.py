@@ -488,7 +488,7 @@ class NameChanges(CreateRemove):
                 if self._writer.removals.pending(copies.old):
                     await self._writer.removals.flush_below(copies.old)
                     continue
-                if local.has_changed(copies.old, copies.listed_at):
+                if local.has_changed(copies.old, copies.listed_at) or copies.are_outdated:
                     await copies.copy_all()
                     continue
                 moved = copies.by_version()

@@ -228,6 +228,23 @@ async def test_a_mode_that_is_set_while_its_file_is_copied_goes_along(mount: Mor
     assert (mount.store.objects["b/x"].info.metadata or {})["mode"] == str(0o100600)
 
 
+@pytest.mark.parametrize("path", ["", "/s"])
+async def test_a_mode_that_is_set_of_a_directory_while_it_is_copied_goes_along(
+    mount: MortalMount, path: str
+) -> None:
+    mount.store.put("a/s/")
+    stop, made = Stop(mount.store, "COPY", "b/z"), Made(mount.store)
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await process.listing("a")
+        nursery.start_soon(process.rename, "a", "b")
+        await made.wait("PUT", f"b{path}/")
+        await stop.reached.wait()
+        await chmod(process, f"a{path}", 0o700)
+        stop.go_on.set()
+    assert (mount.store.objects[f"b{path}/"].info.metadata or {})["mode"] == str(0o40700)
+    assert not [key for key in mount.store.objects if key.startswith("a")]
+
+
 @states(
     "What this mount changes below the old or the new name of a directory while its rename is"
     " not finished stays as it was changed, whatever the daemon dies of meanwhile."
