@@ -420,20 +420,41 @@ class NameChanges(CreateRemove):
                 self._unlink_staged(rival)
             await self._store.delete(key, (copied[0].etag if copied is not None else known) or None)
         except (StoreError, OSError):
+            is_there = copied is None or await self._is_there(copied[0])
+            if is_there is False:
+                self._found_done(key, ABSENT)
+                return
             if rival is not None and state is not None:
                 rival.state = state
             if copied is not None:
-                await self._take_back(copied[1], rival, is_new=is_new)
+                # Where it may be deleted yet, the copy may soon be all that there is.
+                may_go = is_new and is_there is True and not self._is_uncertain(key)
+                await self._take_back(copied[1], rival, may_go=may_go)
             raise
 
-    async def _take_back(self, made: ObjectInfo, rival: StagedFile | None, *, is_new: bool) -> None:
-        """Remove a copy, unless an object was replaced: that can't be brought back."""
+    async def _is_there(self, source: ObjectInfo) -> bool | None:
+        """Whether an object is there still, whose DELETE got no answer; None: that is not known."""
+        try:
+            return (await self._store.head(source.key)).etag == source.etag
+        except NotFoundError:
+            return False
+        except (StoreError, OSError):
+            return None
+
+    def _is_uncertain(self, key: str) -> bool:
+        return self._uncertain_keys is not None and self._uncertain_keys.get(key) is not None
+
+    async def _take_back(self, made: ObjectInfo, rival: StagedFile | None, *, may_go: bool) -> None:
+        """Remove a copy if it `may_go`; else it is shown.
+
+        It stays where it has replaced an object, which can't be brought back.
+        """
         if rival is not None:
             rival.etag = made.etag
-        elif not is_new:
+        elif not may_go:
             self._directories.changed(*split_key(made.key), made)
         try:
-            if is_new:
+            if may_go:
                 await self._store.delete(made.key, made.etag)
                 if rival is not None:
                     rival.etag = None

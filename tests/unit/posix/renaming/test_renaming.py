@@ -12,6 +12,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.daemon import status
+from fusefs.posix.late.request_log import DELETE, Change
+from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError
 from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3 import head
@@ -513,6 +515,48 @@ async def test_a_rename_that_fails_shows_what_it_has_replaced(mount: MortalMount
         with pytest.raises(UnreachableError):
             await process.rename("old", "new")
         assert await process.load("new") == await process.load("old") == b"moved"
+
+
+@pytest.mark.parametrize("is_replacing", [False, True])
+async def test_a_file_whose_old_object_is_deleted_without_an_answer_is_renamed(
+    mount: MortalMount, is_replacing: bool
+) -> None:
+    """Its copy is all that there is."""
+    mount.store.put("old", b"moved")
+
+    def lose(what: str, key: str) -> None:
+        if (what, key) == ("DELETE", "old"):
+            raise UnreachableError(key)
+
+    mount.store.after = lose
+    async with mount.serving() as process:
+        fh = await process.create("new", b"new") if is_replacing else None
+        await process.rename("old", "new")
+        assert await process.listing() == ["new"]
+        assert await process.load("new") == b"moved"
+        if fh is not None:
+            await process.close(fh)
+    assert mount.store.contents() == {"new": b"moved"}
+
+
+async def test_a_copy_stays_while_its_old_object_may_be_deleted_late(mount: MortalMount) -> None:
+    """By the request that got no answer."""
+    late = mount.uncertain_keys = UncertainKeys(mount.directory / "late", "test", (3600.0,))
+    mount.store.put("old", b"moved")
+
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("DELETE", "old"):
+            late.note_unanswered(Change(DELETE, "old"))
+            raise UnreachableError(key)
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        with pytest.raises(UnreachableError):
+            await process.rename("old", "new")
+        del mount.store.objects["old"]
+        assert await process.load("new") == b"moved"
+    late.close(remove=False)
+    assert mount.store.contents() == {"new": b"moved"}
 
 
 async def test_a_rename_that_fails_leaves_no_copy_under_a_file_that_is_not_uploaded(
