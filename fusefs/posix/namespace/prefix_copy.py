@@ -22,7 +22,13 @@ import trio
 
 from fusefs.posix.namespace.touched_keys import KeysTouchedMeanwhile
 from fusefs.posix.nodes import names
-from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
+from fusefs.store.errors import (
+    ExistsError,
+    NotFoundError,
+    StaleVersionError,
+    StoreError,
+    UnreachableError,
+)
 from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Store
 from fusefs.store.s3.head import sendable
 
@@ -75,6 +81,8 @@ class PrefixCopy:
         self.made: dict[str, ObjectInfo] = {}
         self.total = 0
         self.listed_at = 0.0
+        # What may have been copied by a request that got no answer.
+        self._unanswered: dict[str, ObjectInfo] = {}
         # What is still to be deleted below the old prefix; None before the first try.
         self._left: dict[str, ObjectInfo] | None = None
         self._folders: set[str] = set()
@@ -262,9 +270,12 @@ class PrefixCopy:
                 self.total -= 1
                 self.sources.pop(source.key, None)  # removed meanwhile: `copy_all` sees to a copy
                 return
-            except BaseException:
+            except BaseException as error:
                 self._touched.changed.add(source.key)
+                if isinstance(error, UnreachableError):
+                    self._unanswered[source.key] = source
                 raise
+        self._unanswered.pop(source.key, None)
         self.sources[source.key], self.made[source.key] = source, made
 
     async def _make_marker(self, source: str, key: str, condition: Condition) -> ObjectInfo:
@@ -288,6 +299,7 @@ class PrefixCopy:
         Raises:
             StoreError, OSError: some are still there.
         """
+        await self._recall_unanswered()
         await self._take_back(
             [
                 key
@@ -295,6 +307,23 @@ class PrefixCopy:
                 if copy.key != keep and not (is_known and self._touched.has_since(key))
             ]
         )
+
+    async def _recall_unanswered(self) -> None:
+        """Know the copies that requests without an answer have made, or may make yet.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        for key, source in list(self._unanswered.items()):
+            target = self.target(key)
+            try:
+                found = await self._store.head(target)
+            except NotFoundError:
+                found = replace(source, key=target)
+            # Of what has another ETag it is not known whose it is.
+            if found.etag == source.etag and found.size == source.size:
+                self.made[key] = found
+            del self._unanswered[key]
 
     async def _take_back(self, keys: list[str]) -> None:
         by_target = {self.made[key].key: key for key in keys}
@@ -450,17 +479,22 @@ async def list_all(store: Store, prefix: str) -> list[ObjectInfo]:
 
 
 async def _each(work: Callable[[Item], Awaitable[None]], items: Iterable[Item]) -> None:
-    """Do something for each, many at a time; the first error ends it."""
+    """Do something for each, many at a time; after the first error no more is begun.
+
+    What is under way then is done to its end: of a request that is cancelled nobody knows
+    what it has made.
+    """
     todo = iter(items)
-    errors: list[StoreError] = []
+    errors: list[StoreError | OSError] = []
 
     async def go_on() -> None:
         for item in todo:
             try:
                 await work(item)
-            except StoreError as error:
+            except (StoreError, OSError) as error:
                 errors.append(error)
-                nursery.cancel_scope.cancel()
+            if errors:
+                return
 
     async with trio.open_nursery() as nursery:
         for _ in range(AT_ONCE):

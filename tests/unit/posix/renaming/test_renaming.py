@@ -192,6 +192,48 @@ async def test_copies_that_cannot_be_made_are_taken_back(mount: MortalMount) -> 
         assert below(mount.store, "new/") == tree
 
 
+@states("If the rename of a directory fails its copies are removed.")
+async def test_copies_whose_answers_are_not_there_are_taken_back(mount: MortalMount) -> None:
+    """That of the request that fails, and those of requests that are under way then."""
+    tree = fill(mount.store, "old/")
+    copy, is_failing = mount.store.copy, trio.Event()
+
+    async def lose(source: ObjectInfo, key: str, **options: Any) -> ObjectInfo:
+        made = await copy(source, key, **options)
+        if key == "new/4":
+            is_failing.set()
+            raise UnreachableError(key)
+        if key == "new/1":
+            await is_failing.wait()
+            await wait_all_tasks_blocked()
+        return made
+
+    mount.store.copy = lose  # type: ignore[method-assign, assignment]
+    async with mount.serving() as process:
+        with pytest.raises(UnreachableError):
+            await process.rename("old", "new")
+        assert below(mount.store, "old/") == tree
+        assert [key for key in mount.store.objects if key.startswith("new")] == []
+
+
+@states("If the rename of a directory fails its copies are removed.")
+async def test_copies_are_taken_back_where_the_local_disk_fails(mount: MortalMount) -> None:
+    """As when the removal of what had the new name can't be put off the record."""
+    tree = fill(mount.store, "old/")
+
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("COPY", "new/4"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        with pytest.raises(OSError, match=rf"\[Errno {errno.ENOSPC}\]"):
+            await process.rename("old", "new")
+        assert process.changes.describe_renames() == []
+        assert below(mount.store, "old/") == tree
+        assert [key for key in mount.store.objects if key.startswith("new")] == []
+
+
 async def test_a_marker_takes_along_what_can_be_sent_of_its_metadata(mount: MortalMount) -> None:
     """Others write what can't."""
     mount.store.put("old/", mode="16832", empty="", author="\u00e9")
