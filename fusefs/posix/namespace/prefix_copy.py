@@ -81,6 +81,8 @@ class PrefixCopy:
         self.made: dict[str, ObjectInfo] = {}
         self.total = 0
         self.listed_at = 0.0
+        # Whether the old directory's marker was deleted, or may have been.
+        self._may_lack_marker = False
         # What may have been copied by a request that got no answer.
         self._unanswered: dict[str, ObjectInfo] = {}
         # What is still to be deleted below the old prefix; None before the first try.
@@ -300,6 +302,8 @@ class PrefixCopy:
             StoreError, OSError: some are still there.
         """
         await self._recall_unanswered()
+        if self._may_lack_marker:
+            await self._put_marker_back()
         await self._take_back(
             [
                 key
@@ -343,8 +347,24 @@ class PrefixCopy:
             StoreError: nothing can be deleted.
         """
         marker = self.sources.get(self.old)
+        self._may_lack_marker = marker is not None
         await self._store.delete(self.old, marker.etag if marker else None)
         self._has_marker = False
+
+    async def _put_marker_back(self) -> None:
+        """Have the old directory's marker again, before its copy is removed.
+
+        Raises:
+            StoreError: the bucket does not take it.
+        """
+        copy = self.made.get(self.old)
+        with self._touched.sending([self.old]) as own:
+            if copy is not None and self.old in own:
+                try:
+                    await self._store.head(self.old)
+                except NotFoundError:
+                    await self._make_marker(copy.key, self.old, Expect(None))
+        self._may_lack_marker = False
 
     async def delete_sources(self, note: Callable[[int], None]) -> None:
         """Delete what was copied; `note` is called with how many it was, as it goes on.

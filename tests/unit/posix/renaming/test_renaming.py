@@ -234,6 +234,23 @@ async def test_copies_are_taken_back_where_the_local_disk_fails(mount: MortalMou
         assert [key for key in mount.store.objects if key.startswith("new")] == []
 
 
+async def test_an_empty_directory_stays_whose_rename_fails(mount: MortalMount) -> None:
+    """Its marker was deleted, but there was no answer."""
+    mount.store.put("old/", mode="16832")
+
+    def lose(what: str, key: str) -> None:
+        if (what, key) == ("DELETE", "old/"):
+            raise UnreachableError(key)
+
+    mount.store.after = lose
+    async with mount.serving() as process:
+        with pytest.raises(UnreachableError):
+            await process.rename("old", "new")
+        assert await process.listing() == ["old"]
+    assert list(mount.store.objects) == ["old/"]
+    assert (mount.store.objects["old/"].info.metadata or {})["mode"] == "16832"
+
+
 async def test_a_marker_takes_along_what_can_be_sent_of_its_metadata(mount: MortalMount) -> None:
     """Others write what can't."""
     mount.store.put("old/", mode="16832", empty="", author="\u00e9")
