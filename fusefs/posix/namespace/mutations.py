@@ -26,6 +26,10 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, Caller, NewAttributes, OpenResult, waiting
 from fusefs.posix.write.writer import Writer
 
+# The kernel takes no longer target of a symbolic link (PATH_MAX without the NUL). Any object may
+# say that it is one.
+LONGEST_TARGET = 4095
+
 
 class Mutations:
     """One method per request, as in `Operations`. Belongs to the event loop."""
@@ -235,6 +239,8 @@ class Mutations:
         if inode.info is None or not self._head_cache.meta(inode).is_symlink:
             raise OSError(errno.EINVAL, "not a symbolic link")
         info = inode.info
+        if info.size > LONGEST_TARGET:
+            raise OSError(errno.ENAMETOOLONG, f"the target of a link of {info.size} bytes")
         return bytes(await waiting(self._state.downloader.read_unkept(info.version, 0, info.size)))
 
     def unlink(self, parent_id: int, name: bytes, caller: Caller) -> Answer[None]:

@@ -249,6 +249,20 @@ async def test_a_link_is_read_that_an_earlier_process_knew(mount: MortalMount) -
         assert await mutations(process).readlink(nodeid) == b"target"
 
 
+@pytest.mark.parametrize("size", [4095, 4096])
+async def test_what_is_too_long_for_a_target_is_not_read(mount: MortalMount, size: int) -> None:
+    """An object of any size may say that it is a link, and would be read into memory."""
+    mount.store.put("link", b"t" * size, mode=str(stat.S_IFLNK | 0o777))
+    async with mount.serving() as process:
+        nodeid = (await process.node("link")).nodeid
+        if size < 4096:
+            assert await mutations(process).readlink(nodeid) == b"t" * size
+            return
+        with pytest.raises(OSError, match=rf"\[Errno {errno.ENAMETOOLONG}\]"):
+            await mutations(process).readlink(nodeid)
+        assert mount.store.count("GET") == 0
+
+
 async def test_attributes_of_an_unlinked_open_file_are_its_own(mount: MortalMount) -> None:
     mount.store.put("file", b"content")
     async with mount.serving() as process:
