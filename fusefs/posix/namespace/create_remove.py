@@ -16,8 +16,9 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from fusefs.posix.directory.segment import ABSENT, Absent, Entry
@@ -29,7 +30,8 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
-from fusefs.store.interface import Expect, ObjectInfo
+from fusefs.store.errors import ExistsError, UnsupportedError
+from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo
 
 Made = TypeVar("Made")
 
@@ -176,19 +178,39 @@ class CreateRemove:
             with tempfile.TemporaryFile() as file:
                 file.write(target)
                 file.flush()
-                info = await self._store.put_file(
+                put = partial(
+                    self._store.put_file,
                     prefix + name,
                     file.fileno(),
                     len(target),
                     metadata=meta.as_metadata(),
                     content_type=None,
-                    condition=Expect(None),
                 )
+                if self._is_repeated(caller):
+                    info = await put(condition=Expect(None))
+                else:
+                    info = await self._put_new(prefix, name, put)
             self._directories.changed(prefix, name, info)
             inode = self._inodes.create(parent, name, info, prefix + name)
             inode.meta = meta
             self._inodes.entries_changed(parent)
             return inode
+
+    async def _put_new(
+        self, prefix: str, name: str, put: Callable[..., Awaitable[ObjectInfo]]
+    ) -> ObjectInfo:
+        """Put an object that replaces no other node's, where the store knows conditions.
+
+        Raises:
+            ExistsError: there is one.
+        """
+        try:
+            return await put(condition=IF_ABSENT)
+        except UnsupportedError:
+            return await put(condition=Expect(None))
+        except ExistsError:
+            self._directories.correct(self._directories.get(prefix), name, None)
+            raise
 
     async def _check_absent(self, parent: Inode, name: str) -> None:
         if not isinstance(await self._find(parent, name), Absent):

@@ -14,8 +14,13 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.daemon import status
 from fusefs.posix.late.request_log import DELETE, Change
 from fusefs.posix.late.uncertain_keys import UncertainKeys
-from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.errors import (
+    AccessDeniedError,
+    ExistsError,
+    UnreachableError,
+    UnsupportedError,
+)
+from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo
 from fusefs.store.s3 import head
 from tests.support.memory_store import MemoryStore
 from tests.support.semantics import states
@@ -470,6 +475,32 @@ async def test_what_another_node_has_just_made_is_not_replaced(mount: MortalMoun
         assert await process.listing() == ["a", "b"]
         await process.rename("a", "b")
         assert mount.store.contents() == {"b": b"a"}
+
+
+@states("Where the store knows conditional writes, a symbolic link replaces no other node's file.")
+async def test_a_link_replaces_nothing_that_another_node_has_just_made(mount: MortalMount) -> None:
+    """Programs use links as locks."""
+    async with mount.serving() as process:
+        assert await process.listing() == []
+        mount.store.put("lock", b"of another node")
+        with pytest.raises(ExistsError):
+            await process.symlink("lock", b"target")
+        assert mount.store.contents() == {"lock": b"of another node"}
+        assert await process.listing() == ["lock"]
+
+
+async def test_a_link_is_made_where_the_store_knows_no_conditions(mount: MortalMount) -> None:
+    put_file = mount.store.put_file
+
+    async def put_without(*args: Any, condition: Condition, **options: Any) -> ObjectInfo:
+        if condition == IF_ABSENT:
+            raise UnsupportedError("If-None-Match")
+        return await put_file(*args, condition=condition, **options)
+
+    mount.store.put_file = put_without  # type: ignore[method-assign, assignment]
+    async with mount.serving() as process:
+        await process.symlink("link", b"target")
+    assert mount.store.contents() == {"link": b"target"}
 
 
 @pytest.mark.parametrize("made", ["b", "b/x"])
