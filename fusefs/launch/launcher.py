@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -290,8 +290,12 @@ def _prepare_cache(directory: Path, user: users.User) -> None:
         raise LaunchError(f"can't use the cache directory {directory}: {error.strerror}") from error
 
 
-def daemon_input(settings: MountSettings, user: users.User | None) -> str:
-    """The standard input of a daemon that runs as `user`.
+def daemon_input(
+    settings: MountSettings,
+    user: users.User | None,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """The standard input of a daemon that runs as `user`; `environment` names the files.
 
     With the contents of AWS's configuration, which another user can't read, nor
     can any find a relative path. A file that is there for that user stays a
@@ -302,7 +306,7 @@ def daemon_input(settings: MountSettings, user: users.User | None) -> str:
     """
     files = {
         name: path.read_text(errors="replace")
-        for name, path in users.aws_files()
+        for name, path in users.aws_files(environment)
         if user is None or not path.is_absolute() or not users.may_read(user, path)
     }
     try:
