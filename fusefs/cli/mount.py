@@ -63,7 +63,8 @@ def upgrade(options: argparse.Namespace) -> None:
             f"{place} has no keeper that answers, which an upgrade needs; unmount it and mount it"
             " again"
         ) from None
-    present = MountSettings.from_json(json.loads(answer["settings"])["settings"])
+    # Going back is an upgrade to an older version, which knows fewer settings.
+    present = MountSettings.from_json(json.loads(answer["settings"])["settings"], is_newer=True)
     request = {
         "do": "upgrade",
         "command": launcher.DAEMON,
