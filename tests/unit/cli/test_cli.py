@@ -318,6 +318,18 @@ def test_an_option_or_a_command_is_written_out_and_a_near_one_is_named(
     assert part in line
 
 
+def test_a_mount_on_demand_that_would_wait_for_itself_is_refused(
+    mountpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "check_device", lambda: None)
+    monkeypatch.setattr(preflight, "check_privileges", lambda *_, **__: None)
+    monkeypatch.setattr(preflight.mountinfo, "has_automount", lambda path: path == mountpoint)
+    line = refusal(capsys, "s3://bucket", mountpoint, "--session", "pyfuse3")
+    assert "is mounted on demand (autofs)" in line
+    monkeypatch.setattr(preflight, "may_mount", lambda: False)
+    assert "is mounted on demand (autofs)" in refusal(capsys, "s3://bucket", mountpoint)
+
+
 def test_an_upgrade_names_a_setting_that_it_cannot_change(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
