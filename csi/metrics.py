@@ -34,7 +34,8 @@ def _address(text: str) -> tuple[str, int]:
     try:
         return address_of(text)
     except SettingsError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        # The sentence begins with the option of `fusefs metrics`.
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--listen: ")) from None
 
 
 def ignore(_method: str, _code: str, _seconds: float) -> None:

@@ -48,6 +48,7 @@ from fusefs.posix.nodes.names import PRIVATE
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
 from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
 from fusefs.settings.types import (
+    CONNECTIONS,
     DURATION,
     MIB,
     MIN_FREE,
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from fusefs.store.http.trust import Trust as Trust
 
 __all__ = [
+    "CONNECTIONS",
     "DURATION",
     "LEAST_MEMORY",
     "MALFORMED",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from csi.errors import FailedPreconditionError
 from csi.identities.cluster_caches import ClusterCaches, read_cluster_caches
@@ -22,6 +23,7 @@ from csi.identities.credentials import POD_IDENTITY_AGENT
 from csi.node.pod_records import InlineBounds
 from csi.volume.options import NodeShares
 from fusefs.api import (
+    CONNECTIONS,
     LEAST_MEMORY,
     MIB,
     MIN_FREE,
@@ -254,7 +256,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         )
     add(
         "--memory-limit",
-        at_least(LEAST_MEMORY, SIZE).read,
+        _value_of(at_least(LEAST_MEMORY, SIZE)),
         256 * MIB,
         "SIZE",
         "memory that the daemon of a mount may use",
@@ -262,14 +264,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--max-connections",
-        int,
+        _value_of(CONNECTIONS),
         128,
         "N",
         "maximum number of simultaneous S3 requests of a mount",
     )
     add(
         "--cache-size",
-        SIZE.read,
+        _value_of(SIZE),
         None,
         "SIZE",
         "maximum size of the cache of one identity",
@@ -305,14 +307,24 @@ def _uids(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _text_of(kind: SettingType[MinFree]) -> Callable[[str], str]:
-    """Reads a text of this kind, and leaves it as it is."""
+def _value_of(kind: SettingType[Any]) -> Callable[[str], Any]:
+    """Reads a text of this kind. Only of this class of errors argparse shows the sentence."""
 
-    def read(text: str) -> str:
+    def read(text: str) -> object:
         try:
-            kind.read(text)
+            return kind.read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _text_of(kind: SettingType[MinFree]) -> Callable[[str], str]:
+    """Reads a text of this kind, and leaves it as it is."""
+    value_of = _value_of(kind)
+
+    def read(text: str) -> str:
+        value_of(text)
         return text
 
     return read

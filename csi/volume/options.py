@@ -436,8 +436,12 @@ def mount_layer(
 
 def _limited(settings: Layer, shares: NodeShares) -> dict[str, RawValue]:
     wanted = build(settings, anywhere())
-    memory_limit = min(wanted.memory_limit, shares.memory_limit)
-    connections = min(wanted.max_connections, shares.max_connections)
+    # What a volume does not say is the node's share, which may be more than a mount's default.
+    memory_limit, connections = shares.memory_limit, shares.max_connections
+    if "memory_limit" in settings:
+        memory_limit = min(wanted.memory_limit, memory_limit)
+    if "max_connections" in settings:
+        connections = min(wanted.max_connections, connections)
     retry_s = min(wanted.retry_time, LONGEST_RETRY_S)
     limits = {
         "memory_limit": SIZE.show(memory_limit),

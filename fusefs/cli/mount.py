@@ -16,7 +16,7 @@ from fusefs.cli.sync import mountpoint
 from fusefs.launch import control, launcher, preflight, users
 from fusefs.launch.control import CommandError
 from fusefs.launch.early_keeper import EarlyKeeper
-from fusefs.launch.mount_requests import keeper_request
+from fusefs.launch.mount_requests import keeper_pid, keeper_request
 from fusefs.settings.display import shown
 from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, build
 from fusefs.settings.sources import CONFIG_VARIABLE, from_config, from_environment, mistyped
@@ -63,16 +63,36 @@ def upgrade(options: argparse.Namespace) -> None:
             f"{place} has no keeper that answers, which an upgrade needs; unmount it and mount it"
             " again"
         ) from None
-    present = MountSettings.from_json(json.loads(answer["settings"])["settings"])
+    # Going back is an upgrade to an older version, which knows fewer settings.
+    present = MountSettings.from_json(json.loads(answer["settings"])["settings"], is_newer=True)
     request = {
         "do": "upgrade",
         "command": launcher.DAEMON,
         "settings": launcher.daemon_input(
-            present.changed(flags(options)), users.daemon_user(place)
+            present.changed(flags(options)),
+            users.daemon_user(place),
+            {**_files_of_mount(place), **os.environ},
         ),
     }
     answer = keeper_request(place, request, present.retry_time + UPGRADE_TIMEOUT_S)
     print(f"{shown(str(place))}: daemon {answer['pid']} took over; pause {answer['pause_s']:.1f} s")
+
+
+def _files_of_mount(place: Path) -> dict[str, str]:
+    """The variables that named AWS's files when a mount was made, as far as that can be seen.
+
+    Of a line of /etc/fstab (`credentials=FILE`) or a service no variable of this shell does.
+    """
+    from fusefs.diagnosis.subject import environment_of  # a mount does without it
+
+    pid = keeper_pid(place)
+    made = environment_of(pid) if pid is not None else None
+    return {
+        name: path
+        for name, path in (made or {}).items()
+        # Relative to which directory is not known.
+        if name in users.AWS_FILES and os.path.isabs(path)
+    }
 
 
 def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:

@@ -218,7 +218,7 @@ class Keeper:
         try:
             libc.mount(
                 configuration.source,
-                configuration.mountpoint,
+                configuration.mount_at,
                 mountinfo.FILESYSTEM_TYPE,
                 configuration.mount_flags,
                 data,

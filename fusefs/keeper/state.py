@@ -60,6 +60,7 @@ class Configuration:
         "launcher",
         "max_pause_s",
         "most_backing_ids",
+        "mount_at",
         "mount_data",
         "mount_flags",
         "mountpoint",
@@ -70,6 +71,8 @@ class Configuration:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.mountpoint: str = given["mountpoint"]
+        # Another name of the mountpoint, which mount(2) takes where an automounter waits.
+        self.mount_at: str = given.get("mount_at", self.mountpoint)
         self.source: str = given["source"]
         # The options of mount(2) but fd=, and its MS_ flags.
         self.mount_data: str = given["mount_data"]

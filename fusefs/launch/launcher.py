@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -84,11 +84,11 @@ def start(
         LaunchError: it did not come up; nothing is left of it.
     """
     log_path = log_location.path_of(settings)
-    with _claim(settings.mountpoint), log_location.opened(log_path) as log:
+    with _claim(settings.mountpoint) as directory, log_location.opened(log_path) as log:
         log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
         process: KeeperProcess | None = None
         try:
-            process = _spawn(settings, log, supervisor, keeper)
+            process = _spawn(settings, directory, log, supervisor, keeper)
             _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S)
         except _DiedError:
             assert process is not None
@@ -197,8 +197,8 @@ def run_foreground(settings: MountSettings, keeper: EarlyKeeper | None = None) -
 
 
 @contextlib.contextmanager
-def _claim(mountpoint: Path) -> Iterator[None]:
-    """Keep other commands from mounting on the same directory meanwhile.
+def _claim(mountpoint: Path) -> Iterator[int]:
+    """Keep other commands from mounting on the same directory meanwhile; its descriptor.
 
     Whoever opens it after the mount was made locks the mount's root instead,
     hence the second look.
@@ -207,7 +207,7 @@ def _claim(mountpoint: Path) -> Iterator[None]:
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         refuse_mounted(mountpoint)
-        yield
+        yield directory
     except BlockingIOError:
         raise LaunchError(f"{mountpoint} is just being mounted by another command") from None
     finally:
@@ -220,6 +220,7 @@ class _DiedError(Exception):
 
 def _spawn(
     settings: MountSettings,
+    directory: int,
     log: IO[bytes],
     supervisor: SupervisorAddress | None,
     keeper: EarlyKeeper | None,
@@ -233,6 +234,10 @@ def _spawn(
     registry.hand_over(settings.mountpoint, user.uid, user.gid)
     _prepare_cache(settings.cache_dir, user)
     configuration = _keeper_configuration(settings, user, supervisor)
+    if mountinfo.has_automount(settings.mountpoint):
+        # Whoever comes by the path waits for this mount; only processes of the automounter's
+        # process group do not, of which this one may be and a keeper never is.
+        configuration["mount_at"] = f"/proc/{os.getpid()}/fd/{directory}"
     if keeper is not None:
         if process := keeper.configure(json.dumps(configuration), log):
             return process
@@ -285,8 +290,12 @@ def _prepare_cache(directory: Path, user: users.User) -> None:
         raise LaunchError(f"can't use the cache directory {directory}: {error.strerror}") from error
 
 
-def daemon_input(settings: MountSettings, user: users.User | None) -> str:
-    """The standard input of a daemon that runs as `user`.
+def daemon_input(
+    settings: MountSettings,
+    user: users.User | None,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """The standard input of a daemon that runs as `user`; `environment` names the files.
 
     With the contents of AWS's configuration, which another user can't read, nor
     can any find a relative path. A file that is there for that user stays a
@@ -297,7 +306,7 @@ def daemon_input(settings: MountSettings, user: users.User | None) -> str:
     """
     files = {
         name: path.read_text(errors="replace")
-        for name, path in users.aws_files()
+        for name, path in users.aws_files(environment)
         if user is None or not path.is_absolute() or not users.may_read(user, path)
     }
     try:

@@ -157,6 +157,13 @@ def check_privileges(mountpoint: Path | None, *, allow_other: bool) -> None:
 
 
 def _check_session(settings: MountSettings) -> None:
+    is_own = settings.session != SessionKind.PYFUSE3 and may_mount()
+    if mountinfo.has_automount(settings.mountpoint) and not is_own:
+        # pyfuse3 and fusermount3 go by the path, and so would wait for the mount that they make.
+        raise LaunchError(
+            f"{settings.mountpoint} is mounted on demand (autofs), which takes root and the "
+            "kernel session"
+        )
     if settings.session == SessionKind.PYFUSE3:
         for flag, value in (
             ("--user", settings.user),

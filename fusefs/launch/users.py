@@ -13,7 +13,7 @@ import pwd
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,11 @@ _PACKAGES = ("trio", "obstore", "boto3", "botocore", "diskcache", "isal")
 DEFAULT_USERS = ("fusefs", "nobody")
 NO_ID = 2**32 - 1  # what chown(2) takes for "leave it"
 _NUMBER = re.compile(r"[0-9]{1,10}")
+# The variables that name AWS's files, and where those are without them.
+AWS_FILES = {
+    "AWS_CONFIG_FILE": "~/.aws/config",
+    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+}
 # What these name is used again and again while mounted, from the home directory.
 _HOME_BOUND = ("sso_", "credential_process", "web_identity_token_file")
 
@@ -152,14 +157,11 @@ def may_read(user: User, path: Path) -> bool:
     return _may(user, path, os.R_OK)
 
 
-def aws_files() -> list[tuple[str, Path]]:
+def aws_files(environment: Mapping[str, str] = os.environ) -> list[tuple[str, Path]]:
     """The AWS configuration files that are there, by the variables that name them."""
     found = []
-    for variable, default in (
-        ("AWS_CONFIG_FILE", "~/.aws/config"),
-        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
-    ):
-        path = Path(os.path.expanduser(os.environ.get(variable) or default))
+    for variable, default in AWS_FILES.items():
+        path = Path(os.path.expanduser(environment.get(variable) or default))
         if path.is_file():
             found.append((variable, path))
     return found

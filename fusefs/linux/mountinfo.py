@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILESYSTEM_TYPE = "fuse.fusefs"
+AUTOMOUNT_TYPE = "autofs"
 
 
 class KernelMount:
@@ -114,13 +115,26 @@ def kernel_mounts() -> list[KernelMount]:
 
 
 def find_mount(mountpoint: Path) -> KernelMount | None:
-    """What is mounted at exactly `mountpoint`: the topmost, if several are."""
+    """What is mounted at exactly `mountpoint`: the topmost, if several are.
+
+    An automounter's own mount there (autofs) only waits for the one that is meant.
+    """
     return _find(str(mountpoint))
 
 
 def _find(path: str) -> KernelMount | None:
-    found = [mount for mount in kernel_mounts() if mount.path == path]
+    found = [
+        mount
+        for mount in kernel_mounts()
+        if mount.path == path and mount.filesystem != AUTOMOUNT_TYPE
+    ]
     return found[-1] if found else None
+
+
+def has_automount(mountpoint: Path) -> bool:
+    """Whether an automounter waits for a mount at exactly `mountpoint` (x-systemd.automount)."""
+    path = str(mountpoint)
+    return any(one.path == path and one.filesystem == AUTOMOUNT_TYPE for one in kernel_mounts())
 
 
 def mount_above(path: Path) -> KernelMount | None:

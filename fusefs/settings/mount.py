@@ -26,6 +26,7 @@ from typing import Any
 
 from fusefs.settings.memory import LEAST
 from fusefs.settings.types import (
+    CONNECTIONS,
     DURATION,
     DURATIONS,
     ID,
@@ -65,7 +66,6 @@ from fusefs.settings.types import (
     at_least,
     choice,
     option,
-    whole_number,
 )
 
 
@@ -352,7 +352,7 @@ class MountSettings:
     )
 
     max_connections: int = option(
-        whole_number(1, 1024), "Limits", "maximum number of simultaneous requests to S3", 128
+        CONNECTIONS, "Limits", "maximum number of simultaneous requests to S3", 128
     )
     memory_limit: int = option(
         at_least(LEAST, SIZE),

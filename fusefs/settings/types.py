@@ -478,6 +478,7 @@ SHARE = SettingType("N%", _parse_share)
 MODE = SettingType("MODE", _parse_mode, lambda mode: f"{mode:04o}")
 SOURCE = SettingType("s3://BUCKET[/PREFIX]", parse_source)
 ID = whole_number(0, 2**32 - 2)
+CONNECTIONS = whole_number(1, 1024)
 
 
 # --- how a field is declared --------------------------------------------------

@@ -14,7 +14,8 @@ PLUGIN = Path(__file__).parents[2] / "packaging/kubectl-fusefs"
 KUBECTL = """#!/bin/sh
 echo "$@" >> "$LOG"
 case "$*" in
-*"get pods"*nodeName=none*) ;;
+*"get pods"*nodeName=none* | "--namespace empty get pods"*) ;;
+"--namespace refused get pods"*) exit 1 ;;
 *"get pods"*) printf 'driver-a node-a\\ndriver-b node-b\\n' ;;
 *driver-b*) [ -z "${FAILS:-}" ] || exit 1; echo '[]' ;;
 *) echo '[]' ;;
@@ -50,6 +51,17 @@ def test_all_nodes_make_one_document(kubectl: Path) -> None:
     failed = run(kubectl, "list", "--json", FAILS="1")
     assert json.loads(failed.stdout) == {"node-a": [], "node-b": None}
     assert failed.returncode == 1
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("list", "--json"), ("status",)])
+def test_a_namespace_without_a_driver_is_not_one_without_volumes(
+    kubectl: Path, arguments: tuple[str, ...]
+) -> None:
+    done = run(kubectl, *arguments, FUSEFS_CSI_NAMESPACE="empty")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no driver runs in namespace empty" in done.stderr
+    refused = run(kubectl, *arguments, FUSEFS_CSI_NAMESPACE="refused")
+    assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", "")
 
 
 def test_a_node_that_fails_does_not_hide_the_others(kubectl: Path) -> None:

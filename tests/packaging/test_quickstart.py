@@ -339,6 +339,31 @@ def test_the_policy_lets_out_the_store(name: str, tmp_path: Path) -> None:
     assert find(documents, "ConfigMap", "fusefs-csi-stores")["data"]["ca.pem"]
 
 
+def test_a_command_in_a_pod_gets_a_secret_that_is_not_among_its_words(tmp_path: Path) -> None:
+    """The audit log of the API server has these, and so has the node's list of processes."""
+    inside = [
+        command[command.index("--") + 1 :]
+        for command in typed
+        if command[0] == "kubectl" and "exec" in command
+    ]
+    assert not any("$FUSEFS_SECRET" in word for words in inside for word in words)
+    [words] = (words for words in inside if "doctor" in words)
+    # Shows what it was called with.
+    (tmp_path / "fusefs").write_text('#!/bin/sh\necho "$@"\nenv\n')
+    (tmp_path / "fusefs").chmod(0o755)
+    done = subprocess.run(
+        words,
+        input="hidden",
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    called, *variables = done.stdout.splitlines()
+    assert called.startswith("doctor s3://training --endpoint-url https://")
+    assert {"AWS_ACCESS_KEY_ID=fusefs-key", "AWS_SECRET_ACCESS_KEY=hidden"} <= {*variables}
+
+
 # --- kind, as it is written -------------------------------------------------------
 
 

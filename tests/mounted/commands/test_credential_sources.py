@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from fusefs.launch import launcher, users
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
 from fusefs.store import renewal
+from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3, Request
 from tests.support.servers.identity_services import identity_services
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.support.sharing import PATIENCE_S, skip_without_fuse
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import download, opened
 from tests.support.waiting import until
@@ -191,6 +194,53 @@ def test_a_daemon_gets_what_is_behind_a_relative_path(
     assert given_files(users.current_user()) == {
         "AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()
     }
+
+
+@pytest.mark.root
+def test_an_upgrade_finds_the_files_that_the_mount_was_made_with(
+    shared: Bucket, public_path: Path, credentials: Path
+) -> None:
+    """As of a line of /etc/fstab: no variable of root's shell names them."""
+    skip_without_fuse()
+    credentials.chmod(0o600)
+    (public_path / "mnt").mkdir()
+    shared.put("first", b"1")
+    shared.put("second", b"2")
+    with runnable_by_all() as (command, environment):
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("AWS_", "FUSEFS_"))
+        } | {**environment, "HOME": str(public_path)}
+        one = Mount(
+            f"s3://{shared.name}",
+            public_path / "mnt",
+            public_path / "cache",
+            shared.server.endpoint_url,
+            {},
+            public_path / "log",
+        )
+
+        def run(*arguments: object, **variables: str) -> None:
+            subprocess.run(
+                [*command, *map(str, arguments)],
+                env={**clean, **variables},
+                check=True,
+                timeout=PATIENCE_S,
+            )
+
+        try:
+            options = ["--endpoint-url", one.endpoint_url, "--region", "us-east-1"]
+            options += ["--cache-dir", one.cache, "--log-file", one.log, "--user", "nobody"]
+            keys = {"AWS_SHARED_CREDENTIALS_FILE": str(credentials)}
+            run("mount", one.source, one.path, *options, **keys)
+            assert (one.path / "first").read_bytes() == b"1"
+            old = one.pid
+            run("upgrade", one.path)
+            assert one.pid != old
+            assert (one.path / "second").read_bytes() == b"2"
+        finally:
+            one.clean_up()
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def commands(text: str) -> list[Command]:
 
 
 def own_commands(text: str) -> Iterator[Command]:
-    """The command lines of `fusefs` and `fusefs-csi`, also behind kubectl exec, sudo or env."""
+    """The command lines of `fusefs` and `fusefs-csi`, also behind kubectl exec, sudo, env or sh."""
     for command in commands(text):
         for number, word in enumerate(command):
             program = word.removeprefix(".venv/bin/")
@@ -56,7 +56,7 @@ def _begins(before: Command) -> bool:
     """Whether what follows these words is a program's name."""
     if "--" in before:
         before = before[before.index("--") + 1 :]
-    return all(word in ("sudo", "env", "time", "$") or "=" in word for word in before)
+    return all(word in ("sudo", "env", "time", "sh", "-c", "$") or "=" in word for word in before)
 
 
 def _without_redirection(words: Command) -> Command:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -316,6 +318,18 @@ def test_an_option_or_a_command_is_written_out_and_a_near_one_is_named(
     assert part in line
 
 
+def test_a_mount_on_demand_that_would_wait_for_itself_is_refused(
+    mountpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "check_device", lambda: None)
+    monkeypatch.setattr(preflight, "check_privileges", lambda *_, **__: None)
+    monkeypatch.setattr(preflight.mountinfo, "has_automount", lambda path: path == mountpoint)
+    line = refusal(capsys, "s3://bucket", mountpoint, "--session", "pyfuse3")
+    assert "is mounted on demand (autofs)" in line
+    monkeypatch.setattr(preflight, "may_mount", lambda: False)
+    assert "is mounted on demand (autofs)" in refusal(capsys, "s3://bucket", mountpoint)
+
+
 def test_an_upgrade_names_a_setting_that_it_cannot_change(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -331,6 +345,25 @@ def test_an_upgrade_changes_what_it_is_given_alone() -> None:
     arguments = ["upgrade", "/mnt", "--metadata-ttl", "5s"]
     given = mount_command.flags(parser.make_parser(arguments).parse_args(arguments))
     assert {name: value.text for name, value in given.items()} == {"metadata_ttl": "5s"}
+
+
+def test_an_older_version_takes_over_a_mount_with_settings_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"source": "s3://bucket/", "mountpoint": "/mnt", "metadata_ttl": "5s", "newer": "on"}
+    sent: list[dict[str, Any]] = []
+
+    def keeper_request(_place: Path, message: dict[str, Any], _timeout_s: float) -> dict[str, Any]:
+        sent.append(message)
+        if message["do"] == "settings":
+            return {"settings": json.dumps({"settings": json.dumps(texts), "files": {}})}
+        return {"pid": 4104, "pause_s": 0.1}
+
+    monkeypatch.setattr(mount_command, "keeper_request", keeper_request)
+    assert run("upgrade", "/mnt", "--retry-time", "9s") == 0
+    assert "daemon 4104 took over" in capsys.readouterr().out
+    given = json.loads(json.loads(sent[-1]["settings"])["settings"])
+    assert (given["metadata_ttl"], given["retry_time"], "newer" in given) == ("5s", "9s", False)
 
 
 def test_the_help_of_an_upgrade_names_no_default_that_would_be_taken(

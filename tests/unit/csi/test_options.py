@@ -135,6 +135,14 @@ def test_a_volume_gets_no_more_than_the_nodes_share() -> None:
     assert settings({"retryTime": "2h"}).retry_time == 300
 
 
+def test_a_volume_that_says_nothing_gets_the_whole_share_of_the_node() -> None:
+    shares = NodeShares(GIB, 512, 10 * GIB, "20%", "10%")
+    made = settings({}, shares=shares)
+    assert (made.memory_limit, made.max_connections, made.cache_size) == (GIB, 512, 10 * GIB)
+    less = settings({"memoryLimit": "512MiB", "maxConnections": "200"}, shares=shares)
+    assert (less.memory_limit, less.max_connections) == (512 * MIB, 200)
+
+
 def test_fs_group_makes_files_the_groups_and_writable_for_it() -> None:
     made = settings({"gid": "5"}, fs_group=2000)
     assert (made.gid, made.file_mode, made.dir_mode) == (2000, 0o664, 0o775)

@@ -33,6 +33,19 @@ def test_the_topmost_of_several_mounts_counts(monkeypatch: pytest.MonkeyPatch) -
     assert not mountinfo.is_mountpoint(Path("/mnt"))
 
 
+def test_an_automounter_is_no_mount_but_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["40 25 0:40 / /data rw - autofs systemd-1 rw,fd=52,pgrp=1,direct"]
+    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse("\n".join(lines)))
+    assert mountinfo.find_mount(Path("/data")) is None
+    assert mountinfo.has_automount(Path("/data"))
+    assert not mountinfo.has_automount(Path("/"))
+    lines.append("41 40 0:41 / /data rw - fuse.fusefs s3://bucket/ rw")
+    found = mountinfo.find_mount(Path("/data"))
+    assert found is not None
+    assert found.is_fusefs
+    assert mountinfo.has_automount(Path("/data"))
+
+
 def test_a_path_is_on_the_mount_that_the_kernel_comes_to() -> None:
     # /dev and /mnt/a/moved were moved; /srv/x hides what was mounted below it before.
     table = mountinfo.parse(r"""
