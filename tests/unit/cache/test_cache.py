@@ -69,6 +69,20 @@ async def test_a_file_cut_behind_our_back_is_fetched_again(tmp_path: Path) -> No
         assert parts.bucket.requested == [("a", 0, MIB)]
 
 
+async def test_of_a_copied_directory_nothing_stays_that_the_quota_does_not_see(
+    tmp_path: Path,
+) -> None:
+    async with cache_in(tmp_path / "first") as parts:
+        await parts.fetch(A)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    async with cache_in(tmp_path / "copy") as parts:
+        await parts.fetch(A)
+        await parts.cache.record()
+        assert parts.bucket.requested == [("a", 0, MIB)]
+        assert len(parts.files()) == 1
+        assert parts.quota.used == MIB
+
+
 async def test_a_dropped_file_is_taken_from_the_kernel_when_no_program_has_it_open(
     tmp_path: Path,
 ) -> None:
