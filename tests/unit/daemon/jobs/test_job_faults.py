@@ -159,6 +159,27 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
             nursery.cancel_scope.cancel()
 
 
+async def test_what_another_mount_has_open_is_counted_once_by_a_drop(tmp_path: Path) -> None:
+    bucket = WideBucket(["dir/a", "dir/b"])
+    directory = tmp_path / "cache"
+    async with cache_in(directory, bucket=bucket) as parts, cache_in(directory) as other:
+        for key in bucket.keys:
+            await parts.fetch(info(key).version)
+        await parts.cache.record()
+        held = other.cache.pin(info("dir/a").version)
+        assert await other.cache.ensure_open(held)
+        async with trio.open_nursery() as nursery:
+            selector = Selector(bucket, "")
+            copies = LocalCopies(
+                parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
+            )
+            job = copies.job("dir", is_new=True, drops=True)
+            await eventually(lambda: job.has_ended)
+        assert (job.dropped.files, job.in_use.files) == (1, 1)
+        assert job.in_use_names == ["dir/a"]
+        other.cache.unpin(held)
+
+
 async def no_pins(_path: str) -> None:
     pass
 
