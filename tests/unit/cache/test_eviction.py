@@ -299,6 +299,22 @@ async def test_what_was_closed_since_a_job_began_is_not_evicted_for_it(tmp_path:
         assert held.is_complete
 
 
+async def test_what_was_used_before_the_clock_was_set_back_is_evicted_for_a_job(
+    tmp_path: Path,
+) -> None:
+    async with cache_in(tmp_path) as parts:
+        for key in "ab":
+            await parts.fetch(version(key, MIB))
+        await parts.cache.record()
+        in_a_year = steady_time() + 365 * 86400
+        files = parts.cache.files()
+        parts.cache._catalog.touch([(in_a_year, file.name, file.generation) for file in files])
+        parts.cache._catalog_writer._used.clear()
+    async with cache_in(tmp_path, limit=2 * MIB) as parts:
+        assert await parts.evictor.reserve(MIB, keep_used_since=steady_time())
+        assert len(kept(parts, *"ab")) == 1
+
+
 async def test_what_is_kept_open_for_a_first_open_is_evicted_for_a_later_job(
     tmp_path: Path,
 ) -> None:
