@@ -148,7 +148,6 @@ class Catalog:
                 self._open_another(path)
             else:
                 raise
-        self._data_version = self._read_data_version()
 
     def go_on_in_memory(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
         """After damage, leave the file and keep these rows in memory; False if it is no help."""
@@ -158,7 +157,6 @@ class Catalog:
             # Not closed: that would write to the damaged file.
             self._open_in_memory(error)
             self.record(rows)
-            self._data_version = self._read_data_version()
             return True
 
     def _open(self, path: Path) -> None:
@@ -167,6 +165,8 @@ class Catalog:
             self._db = _connected(path)
         with ExitStack() as undo:
             undo.callback(self._db.close)
+            # First of all: what others write from here on is not among the rows.
+            self._data_version = self._read_data_version()
             self._prepare()
             # A row that a damaged tree did not find may be left.
             if self._db.execute(
@@ -183,6 +183,7 @@ class Catalog:
         self._db = sqlite3.connect(":memory:", check_same_thread=False)
         self._db.isolation_level = None
         self.is_in_memory = True
+        self._data_version = self._read_data_version()
         self._prepare()
 
     def _open_another(self, path: Path) -> None:

@@ -485,6 +485,8 @@ class FileCache:
     async def learn(self) -> None:
         """Read from the catalog which files other mounts have recorded in this directory."""
         await self.record()  # it may still have rows of files that were dropped
+        if not self.has_neighbours:
+            return  # to read a million rows takes seconds
         rows = await self._catalog_writer.in_catalog(self._catalog.rows)
         others = [row for row in rows or [] if row.name not in self._files]
         known = {row.name: CacheFile.from_row(row) for row in others}

@@ -180,13 +180,17 @@ async def test_of_a_file_that_is_dropped_meanwhile_nothing_unsummed_is_passed_on
 
 
 async def test_a_dropped_file_is_not_learned_from_the_catalog(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
+    theirs = version("b", MIB)
+    async with cache_in(tmp_path) as parts, cache_in(tmp_path) as other:
+        await other.fetch(theirs)
+        await other.cache.record()
         await parts.fetch(A)
         await parts.cache.record()
         file = parts.cache.find(A)
         assert file is not None
         parts.cache.discard(file)
         await parts.cache.learn()
+        assert parts.cache.find(theirs) is not None
         assert parts.cache.find(A) is None
 
 

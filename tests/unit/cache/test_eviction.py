@@ -259,6 +259,45 @@ async def test_what_other_mounts_have_open_is_not_tried_for_each_download(
         assert len(tried) == 8
 
 
+async def test_where_all_is_in_use_a_mount_that_is_alone_does_not_read_its_catalog_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    async with cache_in(tmp_path, limit=MIB) as one:
+        rows = one.cache._catalog.rows
+        monkeypatch.setattr(one.cache._catalog, "rows", lambda: read.append(1) or rows())
+        held = one.cache.pin(version("open", MIB))
+        await one.downloader.wait_for(held, 0, MIB)
+        assert not await one.evictor.reserve(MIB)
+        assert read == []
+        async with cache_in(tmp_path) as other:
+            await other.fetch(version("a", MIB))
+        one.evictor._learn_at = 0.0  # as if that was long ago
+        assert not await one.evictor.reserve(MIB)
+        assert read == [1]
+        assert one.cache.evicted == 1
+        one.cache.unpin(held)
+
+
+async def test_a_twentieth_of_the_time_is_spent_on_what_other_mounts_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mock_clock: trio.testing.MockClock
+) -> None:
+    learned = 0
+
+    async def learn() -> None:
+        nonlocal learned
+        learned += 1
+        mock_clock.jump(3.0)
+
+    async with cache_in(tmp_path, limit=0) as parts:
+        monkeypatch.setattr(parts.cache, "learn", learn)
+        for pause_s, times in ((0, 1), (59, 1), (2, 2)):
+            mock_clock.jump(pause_s)
+            assert not await parts.evictor.reserve(MIB)
+            assert learned == times
+
+
 async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> None:
     limit, worst = 6 * MIB, 0
     async with cache_in(tmp_path, limit=limit) as parts:

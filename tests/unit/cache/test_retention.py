@@ -6,7 +6,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,12 @@ import trio
 from fusefs.cache import catalog, catalog_writer, file_cache
 from fusefs.cache import retention as retention_module
 from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.catalog import Catalog
 from fusefs.cache.retention import EARLIER_RECORD, RECORD, Retention, covers
 from fusefs.daemon.jobs import local_copies
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
+from fusefs.linux.clock import boot_id
 from fusefs.store.interface import ObjectVersion
 from tests.support.local_cache import Parts, cache_in, version
 
@@ -100,7 +102,8 @@ async def test_a_mounts_pins_are_counted_without_those_of_other_mounts(tmp_path:
         for pinned in (ObjectVersion("mine/file", '"1"', MIB), other):
             await parts.fetch(pinned)
         # Another bucket's mount with this directory.
-        parts.cache._catalog.retain("another bucket", {"mine/theirs": "theirs"}, 0.0)
+        with closing(Catalog(tmp_path / "catalog.sqlite3", boot_id())) as its_catalog:
+            its_catalog.retain("another bucket", {"mine/theirs": "theirs"}, 0.0)
         theirs = CacheFile("theirs", MIB)
         theirs.present.add(0, MIB)
         for _ in range(2):
