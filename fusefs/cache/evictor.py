@@ -22,6 +22,9 @@ LEARN_SHARE = 20
 # What could not be removed is left alone so long: other mounts may use thousands of files, and
 # each reservation would try all of them.
 TRY_AGAIN_AFTER_S = 10.0
+# A disk that removes none of so many files probably removes no other: all of them would be tried
+# while programs wait.
+MOST_REFUSED = 16
 
 
 class Evictor:
@@ -110,7 +113,8 @@ class Evictor:
             staying, self._staying = self._staying, []
             for known in staying:
                 self._cache.put_back(known)
-        while self._quota.excess(wanted) > 0:
+        most_refused = self._cache.refused + MOST_REFUSED
+        while self._quota.excess(wanted) > 0 and self._cache.refused < most_refused:
             file = self._cache.next_victim(is_ahead=is_ahead, used_before=used_before)
             if file is None:
                 break

@@ -134,6 +134,7 @@ class FileCache:
         self.evicted = 0
         self.evicted_bytes = 0
         self.evicted_unread = 0  # bytes that were fetched and never read
+        self.refused = 0  # files that the disk did not remove
 
     def __len__(self) -> int:
         return len(self._files)
@@ -630,6 +631,7 @@ class FileCache:
                         self._unlink_evicted, file, generation, limiter=self._threads
                     )
                 except OSError as error:
+                    self.refused += 1
                     self.warn(error.strerror or str(error))
                 if fd is not None:
                     recorded = file.recorded
