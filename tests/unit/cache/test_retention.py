@@ -275,6 +275,20 @@ async def test_a_record_that_is_damaged_or_was_removed_begins_anew(tmp_path: Pat
         assert [key for key in "ab" if here.covers(key)] == ["b"]
 
 
+@pytest.mark.parametrize("change", ["DELETE FROM removals", "UPDATE removals SET count = 'x'"])
+async def test_a_record_without_its_count_of_removals_is_damaged(
+    tmp_path: Path, change: str
+) -> None:
+    with retention(tmp_path) as here:
+        await here.add(["a"])
+        with closing(sqlite3.connect(tmp_path / RECORD)) as database, database:
+            database.execute(change)
+        assert not await here.refresh()
+        assert here.covers("a")  # what is known stays
+    with retention(tmp_path) as later, pytest.raises(OSError, match="is damaged: remove it"):
+        await later.add(["b"])
+
+
 async def test_another_mount_learns_page_by_page_what_is_retained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
