@@ -56,9 +56,9 @@ class Counts:
 class CopiesJob:
     """A look at the cached copies of a path; `drops` says whether they are dropped.
 
-    With `is_forced` pinned ones are, too. `local` counts whole copies, `partial` others with
-    the bytes that are there, `in_use` those that were not dropped because programs have them
-    open.
+    With `is_forced` pinned ones are, too. `local` counts whole copies and empty files, `partial`
+    others with the bytes that are there, `in_use` those that were not dropped because programs
+    have them open.
     """
 
     def __init__(self, path: str, *, drops: bool, is_forced: bool) -> None:
@@ -235,6 +235,8 @@ class LocalCopies:
             async def look(selected: Selected) -> None:
                 for number, info in enumerate(selected.objects):
                     job.all.add(info.size)
+                    if not info.size:
+                        job.local.add(0)  # nothing of it is missing, and the cache has no file
                     file = self._cache.find(info.version)
                     if file is not None and await self._is_there(file):
                         file.version = file.version or info.version
