@@ -339,6 +339,12 @@ class Catalog:
             self._remove(name, generation, st_ino)
             return self.total_bytes()
 
+    def remove_all(self, rows: Iterable[Row]) -> None:
+        """Remove rows that are still of these files."""
+        with self._transaction():
+            for row in rows:
+                self._remove(row.name, row.generation, row.st_ino)
+
     def rename(self, name: str, generation: str, st_ino: int, new_name: str) -> None:
         """Give a file's row another name; it goes if there is a row of that name."""
         file = (name, generation, st_ino)

@@ -69,18 +69,43 @@ async def test_a_file_cut_behind_our_back_is_fetched_again(tmp_path: Path) -> No
         assert parts.bucket.requested == [("a", 0, MIB)]
 
 
-async def test_of_a_copied_directory_nothing_stays_that_the_quota_does_not_see(
-    tmp_path: Path,
-) -> None:
-    async with cache_in(tmp_path / "first") as parts:
+async def test_a_file_in_the_place_of_a_cached_one_is_removed(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
-    shutil.copytree(tmp_path / "first", tmp_path / "copy")
-    async with cache_in(tmp_path / "copy") as parts:
+        [path] = parts.files()
+        await parts.fetch(version("b", MIB))
+    shutil.copy(path, tmp_path / "restored")
+    os.replace(tmp_path / "restored", path)
+    async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
         await parts.cache.record()
         assert parts.bucket.requested == [("a", 0, MIB)]
-        assert len(parts.files()) == 1
-        assert parts.quota.used == MIB
+        assert len(parts.files()) == 2
+        assert parts.quota.used == 2 * MIB
+
+
+async def test_of_a_copied_directory_nothing_counts_as_cached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cache_in(tmp_path / "first") as parts:
+        for key in "ab":
+            await parts.fetch(version(key, MIB))
+    copy = shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    async with cache_in(copy) as parts:
+        assert parts.cache.find(A) is None
+        assert parts.quota.used == 0
+        assert f"{copy} was copied" in caplog.text
+        long_ago = time.time() - 2 * ORPHAN_AGE_S
+        for path in parts.files():
+            os.utime(path, (long_ago, long_ago))
+        await parts.cache.sweep()
+        assert parts.files() == []
+        await parts.fetch(A)
+    caplog.clear()
+    async with cache_in(copy) as parts:
+        await parts.fetch(A)
+        assert parts.bucket.requested == []
+        assert caplog.text == ""
 
 
 async def test_a_dropped_file_is_taken_from_the_kernel_when_no_program_has_it_open(
