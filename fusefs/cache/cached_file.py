@@ -11,6 +11,7 @@ import trio
 from fusefs.cache.catalog import Row
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.ranges import RangeMap
+from fusefs.linux.clock import steady_time
 from fusefs.store.interface import ObjectVersion
 
 # Files up to this size are compared with their checksums when they are first opened.
@@ -114,7 +115,8 @@ class CacheFile:
         """The file of a row of the catalog, which is closed and has no users."""
         file = cls(row.name, row.size)
         file.become(row.generation, row.st_ino, row.ranges)
-        file.used_at = row.used_at
+        # The clock may have been set back since: no job would evict what is used in the future.
+        file.used_at = min(row.used_at, steady_time())
         return file
 
     @classmethod

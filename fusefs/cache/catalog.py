@@ -148,7 +148,6 @@ class Catalog:
                 self._open_another(path)
             else:
                 raise
-        self._data_version = self._read_data_version()
 
     def go_on_in_memory(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
         """After damage, leave the file and keep these rows in memory; False if it is no help."""
@@ -158,7 +157,6 @@ class Catalog:
             # Not closed: that would write to the damaged file.
             self._open_in_memory(error)
             self.record(rows)
-            self._data_version = self._read_data_version()
             return True
 
     def _open(self, path: Path) -> None:
@@ -167,6 +165,8 @@ class Catalog:
             self._db = _connected(path)
         with ExitStack() as undo:
             undo.callback(self._db.close)
+            # First of all: what others write from here on is not among the rows.
+            self._data_version = self._read_data_version()
             self._prepare()
             # A row that a damaged tree did not find may be left.
             if self._db.execute(
@@ -183,6 +183,7 @@ class Catalog:
         self._db = sqlite3.connect(":memory:", check_same_thread=False)
         self._db.isolation_level = None
         self.is_in_memory = True
+        self._data_version = self._read_data_version()
         self._prepare()
 
     def _open_another(self, path: Path) -> None:
@@ -337,6 +338,12 @@ class Catalog:
         with self._transaction():
             self._remove(name, generation, st_ino)
             return self.total_bytes()
+
+    def remove_all(self, rows: Iterable[Row]) -> None:
+        """Remove rows that are still of these files."""
+        with self._transaction():
+            for row in rows:
+                self._remove(row.name, row.generation, row.st_ino)
 
     def rename(self, name: str, generation: str, st_ino: int, new_name: str) -> None:
         """Give a file's row another name; it goes if there is a row of that name."""

@@ -165,6 +165,15 @@ class Disk:
         except OSError:
             return False
 
+    def lacks(self, name: str, generation: str, st_ino: int) -> bool:
+        """Whether a file is not there, or is another one; False if the disk does not tell."""
+        try:
+            return os.stat(self._path(name, generation)).st_ino != st_ino
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+
     def generation_of(self, name: str, st_ino: int) -> str | None:
         """The generation of the file of a name that has this inode."""
         with (

@@ -14,11 +14,17 @@ from fusefs.telemetry.stalls import WaitCause, stage
 # Evict this share of the cache more than needed, so that not every download has to evict.
 SLACK = 0.01
 TEND_EVERY_S = 2.0
-# How often it is read what other mounts keep: where all is in use, each reservation would.
+# How often it is read what other mounts keep: where all is in use, each reservation would. The
+# next time is after twenty times as long as the last one took, for it takes seconds where there
+# are many files.
 LEARN_EVERY_S = 2.0
+LEARN_SHARE = 20
 # What could not be removed is left alone so long: other mounts may use thousands of files, and
 # each reservation would try all of them.
 TRY_AGAIN_AFTER_S = 10.0
+# A disk that removes none of so many files probably removes no other: all of them would be tried
+# while programs wait.
+MOST_REFUSED = 16
 
 
 class Evictor:
@@ -28,7 +34,7 @@ class Evictor:
         self._cache = cache
         self._quota = cache.quota
         self._evicting = trio.Lock()
-        self._learned = -math.inf
+        self._learn_at = -math.inf
         # Those that could not be removed, without a place in the order of eviction until then.
         self._staying: list[CacheFile] = []
         self._try_again_at = 0.0
@@ -89,10 +95,12 @@ class Evictor:
             return
         self._quota.inode_slack = int(SLACK * len(self._cache))
         await self._evict_until(wanted, used_before=keep_used_since)
-        if self._quota.excess(wanted) > 0 and self._learned + LEARN_EVERY_S <= trio.current_time():
+        began = trio.current_time()
+        if self._quota.excess(wanted) > 0 and self._learn_at <= began:
             # What other mounts keep here may go as well.
             await self._cache.learn()
-            self._learned = trio.current_time()
+            now = trio.current_time()
+            self._learn_at = now + max(LEARN_EVERY_S, LEARN_SHARE * (now - began))
             await self._evict_until(wanted, used_before=keep_used_since)
         if keep_used_since == math.inf:
             await self._evict_until(wanted + int(SLACK * self._quota.used), is_ahead=True)
@@ -105,7 +113,8 @@ class Evictor:
             staying, self._staying = self._staying, []
             for known in staying:
                 self._cache.put_back(known)
-        while self._quota.excess(wanted) > 0:
+        most_refused = self._cache.refused + MOST_REFUSED
+        while self._quota.excess(wanted) > 0 and self._cache.refused < most_refused:
             file = self._cache.next_victim(is_ahead=is_ahead, used_before=used_before)
             if file is None:
                 break

@@ -66,6 +66,8 @@ SYNC_AFTER_S = 5.0
 # Files that were fetched ahead stay open this long for their first open.
 KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
+# Files that are looked for at the start.
+SAMPLES = 16
 # Files of which it is seen with one call whether other mounts retain them.
 LOOKED_UP = 2000
 # Versions whose names are known: as many as the kernel reads by itself (fuse/passthrough.py).
@@ -99,6 +101,8 @@ class FileCache:
             path = directory / "catalog.sqlite3"
             self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
             rows, self._catalog.at_start = self._catalog.at_start, []
+            if not in_any_case:
+                rows = self._without_strangers(rows)
             quota.committed = self._catalog.total_bytes()
             retained = self._catalog.retained()
         except (OSError, sqlite3.Error) as error:
@@ -134,6 +138,23 @@ class FileCache:
         self.evicted = 0
         self.evicted_bytes = 0
         self.evicted_unread = 0  # bytes that were fetched and never read
+        self.refused = 0  # files that the disk did not remove
+
+    def _without_strangers(self, rows: list[Row]) -> list[Row]:
+        """The rows of the catalog, or none where it is not of the files that are here. Blocks.
+
+        Those of a directory that was copied, or restored from a backup, have other inode numbers.
+        """
+        lacks = self._disk.lacks
+        samples = rows[:: max(1, len(rows) // SAMPLES)]
+        if not all(lacks(row.name, row.generation, row.st_ino) for row in samples):
+            return rows
+        if rows:
+            logger.warning(
+                "%s was copied, or its files removed: they are fetched again", self.directory
+            )
+            self._catalog.remove_all(rows)
+        return []
 
     def __len__(self) -> int:
         return len(self._files)
@@ -485,6 +506,8 @@ class FileCache:
     async def learn(self) -> None:
         """Read from the catalog which files other mounts have recorded in this directory."""
         await self.record()  # it may still have rows of files that were dropped
+        if not self.has_neighbours:
+            return  # to read a million rows takes seconds
         rows = await self._catalog_writer.in_catalog(self._catalog.rows)
         others = [row for row in rows or [] if row.name not in self._files]
         known = {row.name: CacheFile.from_row(row) for row in others}
@@ -628,6 +651,7 @@ class FileCache:
                         self._unlink_evicted, file, generation, limiter=self._threads
                     )
                 except OSError as error:
+                    self.refused += 1
                     self.warn(error.strerror or str(error))
                 if fd is not None:
                     recorded = file.recorded

@@ -330,7 +330,11 @@ class Retention:
 
     def _read(self, db: sqlite3.Connection) -> None:
         """Know all pins: those that were added, or all if some were removed."""
-        removals = db.execute("SELECT count FROM removals").fetchone()[0]
+        counts = db.execute("SELECT count FROM removals").fetchall()
+        if len(counts) != 1 or not isinstance(counts[0][0], int):
+            # One changed bit makes it look empty, of which SQLite knows nothing.
+            raise sqlite3.DatabaseError("it has no count of removals")
+        removals = counts[0][0]
         if removals != self._removals:
             self._added = 0
             self._pins = HashSet(self._new(db))

@@ -6,6 +6,8 @@ another mount that shares the directory. All of this blocks.
 
 from __future__ import annotations
 
+import math
+
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog
 from fusefs.cache.disk import Disk
@@ -36,6 +38,9 @@ def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
             return _examined(catalog, file, OpenFile(fd, generation, st_ino, ranges))
         # A row without its file would keep the version from ever being kept again.
         catalog.remove(file.name, generation, st_ino)
+        # Where the directory was copied, or restored from a backup, there is another file in its
+        # place: without a row it would take room that the quota does not see.
+        disk.remove_orphan(file.name, generation, -math.inf, lambda: False)
     return create(disk, file)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from typing import Any
 
 import trio
@@ -56,9 +56,9 @@ class Counts:
 class CopiesJob:
     """A look at the cached copies of a path; `drops` says whether they are dropped.
 
-    With `is_forced` pinned ones are, too. `local` counts whole copies, `partial` others with
-    the bytes that are there, `in_use` those that were not dropped because programs have them
-    open.
+    With `is_forced` pinned ones are, too. `local` counts whole copies and empty files, `partial`
+    others with the bytes that are there, `in_use` those that were not dropped because programs
+    have them open.
     """
 
     def __init__(self, path: str, *, drops: bool, is_forced: bool) -> None:
@@ -230,13 +230,19 @@ class LocalCopies:
             job.pins = await self._cache.retention.count(key)
             job.pending = self._pending(key)
 
+            staying: set[CacheFile] = set()
+
             async def look(selected: Selected) -> None:
                 for number, info in enumerate(selected.objects):
                     job.all.add(info.size)
+                    if not info.size:
+                        job.local.add(0)  # nothing of it is missing, and the cache has no file
                     file = self._cache.find(info.version)
                     if file is not None and await self._is_there(file):
                         file.version = file.version or info.version
                         await self._count_copy(job, file)
+                        if job.drops and file.present.total:
+                            staying.add(file)
                     if number % TURN == 0:
                         await trio.lowlevel.checkpoint()
 
@@ -246,7 +252,7 @@ class LocalCopies:
                 if not job.pending[0]:
                     job.why = str(error)
             if job.drops:
-                await self._drop_others(job, key)
+                await self._drop_others(job, key, staying)
         except (StoreError, OSError) as error:
             job.why = str(error)
         except Exception as error:  # no fault in it is to end the mount
@@ -288,12 +294,16 @@ class LocalCopies:
         else:
             job.dropped.add(size)
 
-    async def _drop_others(self, job: CopiesJob, key: str) -> None:
-        """Drop copies of versions below a key that the bucket has no more."""
+    async def _drop_others(self, job: CopiesJob, key: str, staying: Set[CacheFile]) -> None:
+        """Drop copies of versions below a key that the bucket has no more.
+
+        Those that are `staying` are of versions that it has, and were counted.
+        """
         for number, file in enumerate(self._cache.files()):
             version = file.version
             is_idle = file.present.total and not file.pins and not file.is_retained
-            if version is not None and is_idle and _is_within(version.key, key):
+            is_other = is_idle and file not in staying
+            if version is not None and is_other and _is_within(version.key, key):
                 await self._drop(job, file)
             if number % (10 * TURN) == 0:
                 await trio.lowlevel.checkpoint()

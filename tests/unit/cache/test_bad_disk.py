@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.cache import disk
+from fusefs.cache.evictor import MOST_REFUSED
 from fusefs.cache.integrity import readability, trouble
 from tests.support.local_cache import cache_in, version
 
@@ -41,6 +42,30 @@ async def test_a_file_that_cannot_be_unlinked_can_be_opened(
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # else an open would wait for ever
         await parts.fetch(A)
         assert len(parts.bucket.requested) == 1
+
+
+async def test_a_disk_that_removes_nothing_is_tried_with_a_few_files_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def unlink(_disk: disk.Disk, name: str, _generation: str) -> None:
+        tried.append(name)
+        raise refuse(errno.EROFS)  # as ext4 is after an error
+
+    size = 1000
+    async with cache_in(tmp_path, limit=200 * size) as parts:
+        for number in range(200):
+            await parts.fetch(version(f"{number}", size))
+        with monkeypatch.context() as patch:
+            patch.setattr(disk.Disk, "unlink", unlink)
+            assert not await parts.evictor.reserve(size)
+            once = len(tried)
+            assert 0 < once <= 3 * MOST_REFUSED
+            # Others may be removed: they have their turn.
+            assert not await parts.evictor.reserve(size)
+        assert len(tried) == len(set(tried)) > once
+        assert await parts.evictor.reserve(size)
 
 
 async def test_a_disk_without_locks_costs_no_descriptors(

@@ -69,6 +69,45 @@ async def test_a_file_cut_behind_our_back_is_fetched_again(tmp_path: Path) -> No
         assert parts.bucket.requested == [("a", 0, MIB)]
 
 
+async def test_a_file_in_the_place_of_a_cached_one_is_removed(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        [path] = parts.files()
+        await parts.fetch(version("b", MIB))
+    shutil.copy(path, tmp_path / "restored")
+    os.replace(tmp_path / "restored", path)
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(A)
+        await parts.cache.record()
+        assert parts.bucket.requested == [("a", 0, MIB)]
+        assert len(parts.files()) == 2
+        assert parts.quota.used == 2 * MIB
+
+
+async def test_of_a_copied_directory_nothing_counts_as_cached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cache_in(tmp_path / "first") as parts:
+        for key in "ab":
+            await parts.fetch(version(key, MIB))
+    copy = shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    async with cache_in(copy) as parts:
+        assert parts.cache.find(A) is None
+        assert parts.quota.used == 0
+        assert f"{copy} was copied" in caplog.text
+        long_ago = time.time() - 2 * ORPHAN_AGE_S
+        for path in parts.files():
+            os.utime(path, (long_ago, long_ago))
+        await parts.cache.sweep()
+        assert parts.files() == []
+        await parts.fetch(A)
+    caplog.clear()
+    async with cache_in(copy) as parts:
+        await parts.fetch(A)
+        assert parts.bucket.requested == []
+        assert caplog.text == ""
+
+
 async def test_a_dropped_file_is_taken_from_the_kernel_when_no_program_has_it_open(
     tmp_path: Path,
 ) -> None:
@@ -166,13 +205,17 @@ async def test_of_a_file_that_is_dropped_meanwhile_nothing_unsummed_is_passed_on
 
 
 async def test_a_dropped_file_is_not_learned_from_the_catalog(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
+    theirs = version("b", MIB)
+    async with cache_in(tmp_path) as parts, cache_in(tmp_path) as other:
+        await other.fetch(theirs)
+        await other.cache.record()
         await parts.fetch(A)
         await parts.cache.record()
         file = parts.cache.find(A)
         assert file is not None
         parts.cache.discard(file)
         await parts.cache.learn()
+        assert parts.cache.find(theirs) is not None
         assert parts.cache.find(A) is None
 
 

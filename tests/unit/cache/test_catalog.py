@@ -230,3 +230,22 @@ def test_mounts_may_open_a_new_catalog_at_the_same_moment(tmp_path: Path) -> Non
         with ThreadPoolExecutor(8) as pool:
             for opening in [pool.submit(open_catalog) for _ in range(8)]:
                 opening.result().close()
+
+
+def test_what_another_mount_writes_while_a_catalog_is_opened_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, rows = catalog(tmp_path), Catalog.rows
+
+    def rows_before_others(table: Catalog) -> list[Row]:
+        found = rows(table)
+        other.record([row("a", (0, 1))])
+        return found
+
+    assert not catalog(tmp_path).has_changed()
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "rows", rows_before_others)
+        opened = catalog(tmp_path)
+    assert opened.at_start == []
+    assert opened.has_changed()
+    assert not opened.has_changed()

@@ -259,6 +259,45 @@ async def test_what_other_mounts_have_open_is_not_tried_for_each_download(
         assert len(tried) == 8
 
 
+async def test_where_all_is_in_use_a_mount_that_is_alone_does_not_read_its_catalog_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    async with cache_in(tmp_path, limit=MIB) as one:
+        rows = one.cache._catalog.rows
+        monkeypatch.setattr(one.cache._catalog, "rows", lambda: read.append(1) or rows())
+        held = one.cache.pin(version("open", MIB))
+        await one.downloader.wait_for(held, 0, MIB)
+        assert not await one.evictor.reserve(MIB)
+        assert read == []
+        async with cache_in(tmp_path) as other:
+            await other.fetch(version("a", MIB))
+        one.evictor._learn_at = 0.0  # as if that was long ago
+        assert not await one.evictor.reserve(MIB)
+        assert read == [1]
+        assert one.cache.evicted == 1
+        one.cache.unpin(held)
+
+
+async def test_a_twentieth_of_the_time_is_spent_on_what_other_mounts_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mock_clock: trio.testing.MockClock
+) -> None:
+    learned = 0
+
+    async def learn() -> None:
+        nonlocal learned
+        learned += 1
+        mock_clock.jump(3.0)
+
+    async with cache_in(tmp_path, limit=0) as parts:
+        monkeypatch.setattr(parts.cache, "learn", learn)
+        for pause_s, times in ((0, 1), (59, 1), (2, 2)):
+            mock_clock.jump(pause_s)
+            assert not await parts.evictor.reserve(MIB)
+            assert learned == times
+
+
 async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> None:
     limit, worst = 6 * MIB, 0
     async with cache_in(tmp_path, limit=limit) as parts:
@@ -297,6 +336,22 @@ async def test_what_was_closed_since_a_job_began_is_not_evicted_for_it(tmp_path:
         await parts.fetch(version("a", MIB))
         assert not await parts.evictor.reserve(MIB, keep_used_since=began)
         assert held.is_complete
+
+
+async def test_what_was_used_before_the_clock_was_set_back_is_evicted_for_a_job(
+    tmp_path: Path,
+) -> None:
+    async with cache_in(tmp_path) as parts:
+        for key in "ab":
+            await parts.fetch(version(key, MIB))
+        await parts.cache.record()
+        in_a_year = steady_time() + 365 * 86400
+        files = parts.cache.files()
+        parts.cache._catalog.touch([(in_a_year, file.name, file.generation) for file in files])
+        parts.cache._catalog_writer._used.clear()
+    async with cache_in(tmp_path, limit=2 * MIB) as parts:
+        assert await parts.evictor.reserve(MIB, keep_used_since=steady_time())
+        assert len(kept(parts, *"ab")) == 1
 
 
 async def test_what_is_kept_open_for_a_first_open_is_evicted_for_a_later_job(

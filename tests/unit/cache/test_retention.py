@@ -6,7 +6,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,12 @@ import trio
 from fusefs.cache import catalog, catalog_writer, file_cache
 from fusefs.cache import retention as retention_module
 from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.catalog import Catalog
 from fusefs.cache.retention import EARLIER_RECORD, RECORD, Retention, covers
 from fusefs.daemon.jobs import local_copies
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
+from fusefs.linux.clock import boot_id
 from fusefs.store.interface import ObjectVersion
 from tests.support.local_cache import Parts, cache_in, version
 
@@ -100,7 +102,8 @@ async def test_a_mounts_pins_are_counted_without_those_of_other_mounts(tmp_path:
         for pinned in (ObjectVersion("mine/file", '"1"', MIB), other):
             await parts.fetch(pinned)
         # Another bucket's mount with this directory.
-        parts.cache._catalog.retain("another bucket", {"mine/theirs": "theirs"}, 0.0)
+        with closing(Catalog(tmp_path / "catalog.sqlite3", boot_id())) as its_catalog:
+            its_catalog.retain("another bucket", {"mine/theirs": "theirs"}, 0.0)
         theirs = CacheFile("theirs", MIB)
         theirs.present.add(0, MIB)
         for _ in range(2):
@@ -270,6 +273,20 @@ async def test_a_record_that_is_damaged_or_was_removed_begins_anew(tmp_path: Pat
         (tmp_path / RECORD).unlink()
         await here.add(["b"])
         assert [key for key in "ab" if here.covers(key)] == ["b"]
+
+
+@pytest.mark.parametrize("change", ["DELETE FROM removals", "UPDATE removals SET count = 'x'"])
+async def test_a_record_without_its_count_of_removals_is_damaged(
+    tmp_path: Path, change: str
+) -> None:
+    with retention(tmp_path) as here:
+        await here.add(["a"])
+        with closing(sqlite3.connect(tmp_path / RECORD)) as database, database:
+            database.execute(change)
+        assert not await here.refresh()
+        assert here.covers("a")  # what is known stays
+    with retention(tmp_path) as later, pytest.raises(OSError, match="is damaged: remove it"):
+        await later.add(["b"])
 
 
 async def test_another_mount_learns_page_by_page_what_is_retained(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,9 +24,10 @@ from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode import Inode, StagedFile
 from fusefs.posix.write import staged_sums
 from fusefs.settings.mount import MountSettings, MountSource
+from fusefs.store.interface import ObjectInfo
 from tests.support.local_cache import cache_in, info
 from tests.support.waiting import eventually
-from tests.support.warm_jobs import FRESH, NO_ATTRIBUTES, WideBucket, warmer_of
+from tests.support.warm_jobs import FRESH, NO_ATTRIBUTES, WideBucket, jobs_in, warmer_of
 
 
 def faulty(what: str, _key: str) -> None:
@@ -157,6 +159,45 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
             await job.ended.wait()
             assert (job.done_files, job.fetched, bucket.requested) == (2, 1, [("dir/a", 0, 1)])
             nursery.cancel_scope.cancel()
+
+
+async def test_what_another_mount_has_open_is_counted_once_by_a_drop(tmp_path: Path) -> None:
+    bucket = WideBucket(["dir/a", "dir/b"])
+    directory = tmp_path / "cache"
+    async with cache_in(directory, bucket=bucket) as parts, cache_in(directory) as other:
+        for key in bucket.keys:
+            await parts.fetch(info(key).version)
+        await parts.cache.record()
+        held = other.cache.pin(info("dir/a").version)
+        assert await other.cache.ensure_open(held)
+        async with trio.open_nursery() as nursery:
+            selector = Selector(bucket, "")
+            copies = LocalCopies(
+                parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
+            )
+            job = copies.job("dir", is_new=True, drops=True)
+            await eventually(lambda: job.has_ended)
+        assert (job.dropped.files, job.in_use.files) == (1, 1)
+        assert job.in_use_names == ["dir/a"]
+        other.cache.unpin(held)
+
+
+async def test_an_empty_file_is_as_local_as_any_that_was_fetched(tmp_path: Path) -> None:
+    class WithAnEmptyOne(WideBucket):
+        def _listed(self, key: str) -> ObjectInfo:
+            return replace(info(key), size=0 if key.endswith("empty") else 1)
+
+    bucket = WithAnEmptyOne(["dir/a", "dir/empty"])
+    async with jobs_in(tmp_path, bucket) as jobs:
+        warming = await jobs.warmer.start(JobSpec("dir"))
+        await warming.ended.wait()
+        assert warming.done_files == 2
+        shown = jobs.copies.job("dir", is_new=True)
+        await eventually(lambda: shown.has_ended)
+        assert (shown.all.files, shown.local.files, shown.local.size) == (2, 2, 1)
+        dropping = jobs.copies.job("dir", is_new=True, drops=True)
+        await eventually(lambda: dropping.has_ended)
+        assert (dropping.dropped.files, dropping.in_use.files) == (1, 0)
 
 
 async def no_pins(_path: str) -> None:
