@@ -27,6 +27,7 @@ import trio
 from fusefs.store.http import exchange as wire
 from fusefs.store.http.exchange import Answer
 from fusefs.store.http.pool import BorrowedConnection, ConnectionPool
+from fusefs.store.http.records import EventLoop
 
 _Socket: TypeAlias = "_Plain | socket.socket"
 # What an answer takes beside the requested bytes.
@@ -197,11 +198,13 @@ class _Exchange:
         self._piecemeal = bytearray()  # what has come of an answer of unknown length
 
     def __enter__(self) -> Self:
+        EventLoop.requests += 1
         if self._plain is None:
             self._borrowed.sock.setblocking(False)
         return self
 
     def __exit__(self, *_: object) -> None:
+        EventLoop.requests -= 1
         if self._plain is None and self._borrowed.is_reusable:
             self._borrowed.sock.settimeout(self._limit_s)
         self.pool.give_back(self._borrowed)

@@ -7,7 +7,8 @@ a known length, in chunks, or until the end (RFC 9112). The connections are thos
 of pool.py.
 
 A long body without TLS goes from the socket into one buffer, and from there into
-its file: two system calls for a MiB, both without the interpreter's lock.
+its file: two system calls for a MiB, both without the interpreter's lock. Over TLS it
+comes in records (records.py).
 
 A socket's time-out ends a silence, not an answer of which a byte comes now and then:
 that is what `LeastProgress` watches for.
@@ -24,8 +25,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from fusefs.store.http import records
 from fusefs.telemetry.s3_requests import first_byte
 
 READ_SIZE = 1 << 16
@@ -272,23 +275,31 @@ def _hand_on(
     limit_s = sock.gettimeout()
     pace = LeastProgress(PACE_WINDOW_S, limit_s)
     if isinstance(sock, ssl.SSLSocket):
-        _hand_on_pieces(sock, first, size, take, pace, 0)
-        return
-    # The kernel fills a whole buffer in one call, and watches the time.
-    sock.settimeout(None)
-    _set_receive_limit(sock, limit_s or 0.0)
-    _hand_on_pieces(sock, first, size, take, pace, socket.MSG_WAITALL)
-    _set_receive_limit(sock, 0.0)
+        sock.settimeout(0)
+        receive = partial(records.receive, sock, limit_s=limit_s)
+        _hand_on_pieces(receive, first, size, take, pace)
+    else:
+        # The kernel fills a whole buffer in one call, and watches the time.
+        sock.settimeout(None)
+        _set_receive_limit(sock, limit_s or 0.0)
+        _hand_on_pieces(partial(_receive_all, sock), first, size, take, pace)
+        _set_receive_limit(sock, 0.0)
     sock.settimeout(limit_s)
 
 
+def _receive_all(sock: socket.socket, room: memoryview) -> int:
+    try:
+        return sock.recv_into(room, 0, socket.MSG_WAITALL)
+    except BlockingIOError as error:
+        raise TimeoutError("the server sent nothing more") from error
+
+
 def _hand_on_pieces(
-    sock: socket.socket,
+    receive: Callable[[memoryview], int],
     first: bytes,
     size: int,
     take: Callable[[memoryview], None],
     pace: LeastProgress,
-    flags: int,
 ) -> None:
     buffer = memoryview(bytearray(max(min(size, PIECE), len(first))))
     buffer[: len(first)] = first
@@ -298,13 +309,11 @@ def _hand_on_pieces(
         try:
             while filled < wanted:
                 began = time.monotonic()
-                count = sock.recv_into(buffer[filled:wanted], 0, flags)
+                count = receive(buffer[filled:wanted])
                 if not count:
                     raise WireError("the answer broke off")
                 filled += count
                 pace.note(time.monotonic() - began, count)
-        except BlockingIOError as error:
-            raise TimeoutError("the server sent nothing more") from error
         finally:
             if filled:
                 take(buffer[:filled])
