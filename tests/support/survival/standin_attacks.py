@@ -104,11 +104,12 @@ def the_mounts_own_descriptor(standin: Standin) -> int:
 
 def file_of_the_mount_itself(standin: Standin) -> int:
     """Anything that touched it would wait for this very process."""
-    pid = os.fork()
-    if pid == 0:
-        fd = os.open(os.path.join(standin.settings["mountpoint"], "plain"), os.O_RDWR)
-        protocol.send(standin.channel, protocol.pack(protocol.BACKING_OPEN, 1), fd)
-        os._exit(0)
+    if os.fork() == 0:
+        try:
+            fd = os.open(os.path.join(standin.settings["mountpoint"], "plain"), os.O_RDONLY)
+            protocol.send(standin.channel, protocol.pack(protocol.BACKING_OPEN, 1), fd)
+        finally:
+            os._exit(0)
     return 0
 
 

@@ -248,7 +248,7 @@ def test_a_descriptor_that_hangs_does_not_hang_the_keeper(
 
 def test_a_file_of_the_mount_itself_does_not_hang_the_keeper(kept: Kept) -> None:
     start(kept, "file_of_the_mount_itself")
-    assert kept.status()["is_serving"]
+    until(lambda: kept.status()["is_serving"])
     until(lambda: serves(kept))
     kept.served_by_another_than(kept.kill_daemon())
     assert kept.status()["backing_ids"] == 0
