@@ -198,9 +198,9 @@ class _Exchange:
         self._piecemeal = bytearray()  # what has come of an answer of unknown length
 
     def __enter__(self) -> Self:
-        EventLoop.requests += 1
         if self._plain is None:
             self._borrowed.sock.setblocking(False)
+        EventLoop.requests += 1
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ again by then. With a dozen threads at it the event loop waited tens of millisec
 lock after each of its system calls, and a small file's first read took six times as long while
 a large file was read. So while the event loop sends requests itself, few threads decrypt at a
 time, and each lets go of the lock for a moment after a number of records: long enough for the
-event loop to be woken, and to take it. That costs a large file's reader up to a tenth, so it is
+event loop to be woken, and to take it. It costs a large file's reader up to a fifth, so it is
 not done otherwise.
 """
 
@@ -23,8 +23,7 @@ from typing import cast
 
 # The records between two pauses: a quarter of a millisecond of decryption.
 RECORDS = 16
-# The kernel makes 0.1 ms of it, for which one thread of two processors waits in vain; nobody
-# has more to decrypt than there are bytes.
+# With the kernel's own slack it is 0.1 ms: a process that sleeps is woken in that time.
 PAUSE_S = 50e-6
 
 _pause = time.sleep
@@ -79,6 +78,6 @@ def _decrypt(sock: ssl.SSLSocket, room: memoryview, *, pauses: bool) -> int | No
 def _wait_readable(sock: socket.socket, deadline: float) -> None:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    left_s = deadline - time.monotonic()
-    if left_s <= 0 or not poll.poll(None if left_s == math.inf else 1000 * left_s):
+    left_s = max(0.0, deadline - time.monotonic())
+    if not poll.poll(None if left_s == math.inf else 1000 * left_s):
         raise TimeoutError("the server sent nothing more")
