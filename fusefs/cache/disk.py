@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.cache.catalog import Catalog
+from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.integrity.direct_reader import DirectReader
 from fusefs.linux import files
 
@@ -42,6 +42,8 @@ IN_USE = "in-use"
 # The parts of the cache, by who reads it: see Daemon._principal_directory.
 _PRINCIPAL = re.compile(r"[0-9a-f]{16}")
 
+# Files that are looked for at the start.
+SAMPLES = 16
 FOLDERS = 256  # by the first two digits of the name
 # Files without a row are removed when they are older than any batch of the catalog.
 ORPHAN_AGE_S = 15.0
@@ -62,7 +64,7 @@ class Disk:
         The folders in it are made when they are needed: all of them would be most of the time
         that it takes to open an empty cache.
         """
-        self._folder = folder
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str, size: int) -> tuple[int, str, int]:
@@ -178,7 +180,7 @@ class Disk:
         """The generation of the file of a name that has this inode."""
         with (
             contextlib.suppress(FileNotFoundError),
-            os.scandir(self._folder / name[:2]) as entries,
+            os.scandir(self.folder / name[:2]) as entries,
         ):
             for entry in entries:
                 base, _, generation = entry.name.partition(".")
@@ -189,7 +191,7 @@ class Disk:
     def listed(self, folder: int) -> list[tuple[str, str]]:
         """The (name, generation) of each file in one of the folders."""
         try:
-            entries = os.listdir(self._folder / f"{folder:02x}")
+            entries = os.listdir(self.folder / f"{folder:02x}")
         except FileNotFoundError:
             return []
         parts = (entry.partition(".") for entry in entries)
@@ -220,12 +222,12 @@ class Disk:
             return make_file()
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(self._folder / name[:2])
+                os.mkdir(self.folder / name[:2])
             return make_file()
 
     def _path(self, name: str, generation: str) -> str:
         # By hand: pathlib takes longer than the disk does.
-        return f"{self._folder}/{name[:2]}/{name}.{generation}"
+        return f"{self.folder}/{name[:2]}/{name}.{generation}"
 
 
 def is_unused(fd: int) -> bool:
@@ -241,6 +243,21 @@ def is_unused(fd: int) -> bool:
         return True  # this file system has no leases: believe that it is
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return True
+
+
+def without_strangers(disk: Disk, catalog: Catalog, rows: list[Row]) -> list[Row]:
+    """The rows of the catalog, or none where it is not of the files that are here. Blocks.
+
+    Those of a directory that was copied, or restored from a backup, have other inode numbers.
+    """
+    samples = rows[:: max(1, len(rows) // SAMPLES)]
+    if not all(disk.lacks(row.name, row.generation, row.st_ino) for row in samples):
+        return rows
+    if rows:
+        directory = disk.folder.parent
+        logger.warning("%s was copied, or its files removed: they are fetched again", directory)
+        catalog.remove_all(rows)
+    return []
 
 
 async def sweep_orphans(disk: Disk, catalog: Catalog, is_ours: Callable[[str, str], bool]) -> None:

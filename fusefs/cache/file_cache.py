@@ -37,10 +37,10 @@ from pathlib import Path
 
 import trio
 
+from fusefs.cache import disk
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.catalog_writer import CatalogWriter
-from fusefs.cache.disk import IN_USE, ORPHAN_AGE_S, CacheDirectoryError, Disk, sweep_orphans
 from fusefs.cache.eviction_order import EvictionOrder
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import create, open_or_create
@@ -66,8 +66,6 @@ SYNC_AFTER_S = 5.0
 # Files that were fetched ahead stay open this long for their first open.
 KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
-# Files that are looked for at the start.
-SAMPLES = 16
 # Files of which it is seen with one call whether other mounts retain them.
 LOOKED_UP = 2000
 # Versions whose names are known: as many as the kernel reads by itself (fuse/passthrough.py).
@@ -97,17 +95,17 @@ class FileCache:
         # and over, and the hash would be a tenth of what that costs.
         self.name_of = lru_cache(MOST_NAMES)(self._make_name)
         try:
-            self._disk = Disk(directory / "objects")
+            self._disk = disk.Disk(directory / "objects")
             path = directory / "catalog.sqlite3"
             self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
             rows, self._catalog.at_start = self._catalog.at_start, []
             if not in_any_case:
-                rows = self._without_strangers(rows)
+                rows = disk.without_strangers(self._disk, self._catalog, rows)
             quota.committed = self._catalog.total_bytes()
             retained = self._catalog.retained()
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
-            raise CacheDirectoryError(why) from error
+            raise disk.CacheDirectoryError(why) from error
         self._files = {row.name: CacheFile.from_row(row) for row in rows}
         self._order = EvictionOrder(quota)
         self._order.restore(self._files.values())
@@ -126,7 +124,7 @@ class FileCache:
             self._disk, self._catalog, self.discard, self._summed, self._threads
         )
         self.probing = ReadabilityCheck(self._disk, self.integrity, self.disable)
-        self._mark = UseMark(directory / IN_USE)
+        self._mark = UseMark(directory / disk.IN_USE)
         # Called for each file that is dropped because its bytes are wrong.
         self.on_discard: Callable[[CacheFile], None] = lambda _file: None
         # The names of such files: what the kernel has kept of them may be wrong as well.
@@ -139,22 +137,6 @@ class FileCache:
         self.evicted_bytes = 0
         self.evicted_unread = 0  # bytes that were fetched and never read
         self.refused = 0  # files that the disk did not remove
-
-    def _without_strangers(self, rows: list[Row]) -> list[Row]:
-        """The rows of the catalog, or none where it is not of the files that are here. Blocks.
-
-        Those of a directory that was copied, or restored from a backup, have other inode numbers.
-        """
-        lacks = self._disk.lacks
-        samples = rows[:: max(1, len(rows) // SAMPLES)]
-        if not all(lacks(row.name, row.generation, row.st_ino) for row in samples):
-            return rows
-        if rows:
-            logger.warning(
-                "%s was copied, or its files removed: they are fetched again", self.directory
-            )
-            self._catalog.remove_all(rows)
-        return []
 
     def __len__(self) -> int:
         return len(self._files)
@@ -702,13 +684,13 @@ class FileCache:
             return file is not None and file.generation == generation
 
         try:
-            await sweep_orphans(self._disk, self._catalog, is_ours)
+            await disk.sweep_orphans(self._disk, self._catalog, is_ours)
         except OSError as error:
             self.warn(error.strerror or str(error))
 
     async def _sweep_later(self) -> None:
         """Sweep when what the last daemon left is old enough to be removed."""
-        await trio.sleep(2 * ORPHAN_AGE_S)
+        await trio.sleep(2 * disk.ORPHAN_AGE_S)
         await self.sweep()
 
     def warn(self, why: str) -> None:

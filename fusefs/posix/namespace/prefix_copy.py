@@ -501,8 +501,8 @@ async def list_all(store: Store, prefix: str) -> list[ObjectInfo]:
 async def _each(work: Callable[[Item], Awaitable[None]], items: Iterable[Item]) -> None:
     """Do something for each, many at a time; after the first error no more is begun.
 
-    What is under way then is done to its end: of a request that is cancelled nobody knows
-    what it has made.
+    What is under way then is done to its end: what a request that is cancelled has made is not
+    known.
     """
     todo = iter(items)
     errors: list[StoreError | OSError] = []
