@@ -47,7 +47,7 @@ class FastPath:
             list[tuple[int, float]],
             list[tuple[Inode | None, CacheFile, int, int, int, int, int]],
             int,
-            int,
+            list[tuple[int, int]],
             int,
         ]
         | None

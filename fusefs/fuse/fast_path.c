@@ -2,8 +2,8 @@
  *
  * An instance reads requests from a mount's /dev/fuse and answers those that take no
  * decision: OPEN of a file that the kernel reads by itself, its RELEASE, GETATTR, READ of
- * whole files whose pages are in memory, and the IOCTL by which Python's open() looks for a
- * terminal. What is true of a file is looked up in the tables and objects that belong to
+ * whole files whose pages are in memory, GETXATTR of names that no file has here, and the IOCTL
+ * by which Python's open() looks for a terminal. What is true of a file is looked up in the tables and objects that belong to
  * Python, each time; whatever is unusual about a request is left to Python, which gets it as
  * if it had read it itself. So there is one set of rules, and here is the part of it that
  * says yes.
@@ -52,7 +52,7 @@ enum {
     ATTRIBUTES = 88,       /* struct fuse_attr as of FUSE 7.9 and later */
 };
 /* What fast_path.py has to be of as well: to be raised with each change that both must know. */
-#define INTERFACE 1
+#define INTERFACE 2
 #define FOREVER_S (1ULL << 40) /* as in read_handlers.py */
 
 /* The journal's records; see posix/journal/records.py. */
@@ -108,7 +108,7 @@ typedef struct {
     uint64_t next_fh;
     int has_fh;
     /* What Python has not taken yet. */
-    uint64_t counts[MOST_OPCODES], terminals, cache_bytes;
+    uint64_t counts[MOST_OPCODES], refused[MOST_OPCODES], cache_bytes;
     int is_noted, lost;
     struct opened opened[MOST_OPENED];
     int opened_count;
@@ -165,7 +165,8 @@ static const struct {
 };
 
 /* Each function that looks something up or handles a request returns 1 for yes or done,
- * 0 for no or left to Python, -1 with an exception set. */
+ * 0 for no or left to Python, -1 with an exception set; REFUSED if the answer is an error. */
+enum { REFUSED = 2 };
 #define TRY(expression)                                                                           \
     do {                                                                                          \
         int outcome_ = (expression);                                                              \
@@ -319,6 +320,12 @@ static void reply(FastPath *self, const struct fuse_in_header *request, int erro
     struct iovec parts[] = {{&header, sizeof header}, {body, size}};
     if (writev(self->fd, parts, size ? 2 : 1) < 0)
         self->lost = errno;
+}
+
+static int refuse(FastPath *self, const struct fuse_in_header *request, int error)
+{
+    reply(self, request, -error, NULL, 0);
+    return REFUSED;
 }
 
 /* A reply whose body lies behind a header's size in `self->reply`. */
@@ -689,6 +696,18 @@ static int read_file(FastPath *self, const struct fuse_in_header *request, const
     return outcome;
 }
 
+/* GETXATTR */
+
+/* Only `user.` attributes are ever kept here (xattrs.py). `ls -l` asks for others of each file. */
+static int get_attribute(FastPath *self, const struct fuse_in_header *request, const char *name,
+                         size_t size)
+{
+    static const char kept[] = "user.";
+    if (size > strlen(kept) && memcmp(name, kept, strlen(kept)) == 0)
+        return 0;
+    return refuse(self, request, ENODATA);
+}
+
 /* One request */
 
 static int answer(FastPath *self, size_t size)
@@ -707,21 +726,26 @@ static int answer(FastPath *self, size_t size)
         return get_attributes(self, request);
     case FUSE_READ:
         return left < sizeof(struct fuse_read_in) ? 0 : read_file(self, request, body);
+    case FUSE_GETXATTR:
+        return left <= sizeof(struct fuse_getxattr_in)
+                   ? 0
+                   : get_attribute(self, request, body + sizeof(struct fuse_getxattr_in),
+                                   left - sizeof(struct fuse_getxattr_in));
     case FUSE_IOCTL:
-        reply(self, request, -ENOTTY, NULL, 0);
-        self->terminals++;
-        return 1;
+        return refuse(self, request, ENOTTY);
     default:
         return 0;
     }
 }
 
-static void count(FastPath *self, uint32_t opcode, double began)
+static void count(FastPath *self, uint32_t opcode, int handled, double began)
 {
     self->requests++;
     self->is_noted = 1;
-    if (opcode == FUSE_IOCTL)
-        return; /* an error: counted in `terminals` */
+    if (handled == REFUSED) {
+        self->refused[opcode]++;
+        return;
+    }
     self->counts[opcode]++;
     if (began && self->timed_count < MOST_TIMED)
         self->timed[self->timed_count++] = (struct timed){opcode, now_s() - began};
@@ -789,7 +813,7 @@ static int serve_some(FastPath *self, int most, long long poll_ns, Py_ssize_t *o
             *outcome = size;
             return handled < 0 ? -1 : 1;
         }
-        count(self, opcode, began);
+        count(self, opcode, handled, began);
     }
     *outcome = 0;
     return 1;
@@ -827,17 +851,17 @@ static PyObject *serve(FastPath *self, PyObject *const *arguments, Py_ssize_t co
     return failed || type != NULL ? NULL : PyLong_FromSsize_t(outcome);
 }
 
-static PyObject *take_counts(FastPath *self)
+static PyObject *take_counts(uint64_t by_opcode[MOST_OPCODES])
 {
     PyObject *counts = PyList_New(0);
     for (int opcode = 0; counts != NULL && opcode < MOST_OPCODES; opcode++) {
-        if (!self->counts[opcode])
+        if (!by_opcode[opcode])
             continue;
-        PyObject *item = Py_BuildValue("iK", opcode, (unsigned long long)self->counts[opcode]);
+        PyObject *item = Py_BuildValue("iK", opcode, (unsigned long long)by_opcode[opcode]);
         if (item == NULL || PyList_Append(counts, item) < 0)
             Py_CLEAR(counts);
         Py_XDECREF(item);
-        self->counts[opcode] = 0;
+        by_opcode[opcode] = 0;
     }
     return counts;
 }
@@ -882,24 +906,26 @@ PyDoc_STRVAR(take_doc,
              "take(): what was done since the last time, None if nothing was.\n\n"
              "A tuple: requests answered without an error as [(opcode, count)]; times as\n"
              "[(opcode, seconds)]; opens as [(inode, file, fh, backing id, flags, unique,\n"
-             "number of its close or 0)], None as the inode if only the close is new; bytes read; how often ENOTTY was answered; the errno of a reply\n"
+             "number of its close or 0)], None as the inode if only the close is new; bytes read; those\n"
+             "answered with an error as [(opcode, count)]; the errno of a reply\n"
              "that the kernel refused, or 0.");
 
 static PyObject *take(FastPath *self, PyObject *Py_UNUSED(ignored))
 {
     if (!self->is_noted)
         Py_RETURN_NONE;
-    PyObject *counts = take_counts(self), *timed = take_timed(self), *opened = take_opened(self);
-    if (counts == NULL || timed == NULL || opened == NULL) {
+    PyObject *counts = take_counts(self->counts), *refused = take_counts(self->refused);
+    PyObject *timed = take_timed(self), *opened = take_opened(self);
+    if (counts == NULL || refused == NULL || timed == NULL || opened == NULL) {
         Py_XDECREF(counts);
+        Py_XDECREF(refused);
         Py_XDECREF(timed);
         Py_XDECREF(opened);
         return NULL;
     }
-    PyObject *taken = Py_BuildValue("NNNKKi", counts, timed, opened,
-                                    (unsigned long long)self->cache_bytes,
-                                    (unsigned long long)self->terminals, self->lost);
-    self->cache_bytes = self->terminals = 0;
+    PyObject *taken = Py_BuildValue("NNNKNi", counts, timed, opened,
+                                    (unsigned long long)self->cache_bytes, refused, self->lost);
+    self->cache_bytes = 0;
     self->is_noted = self->lost = 0;
     return taken;
 }

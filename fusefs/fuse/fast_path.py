@@ -21,7 +21,6 @@ import trio
 from fusefs.cache.cached_file import CHECKED_AT_OPEN
 from fusefs.cache.integrity.readability import AGAIN_WITHIN_S
 from fusefs.fuse.busy_poll import LONGEST_NS, BusyPoll
-from fusefs.fuse.protocol import Opcode
 from fusefs.posix.operations import Operations
 from fusefs.telemetry.requests import RequestTimes
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from fusefs.posix.nodes.inode_table import NodeLog
 
 # As in fast_path.c.
-INTERFACE = 1
+INTERFACE = 2
 
 try:
     from fusefs.fuse import _fast_path
@@ -160,15 +159,15 @@ class FastPathReader:
         taken = self._compiled.take()
         if taken is None:
             return
-        counts, timed, opened, read_bytes, terminals, lost = taken
+        counts, timed, opened, read_bytes, refused, lost = taken
         times, operations = self._times, self._operations
         period = self._compiled.period
         for opcode, count in counts:
             times.answered_elsewhere(opcode, count)
         if timed:
             times.timed(timed, period)
-        if terminals:
-            times.refused(Opcode.IOCTL, terminals)
+        for opcode, count in refused:
+            times.refused(opcode, count)
         self._compiled.period = times.period
         operations.counters.cache_bytes += read_bytes
         opened.sort(key=itemgetter(-1))  # those that are closed in the order of their closes

@@ -1,9 +1,11 @@
 """Extended attributes: what an object has beside its bytes, and what programs give it.
 
-`user.s3.*` tell of the object and are read-only. All other `user.*` are kept
-in the object's metadata, which is small (see object_metadata.py), and known on a writable
-mount alone. Attributes of other kinds would mean something to the kernel,
-and what stands in a bucket is not to give anybody rights here.
+`user.s3.*` tell of the object to programs that request them by name. They are read-only
+and hence not listed: a program that copies a file with its attributes sets all that are
+listed. All other `user.*` are kept in the object's metadata, which is small (see
+object_metadata.py), and known on a writable mount alone. Attributes of other kinds would
+mean something to the kernel, and what stands in a bucket is not to give anybody rights
+here: no file has any, and to say so takes no request, for `ls -l` asks for two of each file.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.types import Answer, waiting
 from fusefs.store.interface import ObjectInfo, Store
 
-NAMES = ("user.s3.key", "user.s3.etag", "user.s3.storage_class", "user.s3.content_type")
 VERSION = "user.s3.version_id"
 OURS = "user.s3."
 USER = "user."
@@ -41,20 +42,22 @@ class Xattrs:
         """
         if name.startswith(OURS):
             return self._of_object(inode, name)
+        if not _is_settable(name):
+            raise OSError(errno.ENODATA, name)
         if self._head_cache.lacks(inode):
             return waiting(self._kept_later(inode, name))
         return self._kept(inode, name)
 
     def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
-        """The names that an object has; asks nothing that stat did not ask."""
-        if self._head_cache.lacks(inode):
+        """The names that programs have given values; asks nothing that stat did not ask."""
+        if self._head_cache.needs_head(inode):
             return waiting(self._names_later(inode))
         return self._names(inode)
 
     # What programs gave it
 
     def _kept(self, inode: Inode, name: str) -> bytes:
-        value = dict(self._head_cache.meta(inode).xattrs).get(name) if _is_settable(name) else None
+        value = dict(self._head_cache.meta(inode).xattrs).get(name)
         if value is None:
             raise OSError(errno.ENODATA, name)
         return value
@@ -64,14 +67,11 @@ class Xattrs:
         return self._kept(inode, name)
 
     def _names(self, inode: Inode) -> tuple[str, ...]:
-        info = inode.info
-        kept = [name for name, _ in self._head_cache.meta(inode).xattrs if _is_settable(name)]
-        if info is None or not info.etag:
-            return (*NAMES[:1], *kept)
-        return (*NAMES, *([VERSION] if info.version_id is not None else []), *kept)
+        known = self._head_cache.meta(inode).xattrs
+        return tuple(name for name, _ in known if _is_settable(name))
 
     async def _names_later(self, inode: Inode) -> tuple[str, ...]:
-        await self._head_cache.learn(inode)
+        await self._head_cache.show(inode)
         return self._names(inode)
 
     # What the bucket tells

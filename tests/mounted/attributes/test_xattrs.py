@@ -6,25 +6,30 @@ import base64
 import errno
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
+from fusefs.posix.metadata.head_policy import SAMPLE
+from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from tests.support.mounting import Mount, fusefs
+from tests.support.programs import need
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.writing import WRITABLE, all_sent, cost, metadata, status
 
-OF_OBJECT = ["user.s3.key", "user.s3.etag", "user.s3.storage_class", "user.s3.content_type"]
 # What s3fs 1.91 writes for two attributes, one of them with odd bytes.
 S3FS = (
     "%7B%22user.bin%22%3A%22AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8gISIjJCUmJ//78A%3D%3D%22"
     "%2C%22user.colour%22%3A%22cmVkK2JsdWUvPT8%3D%22%7D"
 )
+# Objects without attributes, in each of two folders.
+PLAIN = 3 * SAMPLE
 FOREIGN = {
     "s3fs": S3FS,
     "capability": "%7B%22security.capability%22%3A%22AAAA%22%2C%22user.a%22%3A%22MQ%3D%3D%22%7D",
@@ -40,6 +45,9 @@ def mount(
 ) -> Iterator[Mount]:
     for key, kept in FOREIGN.items():
         shared.put(key, b"x", Metadata={"xattr": kept, "mode": "33188"})
+    for number in range(PLAIN):
+        shared.put(f"found/{number:03}", bytes(LONGEST_TARGET + 1))
+        shared.put(f"shown/{number:03}", bytes(LONGEST_TARGET + 1))
     directory = tmp_path_factory.mktemp("xattrs")
     with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
         yield mount
@@ -55,8 +63,7 @@ def path(mount: Mount, request: pytest.FixtureRequest) -> Path:
 
 def own(path: Path) -> dict[str, bytes]:
     """The attributes that programs have given a file."""
-    names = [name for name in os.listxattr(path) if not name.startswith("user.s3.")]
-    return {name: os.getxattr(path, name) for name in names}
+    return {name: os.getxattr(path, name) for name in os.listxattr(path)}
 
 
 def test_attributes_are_set_listed_read_and_removed(path: Path) -> None:
@@ -65,7 +72,6 @@ def test_attributes_are_set_listed_read_and_removed(path: Path) -> None:
     os.setxattr(path, "user.bytes", bytes(range(200)))
     os.setxattr(path, "user.one", b"other")
     assert own(path) == {"user.one": b"other", "user.empty": b"", "user.bytes": bytes(range(200))}
-    assert os.listxattr(path)[:4] == OF_OBJECT
     os.removexattr(path, "user.one")
     assert "user.one" not in os.listxattr(path)
 
@@ -186,7 +192,7 @@ def test_a_file_that_is_being_written_goes_up_with_them(
 
 def test_a_file_that_is_in_no_bucket_yet_has_no_etag(mount: Mount) -> None:
     with open(mount.path / "new", "wb"):
-        assert os.listxattr(mount.path / "new") == ["user.s3.key"]
+        assert os.getxattr(mount.path / "new", "user.s3.key") == b"new"
         with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
             os.getxattr(mount.path / "new", "user.s3.content_type")
 
@@ -197,6 +203,47 @@ def test_directories_have_them_and_the_root_too(mount: Mount) -> None:
     for path in (directory, mount.path):
         os.setxattr(path, "user.a", b"1")
         assert own(path) == {"user.a": b"1"}
+
+
+@pytest.mark.parametrize(
+    "copy", [("rsync", "-aXA"), ("cp", "--preserve=all"), ("cp", "--preserve=mode,xattr")]
+)
+@states(
+    "They are not listed, for no program can set them: `rsync -X` and "
+    "`cp --preserve=xattr` copy what is listed."
+)
+def test_programs_copy_them(
+    mount: Mount, path: Path, tmp_path: Path, copy: tuple[str, ...]
+) -> None:
+    """From the mount to the mount, and to a disk and back."""
+    need(copy[0])
+    os.setxattr(path, "user.a", b"1")
+    on_disk, back = tmp_path / "on-disk", mount.path / f"back-{path.name}"
+    for source, target in ((path, f"{path}-2"), (path, on_disk), (on_disk, back)):
+        done = subprocess.run([*copy, source, target], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert own(Path(target)) == {"user.a": b"1"}
+
+
+@states(
+    "`ls -l`, which requests `security.selinux` and the access control list of each file, "
+    "sends S3 no more requests than `find -size`."
+)
+def test_ls_asks_the_bucket_nothing_for_a_file(mount: Mount) -> None:
+    found = cost(mount, lambda: run("find", mount.path / "found", "-size", "+1M"))
+    shown = cost(mount, lambda: run("ls", "-l", mount.path / "shown"))
+    listed = cost(mount, lambda: [os.listxattr(one) for one in (mount.path / "shown").iterdir()])
+    assert shown == found
+    assert shown["heads"] <= SAMPLE + 2
+    assert listed == {}
+    compiled = mount.status()["requests"]["compiled"]
+    run("ls", "-l", mount.path / "shown")
+    if compiled is not None:
+        assert mount.status()["requests"]["compiled"] - compiled >= 2 * PLAIN
+
+
+def run(*command: object) -> None:
+    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
 
 
 def test_writes_ask_for_no_capabilities(mount: Mount, path: Path) -> None:

@@ -37,6 +37,7 @@ CONTENT = [bytes([65 + number]) * (1000 * (number + 1)) for number in range(FILE
 PASSTHROUGH = protocol.Fopen.PASSTHROUGH
 OPEN_IN = struct.Struct("=II")
 RELEASE_IN = struct.Struct("=QIIQ")
+NAMES = [b"security.selinux", b"system.posix_acl_access", b"user", b"user.", b"user.a", b"u", b""]
 READ_IN = struct.Struct("=QQIIQII")
 
 
@@ -200,7 +201,9 @@ async def test_an_open_and_its_close_need_no_python(tmp_path: Path) -> None:
         assert (await side.ask(Opcode.IOCTL, side.nodes[0].nodeid, bytes(32)))[0] == errno.ENOTTY
         error, shown = await side.ask(Opcode.GETATTR, side.nodes[0].nodeid, bytes(16))
         assert (error, len(shown)) == (0, 104)
-        assert side.session.compiled_requests == before + 4
+        name = bytes(8) + b"security.selinux\0"
+        assert await side.ask(Opcode.GETXATTR, 1 << 40, name) == (errno.ENODATA, b"")
+        assert side.session.compiled_requests == before + 5
 
 
 async def test_the_first_open_of_a_file_that_was_fetched_ahead_needs_no_python(
@@ -469,6 +472,7 @@ steps = st.lists(
         st.tuples(st.just("close"), st.integers(0, 7)),
         st.tuples(st.just("show"), st.integers(0, FILES - 1)),
         st.tuples(st.just("terminal"), st.integers(0, FILES - 1)),
+        st.tuples(st.just("attribute"), st.integers(0, len(NAMES) - 1)),
         st.tuples(st.just("sent again"), st.integers(0, FILES - 1)),
         st.tuples(st.just("evict"), st.integers(0, FILES - 1)),
         st.tuples(st.just("expire"), st.integers(0, FILES - 1)),
@@ -494,6 +498,9 @@ async def take(side: Side, step: str, number: int) -> object:
             return error, shown[16:]  # behind for how long it holds
         case "terminal":
             return await side.ask(Opcode.IOCTL, inode.nodeid, bytes(32))
+        case "attribute":
+            body = struct.pack("=II", 0, 0) + NAMES[number] + b"\0"
+            return await side.ask(Opcode.GETXATTR, inode.nodeid, body)
         case "evict":
             file = side.file(number)
             if file is not None and not file.pins:
