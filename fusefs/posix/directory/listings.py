@@ -31,6 +31,7 @@ from fusefs.posix.directory.directory import Directory
 from fusefs.posix.directory.pending_changes import PendingChanges, put
 from fusefs.posix.directory.segment import (
     ABSENT,
+    UNCOVERED,
     Absent,
     Entry,
     HiddenKeys,
@@ -58,7 +59,7 @@ _SEGMENT_SIZE = 2
 
 def _size_of(segment: Segment) -> int:
     """What a segment takes of the memory, in entries."""
-    return len(segment.entries) + _SEGMENT_SIZE
+    return len(segment.entries) + len(segment.hidden) + _SEGMENT_SIZE
 
 
 class PageStore(Protocol):
@@ -149,7 +150,11 @@ class Directories:
         with self.pending_changes.listing() as asked:
             found, until = await self.lookup_by_name(directory, name)
             changed = self.pending_changes.changed_since(directory.prefix, name, asked)
-        return (found if changed is None else changed[0]), until
+        if changed is None:
+            return found, until
+        if changed[0] is not UNCOVERED:
+            return changed[0], until
+        return (ABSENT, 0.0) if found is None else (found, until)
 
     async def segment_behind(
         self, directory: Directory, position: str, valid_since: float
@@ -216,9 +221,9 @@ class Directories:
         directory.generation += 1
         directory.doubt_carried(name)
         for segment in directory.segments:
-            before = len(segment.entries)
+            before = _size_of(segment)
             if put(segment, name, entry):
-                self._entries += len(segment.entries) - before
+                self._entries += _size_of(segment) - before
                 break
 
     def settled(self, prefix: str, name: str) -> None:

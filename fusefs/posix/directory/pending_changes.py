@@ -21,7 +21,14 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
-from fusefs.posix.directory.segment import Absent, Entry, Segment, is_stored
+from fusefs.posix.directory.segment import (
+    ABSENT,
+    UNCOVERED,
+    Absent,
+    Entry,
+    Segment,
+    is_stored,
+)
 from fusefs.posix.nodes import names
 from fusefs.store.interface import ObjectInfo
 
@@ -70,7 +77,7 @@ class PendingChanges:
         now = time.monotonic()
         self._forget_before(now - KEPT_S)
         if isinstance(entry, Absent) and self.is_leaving(prefix + name):
-            lasting = True
+            lasting, entry = True, ABSENT
         if lasting:
             self._lasting.setdefault(prefix, {})[name] = entry
         else:
@@ -199,8 +206,19 @@ def put(segment: Segment, name: str, entry: Entry | Absent) -> bool:
     position = names.position(name)
     if not segment.holds(position):
         return False
-    segment.doubtful.discard(name)
+    known = segment.entries.get(name, ABSENT)
+    if entry is UNCOVERED and known is not None:
+        return True  # the listing has no such directory, and may have the file
     is_listed = name in segment.entries
+    segment.doubtful.discard(name)
+    if entry is UNCOVERED:
+        beneath = segment.hidden.pop(name, ABSENT)
+        if beneath is None:
+            segment.doubtful.add(name)
+        else:
+            entry = beneath
+    elif entry is None and isinstance(known, ObjectInfo):
+        segment.hidden[name] = known
     if not isinstance(entry, Absent):
         segment.entries[name] = entry
         if not is_listed:

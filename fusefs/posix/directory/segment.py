@@ -40,6 +40,8 @@ class Absent:
 
 
 ABSENT = Absent()
+# A directory of this name was removed: there is nothing but the file that it hid, if any.
+UNCOVERED = Absent()
 
 
 def is_stored(entry: Entry | Absent) -> bool:
@@ -50,8 +52,9 @@ def is_stored(entry: Entry | Absent) -> bool:
 class Segment:
     """All names of a directory at positions in (start, stop].
 
-    `stop` None means up to the end. Times are seconds of the monotonic clock. With
-    `has_hidden` there may be keys that are not shown.
+    `stop` None means up to the end. Times are seconds of the monotonic clock. `hidden` has the
+    files whose names are directories', None where it is not known whether there is one. With
+    `has_hidden` there may be keys that are not shown, these or others.
     """
 
     __slots__ = (
@@ -60,6 +63,7 @@ class Segment:
         "expires",
         "fetched",
         "has_hidden",
+        "hidden",
         "ordered",
         "pending",
         "start",
@@ -73,6 +77,7 @@ class Segment:
         self.ordered = sorted(entries, key=names.position)
         self.pending: Carried | None = {}  # None if it is not known
         self.doubtful: set[str] = set()
+        self.hidden: dict[str, ObjectInfo | None] = {}
         self.has_hidden = False
         self.fetched = 0.0
         self.expires = 0.0
@@ -115,6 +120,7 @@ class Segment:
         part = Segment(start, stop, {name: self.entries[name] for name in self.ordered[low:high]})
         part.doubtful = {name for name in self.doubtful if part.holds(names.position(name))}
         part.pending = self.pending if stop == self.stop else None
+        part.hidden = {name: self.hidden[name] for name in self.hidden.keys() & part.entries}
         part.has_hidden = self.has_hidden
         part.fetched, part.expires = self.fetched, self.expires
         return part
@@ -165,6 +171,7 @@ def segment_from(
     pending = {name: files.pop(name) for name in late}
     entries: dict[str, Entry] = {name: info for name, info in files.items() if info is not None}
     doubtful = files.keys() - entries.keys()
+    covered: dict[str, ObjectInfo | None] = {}
     for key in page.prefixes:
         name = key[cut:-1]
         why = _why_hidden(prefix, name)
@@ -177,9 +184,12 @@ def segment_from(
             if file is not None:
                 has_hidden = True
                 hidden.note(file.key, "it is also a directory")
+            if name in files:
+                covered[name] = file
             entries[name] = None
     segment = Segment(start, stop, entries)
     segment.pending = pending
+    segment.hidden = covered
     segment.has_hidden = has_hidden
     segment.doubtful = doubtful - entries.keys()
     return segment

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import trio
 
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.directory.segment import ABSENT, Absent
+from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import (
     CheckResult,
@@ -53,8 +53,10 @@ def show_repaired(
         return
     if directories.pending_changes.get(prefix, name) is not None:
         return  # a newer content is on its way
-    is_directory = key.endswith("/") and not isinstance(state, Absent)
-    directories.changed(prefix, name, None if is_directory else state)
+    entry: Entry | Absent = state
+    if key.endswith("/"):
+        entry = UNCOVERED if isinstance(state, Absent) else None
+    directories.changed(prefix, name, entry)
     inode: Inode | None = operations.inodes.root
     for part in stem[len(operations.inodes.prefix) :].split("/"):
         inode = (inode.children or {}).get(part) if inode is not None else None

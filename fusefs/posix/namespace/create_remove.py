@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from fusefs.posix.directory.segment import ABSENT, Absent, Entry
+from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
 from fusefs.posix.late.uncertain_keys import KeyState
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
@@ -310,7 +310,7 @@ class CreateRemove:
             etag = MARKER_ETAG if inode is not None and inode.has_marker else None
             await self._store.delete(prefix, etag, adopts=True)
             self._writer.exclusive.removed(prefix)
-            self._gone(parent, name)
+            self._gone(parent, name, UNCOVERED)
 
     async def fsync(self, directory: Inode) -> None:
         """Have the bucket be without what was removed below a directory.
@@ -344,13 +344,13 @@ class CreateRemove:
             await self._writer.put_marker(prefix, meta, Expect(None))
             directory.has_marker = True
 
-    def _gone(self, parent: Inode, name: str) -> None:
+    def _gone(self, parent: Inode, name: str, left: Absent = ABSENT) -> None:
         inode = self._current(parent, name)
         nodes = self._handles.former(parent, name)
         self._inodes.detach(nodes | {inode} if inode is not None else nodes)
         self._inodes.entries_changed(parent)
         self._writer.deferred.drop(self._inodes.key(parent) + name)
-        self._directories.changed(self._inodes.key(parent), name, ABSENT)
+        self._directories.changed(self._inodes.key(parent), name, left)
 
     def _check_deleting(self, name: str) -> None:
         if not self._may_delete:

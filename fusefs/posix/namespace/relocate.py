@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import trio
 
-from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.directory.segment import ABSENT, UNCOVERED
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
 from fusefs.posix.nodes.inode import StagedFile, stable_ino
@@ -138,7 +138,7 @@ class Relocator:
             if parent is not None:
                 self._inodes.entries_changed(parent)
         self._directories.moved(old, new)
-        self._directories.changed(_parent(old), _name(old), ABSENT)
+        self._directories.changed(_parent(old), _name(old), UNCOVERED)
         self._directories.changed(_parent(new), _name(new), None)
 
     def distrust(self, old: str, new: str) -> None:
