@@ -42,7 +42,7 @@ def replace(
     processes may write at the same time, each has a suffix of its own. What an
     earlier writer left there is removed, so that no link is followed. With an
     `owner` the file is that user's and group's. With `is_durable` the content is
-    on the disk when this returns, and so is the name.
+    on the disk when this returns, and so is the path.
 
     Raises:
         OSError: the disk does not take it; the earlier content is still there.
@@ -70,13 +70,28 @@ def replace(
         sync_directory(os.path.dirname(path))
 
 
-def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Have the names of a directory on the disk. Blocks.
+def sync_directory(path: str) -> None:
+    """Have the names of a directory on the disk, and its own path on its file system. Blocks.
+
+    A directory above that this user may not read was not made by this user: it is passed over.
 
     Raises:
         OSError: the disk refuses.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync(path)
+    path, device = os.path.abspath(path), os.stat(path).st_dev
+    while path != (path := os.path.dirname(path)) and os.stat(path).st_dev == device:
+        with contextlib.suppress(PermissionError):
+            sync(path)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Have a file, or the names of a directory, on the disk. Blocks.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

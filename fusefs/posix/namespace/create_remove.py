@@ -21,6 +21,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import trio
+
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
 from fusefs.posix.late.uncertain_keys import KeyState
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
@@ -32,6 +34,7 @@ from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import ExistsError, UnsupportedError
 from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo
+from fusefs.telemetry.stalls import WaitCause, stage
 
 Made = TypeVar("Made")
 
@@ -52,6 +55,7 @@ class CreateRemove:
         self._log = state.journal
         self._writer = writer
         self._may_delete = writing.rules.may_delete
+        self._is_local = writing.rules.is_local
         self._uncertain_keys = writing.uncertain_keys
         self._prefix_lock = PrefixLock(state.inodes.key)
         # Requests that an earlier process had begun, and those that this one has not ended.
@@ -312,13 +316,20 @@ class CreateRemove:
             self._writer.exclusive.removed(prefix)
             self._gone(parent, name, UNCOVERED)
 
+    def needs_fsync(self, directory: Inode) -> bool:
+        """Whether `fsync` has something to wait for."""
+        return self._is_local or bool(self._writer.removals.pending(self._inodes.key(directory)))
+
     async def fsync(self, directory: Inode) -> None:
-        """Have the bucket be without what was removed below a directory.
+        """Have the bucket be without what was removed below a directory, and a power cut too.
 
         Raises:
-            StoreError: something could not be deleted; it stays on record.
+            StoreError, OSError: something could not be deleted; it stays on record.
         """
         await self._writer.removals.flush_below(self._inodes.key(directory))
+        if self._is_local:
+            with stage(WaitCause.CACHE_DISK):
+                await trio.to_thread.run_sync(self._writer.staging.names.sync)
 
     async def _is_empty(self, prefix: str) -> bool:
         await self._writer.removals.flush_below(prefix)

@@ -260,7 +260,7 @@ class Mutations:
     def fsync_directory(self, nodeid: int) -> Answer[None]:
         """Have the bucket be without what was removed below a directory."""
         directory = self._inodes.directory(nodeid)
-        if not self.writer.removals.pending(self._inodes.key(directory)):
+        if not self.changes.needs_fsync(directory):
             return None
         return waiting(self.changes.fsync(directory))
 

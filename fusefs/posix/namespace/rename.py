@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from typing import Any
 
@@ -113,12 +113,29 @@ class NameChanges(CreateRemove):
             await self._keep_directory(parent, name)
             if entry is None:
                 await self._rename_directory(parent, name, to, new_name, target)
+                prefix = self._inodes.key(to) + new_name + "/"
+                await self._make_safe(
+                    file for file in self._writer.staging if file.key.startswith(prefix)
+                )
             elif target is not None:
                 is_new = bool(flags & RENAME_NOREPLACE) and not is_repeated
                 replaced = self._replaced(to, new_name, is_repeated=is_repeated)
                 await self._rename_file(
                     parent, name, to, new_name, entry, target, replaced, is_strict=is_new
                 )
+                renamed = self._current(to, new_name)
+                if renamed is not None and renamed.staged is not None:
+                    await self._make_safe([renamed.staged])
+
+    async def _make_safe(self, files: Iterable[StagedFile]) -> None:
+        """With local durability, have closed files survive a power cut under their new names.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        for staged in files if self._is_local else ():
+            if staged.is_closed and staged.is_dirty and staged.inode.staged is staged:
+                await self._writer.staging.make_safe(staged)
 
     async def _finish_others(
         self, parent: Inode, name: str, to: Inode, new_name: str, *, is_repeated: bool

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fusefs.linux.files import try_lock
+from fusefs.linux import files
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.metadata import attribute_log, object_metadata
 from fusefs.posix.metadata.object_metadata import Meta
@@ -38,7 +38,11 @@ logger = logging.getLogger("fusefs.leftovers")
 
 
 def adopt(writer: Writer) -> int:
-    """Stage again what earlier mounts of the same bucket have left; return how many files."""
+    """Stage again what earlier mounts of the same bucket have left; return how many files. Blocks.
+
+    Raises:
+        OSError: the disk fails.
+    """
     own = writer.staging.directory
     count = 0
     # The youngest first: what it has of a name is the last that was written to it.
@@ -52,21 +56,32 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Else it belongs to a mount that is out of sight and still being ended.
-        if not try_lock(fd) or not _is_ours(directory, writer.staging.source):
+        if not files.try_lock(fd) or not _is_ours(directory, writer.staging.source):
+            return 0
+        if not _is_safe_to_leave(writer, directory):
             return 0
         count = 0
         for path in on_record(directory):
             count += adopt_file(writer, path)
-        if adopt_attributes(writer, directory):
-            (directory / attribute_log.NAME).unlink(missing_ok=True)
-        if adopt_aborts(writer, directory):
-            (directory / aborts.NAME).unlink(missing_ok=True)
-        if writer.may_delete and adopt_removals(writer, directory):
-            (directory / removals.NAME).unlink(missing_ok=True)
+        for name, adopt_all in _LOGS.items():
+            if (name != removals.NAME or writer.may_delete) and adopt_all(writer, directory):
+                with contextlib.suppress(FileNotFoundError):
+                    files.sync(writer.staging.directory / name)
+                (directory / name).unlink(missing_ok=True)
         _remove(directory)
         return count
     finally:
         os.close(fd)
+
+
+def _is_safe_to_leave(writer: Writer, directory: Path) -> bool:
+    """Have the next mount find what leaves another directory, whatever happens to the machine."""
+    try:
+        writer.staging.names.sync()
+    except OSError as error:
+        logger.error("%s is left to a later mount: %s", directory, error.strerror)
+        return False
+    return True
 
 
 def adopt_attributes(writer: Writer, directory: Path) -> bool:
@@ -130,6 +145,13 @@ def adopt_aborts(writer: Writer, directory: Path) -> bool:
     return True
 
 
+_LOGS = {
+    attribute_log.NAME: adopt_attributes,
+    aborts.NAME: adopt_aborts,
+    removals.NAME: adopt_removals,
+}
+
+
 def restore(writer: Writer, inode: Inode) -> None:
     """Take up what an earlier process had staged under a node."""
     staged = writer.staging.restore(inode)
@@ -171,23 +193,28 @@ def drop_unneeded(writer: Writer) -> None:
 
 
 def _is_ours(directory: Path, source: str) -> bool:
+    """Whether a staging directory is of this bucket; if nothing can tell, the log says so."""
     try:
         found = (directory / SOURCE).read_text(errors="replace")
     except FileNotFoundError:
         # Earlier versions removed the file at the end of a mount also where something was left.
-        if remaining := sorted(os.listdir(directory)):
-            logger.error(
-                "%s has %s, which no mount sends: its file %s is gone, which named the bucket. "
-                "If that was this one, write it anew with the text %r, and mount again",
-                directory,
-                remaining,
-                SOURCE,
-                source,
-            )
-        return False
-    if found != source:
+        found = ""
+    if found == source:
+        return True
+    remaining = sorted(set(os.listdir(directory)) - {SOURCE})
+    if found.strip("\0"):
         logger.warning("%s has files that wait to be uploaded to %s", directory, found)
-    return found == source
+    elif remaining:
+        # After a power cut: nothing in it was promised to a program, else the file were there.
+        logger.error(
+            "%s has %s, which no mount sends: its file %s, which named the bucket, is gone or "
+            "empty. If that was this one, write it anew with the text %r, and mount again",
+            directory,
+            remaining,
+            SOURCE,
+            source,
+        )
+    return False
 
 
 def _remove(directory: Path) -> None:

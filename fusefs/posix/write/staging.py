@@ -29,7 +29,7 @@ import trio
 
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.ranges import RangeMap
-from fusefs.linux.files import try_lock
+from fusefs.linux import files
 from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.edit_base import EditBase
@@ -48,15 +48,20 @@ SOURCE = "source"
 
 
 class DirectorySync:
-    """fsync of a directory: threads that want it at the same time share one."""
+    """fsync of a directory: threads that want it at the same time share one.
 
-    def __init__(self) -> None:
+    The first one has on the disk as well what recovery finds the directory by: its
+    path, and the file that names the bucket.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._lock = threading.Lock()
         self._wanted = itertools.count(1)
         self._begun = self._done = 0
 
-    def sync(self, fd: int) -> None:
-        """Have the names that are in an open directory now on the disk. Blocks.
+    def sync(self) -> None:
+        """Have the names that are in the directory now on the disk. Blocks.
 
         Raises:
             OSError: the disk does not take them.
@@ -66,7 +71,11 @@ class DirectorySync:
             if self._done >= mine:
                 return
             begun = self._begun
-            os.fsync(fd)
+            if self._done:
+                files.sync(self._directory)
+            else:
+                files.sync(self._directory / SOURCE)
+                files.sync_directory(str(self._directory))
             self._done = begun
 
 
@@ -91,8 +100,8 @@ class Staging:
             source_file.write_text(source)  # else it is there, also when the disk is full
         # Held as long as a process looks after the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try_lock(self._lock)
-        self._names = DirectorySync()
+        files.try_lock(self._lock)
+        self.names = DirectorySync(directory)
 
     def __iter__(self) -> Iterator[StagedFile]:
         return iter(list(self._files.values()))
@@ -285,7 +294,7 @@ class Staging:
             staging_record.write(staged.path, record, is_safe=True)
         elif staged.is_named:
             return
-        self._names.sync(self._lock)
+        self.names.sync()
         staged.is_named = True
 
     def restore(self, inode: Inode) -> StagedFile | None:

@@ -222,8 +222,9 @@ async def until_later(staged: StagedFile) -> None:
 def load(path: Path) -> tuple[int, dict[str, Any]] | None:
     """Open a staged file, and read what its record tells; None if either is not there.
 
-    The key is None where the record does not tell it. The content of a damaged
-    record is kept under another name, which the log has.
+    The key is None where the record does not tell it. Where a file of it can't be read, an
+    earlier record may be in the attribute; else the content is kept under another name, which
+    the log has.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -234,10 +235,13 @@ def load(path: Path) -> tuple[int, dict[str, Any]] | None:
     except FileNotFoundError:
         record = _attribute_of(fd)
     except ValueError as error:
-        kept = path.with_name(f"damaged-{path.name}")
-        path.rename(kept)
-        logger.error("the record of a file is damaged (%s), its content is in %s", error, kept)
-        record = None
+        logger.error("the record of a file is damaged (%s): %s", error, path)
+        record = _attribute_of(fd)
+        if record is None or record["key"] is None:
+            kept = path.with_name(f"damaged-{path.name}")
+            path.rename(kept)
+            logger.error("its content is in %s", kept)
+            record = None
     if record is None:
         os.close(fd)
         return None

@@ -1,8 +1,10 @@
-"""A disk that fails: an ext4 on a loop device, whose image is cut off.
+"""Disks that fail: each an ext4 on a loop device, whose image is memory.
 
-The image is memory, which is sealed against growing once it is cut off. Without the seal
+The image of a failing disk is cut off, and sealed against growing then. Without the seal
 it would grow again with the first block that is written behind its end, and what lies
 before that block would be read as zeros then.
+
+A disk with a power cut is shut down by the kernel, which writes no more of its journal.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ import pytest
 SIZE = 96 << 20
 BLOCK = 4096
 FIBMAP = 1  # include/uapi/linux/fs.h
+# include/uapi/linux/fs.h: _IOR('X', 125, __u32)
+FS_IOC_SHUTDOWN = 0x8004587D
+NO_LOG_FLUSH = 2
 
 
 @dataclass
@@ -51,9 +56,45 @@ class FailingDisk:
             fcntl.fcntl(self._image, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
 
 
+@dataclass
+class CutDisk:
+    """The mounted disk; it has a journal, as disks of machines have."""
+
+    path: Path
+    _device: str
+
+    def cut_power(self) -> None:
+        """Lose what is not on the disk yet, and come back as after a restart of the machine.
+
+        No process may have a file of it open for writing still.
+        """
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, FS_IOC_SHUTDOWN, array.array("I", [NO_LOG_FLUSH]))
+        finally:
+            os.close(fd)
+        subprocess.run(["umount", self.path], check=True)
+        subprocess.run(["mount", self._device, self.path], check=True)
+
+
 @contextmanager
 def failing_disk(directory: Path) -> Iterator[FailingDisk]:
     """Such a disk below a directory; the test is skipped where there are no loop devices."""
+    # Without a journal, whose blocks would be among the first to fail.
+    with _loop_disk(directory, "-O", "^has_journal") as (path, memory, _device):
+        yield FailingDisk(path, memory)
+
+
+@contextmanager
+def cut_disk(directory: Path) -> Iterator[CutDisk]:
+    """Such a disk below a directory; the test is skipped where there are no loop devices."""
+    with _loop_disk(directory) as (path, _memory, device):
+        yield CutDisk(path, device)
+
+
+@contextmanager
+def _loop_disk(directory: Path, *options: str) -> Iterator[tuple[Path, int, str]]:
+    """A file system, mounted: its path, its image and its device."""
     if os.geteuid() != 0:
         pytest.skip("a loop device needs root")
     for program in ("losetup", "mkfs.ext4"):
@@ -63,20 +104,16 @@ def failing_disk(directory: Path) -> Iterator[FailingDisk]:
     memory = os.memfd_create("image", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
         os.ftruncate(memory, SIZE)
-        with _mounted(memory, path):
-            yield FailingDisk(path, memory)
+        with _mounted(memory, path, options) as device:
+            yield path, memory, device
     finally:
         os.close(memory)
 
 
 @contextmanager
-def _mounted(memory: int, path: Path) -> Iterator[None]:
-    """Its file system, mounted."""
+def _mounted(memory: int, path: Path, options: tuple[str, ...]) -> Iterator[str]:
     image = f"/proc/{os.getpid()}/fd/{memory}"
-    # Without a journal, whose blocks would be among the first to fail.
-    subprocess.run(
-        ["mkfs.ext4", "-q", "-b", str(BLOCK), "-m", "0", "-O", "^has_journal", image], check=True
-    )
+    subprocess.run(["mkfs.ext4", "-q", "-b", str(BLOCK), "-m", "0", *options, image], check=True)
     attached = subprocess.run(
         ["losetup", "--find", "--show", image], check=False, capture_output=True, text=True
     )
@@ -89,7 +126,7 @@ def _mounted(memory: int, path: Path) -> Iterator[None]:
         if mounted.returncode:
             pytest.skip("this container may not mount a loop device")
         try:
-            yield
+            yield device
         finally:
             subprocess.run(["umount", "-l", path], check=True)
     finally:
