@@ -58,6 +58,7 @@ _FREE = frozenset(
         "passthrough",
         "resend",
         "object_attributes",
+        "attribute_form",
         "exclusive_create",
         "conditional_writes",
     )

@@ -67,6 +67,7 @@ from fusefs.posix.late.repair import Repairer, show_repaired
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.metadata.head_policy import HeadPolicy
+from fusefs.posix.metadata.object_metadata import Form
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode import StagedFile
@@ -403,6 +404,7 @@ class Daemon:
             settings.file_mode,
             settings.dir_mode,
             settings.shared_group,
+            Form[settings.attribute_form.name],
         )
         self._log = log
         writing = None if settings.read_only else self._writing(mounted_ns)

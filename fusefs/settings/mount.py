@@ -46,6 +46,7 @@ from fusefs.settings.types import (
     WORD,
     Acl,
     Addressing,
+    AttributeForm,
     BusyPolling,
     ConditionalWrites,
     Conflict,
@@ -227,6 +228,14 @@ class MountSettings:
         "whether a HEAD reads modes, owners and times of objects (writable mounts;"
         " auto: in directories where a sample of the objects has some)",
         ObjectAttributes.AUTO,
+    )
+
+    attribute_form: AttributeForm = option(
+        choice(AttributeForm),
+        "Metadata",
+        "how new objects get modes, owners and times: as s3fs writes them, or as S3 Files, FSx,"
+        " DataSync and Storage Gateway do; both are read, and an object keeps what it has",
+        AttributeForm.S3FS,
     )
 
     read_only: bool = option(SWITCH, "Files", "refuse every change", False)

@@ -242,6 +242,13 @@ class ObjectAttributes(enum.StrEnum):
     NEVER = "never"
 
 
+class AttributeForm(enum.StrEnum):
+    """The form in which new objects get modes, owners and times."""
+
+    S3FS = "s3fs"
+    AWS = "aws"
+
+
 class LogLevel(enum.StrEnum):
     """The least severe line that is logged."""
 

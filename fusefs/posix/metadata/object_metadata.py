@@ -1,11 +1,15 @@
-"""Modes, owners, times and extended attributes as object metadata, as s3fs and rclone write them.
+"""Modes, owners, times and extended attributes as object metadata, in two forms.
 
-| key | what it says |
-| --- | --- |
-| `mode` | st_mode with the file type: s3fs in decimal, `rclone --metadata` in octal |
-| `uid`, `gid` | decimal |
-| `mtime` | seconds since the epoch, with a fraction or without |
-| `xattr` | JSON, percent-encoded: {name: value in base64} |
+| s3fs, rclone | AWS | what it says |
+| --- | --- | --- |
+| `mode` | `file-permissions` | st_mode with the file type: s3fs in decimal, others in octal |
+| `uid`, `gid` | `file-owner`, `file-group` | decimal |
+| `mtime` | `file-mtime` | seconds since the epoch; with AWS nanoseconds and `ns`, or milliseconds |
+| `xattr` | | JSON, percent-encoded: {name: value in base64}, in both forms |
+
+AWS's form is that of S3 Files, FSx for Lustre, File Cache, DataSync and Storage Gateway. An
+object keeps its form, or both, when its attributes change; what has no form yet gets the
+mount's (`--attribute-form`). Where both say something s3fs's counts.
 
 What an object lacks, or what cannot be read, is the mount's default. Set-id
 bits and device types in a bucket are ignored: the right to write there is not
@@ -16,6 +20,7 @@ would be wrong after the next change. What else is there is kept as it is.
 from __future__ import annotations
 
 import base64
+import enum
 import json
 import stat
 from collections.abc import Mapping
@@ -33,9 +38,18 @@ LONGEST_TARGET = 4095
 # Times lie between this and its negative, which is the years from 1677 to 2262.
 MOST_NS = (1 << 63) - 1
 _HEADER_PREFIX = "x-amz-meta-"
-_READ = {"mode", "uid", "gid", "mtime", "xattr"}
+_S3FS = ("mode", "uid", "gid", "mtime")
+_AWS = ("file-permissions", "file-owner", "file-group", "file-mtime")
+_READ = {*_S3FS, *_AWS, "xattr"}
 # The token of the change that made an object says nothing about its content.
 _OWN = _READ | {"atime", "ctime", CHANGE}
+
+
+class Form(enum.Flag):
+    """The forms in which an object's metadata has attributes: see the module's table."""
+
+    S3FS = 1
+    AWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,7 @@ class Meta:
     """What POSIX keeps with a file; `mode` has the type, `mtime_ns` None is the object's own.
 
     `xattrs` are names and values in the order of their setting; `other` is
-    metadata of the object that means nothing here.
+    metadata of the object that means nothing here; `form` is how the rest is written.
     """
 
     mode: int
@@ -52,6 +66,7 @@ class Meta:
     mtime_ns: int | None = None
     xattrs: tuple[tuple[str, bytes], ...] = ()
     other: tuple[tuple[str, str], ...] = ()
+    form: Form = Form.S3FS
 
     @property
     def is_symlink(self) -> bool:
@@ -63,10 +78,17 @@ class Meta:
     def as_metadata(self) -> dict[str, str]:
         """The object metadata that says this."""
         metadata = dict(self.other)
-        metadata |= {"mode": str(self.mode), "uid": str(self.uid), "gid": str(self.gid)}
-        if self.mtime_ns is not None:
-            seconds, rest = divmod(abs(self.mtime_ns), SECOND_NS)
-            metadata["mtime"] = f"{'-' if self.mtime_ns < 0 else ''}{seconds}.{rest:09}"
+        mtime_ns = self.mtime_ns
+        if Form.S3FS in self.form:
+            metadata |= {"mode": str(self.mode), "uid": str(self.uid), "gid": str(self.gid)}
+            if mtime_ns is not None:
+                seconds, rest = divmod(abs(mtime_ns), SECOND_NS)
+                metadata["mtime"] = f"{'-' if mtime_ns < 0 else ''}{seconds}.{rest:09}"
+        if Form.AWS in self.form:
+            values = (f"{self.mode:07o}", str(self.uid), str(self.gid))
+            metadata |= zip(_AWS, values, strict=False)
+            if mtime_ns is not None:
+                metadata["file-mtime"] = f"{mtime_ns}ns"
         if self.xattrs:
             metadata["xattr"] = _written(self.xattrs)
         return metadata
@@ -90,22 +112,45 @@ def read(metadata: Mapping[str, str], default: Meta) -> Meta:
     """What an object's metadata says, and the default for the rest."""
     kind = stat.S_IFMT(default.mode)
     mode = _mode(metadata.get("mode"), kind)
+    if mode is None:
+        mode = _octal(metadata.get("file-permissions"))
     if mode is not None and stat.S_ISLNK(mode):
         kind = stat.S_IFLNK
     permissions = default.mode & PERMISSIONS if mode is None else mode & PERMISSIONS
-    uid, gid = _whole(metadata.get("uid")), _whole(metadata.get("gid"))
+    uid = _whole(metadata.get("uid", metadata.get("file-owner")))
+    gid = _whole(metadata.get("gid", metadata.get("file-group")))
     return Meta(
         kind | permissions,
         default.uid if uid is None else uid,
         default.gid if gid is None else gid,
-        _time(metadata.get("mtime")),
+        read_time(metadata),
         _read_xattrs(metadata.get("xattr")),
         tuple(
             (name, value)
             for name, value in metadata.items()
             if name not in _OWN and _is_header(value)
         ),
+        _form(metadata) or default.form,
     )
+
+
+def _form(metadata: Mapping[str, str]) -> Form:
+    """The forms in which an object's metadata has attributes, which may be none."""
+    s3fs = Form(0) if metadata.keys().isdisjoint(_S3FS) else Form.S3FS
+    return s3fs if metadata.keys().isdisjoint(_AWS) else s3fs | Form.AWS
+
+
+def read_time(metadata: Mapping[str, str]) -> int | None:
+    """The modification time that an object's metadata has, in ns since the epoch."""
+    known = _time(metadata.get("mtime"))
+    return known if known is not None else _aws_time(metadata.get("file-mtime"))
+
+
+def _octal(text: str | None) -> int | None:
+    """A mode as AWS writes it; its type may be missing."""
+    if text is None or not 0 < len(text) <= 8 or set(text) - set("01234567"):
+        return None
+    return int(text, 8)
 
 
 def _mode(text: str | None, kind: int) -> int | None:
@@ -144,6 +189,17 @@ def _time(text: str | None) -> int | None:
     if value > MOST_NS:
         return None
     return -value if text.startswith("-") else value
+
+
+def _aws_time(text: str | None) -> int | None:
+    """A time as AWS writes it: nanoseconds that end in "ns", else milliseconds."""
+    if text is None:
+        return None
+    digits = text.removesuffix("ns")
+    if not digits.removeprefix("-").isdecimal() or not digits.isascii() or len(digits) > 20:
+        return None
+    value = int(digits) * (1 if digits != text else SECOND_NS // 1000)
+    return value if abs(value) <= MOST_NS else None
 
 
 def _written(xattrs: tuple[tuple[str, bytes], ...]) -> str:

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import trio
 
-from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.metadata.object_metadata import Form, Meta
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.store.interface import ObjectInfo, Upload, UploadState
 
@@ -26,7 +26,8 @@ class Ownership:
     """Who owns what has no owner of its own, and with which permissions.
 
     With `is_shared` what is new belongs to the group `gid`, which may do with it what its
-    owner may. `file` and `directory` are the attributes of each where its object has none.
+    owner may; its attributes are written in `form`. `file` and `directory` are the attributes
+    of each where its object has none.
     """
 
     uid: int
@@ -34,6 +35,7 @@ class Ownership:
     file_mode: int
     dir_mode: int
     is_shared: bool = False
+    form: Form = Form.S3FS
     file: Meta = field(init=False)
     directory: Meta = field(init=False)
 
@@ -43,13 +45,13 @@ class Ownership:
             ("file", stat.S_IFREG | self.file_mode),
             ("directory", stat.S_IFDIR | self.dir_mode),
         ):
-            object.__setattr__(self, name, Meta(mode, self.uid, self.gid))
+            object.__setattr__(self, name, Meta(mode, self.uid, self.gid, form=self.form))
 
     def of_new(self, mode: int, uid: int, gid: int) -> Meta:
         """The attributes of what a process of this user and group makes with this mode."""
         if not self.is_shared:
-            return Meta(mode, uid, gid)
-        return Meta(mode | (mode & stat.S_IRWXU) >> 3, uid, self.gid)
+            return Meta(mode, uid, gid, form=self.form)
+        return Meta(mode | (mode & stat.S_IRWXU) >> 3, uid, self.gid, form=self.form)
 
 
 @dataclass(slots=True)
@@ -377,7 +379,7 @@ class StagedFile:
         # What others have noted there, a digest say, is about another content.
         other = () if self.is_content_dirty else meta.other
         mtime_ns = os.fstat(self.fd).st_mtime_ns
-        return Meta(meta.mode, meta.uid, meta.gid, mtime_ns, meta.xattrs, other)
+        return Meta(meta.mode, meta.uid, meta.gid, mtime_ns, meta.xattrs, other, meta.form)
 
     def attributes_alone(self) -> tuple[int, int] | None:
         """Whether the object lacks attributes that were changed, whatever becomes of the content.

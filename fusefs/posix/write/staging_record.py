@@ -26,7 +26,7 @@ from typing import Any
 
 import trio
 
-from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.metadata.object_metadata import Form, Meta
 from fusefs.posix.nodes.inode import FileState, StagedFile
 
 logger = logging.getLogger("fusefs.staging")
@@ -70,6 +70,7 @@ def brief(staged: StagedFile) -> bytes | None:
         or staged.upload_state is not None
         or meta.xattrs
         or meta.other
+        or meta.form is not Form.S3FS
         or meta.mtime_ns is not None
         or staged.attributes_alone() is not None
     ):

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import trio
 
+from fusefs.posix.metadata import object_metadata
 from fusefs.posix.metadata.deferred_attributes import OwnObjects
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.edit_base import EditBase
@@ -264,12 +265,12 @@ class UploadSteps:
 
     async def _corrected(self, staged: StagedFile, upload: Upload, info: ObjectInfo) -> ObjectInfo:
         """Have a new object say what was not known when its upload was begun."""
-        sent, wanted = without_token(upload.state.metadata), staged.metadata()
-        if "mtime" not in sent:
-            wanted.pop("mtime", None)
-        if sent != wanted:
+        sent, described = without_token(upload.state.metadata), staged.described()
+        is_dated = object_metadata.read_time(sent) is not None
+        wanted = described if is_dated else described.changed(mtime_ns=None)
+        if sent != wanted.as_metadata():
             info = await self._store.copy(info.version, staged.key, metadata=staged.metadata())
-        elif "mtime" not in sent:
+        elif not is_dated:
             # The time that everybody else sees.
             os.utime(staged.fd, ns=(info.mtime_ns, info.mtime_ns))
         return info
@@ -424,8 +425,8 @@ def _want_of(permission: str, error: StoreError) -> str:
 
 def _is_content_of(info: ObjectInfo, staged: StagedFile) -> bool:
     """Whether an object says of itself what this file says, to the nanosecond."""
-    mtime = (info.metadata or {}).get("mtime")
-    return info.size == staged.size() and mtime == staged.metadata()["mtime"]
+    mtime_ns = object_metadata.read_time(info.metadata or {})
+    return (info.size, mtime_ns) == staged.stamp()
 
 
 def content_type(key: str) -> str | None:

@@ -126,7 +126,7 @@ async def _copy(
     if info.version != version:
         raise StaleVersionError("the object has been replaced")
     if metadata is None and keeps_mtime:
-        dated = _dated(info)
+        dated = _dated(info, is_aws=requester.settings.write_options.is_aws_form)
         metadata = dated if dated is None or not _has_room(dated) else stamped(dated, token)
     if metadata is None and is_small:
         return await _copy_whole(requester, _Copy(info, key, None, condition))
@@ -167,16 +167,25 @@ def _as_boto_takes_it(copied: ObjectInfo, kept: Mapping[str, str]) -> dict[str, 
     return {**described, "StorageClass": copied.storage_class, "Metadata": metadata}
 
 
-def _dated(info: ObjectInfo) -> dict[str, str] | None:
-    """An object's metadata with its time, as s3fs and rclone write that; None if it is to stay."""
+def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
+    """An object's metadata with its time, None if it is to stay.
+
+    The time is in the form of the object's other attributes; where it has none, as AWS's
+    services write it if `is_aws`, else as s3fs and rclone do.
+    """
     metadata = info.metadata or {}
-    seconds, rest = divmod(info.mtime_ns, head.SECOND_NS)
-    dated = {**metadata, "mtime": f"{seconds}.{rest:09}"}
+    if "mtime" in metadata or "file-mtime" in metadata:
+        return None
+    if "file-permissions" in metadata or (is_aws and "mode" not in metadata):
+        dated = {**metadata, "file-mtime": f"{info.mtime_ns}ns"}
+    else:
+        seconds, rest = divmod(info.mtime_ns, head.SECOND_NS)
+        dated = {**metadata, "mtime": f"{seconds}.{rest:09}"}
     try:
         head.check(dated)
     except ValueError:
         return None  # what is there can't be sent again
-    return None if "mtime" in metadata else dated
+    return dated
 
 
 def _has_room(metadata: Mapping[str, str]) -> bool:

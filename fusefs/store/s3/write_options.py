@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusefs.settings.types import Encryption
+from fusefs.settings.types import AttributeForm, Encryption
 
 if TYPE_CHECKING:
     from fusefs.settings.mount import MountSettings
@@ -26,19 +26,24 @@ _ACL = ("x-amz-acl", "ACL")
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """None leaves a choice to the bucket. `kms_key` is an id, an ARN or an alias."""
+    """None leaves a choice to the bucket. `kms_key` is an id, an ARN or an alias.
+
+    With `is_aws_form` a copy says its source's time as AWS's services do, not as s3fs does.
+    """
 
     storage_class: str | None = None
     encryption: str | None = None
     kms_key: str | None = None
     acl: str | None = None
+    is_aws_form: bool = False
 
     @classmethod
     def of(cls, settings: MountSettings) -> WriteOptions:
         """What a mount's settings choose."""
         # A key alone is for the usual way of using it.
         encryption = settings.encryption or (Encryption.KMS if settings.kms_key else None)
-        return cls(settings.storage_class, encryption, settings.kms_key, settings.acl)
+        is_aws_form = settings.attribute_form is AttributeForm.AWS
+        return cls(settings.storage_class, encryption, settings.kms_key, settings.acl, is_aws_form)
 
     def headers(self) -> dict[str, str]:
         """The headers, with names in lower case."""

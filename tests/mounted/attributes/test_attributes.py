@@ -48,6 +48,22 @@ FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {
             "btime": "2026-11-21T10:40:04.937769008Z",
         },
     ),
+    # S3 Files, FSx for Lustre and DataSync.
+    "aws": (
+        b"hello\n",
+        {
+            "file-permissions": "0100640",
+            "file-owner": "21",
+            "file-group": "22",
+            "file-mtime": "1595002920123456789ns",
+            "file-atime": "1595002930000000000ns",
+            "user-agent": "aws-fsx-lustre",
+        },
+    ),
+    "aws-link": (b"aws", {"file-permissions": "0120777", "file-owner": "0", "file-group": "0"}),
+    # Storage Gateway: no type, and milliseconds.
+    "aws-gateway": (b"hi\n", {"file-permissions": "0751", "file-mtime": "1595002920123"}),
+    "both": (b"hi\n", {"mode": "33188", "file-permissions": "0100600", "file-owner": "21"}),
     "foreign": (b"x", {"md5chksum": "nVSBKDIZo+lIcZYqpQ", "mode": "nonsense", "uid": "-1"}),
     "setuid": (b"x", {"mode": str(stat.S_IFREG | 0o6755)}),
     "device": (b"x", {"mode": str(stat.S_IFCHR | 0o600)}),
@@ -87,6 +103,13 @@ def path(mount: Mount, request: pytest.FixtureRequest) -> Path:
         ("rclone-metadata", stat.S_IFREG | 0o640, (5, 6), 1_400_000_000_987_654_321),
         ("rclone", stat.S_IFREG | 0o644, (os.geteuid(), os.getegid()), 1_400_000_000_987_654_321),
         ("rclone-old", stat.S_IFREG | 0o644, (os.geteuid(), os.getegid()), -5_500_000_000),
+        ("aws", stat.S_IFREG | 0o640, (21, 22), 1_595_002_920_123_456_789),
+        (
+            "aws-gateway",
+            stat.S_IFREG | 0o751,
+            (os.geteuid(), os.getegid()),
+            1_595_002_920_123_000_000,
+        ),
     ],
 )
 def test_an_object_shows_what_the_program_that_wrote_it_set(
@@ -99,6 +122,55 @@ def test_an_object_shows_what_the_program_that_wrote_it_set(
 
 def test_a_link_that_s3fs_made_is_followed(mount: Mount) -> None:
     assert (mount.path / "s3fs-link").read_bytes() == b"hello\n"
+
+
+@states(
+    "They are read as well as S3 Files, FSx for Lustre, DataSync and Storage Gateway write them "
+    "(`file-permissions`, `file-owner`, `file-group`, `file-mtime`): an object keeps its form "
+    "when it changes, and new ones get that form with `--attribute-form aws`."
+)
+def test_an_object_keeps_the_form_of_its_attributes(mount: Mount, shared: Bucket) -> None:
+    assert (mount.path / "aws-link").read_bytes() == b"hello\n"
+    before = metadata(shared, "aws")
+    os.chmod(mount.path / "aws", 0o751)
+    os.chmod(mount.path / "both", 0o751)
+    all_sent(mount)
+    described = metadata(shared, "aws")
+    described.pop("fusefs-change")
+    assert described == before | {"file-permissions": "0100751"}
+    both = metadata(shared, "both")
+    assert (both["mode"], both["file-permissions"]) == (str(0o100751), "0100751")
+    os.rename(mount.path / "aws-gateway", mount.path / "renamed")
+    (mount.path / "renamed").write_bytes(b"new")
+    rewritten = metadata(shared, "renamed")
+    assert rewritten["file-permissions"] == "0100751"
+    assert rewritten["file-mtime"].endswith("ns")
+    assert "mode" not in rewritten
+    os.rename(mount.path / "renamed", mount.path / "aws-gateway")
+
+
+def test_new_objects_get_the_form_of_the_mount(
+    s3: S3Server, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.put("plain", b"x")
+    bucket.put("s3fs", b"x", Metadata={"mode": "33188"})
+    options = (WRITABLE, "--attribute-form", "aws")
+    with mounted(s3, f"s3://{bucket.name}/", tmp_path, *options) as mount:
+        (mount.path / "dir").mkdir()
+        (mount.path / "dir/file").write_bytes(b"x")
+        os.symlink("file", mount.path / "dir/link")
+        os.chmod(mount.path / "s3fs", 0o600)
+        modified_ns = (mount.path / "plain").stat().st_mtime_ns
+        os.rename(mount.path / "plain", mount.path / "renamed")
+        os.chmod(mount.path / "dir/file", 0o750)
+        all_sent(mount)
+    for key, expected in (("dir/file", "0100750"), ("dir/link", "0120777")):
+        described = metadata(bucket, key)
+        assert described["file-permissions"] == expected
+        assert described["file-owner"] == str(os.geteuid())
+        assert "mode" not in described
+    assert metadata(bucket, "s3fs")["mode"] == str(0o100600)
+    assert metadata(bucket, "renamed")["file-mtime"] == f"{modified_ns}ns"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.posix.metadata import object_metadata
-from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
+from fusefs.posix.metadata.object_metadata import PERMISSIONS, Form, Meta
 from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
 
 FILE = Meta(stat.S_IFREG | 0o640, 1, 2)
@@ -32,6 +32,7 @@ METAS = st.builds(
     mtime_ns=st.none() | st.integers(-(10**18), 1 << 61),
     xattrs=st.dictionaries(NAMES, st.binary(), max_size=4).map(lambda one: tuple(one.items())),
     other=st.dictionaries(TOKENS, VALUES, max_size=3).map(lambda one: tuple(one.items())),
+    form=st.sampled_from([Form.S3FS, Form.AWS, Form.S3FS | Form.AWS]),
 )
 
 
@@ -48,7 +49,10 @@ def test_what_is_written_can_be_a_header(meta: Meta) -> None:
         assert value == value.strip()
 
 
-@given(st.dictionaries(st.sampled_from(["mode", "uid", "gid", "mtime", "xattr"]), ANYTHING))
+KEYS = ("mode", "uid", "gid", "mtime", "xattr", "file-permissions", "file-owner", "file-mtime")
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), ANYTHING))
 def test_whatever_stands_there_is_read_as_something(metadata: dict[str, str]) -> None:
     found = object_metadata.read(metadata, FILE)
     assert stat.S_IFMT(found.mode) in (stat.S_IFREG, stat.S_IFLNK)
