@@ -52,7 +52,6 @@ _FREE = frozenset(
         "durability",
         "conflict",
         "no_delete",
-        "flush_interval",
         "retry_time",
         "log_level",
         "passthrough",

@@ -143,6 +143,5 @@ def writing_rules(settings: MountSettings) -> WriteRules:
         is_local=settings.durability == Durability.LOCAL,
         fails_on_conflict=settings.conflict == Conflict.FAIL,
         may_delete=not settings.no_delete,
-        flush_interval_s=settings.flush_interval,
         reserves_always=settings.exclusive_create == ExclusiveCreate.RESERVE,
     )

@@ -229,9 +229,9 @@ class Takeover:
         """The PID namespace of requests' processes, if the keeper looks at them; else 0."""
         return self.keeper.namespace
 
-    async def look_at_process(self, pid: int) -> int:
+    async def look_at_process(self, pid: int, ino: int = 0) -> int:
         """What becomes of a process, by its number there; see linux/callers.py."""
-        return await self.keeper.look_at_process(pid)
+        return await self.keeper.look_at_process(pid, ino)
 
     @property
     def is_disconnected(self) -> bool:

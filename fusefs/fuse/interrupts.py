@@ -21,7 +21,7 @@ import trio
 
 from fusefs.fuse.protocol import Opcode
 from fusefs.linux import callers
-from fusefs.linux.callers import EXITS, IS_KILLED, UNKNOWN, WAS_KILLED
+from fusefs.linux.callers import EXITS, HOLDS, HOLDS_NOT, IS_KILLED, UNKNOWN, WAS_KILLED
 
 GRACE_S = 1.0
 SAVING_GRACE_S = 30.0
@@ -46,8 +46,8 @@ class ProcessInspector(Protocol):
     def namespace(self) -> int:
         """The PID namespace of requests' processes, which is its own; 0 if it does not look."""
 
-    async def look_at_process(self, pid: int) -> int:
-        """What `callers.fate` says there."""
+    async def look_at_process(self, pid: int, ino: int = 0) -> int:
+        """What `callers.fate` says there, or with a file's number `callers.holding`."""
 
 
 class Callers:
@@ -58,13 +58,16 @@ class Callers:
         # None: there is no keeper that could look.
         self.keeper: ProcessInspector | None = None
 
-    def fate(self, pid: int) -> int:
-        """What this process can see."""
+    @property
+    def _sees(self) -> bool:
+        """False if the numbers of requests' processes are other processes' here."""
         keeper = self.keeper
         is_elsewhere = keeper is not None and keeper.namespace not in (0, self._namespace)
-        if is_elsewhere or not self._namespace:
-            return UNKNOWN  # the number is another process's here
-        return callers.fate(pid)
+        return bool(self._namespace) and not is_elsewhere
+
+    def fate(self, pid: int) -> int:
+        """What this process can see."""
+        return callers.fate(pid) if self._sees else UNKNOWN
 
     async def find_fate(self, pid: int) -> int:
         """What this process or the keeper can see."""
@@ -74,6 +77,16 @@ class Callers:
             return seen
         reported = await keeper.look_at_process(pid)
         return reported if reported != UNKNOWN else seen
+
+    async def will_close(self, pid: int, ino: int) -> bool | None:
+        """Whether a process or a child of it will close a file, once more, that it may write to.
+
+        None if that cannot be seen.
+        """
+        seen = callers.holding(pid, ino) if self._sees else UNKNOWN
+        if seen == UNKNOWN and pid and self.keeper is not None and self.keeper.namespace:
+            seen = await self.keeper.look_at_process(pid, ino)
+        return {HOLDS: True, HOLDS_NOT: False}.get(seen)
 
     async def was_killed(self, pid: int) -> bool:
         """Whether a process closes its files because a signal ends it."""

@@ -70,6 +70,8 @@ READ_IN = Layout("fuse_read_in", "fh:Q offset:Q size:I read_flags:I lock_owner:Q
 WRITE_IN = Layout(
     "fuse_write_in", "fh:Q offset:Q size:I write_flags:I lock_owner:Q flags:I padding:I"
 )
+# Of the flags of a WRITE: it says whose it is.
+WRITE_LOCKOWNER = 2
 WRITE_OUT = Layout("fuse_write_out", "size:I padding:I")
 FSYNC_IN = Layout("fuse_fsync_in", "fh:Q fsync_flags:I padding:I")
 FLUSH_IN = Layout("fuse_flush_in", "fh:Q unused:I padding:I lock_owner:Q")

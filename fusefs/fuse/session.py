@@ -503,6 +503,10 @@ class Session(KernelNotifications):
         """Whether a thread closes its files because its process is being killed."""
         return await self.callers.was_killed(pid)
 
+    async def will_close(self, pid: int, ino: int) -> bool | None:
+        """Whether a thread's process will close a file that it may write to; None: not known."""
+        return await self.callers.will_close(pid, ino)
+
     def invalidate_attributes(self, nodeid: int) -> None:
         """Have the kernel ask for a node's attributes again; returns at once."""
         size = protocol.OUT_HEADER.size + protocol.NOTIFY_INVAL_INODE.size

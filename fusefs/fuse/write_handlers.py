@@ -10,6 +10,7 @@ from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Opcode, Setattr
 from fusefs.fuse.read_handlers import Handler, Payload, ReadHandlers, Result, open_out
 from fusefs.posix.namespace.mutations import Mutations
+from fusefs.posix.nodes.inode import UNKNOWN_OWNER
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Caller, NewAttributes, OpenResult
 
@@ -146,17 +147,21 @@ class WriteHandlers:
     # Contents
 
     def _write(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        fh, offset, size, *_ = protocol.WRITE_IN.unpack_from(body)
+        fh, offset, size, flags, owner, *_ = protocol.WRITE_IN.unpack_from(body)
         start = protocol.WRITE_IN.size
-        answer = self._mutations.writer.write(fh, offset, body[start : start + size])
+        answer = self._mutations.writer.write(
+            fh,
+            offset,
+            body[start : start + size],
+            owner if flags & protocol.WRITE_LOCKOWNER else UNKNOWN_OWNER,
+        )
         if isinstance(answer, int):
             return protocol.WRITE_OUT.pack(answer, 0)
         return _written(answer)
 
     def _flush(self, _nodeid: int, body: memoryview, caller: Caller) -> Result:
-        answer = self._mutations.writer.flusher.flush(
-            protocol.FLUSH_IN.unpack_from(body)[0], caller.pid
-        )
+        fh, _, _, owner = protocol.FLUSH_IN.unpack_from(body)
+        answer = self._mutations.writer.flusher.flush(fh, caller.pid, owner)
         return b"" if answer is None else _done(answer)
 
     def _fsync(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:

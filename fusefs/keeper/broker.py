@@ -287,7 +287,10 @@ class Broker:
         if is_privileged:
             raise_privileges()  # /proc may hide other users' processes
         try:
-            fate = callers.fate(message.b) if self.state.is_ours else callers.UNKNOWN
+            fate = callers.UNKNOWN
+            if self.state.is_ours:
+                pid, ino = message.b, message.c
+                fate = callers.holding(pid, ino) if ino else callers.fate(pid)
         finally:
             if is_privileged:
                 self._lower_privileges()

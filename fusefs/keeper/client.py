@@ -20,7 +20,7 @@ import trio
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.protocol import KeeperMessage
 from fusefs.linux import sockets
-from fusefs.linux.callers import FATES, UNKNOWN
+from fusefs.linux.callers import FATES, HOLDS, HOLDS_NOT, UNKNOWN
 from fusefs.telemetry.activity import ACTIVITY, IDLE_S
 
 TICK_S = 1.0
@@ -251,18 +251,22 @@ class KeeperClient:
             await trio.sleep(GATHER_S)
             self.open_gathered()
 
-    async def look_at_process(self, pid: int) -> int:
-        """What becomes of a process, by its number in `namespace`; see linux/callers.py."""
+    async def look_at_process(self, pid: int, ino: int = 0) -> int:
+        """What becomes of a process, by its number in `namespace`; see linux/callers.py.
+
+        With the number of a file, whether it has that open.
+        """
         if self.gone.is_set() or not self.namespace:
             return UNKNOWN
         number, reply = self._expect_reply()
-        self._send(wire.pack(wire.LOOK, number, pid))
+        self._send(wire.pack(wire.LOOK, number, pid, ino))
         try:
             with trio.move_on_after(LOOK_LIMIT_S):
                 await reply.event.wait()
         finally:
             self._waiting.pop(number, None)
-        return reply.value if reply.value in FATES else UNKNOWN
+        known = (HOLDS, HOLDS_NOT) if ino else FATES
+        return reply.value if reply.value in known else UNKNOWN
 
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None

@@ -27,7 +27,7 @@ Daemon to keeper, in the order in which they come:
     KNOWN         b: id, c: st_ino of a file that the last keeper had registered. From a
                   daemon that has got another keeper, before SERVING.
     LOOK          a: a number of the daemon's, b: the number of a thread, as requests
-                  have it; only after ABLE. Answered by LOOKED.
+                  have it, c: 0, or the st_ino of a file; only after ABLE. Answered by LOOKED.
     BACKINGS_OPEN a: a number of the daemon's for the first file, which the others'
                   follow, b: how many files; + these. As many BACKING_OPEN in one, at most
                   c of ABLE. Answered by BACKINGS_OPENED.
@@ -50,7 +50,8 @@ Keeper to daemon:
     ABLE           b: the PID namespace in which requests' processes have their numbers,
                    if the keeper is in it and looks at them, else 0; c: the most files of
                    a BACKINGS_OPEN. Answers SERVING.
-    LOOKED         a: as in the request, b: what becomes of the process, as in linux/callers.py
+    LOOKED         a: as in the request, b: what becomes of the process, or whether it has the
+                   file open, as in linux/callers.py
     BACKINGS_OPENED a, b: as in the request; for each file a pair of its id and an errno,
                    of which one is 0
     QUIESCE        read no more requests, answer those in flight, say ENDING, exit 0

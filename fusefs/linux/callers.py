@@ -1,5 +1,7 @@
 """Looks at the processes that make requests: is one going on, or does it end, and how?
 
+Also: will a process that has closed a descriptor close another one of the same file?
+
 The kernel names a request's process by the number that it has in the PID
 namespace in which the file system was mounted, and by 0 where it has none there.
 A look costs two reads below /proc, so it is taken where something depends on it:
@@ -30,6 +32,11 @@ WAS_KILLED = 3
 # It closes its files because it has ended, by itself as far as can be seen.
 EXITS = 4
 FATES = frozenset((UNKNOWN, LIVES, IS_KILLED, WAS_KILLED, EXITS))
+# It, or a child of it, may write to a file through another descriptor; or neither may.
+HOLDS = 5
+HOLDS_NOT = 6
+# So many descriptors are looked at.
+_MOST_DESCRIPTORS = 4096
 
 _PF_EXITING = 0x4  # include/linux/sched.h
 _SIGKILL = 1 << (signal.SIGKILL - 1)
@@ -80,6 +87,45 @@ def fate(pid: int) -> int:
     # The code is 0 as well where this process may not see it.
     is_by_signal = code & 0x7F or pending & (_SIGKILL | _FATAL & ~spared)
     return WAS_KILLED if is_by_signal else EXITS
+
+
+def holding(pid: int, ino: int) -> int:
+    """Whether a thread's process or a child of it has a file open for writing, by its st_ino.
+
+    The number may be that of a file of another file system as well. A descriptor that is
+    just being closed does not count, nor do any of a process that exits.
+    """
+    if not pid:
+        return UNKNOWN
+    try:
+        family = [pid]
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                family += map(int, file.read().split())
+        is_held = any(_has_open(process, ino) for process in family)
+    except OSError:
+        return UNKNOWN
+    return HOLDS if is_held else HOLDS_NOT
+
+
+def _has_open(pid: int, ino: int) -> bool:
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fdinfo")
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # a child that has ended
+    return any(
+        _is_writing(f"/proc/{pid}/fdinfo/{number}", ino) for number in numbers[:_MOST_DESCRIPTORS]
+    )
+
+
+def _is_writing(path: str, ino: int) -> bool:
+    try:
+        with open(path) as file:
+            fields = dict(line.split(None, 1) for line in file if line.startswith(("flags", "ino")))
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it was closed meanwhile
+    is_it = int(fields.get("ino:", -1)) == ino
+    return is_it and int(fields["flags:"], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _signals(path: str) -> dict[str, int]:

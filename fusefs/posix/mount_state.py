@@ -27,7 +27,6 @@ class WriteRules:
     is_local: bool = False
     fails_on_conflict: bool = False
     may_delete: bool = True
-    flush_interval_s: float = 0.0
     reserves_always: bool = False
 
 

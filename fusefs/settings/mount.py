@@ -288,13 +288,6 @@ class MountSettings:
         None,
         otherwise="what the disk allows",
     )
-    flush_interval: float = option(
-        DURATION,
-        "Writing",
-        "minimum time between uploads that are triggered by closing a duplicated descriptor"
-        " of a file that stays open (for example in forked children)",
-        1.0,
-    )
     late_request_checks: tuple[float, ...] = option(
         DURATIONS,
         "Writing",

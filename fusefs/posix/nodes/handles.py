@@ -11,7 +11,6 @@ ids (see inode_table.py). The table belongs to the event loop.
 from __future__ import annotations
 
 import errno
-import math
 import time
 
 from fusefs.cache.cached_file import CacheFile
@@ -25,8 +24,7 @@ SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle, as the
 class FileHandle:
     """An open file. `unkept` is what was last read past the cache: (offset, bytes).
 
-    `fetched` is how many of its bytes were fetched for its open, and not read through it yet;
-    `flushed_at` is when a close of it had it uploaded, in seconds of trio's clock.
+    `fetched` is how many of its bytes were fetched for its open, and not read through it yet.
     """
 
     __slots__ = (
@@ -35,7 +33,6 @@ class FileHandle:
         "fh",
         "file",
         "flags",
-        "flushed_at",
         "inode",
         "readahead",
         "unique",
@@ -63,7 +60,6 @@ class FileHandle:
         self.readahead: Readahead | None = None
         self.unkept: tuple[int, bytearray] = (0, bytearray())
         self.fetched = 0
-        self.flushed_at = -math.inf
 
 
 class DirectoryHandle:

@@ -17,6 +17,8 @@ from fusefs.posix.metadata.object_metadata import Form, Meta
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.store.interface import ObjectInfo, Upload, UploadState
 
+# Whose a WRITE or a FLUSH is where the kernel does not say.
+UNKNOWN_OWNER = 0
 # Below are the root and the offsets of "." and ".." in directory streams.
 FIRST_ID = 16
 
@@ -236,7 +238,9 @@ class StagedFile:
     `before` are the attributes that the object had, or was to have, when it was opened to be
     rewritten. `begun_ns` is when an upload in parts was begun whose id is not known yet,
     in ns since the epoch. `sum` is the
-    content's CRC32, None if it is not known (staged_sums.py). `is_named`: a power cut
+    content's CRC32, None if it is not known (staged_sums.py). `writers` are those that have
+    written what the bucket lacks, as lock owners: a process has one for all its descriptors, a
+    forked child another one. `is_named`: a power cut
     leaves the file its name in the staging directory.
     """
 
@@ -270,6 +274,7 @@ class StagedFile:
         "upload",
         "upload_state",
         "uploaded",
+        "writers",
         "written_to",
     )
 
@@ -286,6 +291,7 @@ class StagedFile:
         self.described_at = 0.0
         self.changes = 1
         self.uploaded = 0
+        self.writers: set[int] = set()
         self.is_meta_dirty = False
         self.meta_changes = 0
         self.is_rewrite = False
@@ -351,6 +357,10 @@ class StagedFile:
     def key(self) -> str:
         assert self.inode.info is not None
         return self.inode.info.key
+
+    def is_others(self, owner: int) -> bool:
+        """True if lock owners other than this one have written all that the bucket lacks."""
+        return bool(self.writers and owner) and self.writers.isdisjoint((owner, UNKNOWN_OWNER))
 
     def check_kept(self) -> None:
         """See that its descriptor is its own still, after a wait for what may have set it aside.

@@ -27,6 +27,10 @@ class KernelNotifications:
         """Whether a thread closes its files because its process is being killed."""
         return False
 
+    async def will_close(self, pid: int, ino: int) -> bool | None:
+        """Whether a thread's process will close a file that it may write to; None: not known."""
+        return None
+
 
 class Notifier(KernelNotifications):
     """Passes everything on to the session of the mount. Belongs to the event loop."""
@@ -49,3 +53,6 @@ class Notifier(KernelNotifications):
 
     async def was_killed(self, pid: int) -> bool:
         return await self._session.was_killed(pid)
+
+    async def will_close(self, pid: int, ino: int) -> bool | None:
+        return await self._session.will_close(pid, ino)

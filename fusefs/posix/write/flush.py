@@ -2,7 +2,12 @@
 
 FLUSH (close) and FSYNC of a file that has changed return when the bucket has
 it, or with local durability when it and the record of its upload are safe on
-the local disk. How it gets into the bucket: uploader.py. What could
+the local disk. That is so for the closes of a process that has written to it.
+Those of others, which have merely inherited a descriptor, wait for nothing. A
+shell that redirects (`cmd > file`) opens, duplicates and closes before anybody
+writes: the close of a file to which nobody has written waits, as that of
+`touch` must, unless the process or its child has another descriptor of it, whose
+close is to come. How it gets into the bucket: uploader.py. What could
 not be uploaded stays staged, the close fails with the error, and it is
 tried again until it is there. Once no program has the file open, the staged
 content becomes the cached copy of the version that it was uploaded as.
@@ -23,8 +28,7 @@ from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttribute
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.removals import Removals
-from fusefs.posix.nodes.handles import FileHandle
-from fusefs.posix.nodes.inode import FileState, StagedFile
+from fusefs.posix.nodes.inode import UNKNOWN_OWNER, FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.types import Answer, waiting
@@ -91,12 +95,12 @@ class Flusher:
         removals.landed = self._removed
         state.directories.pending_changes.is_leaving = removals.__contains__
 
-    def flush(self, fh: int, pid: int = 0) -> Answer[None]:
+    def flush(self, fh: int, pid: int = 0, owner: int = UNKNOWN_OWNER) -> Answer[None]:
         """A descriptor of an open file is closed: have what was written kept.
 
-        A program that forks closes each of its files once more in each child.
-        Such a file is uploaded every flush interval and at its last close.
-        The thread `pid` does it, if that is known: a killed one has not meant to.
+        A program that forks closes each of its files once more in each child, which
+        is another lock owner. The thread `pid` does it, if that is known: a killed one
+        has not meant to.
         """
         handle = self._handles.files.get(fh)
         if handle is None or handle.inode.staged is None or not handle.flags & WRITING:
@@ -104,14 +108,14 @@ class Flusher:
         staged = handle.inode.staged
         if staged.creator:
             self.exclusive.wrote(staged.creator, staged.size())
-        if not staged.is_dirty:
+        if not staged.is_dirty or staged.is_others(owner):
             return None
         # No other close costs a look at the process.
         if staged.is_rewrite and pid and self._can_be_undone(staged):
-            return waiting(self._flush_unless_killed(handle, staged, pid))
-        return self._flush(handle, staged)
+            return waiting(self._flush_unless_killed(staged, pid))
+        return self._flush(staged, pid)
 
-    async def _flush_unless_killed(self, handle: FileHandle, staged: StagedFile, pid: int) -> None:
+    async def _flush_unless_killed(self, staged: StagedFile, pid: int) -> None:
         # A killed program's request is soon cancelled, and the answer is needed then.
         with trio.CancelScope(shield=True):
             was_killed = await self._state.notifier.was_killed(pid)
@@ -119,7 +123,7 @@ class Flusher:
         if was_killed:
             logger.info("the process %d was killed while it rewrote %s", pid, staged.key)
         elif staged.is_dirty and staged.inode.staged is staged:
-            answer = self._flush(handle, staged)
+            answer = self._flush(staged, pid)
             if answer is not None:
                 await answer
 
@@ -130,19 +134,22 @@ class Flusher:
         if staged.state is not state and staged.inode.staged is staged:
             self._staging.try_record(staged)
 
-    def _flush(self, handle: FileHandle, staged: StagedFile) -> Answer[None]:
+    def _flush(self, staged: StagedFile, pid: int) -> Answer[None]:
         if not staged.is_content_dirty:
             self.uploads.start(staged, DEFER_S)  # it may be closed here and open elsewhere
             return None
-        now = trio.current_time()
-        wait_s = handle.flushed_at + self._rules.flush_interval_s - now
-        if wait_s > 0 and not self._rules.is_local:
-            self.uploads.start(staged, wait_s)
-            staged.close()
-            self._staging.try_record(staged)
-            return None
-        handle.flushed_at = now
+        if not staged.writers:
+            return waiting(self._flush_unwritten(staged, pid))
         return waiting(self.upload(staged, is_closing=True))
+
+    async def _flush_unwritten(self, staged: StagedFile, pid: int) -> None:
+        """A process closes a file to which nobody has written, and which it made or truncated."""
+        will_close = await self._state.notifier.will_close(pid, staged.inode.ino)
+        # Where that cannot be seen the upload follows the last close, unless the close of a new
+        # file is to say that another node was faster.
+        if will_close or (will_close is None and staged.exclusive is None):
+            return
+        await self.upload(staged, is_closing=True)
 
     def fsync(self, fh: int) -> Answer[None]:
         """Have what was written so far kept."""
@@ -425,7 +432,7 @@ class Flusher:
             self._staging.try_record(staged)
         attempt = self.uploads.start(staged, LATER_S if self._rules.is_local else 0.0)
         if not self._rules.is_local:
-            attempt.hurry.set()  # it may be waiting for the flush interval to pass
+            attempt.hurry.set()  # it may be waiting for attributes to be left alone
 
     async def _released_later(self, staged: StagedFile) -> None:
         """As `released`, once a removal or a rename that holds the file has ended."""

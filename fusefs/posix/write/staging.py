@@ -33,7 +33,7 @@ from fusefs.linux import files
 from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.edit_base import EditBase
-from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
+from fusefs.posix.nodes.inode import UNKNOWN_OWNER, FileState, Inode, StagedFile
 from fusefs.posix.write import staged_sums, staging_record
 from fusefs.store.interface import ObjectVersion, UploadState
 from fusefs.telemetry.stalls import WaitCause, stage
@@ -328,6 +328,8 @@ class Staging:
         staged.exclusive = self.mark(inode) if mark == staging_record.UNDECIDED else mark
         if record["uploaded"] and tuple(record["uploaded"]) == staged.stamp():
             staged.uploaded = staged.changes
+        elif staged.size():
+            staged.writers.add(UNKNOWN_OWNER)
         if record["upload"] is not None:
             staged.upload_state = UploadState.from_plain(record["upload"])
         staged.has_record_file = os.path.exists(f"{staged.path}.json")

@@ -318,6 +318,7 @@ class Uploader:
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.uploaded = staged.changes
+        staged.writers.clear()
         staged.is_meta_dirty = staged.meta_changes != described
         staged.mark_uploaded()
         staged.etag = info.etag

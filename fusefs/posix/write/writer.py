@@ -27,7 +27,7 @@ from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.nodes.edit_base import EditBase, has_small_holes
 from fusefs.posix.nodes.handles import FileHandle
-from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.inode import UNKNOWN_OWNER, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, Caller, OpenResult, waiting
 from fusefs.posix.write import staged_sums
@@ -352,8 +352,10 @@ class Writer:
 
     # Changing
 
-    def write(self, fh: int, offset: int, data: memoryview) -> Answer[int]:
-        """Write to an open file; return how many bytes were."""
+    def write(
+        self, fh: int, offset: int, data: memoryview, owner: int = UNKNOWN_OWNER
+    ) -> Answer[int]:
+        """Write to an open file for the lock owner `owner`; return how many bytes were."""
         handle = self._handle(fh)
         staged = handle.inode.staged
         if staged is None:
@@ -367,10 +369,10 @@ class Writer:
                 staged_sums.forget(staged)
             count = self._write_now(staged.fd, data, offset)
             if count == len(data):
-                self._wrote(staged, offset, stop)
+                self._wrote(staged, offset, stop, owner)
                 return count
         # The memory is the session's and is used again for the next request.
-        return waiting(self._write_later(staged, offset, bytes(data)))
+        return waiting(self._write_later(staged, offset, bytes(data), owner))
 
     def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
         """Write to the page cache; return how many bytes, 0 where a thread has to do it.
@@ -389,7 +391,7 @@ class Writer:
         finally:
             self._disk_latency.end(began, is_in_loop=True)
 
-    async def _write_later(self, staged: StagedFile, offset: int, data: bytes) -> int:
+    async def _write_later(self, staged: StagedFile, offset: int, data: bytes, owner: int) -> int:
         stop = offset + len(data)
         async with self.uploads.locked(staged):
             staged.check_kept()
@@ -407,9 +409,10 @@ class Writer:
                 await self._make_room()
                 return await self._write_to_disk(staged, offset, data)
             finally:
-                self._wrote(staged, offset, stop)
+                self._wrote(staged, offset, stop, owner)
 
-    def _wrote(self, staged: StagedFile, start: int, stop: int) -> None:
+    def _wrote(self, staged: StagedFile, start: int, stop: int, owner: int) -> None:
+        staged.writers.add(owner)
         self.uploads.wrote(staged, start, stop)
         if self._rules.is_local:
             self._disk_ahead.wrote(staged)
@@ -430,6 +433,7 @@ class Writer:
             raise OSError(errno.EOPNOTSUPP, "not supported")
         async with self.uploads.locked(staged):
             staged.check_kept()
+            staged.writers.add(UNKNOWN_OWNER)
             takes_none = mode & PUNCH_HOLE or (mode & KEEP_SIZE and staged.base is not None)
             if offset + length > staged.charged and not takes_none:
                 self.staging.charge(staged, offset + length)

@@ -337,24 +337,3 @@ def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucke
         file.write(b"newer")
         file.truncate(3)
     assert (stored(bucket, "a"), stored(bucket, "b")) == (b"old", b"new")
-
-
-@states(
-    "A file whose descriptor is closed again and again (by forked children, say) is "
-    "uploaded once in each `--flush-interval`, and at its last close."
-)
-@states(
-    "A close of a descriptor within `--flush-interval` of the same open file's last one "
-    "does not wait for the bucket."
-)
-def test_a_file_that_is_closed_often_is_uploaded_once_in_a_while(
-    mounter: Mounter, bucket: Bucket
-) -> None:
-    mount = mounter("--no-read-only", "--flush-interval", "2s")
-    with open(mount.path / "log", "wb", buffering=0) as file:
-        for number in range(10):
-            file.write(b"%d" % number)
-            os.close(os.dup(file.fileno()))
-        assert stored(bucket, "log") == b"0"
-        until(lambda: stored(bucket, "log") == b"0123456789")
-    assert status(mount)["s3"]["puts"] == 2

@@ -221,24 +221,6 @@ def is_full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "full")
 
 
-async def test_a_second_close_takes_place_on_a_full_disk(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was written is on its way into the bucket."""
-    async with mount.serving(flush_interval_s=60.0) as process:
-        fh = await process.create("file", b"1")
-        answer = process.writer.flusher.flush(fh)
-        assert answer is not None
-        await answer
-        await process.write(fh, 0, b"2")
-        with monkeypatch.context() as context:
-            context.setattr(Staging, "record", is_full)
-            assert process.writer.flusher.flush(fh) is None
-        await process.close(fh)
-        await upload_all(process)
-    assert mount.store.contents() == {"file": b"2"}
-
-
 @pytest.mark.parametrize("is_held", [True, False])
 async def test_the_last_close_takes_place_on_a_full_disk(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch, *, is_held: bool

@@ -161,7 +161,7 @@ def test_an_indefinite_lifetime_has_no_end() -> None:
 
 def test_a_wait_has_an_end_that_can_be_waited_for() -> None:
     assert settings_with(retry_time="10d", max_pause="10d").max_pause == 864_000
-    for name in ("retry_time", "max_pause", "hang_timeout", "flush_interval"):
+    for name in ("retry_time", "max_pause", "hang_timeout"):
         with pytest.raises(SettingsError, match="is too long; the most is 10d"):
             settings_with(**{name: "11d"})
 

@@ -11,8 +11,9 @@ import trio
 import trio.testing
 
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import backlog, recovery
+from fusefs.posix.write import backlog
 from fusefs.store.errors import StoreError
+from tests.support.semantics import states
 from tests.support.survival.mortal_mount import MortalMount
 from tests.support.waiting import eventually
 
@@ -56,30 +57,24 @@ async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_o
         nursery.cancel_scope.cancel()
 
 
-async def test_the_last_close_does_not_wait_for_the_flush_interval(tmp_path: Path) -> None:
-    mount = MortalMount(tmp_path)
-    async with mount.serving(flush_interval_s=1000.0) as process:
-        fh = await process.create("log", b"one")
-        await process.writer.flusher.flush(fh)  # a child that was forked has ended
-        await process.write(fh, 3, b" two")
-        landed = landing(mount, "log", b"one two")
-        await process.close(fh)
-        await eventually(landed.is_set)
-
-
-async def test_what_waits_for_the_flush_interval_is_uploaded_by_the_next_mount(
+@states(
+    "Where the mount cannot see whose a close is, an empty file is put just after its last close."
+)
+async def test_an_empty_file_follows_its_last_close_where_no_process_is_seen(
     tmp_path: Path,
 ) -> None:
     mount = MortalMount(tmp_path)
-    async with mount.serving(flush_interval_s=1000.0) as process:
-        fh = await process.create("log", b"one")
-        await process.writer.flusher.flush(fh)
-        await process.write(fh, 3, b" two")
-        assert process.writer.flusher.flush(fh) is None  # a child that was forked has ended
-    mount.reboot()
     async with mount.serving() as process:
-        landed = landing(mount, "log", b"one two")
-        recovery.adopt(process.writer)
+        root = process.operations.inodes.root
+        made = process.writer.create(root, "empty", 0o644, os.O_WRONLY, process.caller())
+        assert isinstance(made, tuple)
+        fh = made[1].fh
+        answer = process.writer.flusher.flush(fh)  # a shell has duplicated it
+        assert answer is not None
+        await answer
+        assert "empty" not in mount.store.contents()
+        landed = landing(mount, "empty", b"")
+        await process.close(fh)
         await eventually(landed.is_set)
 
 
@@ -135,7 +130,7 @@ async def test_with_local_durability_each_close_is_safe_on_the_disk(
             synced.append(os.pread(fd, 20, 0))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    async with mount.serving(is_local=True, flush_interval_s=1000.0) as process:
+    async with mount.serving(is_local=True) as process:
         fh = await process.create("log", b"one")
         await process.writer.flusher.flush(fh)  # a child that was forked has ended
         await process.write(fh, 3, b" two")

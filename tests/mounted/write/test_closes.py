@@ -1,0 +1,124 @@
+"""Closes of descriptors that a file has several of: those of its writers wait for the bucket."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.mounting import Mount
+from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.s3_server import S3Server
+from tests.support.sharing import PATIENCE_S, mounted
+from tests.support.writing import WRITABLE, all_sent, cost
+
+SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
+
+
+@pytest.fixture(scope="module")
+def mount(
+    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mount]:
+    directory = tmp_path_factory.mktemp("closes")
+    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
+        yield mount
+
+
+def shell(mount: Mount, command: str, shell: str = SHELLS[0]) -> Callable[[], object]:
+    return lambda: subprocess.run([shell, "-c", command], cwd=mount.path, check=True)
+
+
+@states(
+    "`cmd > file` puts what the command has written, and nothing before: while it runs, and if it"
+    " is killed, the bucket has the file that was there. `touch` and `: > file` make an empty"
+    " object before they return."
+)
+@pytest.mark.parametrize("name", SHELLS)
+def test_a_shell_that_redirects_puts_what_was_written(
+    mount: Mount, shared: Bucket, name: str
+) -> None:
+    for command in ("echo x > made", "cat > made </etc/hostname", "(echo y; echo z) > made"):
+        (mount.path / "made").write_bytes(b"old")
+        assert cost(mount, shell(mount, command, name)).get("puts") == 1, command
+        assert stored(shared, "made") == (mount.path / "made").read_bytes() != b""
+
+
+@pytest.mark.parametrize("command", ["touch empty", ": > empty", "true > empty"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_empty_file_is_in_the_bucket_at_once(
+    mount: Mount, shared: Bucket, command: str, *, is_there: bool
+) -> None:
+    for name in SHELLS:
+        (mount.path / "empty").unlink(missing_ok=True)
+        if is_there and command != "touch empty":
+            (mount.path / "empty").write_bytes(b"old")
+        assert cost(mount, shell(mount, command, name))["puts"] == 1
+        assert stored(shared, "empty") == b""
+
+
+@pytest.mark.parametrize("is_python", [True, False])
+def test_a_command_that_is_killed_leaves_the_old_object(
+    mount: Mount, shared: Bucket, *, is_python: bool
+) -> None:
+    """Also where the program that has begun it closes the file before anything is written."""
+    (mount.path / "kept").write_bytes(b"old")
+    if is_python:
+        with open(mount.path / "kept", "wb") as file:
+            command = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
+    else:
+        command = subprocess.Popen(
+            ["sh", "-c", "exec cat > kept"], cwd=mount.path, stdin=subprocess.PIPE
+        )
+    assert command.stdin is not None
+    command.stdin.write(b"new")
+    command.stdin.flush()
+    while (mount.path / "kept").stat().st_size != len(b"new"):
+        assert command.poll() is None
+    assert stored(shared, "kept") == b"old"
+    command.kill()
+    command.communicate(timeout=PATIENCE_S)
+    all_sent(mount)
+    assert stored(shared, "kept") == b"old"
+
+
+@states(
+    "The close of a process that has written to a file waits for the bucket, whatever other"
+    " descriptors there are; one that has merely inherited a descriptor does not wait, and uploads"
+    " nothing."
+)
+def test_closes_of_children_that_have_not_written_cost_nothing(
+    mount: Mount, shared: Bucket
+) -> None:
+    with open(mount.path / "log", "wb", buffering=0) as file:
+
+        def fork() -> None:
+            for number in range(10):
+                file.write(b"%d" % number)
+                child = os.fork()
+                if not child:
+                    os._exit(0)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        assert cost(mount, fork) == {}
+        os.close(os.dup(file.fileno()))
+        assert stored(shared, "log") == b"0123456789"
+        assert cost(mount, lambda: subprocess.run(["echo", "!"], stdout=file, check=True)) == {
+            "puts": 1
+        }
+        assert stored(shared, "log") == b"0123456789!\n"
+
+
+def test_what_is_written_through_a_mapping_is_there_after_its_close(
+    mount: Mount, shared: Bucket
+) -> None:
+    with open(mount.path / "mapped", "w+b") as file:
+        file.truncate(4096)
+        mapped = mmap.mmap(file.fileno(), 4096)
+    mapped[:3] = b"new"
+    mapped.close()  # and with it the descriptor that it has duplicated
+    assert stored(shared, "mapped") == b"new" + bytes(4093)
