@@ -91,13 +91,16 @@ class ListPage:
 
     `prefixes` are the common prefixes with their trailing delimiter.
     `next_token` is None on the last page. `last` is the last key or prefix on
-    the page ("" on an empty one), after which the listing continues.
+    the page ("" on an empty one), after which the listing continues. An object
+    of which the page says nothing that can be used has the ETag "", and is there
+    for its key alone; `unnamed` entries had no key below the prefix.
     """
 
     objects: list[ObjectInfo]
     prefixes: list[str]
     next_token: str | None
     last: str
+    unnamed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ class Selector:
             after = page.last
 
     def _shown(self, objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-        return [info for info in objects if self._is_shown(info.key)]
+        return [info for info in objects if info.etag and self._is_shown(info.key)]
 
     def _is_shown(self, key: str) -> bool:
         """Whether the mount shows a file for this key."""

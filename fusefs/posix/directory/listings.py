@@ -321,7 +321,8 @@ class Directories:
         if page.next_token is not None and page.last == prefix:
             # The folder's own marker and no more: a listing from there on would not get further.
             page = await self._store.list_page(prefix, start_after=prefix)
-        self._memory.save(prefix, after, page)
+        if not page.unnamed:
+            self._memory.save(prefix, after, page)
         return page, began
 
     def _absorb(self, directory: Directory, start: str, page: ListPage, fetched: float) -> Segment:

@@ -150,7 +150,8 @@ def segment_from(
     """What a page tells of the directory `prefix`, listed from the position `start` on.
 
     `carried` is what the segment before left over, None if there is none.
-    Keys that no file name can express are noted in `hidden`.
+    Keys that no file name can express are noted in `hidden`, and so are entries that are not
+    whole.
     """
     cut = len(prefix)
     stop = page.last[cut:] if page.next_token is not None else None
@@ -158,10 +159,14 @@ def segment_from(
         unlisted = (name for name in _not_listed_from(start) if not _why_hidden(prefix, name))
         carried = dict.fromkeys(unlisted)
     files = dict(carried)
-    has_hidden = False
+    has_hidden = page.unnamed > 0
+    if has_hidden:
+        hidden.note(prefix, "an entry of its listing has no key that is below it")
     for info in page.objects:
         name = info.key[cut:]
         why = _why_hidden(prefix, name)
+        if name and not why and not info.etag:
+            why = "the store tells no ETag, size or time that can be used"
         if not why:
             files[name] = info
         elif name:
@@ -199,6 +204,8 @@ def _why_hidden(prefix: str, name: str) -> str:
     """Why a name in a directory is not shown, "" if it is."""
     if names.is_private(prefix, name):
         return "the CSI driver keeps its records there"
+    if not names.is_short(prefix + name):
+        return "a key has 1,024 bytes at most"
     return "" if names.is_expressible(name) else "no file name can express it"
 
 

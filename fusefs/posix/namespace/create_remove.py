@@ -338,7 +338,7 @@ class CreateRemove:
         if self._directories.get(prefix).is_empty(time.monotonic()):
             return True
         page = await self._store.list_page(prefix, delimiter="", max_keys=2)
-        return all(info.key == prefix for info in page.objects)
+        return not page.unnamed and all(info.key == prefix for info in page.objects)
 
     async def _keep_directory(self, directory: Inode, name: str) -> None:
         """Give a directory a marker if nothing but `name`, which is to go, makes it one."""

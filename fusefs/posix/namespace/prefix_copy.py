@@ -487,12 +487,19 @@ def _is_until(info: ObjectInfo, until_ns: int | None) -> bool:
 
 
 async def list_all(store: Store, prefix: str) -> list[ObjectInfo]:
-    """All objects below a prefix."""
+    """All objects below a prefix.
+
+    Raises:
+        StoreError: not all of them can be copied.
+    """
     objects: list[ObjectInfo] = []
     after = ""
     while True:
         page = await store.list_page(prefix, delimiter="", start_after=after)
         objects += page.objects
+        odd = next((info.key for info in page.objects if not info.etag), prefix)
+        if page.unnamed or odd != prefix:
+            raise StoreError(f"the store does not tell what {odd} is")
         if page.next_token is None:
             return objects
         after = page.last

@@ -41,6 +41,11 @@ def is_expressible(name: str) -> bool:
     return len(name) <= 63 or len(name.encode()) <= NAME_MAX
 
 
+def is_short(key: str) -> bool:
+    """Whether a key is as short as S3 allows."""
+    return len(key) <= LONGEST_KEY // 4 or len(key.encode()) <= LONGEST_KEY
+
+
 def is_private(prefix: str, name: str) -> bool:
     """Whether a name in the directory of this prefix is not for the users of the bucket."""
     return name == PROBE_NAME or (not prefix and name == PRIVATE)

@@ -23,7 +23,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 from fusefs.store import renewal, unreachable
 from fusefs.store.customer_key import COPY_SOURCE, CustomerKey
-from fusefs.store.errors import AttemptError, Failure, UnreachableError, from_body
+from fusefs.store.errors import AttemptError, Failure, StoreError, UnreachableError, from_body
 from fusefs.store.http import async_exchange, exchange
 from fusefs.store.http.async_exchange import HedgeRule, Late
 from fusefs.store.http.exchange import Answer, RequestBody
@@ -42,7 +42,9 @@ _KEPT_HEADERS = ("user-agent", "x-amz-request-payer")
 _WITH_BODY = {"expect": "100-continue"}
 # What S3 encrypts or decrypts for.
 _OF_CONTENT = ("GET", "HEAD", "PUT")
-_NOT_IN_HEADERS = re.compile("[\\r\\n\\0]")
+# They are sent as Latin-1, of which each line is one header.
+_NOT_IN_HEADERS = re.compile("[\\r\\n\\0\u0100-\U0010ffff]")
+_UNSENDABLE = Failure(StoreError, "no header of a request can say that")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +257,13 @@ class HttpClient:
             sent |= self._customer_key.headers(is_copy=COPY_SOURCE in sent)
         if size is not None and size > exchange.SMALL:
             sent |= _WITH_BODY
+        if _NOT_IN_HEADERS.search("".join(sent.values())):
+            raise AttemptError(_UNSENDABLE)
         if pattern.signer is not None and self._credentials is not None:
             credentials = self._credentials.get_frozen_credentials()
             sent = pattern.signer.sign(
                 method, target, search, sent, credentials, has_body=size is not None
             )
-        if _NOT_IN_HEADERS.search("".join(sent.values())):
-            raise ValueError("a header would have several lines")
         lines = [f"{name}: {value}\r\n" for name, value in (sent | pattern.pool.headers).items()]
         if method == "PUT":
             lines.append(f"content-length: {size or 0}\r\n")

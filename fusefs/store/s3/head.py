@@ -17,7 +17,7 @@ from fusefs.store.errors import (
 )
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Urgency
-from fusefs.store.s3.list_parser import check_size, quoted, whole_seconds
+from fusefs.store.s3.list_parser import check_size, quoted, usable, whole_seconds
 from fusefs.store.s3.requester import Requester
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 META = "x-amz-meta-"
 SECOND_NS = 1_000_000_000
+# The content type of what is stored without one.
+UNTYPED = "binary/octet-stream"
 _KEY = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
@@ -144,16 +146,16 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
             size,
             quoted(headers["etag"]),
             whole_seconds(modified),
-            headers.get("x-amz-storage-class", "STANDARD"),
-            headers.get("content-type", "binary/octet-stream"),
-            headers.get("x-amz-version-id"),
+            usable(headers.get("x-amz-storage-class")) or "STANDARD",
+            usable(headers.get("content-type")) or UNTYPED,
+            usable(headers.get("x-amz-version-id")),
             {
                 name.removeprefix(META): value
                 for name, value in headers.items()
                 if name.startswith(META)
             },
         )
-    except (KeyError, ValueError) as error:
+    except (ArithmeticError, KeyError, ValueError) as error:
         sentence = "S3 did not say what there is"
         raise AttemptError(Failure(UnreachableError, sentence, is_retryable=True)) from error
 
@@ -164,8 +166,8 @@ def _parse_boto(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
         answer["ContentLength"],
         quoted(answer["ETag"]),
         whole_seconds(answer["LastModified"]),
-        answer.get("StorageClass", "STANDARD"),
-        answer.get("ContentType", "binary/octet-stream"),
-        answer.get("VersionId"),
+        usable(answer.get("StorageClass")) or "STANDARD",
+        usable(answer.get("ContentType")) or UNTYPED,
+        usable(answer.get("VersionId")),
         {name.lower(): value for name, value in answer.get("Metadata", {}).items()},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fusefs.store.errors import AttemptError, Failure, UnreachableError, UnsupportedError
@@ -33,6 +34,16 @@ def parameters(prefix: str, delimiter: str, start_after: str, max_keys: int) -> 
     if start_after:
         chosen["StartAfter"] = start_after
     return chosen
+
+
+def _only_below(page: ListPage, prefix: str) -> ListPage:
+    """A page without what does not begin with `prefix`, which no server should send."""
+    objects = [info for info in page.objects if info.key.startswith(prefix)]
+    prefixes = [one for one in page.prefixes if one.startswith(prefix) and one != prefix]
+    others = len(page.objects) + len(page.prefixes) - len(objects) - len(prefixes)
+    if not others:
+        return page
+    return replace(page, objects=objects, prefixes=prefixes, unnamed=page.unnamed + others)
 
 
 class Lister:
@@ -71,6 +82,7 @@ class Lister:
                 longest_s=GARBLED_TIME_S,
             )
             raise AttemptError(failure) from error
+        page = _only_below(page, parameters.get("Prefix", ""))
         if page.next_token is not None and page.last <= parameters.get("StartAfter", ""):
             raise AttemptError(Failure(UnsupportedError, _STANDS_STILL))
         return page

@@ -5,7 +5,9 @@ server needs to make it; an XML parser in C takes 5 ms, most of it for telling
 elements apart in Python. A server writes all entries of a page alike, though:
 so the first entry tells the order of the elements, a regular expression is
 made of it (and kept), and what it finds is worked on column by column. That
-reads the page in 1 ms. A page whose entries differ is read by the XML parser.
+reads the page in 1 ms. A page whose entries differ is read by the XML parser, and so is one
+of which something can't be used: an entry without a proper size, time or ETag is an object
+with the ETag "", which is hidden; one without a key is counted alone.
 
 `install` gives the page to botocore's answers: its `before-parse` event lets a
 handler look at the answer first; ours hands the result over beside botocore's
@@ -29,6 +31,7 @@ from typing import Any
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
+from fusefs.store.errors import AttemptError, Failure, StoreError
 from fusefs.store.interface import ListPage, ObjectInfo
 
 # Under which name the page stands beside botocore's answer.
@@ -44,6 +47,11 @@ _NOT_XML = (
 )
 # Sizes and times are kept in 64 bits, one of them for the sign.
 MOST_64 = (1 << 63) - 1
+# More than any server has. What it says of an object goes into headers of requests and records.
+LONGEST_VALUE = 1024
+# What a header can have: visible characters of Latin-1 (RFC 9110, section 8.8.3), and blanks.
+_ETAG = re.compile(f"[ -~\xa1-\xff]{{1,{LONGEST_VALUE}}}")
+_VALUE = re.compile(f"(?=.{{1,{LONGEST_VALUE}}}$)[!-~]([ -~]*[!-~])?")
 _NEEDED = ("Key", "Size", "ETag", "LastModified")
 _FIELDS = (*_NEEDED, "StorageClass")
 
@@ -108,14 +116,21 @@ def _page(root: ElementTree.Element, objects: list[ObjectInfo] | None) -> ListPa
     if objects is None:
         objects = [_object(element, is_encoded) for element in root.iterfind("{*}Contents")]
     prefixes = [
-        _decode(element[0].text or "", is_encoded) for element in root.iterfind("{*}CommonPrefixes")
+        _decode(_text(element, "Prefix"), is_encoded)
+        for element in root.iterfind("{*}CommonPrefixes")
     ]
+    count = len(objects) + len(prefixes)
+    objects = [info for info in objects if info.key]
+    prefixes = [prefix for prefix in prefixes if prefix]
+    unnamed = count - len(objects) - len(prefixes)
     last = max(objects[-1].key if objects else "", prefixes[-1] if prefixes else "")
     token = None
     if _text(root, "IsTruncated") == "true" and last:
         # Without a token the listing still goes on, behind its last key.
         token = _text(root, "NextContinuationToken") or last
-    return ListPage(objects, prefixes, token, last)
+    elif unnamed and _text(root, "IsTruncated") == "true":
+        raise ValueError("its entries have no keys")
+    return ListPage(objects, prefixes, token, last, unnamed)
 
 
 # --- entries that are all alike -------------------------------------------------
@@ -137,12 +152,16 @@ def _objects_alike(text: str) -> tuple[list[ObjectInfo], str] | None:
         return None
     columns = dict(zip(names, zip(*rows, strict=True), strict=True))
     is_encoded = _is_encoded(text)
+    try:
+        objects = _objects_of(columns, is_encoded)
+    except (AttemptError, ValueError):  # of a single one, perhaps
+        return None
     stop = text.rindex("</Contents>") + len("</Contents>")
     if text.count("</Contents><Contents>", start, stop) == len(rows) - 1:
         rest = text[:start] + text[stop:]
     else:
         rest = pattern.sub("", text)
-    return _objects_of(columns, is_encoded), rest
+    return objects, rest
 
 
 @lru_cache(maxsize=64)
@@ -154,13 +173,22 @@ def _reader(shape: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
 
 
 def _objects_of(columns: dict[str, tuple[str, ...]], is_encoded: bool) -> list[ObjectInfo]:
-    """The objects whose elements have these texts."""
+    """The objects whose elements have these texts.
+
+    Raises:
+        AttemptError, ValueError: of at least one they can't be used.
+    """
     keys: Iterable[str] = columns["Key"]
     together = "".join(keys)
     if any(mark in together for mark in "&%+"):
         keys = [_decode(unescaped(key), is_encoded) for key in keys]
-    classes = (sys.intern(text) or "STANDARD" for text in columns.get("StorageClass", ()))
-    sizes, etags = list(map(int, columns["Size"])), map(_etag, columns["ETag"])
+    column = columns.get("StorageClass", ())
+    known = {text: sys.intern(usable(text) or "STANDARD") for text in set(column)}
+    classes = (known[text] for text in column)
+    sizes, etags = list(map(int, columns["Size"])), list(map(_etag, columns["ETag"]))
+    is_usual = "".join(etags).isascii() and "".join(etags).isprintable()
+    if not (all(columns["Key"]) and is_usual and max(map(len, etags)) <= LONGEST_VALUE):
+        raise ValueError("one can't be used")
     check_size(min(sizes))
     check_size(max(sizes))
     times = map(nanoseconds, columns["LastModified"])
@@ -187,15 +215,20 @@ def unescaped(text: str) -> str:
 
 def _object(element: ElementTree.Element, is_encoded: bool) -> ObjectInfo:
     fields = {child.tag.rpartition("}")[2]: child.text or "" for child in element}
-    size = int(fields.get("Size", ""))
-    check_size(size)
-    return ObjectInfo(
-        _decode(fields.get("Key", ""), is_encoded),
-        size,
-        quoted(fields.get("ETag", "")),
-        nanoseconds(fields.get("LastModified", "")),
-        fields.get("StorageClass") or "STANDARD",
-    )
+    key = _decode(fields.get("Key", ""), is_encoded)
+    try:
+        size = int(fields.get("Size", ""))
+        check_size(size)
+        modified = nanoseconds(fields.get("LastModified", ""))
+        etag = quoted(fields.get("ETag", ""))
+    except (AttemptError, ValueError):
+        return ObjectInfo(key, 0, "", 0)
+    return ObjectInfo(key, size, etag, modified, usable(fields.get("StorageClass")) or "STANDARD")
+
+
+def usable(value: str | None) -> str | None:
+    """What an answer says beside the ETag of an object, if a request can say it as well."""
+    return value if value and _VALUE.fullmatch(value) else None
 
 
 def check_size(size: int) -> None:
@@ -212,9 +245,15 @@ def quoted(etag: str) -> str:
     """An ETag in the quotes that some servers leave out, and without what makes it weak.
 
     S3's are strong; proxies weaken them on the way (`W/"…"`), in some answers and not in others.
+
+    Raises:
+        AttemptError: no request could carry it.
     """
     etag = etag.removeprefix("W/")
-    return etag if etag.startswith('"') else f'"{etag}"'
+    etag = etag if etag.startswith('"') else f'"{etag}"'
+    if not _ETAG.fullmatch(etag):
+        raise AttemptError(Failure(StoreError, f"S3 gives an ETag that can't be used: {etag:.40}"))
+    return etag
 
 
 def _decode(text: str, is_encoded: bool) -> str:

@@ -22,6 +22,8 @@ from fusefs.store.s3.list_parser import ListingError, parse
 AWS = ("Key", "LastModified", "ETag", "Size", "StorageClass")
 SEAWEEDFS = ("Key", "ETag", "Size", "StorageClass", "LastModified")
 NAMESPACE = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
+# A page behind which nothing can be listed.
+UNNAMED = "<IsTruncated>true</IsTruncated><CommonPrefixes/>"
 DEFAULTS = {
     "Key": "a",
     "LastModified": "2026-11-21T04:15:07.000Z",
@@ -44,6 +46,16 @@ def document(*parts: str, namespace: str = NAMESPACE, encoding: str = "url") -> 
         f'<?xml version="1.0" encoding="UTF-8"?>\n<ListBucketResult{namespace}>'
         f"<Name>bucket</Name>{''.join(parts)}{element}</ListBucketResult>"
     ).encode()
+
+
+class Answering:
+    """A server whose answer is the same page, wherever it is to begin."""
+
+    def __init__(self, page: bytes) -> None:
+        self._page = page
+
+    def send(self, _method: str, *, query: object) -> Answer:
+        return Answer(200, {}, self._page)
 
 
 @pytest.mark.parametrize("order", [AWS, SEAWEEDFS])
@@ -169,17 +181,47 @@ def test_a_missing_storage_class_is_the_standard_one() -> None:
         b"\xff\xfe",
         document()[:-5],
         document(entry())[:200],
-        document(entry(Size="")),
-        document(entry(Size="-1")),
-        document(entry(), entry(Size=str(1 << 63)), entry()),
-        document(entry(Size=str(1 << 64)), entry(AWS[:-1])),
-        document(entry(LastModified="soon")),
-        document("<CommonPrefixes/>"),
+        document(UNNAMED),
     ],
 )
 def test_what_is_not_a_listing_is_an_error(body: bytes) -> None:
     with pytest.raises(ListingError):
         parse(body)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        entry(Key="b", Size=""),
+        entry(Key="b", Size="-1"),
+        entry(Key="b", Size=str(1 << 63)),
+        entry(AWS[:-1], Key="b", Size=str(1 << 64)),
+        entry(Key="b", LastModified="soon"),
+        entry(AWS[:2], Key="b"),
+        *(entry(Key="b", ETag=etag) for etag in ("a&#10;b", "\u20ac", "x" * (64 << 10))),
+    ],
+)
+def test_an_entry_that_can_not_be_used_is_there_for_its_key_alone(odd: str) -> None:
+    first, second, third = parse(document(entry(Key="a"), odd, entry(Key="c"))).objects
+    assert (first.key, first.etag, third.key, third.etag) == ("a", '"x"', "c", '"x"')
+    assert (second.key, second.etag, second.size) == ("b", "", 0)
+
+
+def test_an_entry_without_a_key_is_counted() -> None:
+    page = parse(document(entry(Key=""), entry(AWS[1:]), "<CommonPrefixes/>", entry(Key="c")))
+    assert ([info.key for info in page.objects], page.unnamed) == (["c"], 3)
+
+
+def test_an_entry_beside_the_prefix_is_counted() -> None:
+    answer = document(entry(Key="a/b"), entry(Key="c"))
+    lister = Lister(None, cast(HttpClient, Answering(answer)), {})
+    page = lister.page(parameters("a/", "/", "", 1000))
+    assert ([info.key for info in page.objects], page.unnamed) == (["a/b"], 1)
+
+
+@pytest.mark.parametrize("text", ["a\nb", "\u20ac", "x" * (64 << 10)])
+def test_a_storage_class_that_is_none_is_the_usual_one(text: str) -> None:
+    assert parse(document(entry(StorageClass=text))).objects[0].storage_class == "STANDARD"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +238,7 @@ def test_a_prefix_that_xml_can_not_write_is_passed_over(
 
 
 def test_a_listing_that_has_all_come_is_not_requested_again() -> None:
-    for body, is_final in ((document(entry(Size="")), True), (document()[:-5], False)):
+    for body, is_final in ((document(UNNAMED), True), (document()[:-5], False)):
         with pytest.raises(ListingError) as raised:
             parse(body)
         assert raised.value.is_final == is_final
@@ -227,16 +269,10 @@ def test_both_ways_of_reading_agree(
     assert parse(body) == list_parser._page(ElementTree.fromstring(body), None)
 
 
-class Repeating:
-    """A server whose answer is the same page, wherever it is to begin."""
-
-    def send(self, _method: str, *, query: object) -> Answer:
-        more = "<IsTruncated>true</IsTruncated>"
-        return Answer(200, {}, document(more, entry(Key="d/a"), entry(Key="d/b")))
-
-
 def test_a_listing_that_does_not_go_on_ends_with_an_error() -> None:
-    lister = Lister(None, cast(HttpClient, Repeating()), {})
+    more = "<IsTruncated>true</IsTruncated>"
+    answer = document(more, entry(Key="d/a"), entry(Key="d/b"))
+    lister = Lister(None, cast(HttpClient, Answering(answer)), {})
     assert lister.page(parameters("d/", "/", "", 1000)).next_token
     assert lister.page(parameters("d/", "/", "d/a", 1000)).next_token
     with pytest.raises(AttemptError) as raised:
