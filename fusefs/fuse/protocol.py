@@ -79,6 +79,7 @@ FALLOCATE_IN = Layout("fuse_fallocate_in", "fh:Q offset:Q length:Q mode:I paddin
 CREATE_IN = Layout("fuse_create_in", "flags:I mode:I umask:I open_flags:I")
 MKNOD_IN = Layout("fuse_mknod_in", "mode:I rdev:I umask:I padding:I")
 MKDIR_IN = Layout("fuse_mkdir_in", "mode:I umask:I")
+LINK_IN = Layout("fuse_link_in", "oldnodeid:Q")
 RENAME_IN = Layout("fuse_rename_in", "newdir:Q")
 RENAME2_IN = Layout("fuse_rename2_in", "newdir:Q flags:I padding:I")
 SETATTR_IN = Layout(

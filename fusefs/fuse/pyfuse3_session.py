@@ -271,7 +271,9 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def link(
         self, nodeid: int, parent: int, name: bytes, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        raise pyfuse3.FUSEError(errno.EPERM)  # an object has one key
+        with self._errors(Opcode.LINK):
+            made = self._mutations.link(nodeid, parent, name, _caller(context))
+            return self.pack(await self._waited(Opcode.LINK, parent, made, context.pid), 0.0)
 
     async def setattr(
         self,

@@ -49,7 +49,7 @@ class WriteHandlers:
             Opcode.FSYNC: self._fsync,
             Opcode.FSYNCDIR: self._fsyncdir,
             Opcode.FALLOCATE: self._fallocate,
-            Opcode.LINK: _refuse_link,
+            Opcode.LINK: self._link,
         }
 
     # Names: the body is the session's memory and is read before anything waits.
@@ -81,6 +81,11 @@ class WriteHandlers:
     def _symlink(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         name, target, _ = bytes(body).split(b"\0")
         return self._made(self._mutations.symlink(nodeid, name, target, caller))
+
+    def _link(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
+        (old,) = protocol.LINK_IN.unpack_from(body)
+        name = bytes(body[protocol.LINK_IN.size : -1])
+        return self._made(self._mutations.link(old, nodeid, name, caller))
 
     async def _made(self, answer: Awaitable[Inode]) -> Payload:
         return self._handlers.packed_entry(await answer, 0.0)
@@ -176,10 +181,6 @@ class WriteHandlers:
     def _fallocate(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
         fh, offset, length, mode, _ = protocol.FALLOCATE_IN.unpack_from(body)
         return _done(self._mutations.writer.allocate(fh, offset, length, mode))
-
-
-def _refuse_link(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-    raise OSError(errno.EPERM, "an object has one key")
 
 
 def _refuse_unsupported(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:

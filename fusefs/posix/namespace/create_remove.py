@@ -32,7 +32,7 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
-from fusefs.store.errors import ExistsError, UnsupportedError
+from fusefs.store.errors import ExistsError, NotFoundError, UnsupportedError
 from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
 
@@ -193,7 +193,7 @@ class CreateRemove:
                 if self._is_repeated(caller):
                     info = await put(condition=Expect(None))
                 else:
-                    info = await self._put_new(prefix, name, put)
+                    info = await self._put_new(parent, name, put)
             self._directories.changed(prefix, name, info)
             inode = self._inodes.create(parent, name, info, prefix + name)
             inode.meta = meta
@@ -201,7 +201,7 @@ class CreateRemove:
             return inode
 
     async def _put_new(
-        self, prefix: str, name: str, put: Callable[..., Awaitable[ObjectInfo]]
+        self, parent: Inode, name: str, put: Callable[..., Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
         """Put an object that replaces no other node's, where the store knows conditions.
 
@@ -211,10 +211,27 @@ class CreateRemove:
         try:
             return await put(condition=IF_ABSENT)
         except UnsupportedError:
+            await self._look_again(parent, name)
             return await put(condition=Expect(None))
         except ExistsError:
-            self._directories.correct(self._directories.get(prefix), name, None)
+            self._directories.correct(self._directories.get(self._inodes.key(parent)), name, None)
             raise
+
+    async def _look_again(self, parent: Inode, name: str) -> None:
+        """See whether another node has made what must not be replaced.
+
+        Raises:
+            OSError: EEXIST, it has.
+        """
+        prefix = self._inodes.key(parent)
+        below = await self._store.list_page(f"{prefix}{name}/", delimiter="", max_keys=1)
+        try:
+            if not below.objects:
+                await self._store.head(prefix + name)
+        except NotFoundError:
+            return
+        self._directories.correct(self._directories.get(prefix), name, None)
+        raise OSError(errno.EEXIST, name)
 
     async def _check_absent(self, parent: Inode, name: str) -> None:
         if not isinstance(await self._find(parent, name), Absent):

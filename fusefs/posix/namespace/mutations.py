@@ -232,6 +232,20 @@ class Mutations:
         self._inodes.count(inode, time.monotonic())
         return inode
 
+    async def link(self, nodeid: int, parent_id: int, name: bytes, caller: Caller) -> Inode:
+        """Give a file a second name, which is a copy of its object; EPERM for a directory."""
+        parent = self._inodes.directory(parent_id)
+        requested, text = self._inodes.get(nodeid), self._new_name(parent, name)
+
+        async def act() -> Inode:
+            inode = await self.changes.file_now(requested)
+            await self._learn(inode)
+            return await self.changes.link(inode, parent, text, caller)
+
+        linked = await self._uncancelled.run(waiting(act()), unwanted=self._inodes.drop_unknown)
+        self._inodes.count(linked, time.monotonic())
+        return linked
+
     async def readlink(self, nodeid: int) -> bytes:
         """The target of a symbolic link; EINVAL for what is none."""
         inode = self._inodes.get(nodeid)

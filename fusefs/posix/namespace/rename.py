@@ -12,6 +12,7 @@ import errno
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 
 import trio
@@ -20,9 +21,8 @@ from fusefs.posix.directory.segment import ABSENT, Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.mount_state import MountState, Writing
-from fusefs.posix.namespace.create_remove import CreateRemove
+from fusefs.posix.namespace.link import LinkChanges
 from fusefs.posix.namespace.prefix_copy import PrefixCopy, copy_current
-from fusefs.posix.namespace.relocate import Relocator
 from fusefs.posix.namespace.rename_job import RenameJobs
 from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.posix.nodes import names
@@ -38,13 +38,10 @@ from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, Obj
 logger = logging.getLogger("fusefs.attributes")
 
 RENAME_NOREPLACE = 1
-# How long the rename of a file waits for what a late request has undone, and between two tries.
-PUT_BACK_S = 10.0
-PUT_BACK_PAUSE_S = 0.05
 
 
-class NameChanges(CreateRemove):
-    """The changes of one mount's names: `rename`, and those of `CreateRemove`.
+class NameChanges(LinkChanges):
+    """The changes of one mount's names: `rename`, and those of `LinkChanges`.
 
     Belongs to the event loop.
 
@@ -61,7 +58,6 @@ class NameChanges(CreateRemove):
         touched: TouchedKeys,
     ) -> None:
         super().__init__(state, writing, writer)
-        self._mover = Relocator(state, writing.staging)
         self._renames = RenameJobs(
             renaming_store,
             touched,
@@ -118,7 +114,10 @@ class NameChanges(CreateRemove):
                     file for file in self._writer.staging if file.key.startswith(prefix)
                 )
             elif target is not None:
-                is_new = bool(flags & RENAME_NOREPLACE) and not is_repeated
+                is_new = bool(flags & RENAME_NOREPLACE)
+                if is_new and is_repeated and not isinstance(target, Absent):
+                    inode, key = self._current(parent, name), self._inodes.key(to) + new_name
+                    is_new = inode is None or await self._made_before(inode, key) is None
                 replaced = self._replaced(to, new_name, is_repeated=is_repeated)
                 await self._rename_file(
                     parent, name, to, new_name, entry, target, replaced, is_strict=is_new
@@ -156,8 +155,8 @@ class NameChanges(CreateRemove):
         self, entry: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
     ) -> None:
         if isinstance(target, Absent):
-            is_copied = isinstance(entry, ObjectInfo) and entry.etag
-            if not is_copied and flags & RENAME_NOREPLACE:
+            if entry is None and flags & RENAME_NOREPLACE:
+                # A file's object has a condition; a prefix has none.
                 await self._look_again(to, name)
             return
         if flags & RENAME_NOREPLACE:
@@ -170,21 +169,6 @@ class NameChanges(CreateRemove):
             raise OSError(errno.ENOTEMPTY, name)
         if target is not None:
             self._check_deleting(name)
-
-    async def _look_again(self, to: Inode, name: str) -> None:
-        """See whether another node has made what must not be replaced.
-
-        The copy of a file has a condition; a prefix has none, nor has what was not uploaded yet.
-        """
-        prefix = self._inodes.key(to)
-        below = await self._store.list_page(f"{prefix}{name}/", delimiter="", max_keys=1)
-        try:
-            if not below.objects:
-                await self._store.head(prefix + name)
-        except NotFoundError:
-            return
-        self._directories.correct(self._directories.get(prefix), name, None)
-        raise OSError(errno.EEXIST, name)
 
     def _replaced(self, to: Inode, name: str, *, is_repeated: bool) -> Inode | None:
         """The node whose name a file is about to get.
@@ -228,6 +212,7 @@ class NameChanges(CreateRemove):
             if not isinstance(target, Absent):
                 target = self._file_now(to, new_name, target)
             copied: tuple[ObjectInfo, ObjectInfo] | None = None
+            put: tuple[ObjectInfo, int] | None = None
             condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
             if isinstance(entry, Absent):
                 if inode is None or inode.info is None:
@@ -239,6 +224,8 @@ class NameChanges(CreateRemove):
                 copied = await self._copy(entry, to, new_name, condition, meta)
             elif inode is not None and inode.info is not None and staged.etag == inode.info.etag:
                 copied = await self._copy_staged(staged, inode.info, to, new_name, condition)
+            elif is_strict:
+                put = await self._put_staged(staged, to, new_name)
             moved = {copied[0].version: copied[1]} if copied is not None else {}
             uncached = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
@@ -251,20 +238,27 @@ class NameChanges(CreateRemove):
             elif rival is not None:
                 rival.state = FileState.UNLINKED
             if staged is not None:
-                self._replaces(staged, _etag_under(staged, copied, rival, target), is_strict)
+                staged.etag = _etag_under(staged, copied, rival, target)
+                staged.exclusive, staged.described_at = None, trio.current_time()
+                if put is not None:
+                    self._writer.uploads.note_uploaded(staged, *put)
             self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
             self._record_renamed(staged, rival)
             self._writer.deferred.renamed(old_key, copied[1] if copied is not None else None)
         self._let_go(rival)
+        if staged is not None and put is not None:
+            self._writer.flusher.landed(staged, put[0])
         if inode is not None:
             self._writer.flusher.released(inode)
 
-    def _replaces(self, staged: StagedFile, etag: str | None, is_strict: bool) -> None:
-        """What its upload replaces under the new name, or nothing, which the bucket decides."""
-        staged.etag = etag
-        is_new = is_strict and etag is None
-        staged.exclusive = self._writer.staging.mark(staged.inode) if is_new else None
-        staged.described_at = trio.current_time()
+    async def _put_staged(self, staged: StagedFile, to: Inode, name: str) -> tuple[ObjectInfo, int]:
+        """Upload a held file under the name that it is about to get, if there is nothing.
+
+        Return what the bucket has of it, and the `meta_changes` that this has.
+        """
+        changes = staged.meta_changes
+        put = partial(self._writer.uploads.put_new, staged, self._inodes.key(to) + name)
+        return await self._put_new(to, name, put), changes
 
     async def _copied_before(self, source: ObjectInfo, key: str) -> ObjectInfo:
         """What an object has become that was renamed by a process that has died over it.
@@ -336,85 +330,22 @@ class NameChanges(CreateRemove):
             if meta is not None:
                 with suppress(StaleVersionError):
                     return source, await self._copy_described(source, key, condition, meta)
+            if condition == IF_ABSENT:
+                with suppress(StaleVersionError):
+                    return source, await self._copy_marked(source, key, condition)
             return await copy_current(self._store, source, key, self._mover.is_dated, condition)
         except ExistsError:
             self._directories.correct(self._directories.get(prefix), name, None)
             raise
         except NotFoundError:
+            if condition == IF_ABSENT:
+                raise
             made = await self._store.head(key)
             was_there = isinstance(condition, Expect) and made.etag == condition.etag
             if made.size != source.size or (was_there and made.etag != source.etag):
                 raise
             self._found_done(key, made)
             return source, made
-
-    async def _copy_expected(
-        self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
-    ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy the version that is expected of a key that a late request may have changed.
-
-        What one has undone is put back before.
-
-        Raises:
-            StoreError: that takes too long.
-        """
-        until = trio.current_time() + PUT_BACK_S
-        while True:
-            try:
-                if meta is not None:
-                    return source, await self._copy_described(source, key, condition, meta)
-                return source, await self._store.copy(
-                    source,
-                    key,
-                    keeps_mtime=not self._mover.is_dated(source),
-                    condition=condition,
-                )
-            except (NotFoundError, StaleVersionError) as error:
-                expected = await self._put_back(source.key, until)
-                if expected is None or expected.size != source.size:
-                    raise _undone(source.key) from error
-                source = expected
-
-    async def _put_back(self, key: str, until: float) -> ObjectInfo | None:
-        """Have what a late request has undone put back; None if it is not until then.
-
-        `until` is in seconds of trio's clock.
-        """
-        entry = self._uncertain_keys.get(key) if self._uncertain_keys is not None else None
-        if self._uncertain_keys is None or entry is None:
-            return None
-        with trio.move_on_at(until):
-            await trio.sleep(PUT_BACK_PAUSE_S)
-            await self._uncertain_keys.check_now(entry)
-            return entry.expected if isinstance(entry.expected, ObjectInfo) else None
-        return None
-
-    def _may_be_undone(self, key: str) -> bool:
-        return self._uncertain_keys is not None and self._uncertain_keys.may_have_undone(key)
-
-    def _refuse_undone(self, key: str) -> None:
-        """See that no late request may be why an object is not what it should be.
-
-        Raises:
-            StoreError: one may; what is expected is put back soon.
-        """
-        if self._may_be_undone(key):
-            raise _undone(key)
-
-    async def _copy_described(
-        self, source: ObjectInfo, key: str, condition: Condition, meta: Meta
-    ) -> ObjectInfo:
-        own = self._writer.uploads.own.get(source)
-        copy = await self._store.copy(
-            own or source,
-            key,
-            metadata=meta.as_metadata(),
-            condition=condition,
-            is_own=own is not None,
-        )
-        if own is not None:
-            self._writer.uploads.own.note(copy)
-        return copy
 
     async def _delete_copied(
         self,
@@ -591,10 +522,6 @@ def _etag_under(
         # What somebody else has put there meanwhile is for the upload to find.
         return copied[1].etag if copied[0].etag == staged.etag else staged.etag
     return _known_etag(rival, target)
-
-
-def _undone(key: str) -> StoreError:
-    return StoreError(f"{key} may have been undone by a late request, and is put back soon")
 
 
 def _known_etag(rival: StagedFile | None, target: ObjectInfo | Absent) -> str | None:

@@ -72,7 +72,7 @@ class Flusher:
             writing.staging,
             editor,
             writing.nursery,
-            self._landed,
+            self.landed,
             self._kept_apart,
             self._set_aside,
             self._found_done,
@@ -350,7 +350,7 @@ class Flusher:
             for handle in self._handles.files.values()
         )
 
-    def _landed(self, staged: StagedFile, info: ObjectInfo) -> None:
+    def landed(self, staged: StagedFile, info: ObjectInfo) -> None:
         """The bucket has the content of a file."""
         self._has(staged.inode, info)
         self._settle(staged)
@@ -368,7 +368,7 @@ class Flusher:
         self._inodes.mark_replaced(inode)
         inode.name = info.key[len(prefix) :]
         self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
-        self._landed(staged, info)
+        self.landed(staged, info)
 
     def _set_aside(self, staged: StagedFile, theirs: ObjectInfo | None) -> None:
         """What was written to a file that can't be whole any more stays on the disk alone."""

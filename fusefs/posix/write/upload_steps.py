@@ -116,6 +116,30 @@ class UploadSteps:
             return info
         return await self._send_parts(staged, commit, size)
 
+    async def put_new(
+        self, staged: StagedFile, key: str, condition: Condition = IF_ABSENT
+    ) -> ObjectInfo:
+        """Have the bucket have what a locked file has now under another key than its own.
+
+        Raises:
+            StoreError: it could not be sent.
+            ExistsError: there is an object, against the condition.
+        """
+        size = staged.size()
+        if staged.base is not None:
+            await self._editor.fill(staged.base, staged.fd, 0, size)
+        info = await self._store.put_file(
+            key,
+            staged.fd,
+            size,
+            metadata=staged.metadata(),
+            content_type=content_type(key),
+            condition=condition,
+        )
+        if size <= IN_PARTS:
+            self.own.note(info)
+        return info
+
     async def reserve(self, staged: StagedFile) -> ObjectInfo:
         """Put an empty object under the key of a file that is to be new.
 
@@ -388,18 +412,9 @@ class UploadSteps:
         theirs = await self.give_up(staged)
         if theirs is not None and _is_content_of(theirs, staged):
             return theirs, theirs
-        if staged.base is not None:
-            await self._editor.fill(staged.base, staged.fd, 0, staged.size())
         for key in _keys_apart(staged.key):
             with suppress(ConflictError):  # another mount of this machine was as late
-                info = await self._store.put_file(
-                    key,
-                    staged.fd,
-                    staged.size(),
-                    metadata=staged.metadata(),
-                    content_type=content_type(staged.key),
-                    condition=IF_ABSENT,
-                )
+                info = await self.put_new(staged, key)
                 break
         else:
             raise ConflictError(f"{staged.key}: there are many of its conflicts already")

@@ -101,6 +101,7 @@ class Uploader:
         )
         self.aborts = PendingAborts(staging.directory, nursery, self._steps.abort_recorded)
         self.own = self._steps.own
+        self.put_new = self._steps.put_new
         self._staging = staging
         self._editor = editor
         self._nursery = nursery
@@ -287,7 +288,7 @@ class Uploader:
                 # be brought is the new object's: the bucket has the edit in any case.
                 with suppress(StoreError, OSError):
                     await self._editor.fill(base, staged.fd, 0, base.size)
-            self._note_uploaded(staged, info, described)
+            self.note_uploaded(staged, info, described)
             self._landed(staged, info)
         except (ConflictError, StaleVersionError) as error:
             if not self._steps.is_careful(staged):
@@ -298,7 +299,7 @@ class Uploader:
                 return
             described = staged.meta_changes
             theirs, info = await self._steps.store_beside(staged)
-            self._note_uploaded(staged, info, described)
+            self.note_uploaded(staged, info, described)
             if theirs is info:
                 self._found_done(info)
                 self._landed(staged, info)
@@ -310,7 +311,7 @@ class Uploader:
         finally:
             attempt.is_cancellable = True
 
-    def _note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
+    def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
         """The bucket has what the file, which is locked, has now.
 
         Of what belongs to it, as much as had changed when `meta_changes` was `described`.

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlencode
 from fusefs.store.errors import (
     AttemptError,
     ConflictError,
+    ExistsError,
     NotFoundError,
     StaleVersionError,
     UnsupportedError,
@@ -30,6 +31,7 @@ from fusefs.store.errors import (
 from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT, ChangeToken, stamped
 from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import (
+    IF_ABSENT,
     Condition,
     Expect,
     IfMatch,
@@ -86,11 +88,15 @@ async def copy(
         head.check(metadata)
         metadata = stamped(metadata, token)
 
+    in_parts = bool(source.size) and _takes_parts(fence, condition)
+
     async def send(strict: Strict) -> ObjectInfo:
         try:
-            if is_own and metadata is not None and isinstance(source, ObjectInfo):
+            if is_own and not in_parts and metadata is not None and isinstance(source, ObjectInfo):
                 return await _copy_own(requester, source, key, metadata, strict)
-            return await _copy(requester, fence, source, key, metadata, token, keeps_mtime, strict)
+            return await _copy(
+                requester, fence, source, key, metadata, token, keeps_mtime, strict, in_parts
+            )
         except NotFoundError as error:
             # S3 does not say which of the two objects is gone.
             if isinstance(strict, IfMatch) and await fence.find(key) is None:
@@ -99,12 +105,21 @@ async def copy(
 
     if isinstance(condition, Expect):
         return await fence.over(key, condition, token, "copy", send)
-    try:
-        return await send(condition)
-    except UnsupportedError:
-        if condition is None:
-            raise
-        return await send(None)
+    if condition != IF_ABSENT or in_parts or fence.honours("copy_if_none_match"):
+        try:
+            return await send(condition)
+        except UnsupportedError:
+            if condition is None:
+                raise
+    if condition == IF_ABSENT and await fence.find(key) is not None:
+        raise ExistsError(f"{key}: there is an object already")
+    return await send(None)
+
+
+def _takes_parts(fence: Fence, condition: Condition) -> bool:
+    """Whether a store that ignores what a copy is not to replace honours it for parts."""
+    is_ignored = condition == IF_ABSENT and not fence.honours("copy_if_none_match")
+    return is_ignored and fence.relies_on("complete_if_none_match")
 
 
 async def _copy(
@@ -116,9 +131,10 @@ async def _copy(
     token: ChangeToken,
     keeps_mtime: bool,
     condition: Strict,
+    in_parts: bool,
 ) -> ObjectInfo:
     limit = LARGEST_COPY if multipart.is_mistakable(source.key) else COPY_LIMIT
-    is_small = source.size <= limit
+    is_small = source.size <= limit and not in_parts
     if isinstance(source, ObjectInfo) and is_small and metadata is None and not keeps_mtime:
         return await _copy_whole(requester, _Copy(source, key, None, condition))
     info, headers = await head.head(requester, source.key, writing)
