@@ -119,7 +119,8 @@ class IfMatch:
 class Expect:
     """Write over what the mount knows under the key: this (quoted) ETag, or nothing (None).
 
-    It never fails because of what is there. Where the store honours conditions
+    It never fails because of what is there, unless a directory's marker is written where an
+    object with content is (ConflictError). Where the store honours conditions
     the request carries this one, so that it has no effect if it is executed
     late, after another change. Where another object is there already, the
     change is repeated over that one: the last to close wins (store/fencing.py).
@@ -488,6 +489,10 @@ class Store(Source, Protocol):
         that ETag: another one stays, without an error. With `adopts` another
         one is deleted in its place, but never once an answer was lost: the
         first attempt may have deleted what was meant.
+
+        Raises:
+            ConflictError: a directory's marker was to be deleted, and an object with
+                content is there.
         """
 
     async def delete_many(

@@ -270,10 +270,13 @@ class Directories:
         await self._walks.step(directory.prefix)
         return directory.additions != known
 
-    def _fill(self, walk: Walk, prefix: str, page: ListPage, fetched: float) -> None:
+    def _fill(
+        self, walk: Walk, prefix: str, page: ListPage, fetched: float, has_own_key: bool
+    ) -> None:
         """Take a directory from a walk's flat page."""
         directory = self.get(prefix)
         segment = self._absorb(directory, "", page, fetched)
+        segment.has_hidden = segment.has_hidden or not has_own_key
         directory.walk = walk
         self.expect(prefix, segment)
 

@@ -169,9 +169,9 @@ def segment_from(
             why = "the store tells no ETag, size or time that can be used"
         if not why:
             files[name] = info
-        elif name:
+        elif name or info.size:
             has_hidden = True
-            hidden.note(info.key, why)
+            hidden.note(info.key, why if name else "it is also a directory")
     late = {*_sorting_before(stop), stop} & files.keys() if stop is not None else set()
     pending = {name: files.pop(name) for name in late}
     entries: dict[str, Entry] = {name: info for name, info in files.items() if info is not None}

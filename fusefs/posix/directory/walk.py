@@ -72,8 +72,8 @@ class Walk:
 class Walks:
     """The walks of late, below the mount's own prefix `top`.
 
-    `fill(walk, prefix, page, fetched)` is called with each directory that a flat page
-    tells all of, as a page of its own.
+    `fill(walk, prefix, page, fetched, has_own_key)` is called with each directory that a flat
+    page tells all of, as a page of its own; `has_own_key` if that would have its own key too.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Walks:
         store: Store,
         nursery: trio.Nursery,
         local: PendingChanges,
-        fill: Callable[[Walk, str, ListPage, float], None],
+        fill: Callable[..., None],
         top: str,
     ) -> None:
         self._store = store
@@ -137,7 +137,7 @@ class Walks:
                     is_apart = fetched - since > MOST_APART_S
                     is_known = not (is_apart or self._local.has_forgotten(prefix, since))
                     if is_known and prefix not in begun:
-                        self._fill(walk, prefix, part, since)
+                        self._fill(walk, prefix, part, since, prefix != after)
             # A folder that needs more than a page by itself is better listed alone.
             walk.pays = len(begun) < len(pages)
             if page.next_token is not None and walk.pays and _count(begun) <= MOST_BEGUN:

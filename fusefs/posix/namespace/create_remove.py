@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,15 +32,11 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
-from fusefs.store.errors import ExistsError, NotFoundError, UnsupportedError
+from fusefs.store.errors import ConflictError, ExistsError, NotFoundError, UnsupportedError
 from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
 
 Made = TypeVar("Made")
-
-# What stores tell of an empty object, as most markers are: the MD5 of nothing. Where
-# one has another ETag, the first change over it learns that from a HEAD.
-MARKER_ETAG = '"d41d8cd98f00b204e9800998ecf8427e"'
 
 
 class CreateRemove:
@@ -161,13 +157,17 @@ class CreateRemove:
             prefix = self._inodes.key(parent)
             meta = self._owner.of_new(stat.S_IFDIR | mode & PERMISSIONS, caller.uid, caller.gid)
             self._begin(caller)
-            await self._writer.put_marker(prefix + name + "/", meta, Expect(None))
+            try:
+                etag = await self._writer.put_marker(prefix + name + "/", meta, None)
+            except ConflictError as error:
+                self._directories.correct(self._directories.get(prefix), name, None)
+                raise OSError(errno.EEXIST, name) from error
             self._directories.changed(prefix, name, None)
             if not self._is_repeated(caller):
                 self._directories.made(prefix + name + "/")
                 self._writer.exclusive.made(prefix + name + "/")
             inode = self._inodes.resolve(parent, name, None, prefix + name + "/")
-            inode.meta, inode.has_marker, inode.packed = meta, True, None
+            inode.meta, inode.marker_etag, inode.packed = meta, etag, None
             self._inodes.entries_changed(parent)
             return inode
 
@@ -240,9 +240,26 @@ class CreateRemove:
     async def change_directory(self, inode: Inode, meta: Meta) -> None:
         """Give a directory another mode, owner or time."""
         async with self._prefix_lock.change(inode):
-            condition = Expect(MARKER_ETAG) if inode.has_marker else None
-            await self._writer.put_marker(self._inodes.key(inode), meta, condition)
-            inode.meta, inode.has_marker = meta, True
+            inode.marker_etag = await self._describe(inode, meta)
+            inode.meta = meta
+
+    async def _describe(self, inode: Inode, meta: Meta) -> str | None:
+        """Have a directory's marker say its attributes; returns its ETag.
+
+        An object with content keeps it; None is returned for that.
+        """
+        prefix = self._inodes.key(inode)
+        if inode.marker_etag is not None:
+            with suppress(ConflictError):
+                return await self._writer.put_marker(prefix, meta, inode.marker_etag)
+        try:
+            there = await self._store.head(prefix)
+        except NotFoundError:
+            return await self._writer.put_marker(prefix, meta, None)
+        if not there.size:
+            return await self._writer.put_marker(prefix, meta, there.etag)
+        await self._store.copy(there, prefix, metadata=meta.as_metadata())
+        return None
 
     # Removing
 
@@ -261,7 +278,7 @@ class CreateRemove:
             return False
         if (inode is not None and inode.staged is not None) or self._writer.deferred.has(key):
             return False
-        stays = parent.parent is None or parent.has_marker
+        stays = parent.parent is None or parent.marker_etag is not None
         if not stays and not self._directories.has_other(prefix, name):
             return False
         self._note_inherited()
@@ -328,8 +345,11 @@ class CreateRemove:
             self._begin(caller)
             await self._keep_directory(parent, name)
             inode = self._current(parent, name)
-            etag = MARKER_ETAG if inode is not None and inode.has_marker else None
-            await self._store.delete(prefix, etag, adopts=True)
+            etag = inode.marker_etag if inode is not None else None
+            try:
+                await self._store.delete(prefix, etag, adopts=True)
+            except ConflictError as error:
+                raise OSError(errno.ENOTEMPTY, name) from error
             self._writer.exclusive.removed(prefix)
             self._gone(parent, name, UNCOVERED)
 
@@ -355,22 +375,25 @@ class CreateRemove:
         if self._directories.get(prefix).is_empty(time.monotonic()):
             return True
         page = await self._store.list_page(prefix, delimiter="", max_keys=2)
-        return not page.unnamed and all(info.key == prefix for info in page.objects)
+        return not page.unnamed and all(
+            info.key == prefix and not info.size for info in page.objects
+        )
 
     async def _keep_directory(self, directory: Inode, name: str) -> None:
         """Give a directory a marker if nothing but `name`, which is to go, makes it one."""
         prefix = self._inodes.key(directory)
-        if directory.parent is None or directory.has_marker:
+        if directory.parent is None or directory.marker_etag is not None:
             return
         if self._directories.has_other(prefix, name):
             return
         page = await self._store.list_page(prefix, max_keys=3)
         there = {info.key for info in page.objects} | set(page.prefixes)
-        directory.has_marker = prefix in there
+        own = next((info for info in page.objects if info.key == prefix), None)
+        directory.marker_etag = own.etag or None if own is not None and not own.size else None
         if not there - {prefix + name, prefix + name + "/"}:
             meta = directory.meta or Meta(stat.S_IFDIR | 0o755, os.geteuid(), os.getegid())
-            await self._writer.put_marker(prefix, meta, Expect(None))
-            directory.has_marker = True
+            with suppress(ConflictError):
+                directory.marker_etag = await self._writer.put_marker(prefix, meta, None)
 
     def _gone(self, parent: Inode, name: str, left: Absent = ABSENT) -> None:
         inode = self._current(parent, name)

@@ -337,7 +337,7 @@ class PrefixCopy:
                 self.sources.pop(by_target[target], None)
                 del self.made[by_target[target]]
 
-        known = {target: self.made[key].etag for target, key in by_target.items()}
+        known = {target: _etag_to_delete(self.made[key]) for target, key in by_target.items()}
         await delete_all(self._store, self._touched, known, note)
 
     async def delete_marker(self) -> None:
@@ -363,7 +363,10 @@ class PrefixCopy:
                 try:
                     await self._store.head(self.old)
                 except NotFoundError:
-                    await self._make_marker(copy.key, self.old, Expect(None))
+                    if _is_marker(copy):
+                        await self._make_marker(copy.key, self.old, Expect(None))
+                    else:
+                        await self._store.copy(copy, self.old, condition=Expect(None))
         self._may_lack_marker = False
 
     async def delete_sources(self, note: Callable[[int], None]) -> None:
@@ -392,13 +395,21 @@ class PrefixCopy:
             for key in gone:
                 del left[key]
 
-        known = {key: source.etag for key, source in left.items()}
+        known = {key: _etag_to_delete(source) for key, source in left.items()}
         await delete_all(self._store, self._touched, known, note_gone)
         await delete_all(self._store, self._touched, dict.fromkeys(self._folders))
 
 
 def _is_marker(info: ObjectInfo) -> bool:
     return info.key.endswith("/") and not info.size
+
+
+def _etag_to_delete(info: ObjectInfo) -> str | None:
+    """The ETag over which an object is deleted; None for a marker.
+
+    Markers are all the same, and SeaweedFS refuses an ETag for one whose directory is left alone.
+    """
+    return None if _is_marker(info) else info.etag
 
 
 def _depth(info: ObjectInfo) -> int:
@@ -437,15 +448,14 @@ async def delete_all(
     """Delete objects, the markers of directories after what is in them.
 
     `known` has their ETags by their keys, None where any is to go: where another
-    client has replaced one since, that stays, and so does what is `touched`. Markers go
-    without: they are all the same, and SeaweedFS refuses an ETag for one whose
-    directory is left alone. `note` is called with the keys that are done, as it goes on.
+    client has replaced one since, that stays, and so does what is `touched`. `note` is
+    called with the keys that are done, as it goes on.
 
     Raises:
         StoreError, OSError: some could not be deleted; all others are.
     """
     ordered = sorted(known, reverse=True)
-    etags = {key: etag for key, etag in known.items() if etag and not key.endswith("/")}
+    etags = {key: etag for key, etag in known.items() if etag}
     files = [key for key in ordered if not key.endswith("/")]
     markers = [key for key in ordered if key.endswith("/")]
     errors: list[Exception] = []

@@ -92,13 +92,13 @@ class Inode:
     __slots__ = (
         "children",
         "entries_changed_ns",
-        "has_marker",
         "info",
         "ino",
         "is_current",
         "is_removed",
         "lead",
         "looked_up",
+        "marker_etag",
         "marks",
         "meta",
         "name",
@@ -136,8 +136,8 @@ class Inode:
         self.meta: Meta | None = None
         self.staged: StagedFile | None = None
         self.packed: bytes | None = None
-        # Of a directory: there is known to be a marker.
-        self.has_marker = False
+        # Of a directory that is known to have a marker without content: the marker's.
+        self.marker_etag: str | None = None
         # The state of the listing that the kernel has read to its end
         # (see posix/directory/listings.py).
         self.streamed_generation = -1

@@ -38,7 +38,7 @@ from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging_record import may_tell_uploaded
 from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
-from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo
+from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.writing")
@@ -191,16 +191,23 @@ class Writer:
                 raise OSError(errno.EEXIST, str(error)) from error
             return found
 
-    async def put_marker(self, prefix: str, meta: Meta, condition: Condition = None) -> None:
-        """Make a prefix a directory, as S3 consoles do."""
-        await self._store.put_file(
+    async def put_marker(self, prefix: str, meta: Meta, etag: str | None) -> str:
+        """Make a prefix a directory, as S3 consoles do, over a marker with this ETag (None: none).
+
+        Returns the marker's ETag.
+
+        Raises:
+            ConflictError: an object with content is there.
+        """
+        made = await self._store.put_file(
             prefix,
             self.empty,
             0,
             metadata=meta.as_metadata(),
             content_type="application/x-directory",
-            condition=condition,
+            condition=Expect(etag),
         )
+        return made.etag
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file for writing, or one that is staged."""

@@ -136,6 +136,7 @@ class Fence:
         `token` is the change's own, None if the object will not have it.
 
         Raises:
+            ConflictError: an object with content is where a directory's marker was to be.
             StoreError: of `send`, but for a condition that does not hold.
         """
         etag = expected.etag
@@ -154,6 +155,8 @@ class Fence:
             there = await self.find(key)
             if there is not None and token is not None and there.token == token:
                 return there
+            if there is not None and there.size and _is_marker(operation, key):
+                raise ConflictError(f"{key} is an object with content, which stays")
             current = there.etag if there is not None else None
             if current == etag:
                 break  # the server refuses the ETag that it gives itself
@@ -191,8 +194,13 @@ class Fence:
             return None
 
 
+def _is_marker(operation: str, key: str) -> bool:
+    """Whether an operation writes the marker of a directory, which has no content."""
+    return operation == "put" and key.endswith("/")
+
+
 def _name(operation: str, key: str, etag: str | None) -> str:
     """What a condition is called in `Capabilities`."""
-    if operation == "put" and key.endswith("/"):
+    if _is_marker(operation, key):
         operation = "marker"
     return f"{operation}_if_none_match" if etag is None else f"{operation}_if_match"

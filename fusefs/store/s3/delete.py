@@ -114,6 +114,8 @@ async def delete(
         there = await fence.find(key)
         if there is None:
             return None
+        if adopts and there.size and key.endswith("/"):
+            raise ConflictError(f"{key} has content by now, which stays")
         if there.etag != sent and (may_be_done or not adopts):
             logger.debug("%s: another object is there by now, and stays", key)
             return None

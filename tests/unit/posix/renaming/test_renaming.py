@@ -239,9 +239,12 @@ async def test_copies_are_taken_back_where_the_local_disk_fails(mount: MortalMou
         assert [key for key in mount.store.objects if key.startswith("new")] == []
 
 
-async def test_an_empty_directory_stays_whose_rename_fails(mount: MortalMount) -> None:
+@pytest.mark.parametrize("content", [b"", b"of an object that is no marker"])
+async def test_an_empty_directory_stays_whose_rename_fails(
+    mount: MortalMount, content: bytes
+) -> None:
     """Its marker was deleted, but there was no answer."""
-    mount.store.put("old/", mode="16832")
+    mount.store.put("old/", content, mode="16832")
 
     def lose(what: str, key: str) -> None:
         if (what, key) == ("DELETE", "old/"):
@@ -253,6 +256,7 @@ async def test_an_empty_directory_stays_whose_rename_fails(mount: MortalMount) -
             await process.rename("old", "new")
         assert await process.listing() == ["old"]
     assert list(mount.store.objects) == ["old/"]
+    assert mount.store.objects["old/"].data == content
     assert (mount.store.objects["old/"].info.metadata or {})["mode"] == "16832"
 
 
