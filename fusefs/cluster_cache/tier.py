@@ -40,8 +40,8 @@ from fusefs.cluster_cache.policy import (
     Sampling,
 )
 from fusefs.store.errors import AttemptError, NotFoundError
+from fusefs.store.http.answers import Answer
 from fusefs.store.http.async_exchange import Late
-from fusefs.store.http.exchange import Answer
 from fusefs.store.http.threads import AbandonedError
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Priority, Source, Urgency, demanded
 

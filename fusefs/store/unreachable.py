@@ -25,6 +25,8 @@ class UnreachableCause:
     may_pass: bool = True
 
 
+# It would be as long the next time.
+TOO_LONG = UnreachableCause("the answer is longer than any should be", may_pass=False)
 # The meaning of status 407.
 PROXY_PASSWORD = "the proxy wants a user and a password, or refuses those that it got"
 _UNTRUSTED = "its certificate is of an authority that is not trusted (setting ca-bundle)"
@@ -74,6 +76,8 @@ def of_botocore(error: Any) -> UnreachableCause:
     url = urlsplit(str(error.kwargs.get("endpoint_url") or ""))
     whom = f"{url.scheme}://{url.netloc}" if url.netloc else "S3"
     reason = str(error.kwargs.get("error", ""))
+    if reason == TOO_LONG.sentence:
+        return TOO_LONG
     if isinstance(error, exceptions.ConnectTimeoutError | exceptions.ReadTimeoutError):
         return UnreachableCause(f"no answer from {whom} in time")
     if isinstance(error, exceptions.IncompleteReadError | exceptions.ResponseStreamingError):
@@ -103,6 +107,8 @@ def of_exchange(error: Exception, origin: str) -> UnreachableCause:
     """Why there was no whole answer on a connection of our own."""
     if isinstance(error, TimeoutError):
         return UnreachableCause(f"no answer from {origin} in time")
+    if str(error) == TOO_LONG.sentence:
+        return TOO_LONG
     why = _of_network(str(error))
     return UnreachableCause(
         f"no connection to {origin}: {why}" if why else f"no connection to {origin}"

@@ -25,7 +25,7 @@ from typing import Protocol, Self, TypeAlias, cast
 import trio
 
 from fusefs.store.http import exchange as wire
-from fusefs.store.http.exchange import Answer
+from fusefs.store.http.answers import Answer, Arrived, Parsing, WireError, answer, read_head
 from fusefs.store.http.pool import BorrowedConnection, ConnectionPool
 from fusefs.store.http.records import EventLoop
 
@@ -102,9 +102,9 @@ async def exchange(
         with trio.CancelScope(deadline=trio.current_time() + first.limit_s) as limit:
             await first.send(head, body)
             if late is not None:
-                answer = await first.receive_within(late.wait_s)
-                if answer is not None:
-                    return answer
+                in_time = await first.receive_within(late.wait_s)
+                if in_time is not None:
+                    return in_time
             elif hedge is None or await first.has_begun(hedge):
                 return await first.receive()
             elif hedge.take():
@@ -161,7 +161,7 @@ async def _send_again(first: _Exchange, head: bytes) -> Answer:
         await trio.to_thread.run_sync(pool.open_idle, abandon_on_cancel=True)
         sock = pool.take_idle()
     if sock is None:
-        raise wire.WireError("another request has taken the connection")
+        raise WireError("another request has taken the connection")
     with _Exchange(pool, sock, first.room, first.begun, is_head=first.is_head) as second:
         await second.send(head, b"")
         return await second.receive()
@@ -195,7 +195,8 @@ class _Exchange:
         self._view = memoryview(self._buffer)
         self._filled = 0
         self._wake_size = 1
-        self._piecemeal = bytearray()  # what has come of an answer of unknown length
+        # What takes an answer of unknown length apart.
+        self._piecemeal: Parsing[tuple[Answer, bool]] | None = None
 
     def __enter__(self) -> Self:
         if self._plain is None:
@@ -257,33 +258,39 @@ class _Exchange:
         """
         await self._begin()
         buffer, view = self._buffer, self._view
-        while (stop := buffer.find(b"\r\n\r\n", 0, self._filled)) < 0:
+        looked = 0
+        while (stop := buffer.find(b"\r\n\r\n", looked, self._filled)) < 0:
+            looked = max(0, self._filled - 3)
             await self._fill(self._filled + 1)
-        head = wire.read_head(bytes(view[:stop]))
+        head = read_head(bytes(view[:stop]))
         size = head.body_size(is_head=self.is_head)
         if head.status < 200 or size is None:
             # Rare, and mostly a failure.
-            answer, is_reusable = await self._receive_piecemeal()
+            found, is_reusable = await self._receive_piecemeal()
         else:
             start, stop = stop + 4, stop + 4 + size
             if stop > len(buffer):
-                raise wire.WireError("the answer is longer than the requested range")
+                raise WireError("the answer is longer than the requested range")
             await self._fill(stop)
             self._wake_for(0)
-            answer = Answer(head.status, head.headers, bytes(view[start:stop]))
+            found = Answer(head.status, head.headers, bytes(view[start:stop]))
             is_reusable = head.is_reusable and self._filled == stop
         self._borrowed.is_reusable = is_reusable
-        return answer
+        return found
 
     async def _receive_piecemeal(self) -> tuple[Answer, bool]:
         """An answer of unknown length, of which something has come, and whether to reuse."""
-        data = self._piecemeal = self._piecemeal or self._buffer[: self._filled]
+        parsing = self._piecemeal
         room = bytearray(wire.READ_SIZE)
-        while True:
-            try:
-                return wire.read(wire.Stream(_Received(bytes(data))), is_head=self.is_head)
-            except _NotYetError:
-                data += memoryview(room)[: await _receive_some(self._sock, memoryview(room))]
+        try:
+            if parsing is None:
+                arrived = Arrived(self._buffer[: self._filled])
+                parsing = self._piecemeal = answer(arrived, is_head=self.is_head, most=self.room)
+                next(parsing)
+            while True:
+                parsing.send(bytes(room[: await _receive_some(self._sock, memoryview(room))]))
+        except StopIteration as end:
+            return cast(tuple[Answer, bool], end.value)
 
     async def _begin(self) -> None:
         """Receive the first bytes. Cancelling loses none."""
@@ -372,7 +379,7 @@ def _read_record(sock: ssl.SSLSocket, room: memoryview) -> int:
 async def _receive_some(sock: _Socket, room: memoryview) -> int:
     """Receive at least a byte; return how many."""
     if not room:
-        raise wire.WireError("the answer is longer than the requested range")
+        raise WireError("the answer is longer than the requested range")
     while True:
         try:
             count = sock.recv_into(room)
@@ -382,25 +389,5 @@ async def _receive_some(sock: _Socket, room: memoryview) -> int:
             await trio.lowlevel.wait_writable(sock)
         else:
             if not count:
-                raise wire.WireError("the answer broke off")
+                raise WireError("the answer broke off")
             return count
-
-
-class _NotYetError(Exception):
-    """The answer is longer than what has come of it."""
-
-
-class _Received:
-    """What has come so far, in place of the connection."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def recv(self, _size: int) -> bytes:
-        data, self._data = self._data, b""
-        if not data:
-            raise _NotYetError
-        return data
-
-    def gettimeout(self) -> float | None:
-        return None

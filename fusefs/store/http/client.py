@@ -25,8 +25,9 @@ from fusefs.store import renewal, unreachable
 from fusefs.store.customer_key import COPY_SOURCE, CustomerKey
 from fusefs.store.errors import AttemptError, Failure, StoreError, UnreachableError, from_body
 from fusefs.store.http import async_exchange, exchange
+from fusefs.store.http.answers import Answer, WireError
 from fusefs.store.http.async_exchange import HedgeRule, Late
-from fusefs.store.http.exchange import Answer, RequestBody
+from fusefs.store.http.exchange import RequestBody
 from fusefs.store.http.pool import ConnectionPool, Network
 from fusefs.store.http.proxies import PORTS
 from fusefs.store.http.sigv4 import Signer
@@ -147,7 +148,7 @@ class HttpClient:
                 answer, connection.is_reusable = exchange.exchange(
                     connection.sock, head, body, is_head=method == "HEAD"
                 )
-            except (OSError, exchange.WireError) as error:
+            except (OSError, WireError) as error:
                 raise _unanswered(error, pattern) from error
         return answer if _is_done(answer) else None
 
@@ -178,7 +179,7 @@ class HttpClient:
                 answer, connection.is_reusable = exchange.download(
                     connection.sock, request, size, begin, take
                 )
-            except (OSError, exchange.WireError) as error:
+            except (OSError, WireError) as error:
                 raise _unanswered(error, pattern) from error
         return answer is not None and _is_done(answer)
 
@@ -221,7 +222,7 @@ class HttpClient:
                 late=late,
                 begun=begun,
             )
-        except (OSError, exchange.WireError) as error:
+        except (OSError, WireError) as error:
             raise _unanswered(error, pattern) from error
         if answer is None:
             return None
@@ -332,8 +333,8 @@ def _unanswered(error: Exception, pattern: _Pattern) -> AttemptError:
     """A request was sent on an open connection, and no whole answer came."""
     if isinstance(error, TimeoutError):
         pattern.pool.close_idle()  # the network may have lost all of them without a word
-    sentence = unreachable.of_exchange(error, pattern.origin).sentence
-    return AttemptError(Failure(UnreachableError, sentence, is_retryable=True))
+    cause = unreachable.of_exchange(error, pattern.origin)
+    return AttemptError(Failure(UnreachableError, cause.sentence, is_retryable=cause.may_pass))
 
 
 def _has_etag(answer: Answer) -> bool:

@@ -2,9 +2,8 @@
 
 urllib3 and http.client take a third of a millisecond for an exchange, most of
 it for reading the answer's headers as if they were a mail's. Here a request is
-one write, and an answer some reads: the status line, the headers, and a body of
-a known length, in chunks, or until the end (RFC 9112). The connections are those
-of pool.py.
+one write, and an answer some reads, which answers.py takes apart. The connections are
+those of pool.py.
 
 A long body without TLS goes from the socket into one buffer, and from there into
 its file: two system calls for a MiB, both without the interpreter's lock. Over TLS it
@@ -17,19 +16,29 @@ that is what `LeastProgress` watches for.
 from __future__ import annotations
 
 import math
-import re
 import socket
 import ssl
 import struct
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fusefs.store.http import records
-from fusefs.telemetry.s3_requests import first_byte
+from fusefs.store.http.answers import (
+    Answer,
+    Arrived,
+    Parsing,
+    WireError,
+    answer,
+    final_head,
+    parse,
+    read_head,
+    whole,
+)
+
+T = TypeVar("T")
 
 READ_SIZE = 1 << 16
 # Bodies of at most so many bytes are sent without asking whether they are wanted.
@@ -44,48 +53,6 @@ ANSWER_LIMIT_S = 900.0
 # What a long body is handed on in.
 PIECE = 1 << 20
 _TIMEVAL = struct.Struct("@ll")
-# More than any server sends; http.client's limit is a hundred lines of as many bytes.
-MOST_HEADERS = 1 << 18
-# The digits of the largest size that is one.
-LONGEST_SIZE = 19
-_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}[ \t]*")
-
-
-class WireError(Exception):
-    """What came is no answer, or not all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What S3 answered; the names of `headers` are in lower case."""
-
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """What an answer begins with; `is_reusable` if another may come on the same connection."""
-
-    status: int
-    headers: Mapping[str, str]
-    is_reusable: bool
-
-    def body_size(self, *, is_head: bool) -> int | None:
-        """How many bytes follow; None if only they themselves tell.
-
-        Raises:
-            WireError: the head does not make sense.
-        """
-        if is_head or self.status in (204, 304):
-            return 0
-        length = self.headers.get("content-length")
-        if length is None or self.headers.get("transfer-encoding", "").lower() == "chunked":
-            return None
-        if not length.isdecimal() or len(length) > LONGEST_SIZE:
-            raise WireError("what came is no answer")
-        return int(length)
 
 
 class ByteSource(Protocol):
@@ -164,15 +131,15 @@ def exchange(
             is_sent = True
         else:
             sock.sendall(head)
-            answer = _answer_instead_of_continue(sock, stream, is_head=is_head)
-            if answer is not None:
-                return answer, False
+            refusal = _answer_instead_of_continue(sock, stream, is_head=is_head)
+            if refusal is not None:
+                return refusal, False
             _send_body(sock, body)
             is_sent = True
-    answer, is_reusable = read(stream, is_head=is_head)
-    if answer.status < 300 and not is_sent:
+    found, is_reusable = stream.read(answer(stream, is_head=is_head))
+    if found.status < 300 and not is_sent:
         raise WireError("the answer came before the whole body was sent")
-    return answer, is_reusable and is_sent
+    return found, is_reusable and is_sent
 
 
 def _send_body(sock: socket.socket, body: RequestBody) -> None:
@@ -196,7 +163,7 @@ def _answer_instead_of_continue(
     limit_s = sock.gettimeout()
     sock.settimeout(CONTINUE_WAIT_S)
     try:
-        head = read_head(stream.until(b"\r\n\r\n"))
+        head = read_head(stream.read(stream.until(b"\r\n\r\n")))
     except TimeoutError:
         return None
     finally:
@@ -205,35 +172,7 @@ def _answer_instead_of_continue(
         return None
     if head.status < 300:
         raise WireError("the answer came before the body was sent")
-    content, _ = _content(stream, head, is_head=is_head)
-    return Answer(head.status, head.headers, content)
-
-
-def read(stream: Stream, *, is_head: bool) -> tuple[Answer, bool]:
-    """An answer, and whether another may come on the same connection."""
-    head = _final_head(stream)
-    content, is_whole = _content(stream, head, is_head=is_head)
-    return Answer(head.status, head.headers, content), is_whole and head.is_reusable
-
-
-def _final_head(stream: Stream) -> AnswerHead:
-    while True:
-        head = read_head(stream.until(b"\r\n\r\n"))
-        if head.status >= 200:
-            first_byte()
-            return head
-
-
-def _content(stream: Stream, head: AnswerHead, *, is_head: bool) -> tuple[bytes, bool]:
-    """A body, and whether nothing else can be on its way."""
-    size = head.body_size(is_head=is_head)
-    if size is not None:
-        content = stream.exactly(size)
-    elif head.headers.get("transfer-encoding", "").lower() == "chunked":
-        content = _read_chunks(stream)
-    else:
-        return stream.rest(), False
-    return content, stream.is_empty
+    return stream.read(whole(stream, head, is_head=is_head))[0]
 
 
 def download(
@@ -255,13 +194,12 @@ def download(
     """
     sock.sendall(request)
     stream = Stream(sock)
-    head = _final_head(stream)
+    head = stream.read(final_head(stream))
     length = head.body_size(is_head=False)
     if head.status < 300 and length is None:
         return None, False
     if length is None or head.status >= 300:
-        content, is_whole = _content(stream, head, is_head=False)
-        return Answer(head.status, head.headers, content), is_whole and head.is_reusable
+        return stream.read(whole(stream, head, is_head=False))
     begin(head.headers)
     first = stream.buffered()
     _hand_on(sock, first, min(length, size), take)
@@ -326,103 +264,25 @@ def _set_receive_limit(sock: socket.socket, limit_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def read_head(text: bytes) -> AnswerHead:
-    """What the lines before an answer's body tell.
-
-    Raises:
-        WireError: they are no such lines.
-    """
-    first, *lines = text.decode("latin-1").split("\r\n")
-    protocol, _, rest = first.partition(" ")
-    if not protocol.startswith("HTTP/1.") or not (rest[:3].isascii() and rest[:3].isdigit()):
-        raise WireError("what came is no answer")
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon:
-            raise WireError("what came is no answer")
-        name, value = name.lower(), value.strip()
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    is_reusable = protocol == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
-    return AnswerHead(int(rest[:3]), headers, is_reusable)
-
-
-def _read_chunks(stream: Stream) -> bytes:
-    chunks = []
-    while True:
-        line = stream.until(b"\r\n").partition(b";")[0]
-        if not _CHUNK_SIZE.fullmatch(line):
-            raise WireError("what came is no answer")
-        size = int(line, 16)
-        if not size:
-            break
-        chunks.append(stream.exactly(size))
-        stream.exactly(2)
-    while stream.until(b"\r\n"):
-        pass
-    return b"".join(chunks)
-
-
-class Stream:
+class Stream(Arrived):
     """What arrives on a connection; once it has begun, by a pace over so many seconds."""
 
     def __init__(self, sock: ByteSource, window_s: float | None = None) -> None:
+        super().__init__()
         self._sock = sock
-        self._data = b""
         self._pace = LeastProgress(
             PACE_WINDOW_S if window_s is None else window_s, sock.gettimeout()
         )
         self._has_begun = False
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing more has come."""
-        return not self._data
-
-    def until(self, mark: bytes) -> bytes:
-        """What comes before `mark`, which is taken away too.
+    def read(self, parsing: Parsing[T]) -> T:
+        """What a generator makes of this stream. Blocks.
 
         Raises:
-            WireError: `mark` is not within the first MOST_HEADERS bytes.
+            WireError: it is no answer.
+            OSError: the connection broke, was silent, or hardly got on.
         """
-        while True:
-            found, mark_found, rest = self._data.partition(mark)
-            if mark_found:
-                self._data = rest
-                return found
-            if len(self._data) > MOST_HEADERS:
-                raise WireError("what came is no answer")
-            self._data += self._more()
-
-    def exactly(self, size: int) -> bytes:
-        """The next `size` bytes."""
-        pieces, missing = [self._data[:size]], size - len(self._data)
-        self._data = self._data[size:]
-        while missing > 0:
-            piece = self._more()
-            pieces.append(piece[:missing])
-            self._data = piece[missing:]
-            missing -= len(piece)
-        return b"".join(pieces)
-
-    def buffered(self) -> bytes:
-        """What has come already."""
-        data, self._data = self._data, b""
-        return data
-
-    def rest(self) -> bytes:
-        """Everything until the server closes the connection."""
-        pieces = [self._data]
-        while piece := self._receive():
-            pieces.append(piece)
-        self._data = b""
-        return b"".join(pieces)
-
-    def _more(self) -> bytes:
-        data = self._receive()
-        if not data:
-            raise WireError("the answer broke off")
-        return data
+        return parse(parsing, self._receive)
 
     def _receive(self) -> bytes:
         began = time.monotonic()

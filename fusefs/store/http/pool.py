@@ -22,7 +22,8 @@ from urllib.parse import unquote, urlsplit
 
 from fusefs.store import unreachable
 from fusefs.store.errors import AttemptError, Failure, UnreachableError
-from fusefs.store.http.exchange import Stream, WireError, read_head
+from fusefs.store.http.answers import WireError, read_head
+from fusefs.store.http.exchange import Stream
 from fusefs.store.http.proxies import PORTS, Proxies
 
 
@@ -169,7 +170,8 @@ class ConnectionPool:
         lines += [f"{name}: {value}" for name, value in _authorization(proxy).items()]
         try:
             sock.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode())
-            text = Stream(sock).until(b"\r\n\r\n")
+            stream = Stream(sock)
+            text = stream.read(stream.until(b"\r\n\r\n"))
             if read_head(text).status // 100 != 2:
                 status = text.partition(b"\r\n")[0].partition(b" ")[2].decode("latin-1")
                 raise WireError(f"Tunnel connection failed: {status}")

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fusefs.store.errors import StoreError
+from fusefs.store.http import botocore_answers
 
 PORTS = {"http": 80, "https": 443}
 _BRACKETED = re.compile(r"\[([^\]]*)\](?::(\d+))?")
@@ -87,6 +88,7 @@ def make_client(
     Raises:
         ProxyError: no proxy of its kind can be used.
     """
+    botocore_answers.bound()
     client = make({"proxies": {}})  # without this botocore takes those of the environment
     proxy = proxies.choose(address(client.meta.endpoint_url))
     if proxy is None:

@@ -29,7 +29,7 @@ from fusefs.store.errors import (
     from_body,
 )
 from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT, ChangeToken, stamped
-from fusefs.store.http.exchange import Answer
+from fusefs.store.http.answers import Answer
 from fusefs.store.interface import (
     IF_ABSENT,
     Condition,

@@ -28,7 +28,7 @@ from fusefs.store.errors import (
     UnreachableError,
     UnsupportedError,
 )
-from fusefs.store.http.exchange import LONGEST_SIZE, Answer
+from fusefs.store.http.answers import LONGEST_SIZE, Answer
 from fusefs.store.http.threads import AbandonedError, Attempt
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
 from fusefs.store.object_checksum import ASKING

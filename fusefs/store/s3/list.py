@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from fusefs.store.errors import AttemptError, Failure, UnreachableError, UnsupportedError
+from fusefs.store.http.answers import Answer
 from fusefs.store.http.client import HttpClient
-from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import ListPage
 from fusefs.store.s3 import list_parser
 

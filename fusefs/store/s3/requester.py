@@ -37,8 +37,9 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
+from fusefs.store.http.answers import Answer
 from fusefs.store.http.async_exchange import HedgeRule
-from fusefs.store.http.exchange import ANSWER_LIMIT_S, Answer
+from fusefs.store.http.exchange import ANSWER_LIMIT_S
 from fusefs.store.http.threads import AbandonedError, Attempt, Progress, Threads, Transfer
 from fusefs.store.interface import (
     ListPage,

@@ -10,8 +10,8 @@ from fusefs.cluster_cache import remote as remote_module
 from fusefs.cluster_cache.block import Domain, StoredBlock
 from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.store.errors import AttemptError
+from fusefs.store.http.answers import Answer
 from fusefs.store.http.async_exchange import Late
-from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import ObjectVersion, demanded
 from fusefs.store.s3.clients import ClientSource, S3Settings
 from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS, S3_REQUESTS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusefs.store.errors import StoreError
-from fusefs.store.http import exchange
+from fusefs.store.http import answers
 from fusefs.store.s3 import clients
 from fusefs.store.s3.get import GetStream
 from tests.support.servers.buckets import Bucket
@@ -145,13 +145,13 @@ async def test_what_has_come_before_a_break_is_not_requested_again(
 async def test_a_server_that_does_not_say_how_much_it_sends_is_read_by_a_library(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body_size = exchange.AnswerHead.body_size
+    body_size = answers.AnswerHead.body_size
 
-    def untold(head: exchange.AnswerHead, *, is_head: bool) -> int | None:
+    def untold(head: answers.AnswerHead, *, is_head: bool) -> int | None:
         size = body_size(head, is_head=is_head)
         return None if size == len(BODY) else size
 
-    monkeypatch.setattr(exchange.AnswerHead, "body_size", untold)
+    monkeypatch.setattr(answers.AnswerHead, "body_size", untold)
     async with opened(shared, faulty) as store:
         await store.check("")
         assert await download(store, await store.head("body")) == BODY

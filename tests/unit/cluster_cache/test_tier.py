@@ -22,8 +22,8 @@ from fusefs.store.errors import (
     UnreachableError,
     from_status,
 )
+from fusefs.store.http.answers import Answer
 from fusefs.store.http.async_exchange import Late
-from fusefs.store.http.exchange import Answer
 from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
 
 SIZE = 2 * BLOCK + 3 * FRAME + 17

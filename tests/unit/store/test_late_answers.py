@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 import trio
 
+from fusefs.store.http.answers import Answer
 from fusefs.store.http.async_exchange import Late, exchange
-from fusefs.store.http.exchange import Answer
 from fusefs.store.http.pool import BorrowedConnection, ConnectionPool
 from fusefs.store.http.threads import AbandonedError
 

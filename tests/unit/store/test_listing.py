@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.store.errors import AttemptError, UnsupportedError
+from fusefs.store.http.answers import Answer
 from fusefs.store.http.client import HttpClient
-from fusefs.store.http.exchange import Answer
 from fusefs.store.s3 import list_parser
 from fusefs.store.s3.list import Lister, parameters
 from fusefs.store.s3.list_parser import ListingError, parse

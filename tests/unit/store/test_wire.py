@@ -10,28 +10,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
-from botocore import auth
+from botocore import UNSIGNED, auth
 from botocore.awsrequest import AWSRequest
+from botocore.config import Config
 from botocore.credentials import ReadOnlyCredentials
+from botocore.exceptions import HTTPClientError
+from botocore.session import Session
 
-from fusefs.store.errors import AttemptError
-from fusefs.store.http import async_exchange
+from fusefs.store.errors import AttemptError, translate
+from fusefs.store.http import answers, async_exchange
 from fusefs.store.http import exchange as exchange_module
+from fusefs.store.http.answers import MOST_CONTENT, MOST_ERROR, MOST_HEADERS, Answer, WireError
 from fusefs.store.http.exchange import (
     LEAST_RATE,
     SMALL,
-    Answer,
     LeastProgress,
     RequestBody,
-    WireError,
     download,
     exchange,
 )
 from fusefs.store.http.pool import BorrowedConnection, ConnectionPool, Network
-from fusefs.store.http.proxies import Proxies
+from fusefs.store.http.proxies import Proxies, make_client
 from fusefs.store.http.sigv4 import Signer
 from fusefs.store.s3.head import parse_head
 
@@ -225,6 +228,71 @@ def test_an_endless_header_is_given_up(server: Server) -> None:
     server.answer(b"HTTP/1.1 200 OK\r\nX: ", b"x" * (1 << 19), ends=True)
     with pytest.raises(WireError):
         ask(server)
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n",
+        CHUNKED + b"3b9aca00\r\n",
+        CHUNKED + b"".join([b"10000\r\n" + bytes(65536) + b"\r\n"] * 257),
+        CHUNKED + b"0\r\n" + b"A: b\r\n" * (MOST_HEADERS // 6 + 1),
+        b"HTTP/1.1 200 OK\r\n\r\n" + bytes(MOST_CONTENT + 1),
+        b"HTTP/1.1 103 Early Hints\r\n\r\n" * 11,
+    ],
+    ids=["length", "chunk", "chunks", "trailers", "to the end", "interim"],
+)
+def test_an_answer_without_measure_is_given_up(server: Server, answer: bytes) -> None:
+    server.answer(answer)
+    with pytest.raises(WireError, match=r"longer than any|again and again"):
+        ask(server)
+    assert not server.is_idle
+
+
+def test_botocore_reads_no_answer_without_measure(server: Server) -> None:
+    def make(parameters: dict[str, Any]) -> Any:
+        config = Config(signature_version=UNSIGNED, retries={"total_max_attempts": 1}, **parameters)
+        url = f"http://127.0.0.1:{server.listener.getsockname()[1]}"
+        return Session().create_client("s3", "us-east-1", endpoint_url=url, config=config)
+
+    client = make_client(make, Proxies.of({}), None)
+    server.answer(b"HTTP/1.1 200 OK\r\n\r\n", bytes(MOST_CONTENT + (1 << 17)))
+    with pytest.raises(HTTPClientError) as raised:
+        client.list_objects_v2(Bucket="bucket")
+    assert "longer than any" in translate(raised.value).sentence
+    server.join()
+
+
+def test_a_failure_without_measure_is_what_its_status_says(server: Server) -> None:
+    server.answer(b"HTTP/1.1 404 Not Found\r\n\r\n" + bytes(MOST_ERROR + 1))
+    answer = ask(server)
+    assert (answer.status, answer.content, server.is_idle) == (404, b"", False)
+
+
+def test_each_byte_of_an_answer_is_looked_at_once() -> None:
+    """Twice the bytes take about twice the time, in however small pieces they come."""
+
+    def took_s(count: int) -> float:
+        parsing = answers.answer(answers.Arrived(), is_head=False)
+        pieces = iter([CHUNKED, *[b"1\r\nx\r\n"] * count, b"0\r\n\r\n"])
+        began = time.thread_time()
+        answer, _ = answers.parse(parsing, lambda: next(pieces))
+        assert len(answer.content) == count
+        return time.thread_time() - began
+
+    assert took_s(64_000) < 16 * took_s(16_000)
+
+
+async def test_in_the_event_loop_a_chunked_answer_is_parsed_as_it_comes(server: Server) -> None:
+    await trio.to_thread.run_sync(server.pool.open_idle)
+    server.answer(CHUNKED, *[b"4\r\nbody\r\n"] * 25, b"0\r\n\r\n")
+    answer = await async_exchange.exchange(server.pool, HEAD, b"", is_head=False, size=100)
+    assert answer is not None
+    assert answer.content == b"body" * 25
+    assert server.is_idle
 
 
 def test_a_connection_that_the_server_has_closed_is_not_used_again(server: Server) -> None:
