@@ -30,8 +30,8 @@ class Rank(enum.IntEnum):
 class OpenFile(NamedTuple):
     """A file as a thread has opened it; `ranges` is None if it is the one that was known.
 
-    `fault` is what is wrong with its bytes, where they were compared, and `sums`
-    are checksums of those that had none.
+    `fault` is what is wrong with its bytes, where they were compared, `sums`
+    are checksums of those that had none, `used_at` is its last use by the catalog.
     """
 
     fd: int
@@ -40,6 +40,7 @@ class OpenFile(NamedTuple):
     ranges: bytes | None
     fault: OSError | Sum | None = None
     sums: Sequence[Sum] = ()
+    used_at: float = 0.0
 
 
 class CacheFile:

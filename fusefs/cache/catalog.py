@@ -12,18 +12,21 @@ fetched it again), ranges are merged with what the row holds, and the sum of
 all sizes is a row of its own that changes in the same transaction.
 
 Each row carries a checksum. A database that is damaged, by SQLite's own checks
-or by these, is set aside (integrity/damage.py), and its rows that check out are
-copied into the next. While a mount is served, and when one is taken over, its
-catalog goes on in memory instead: other mounts may use the same file.
+or by these, is set aside (integrity/damage.py), and the cache starts empty: what it
+held is removed and fetched again. A mount that goes on under another daemon, on a disk
+that takes no database, has its catalog in memory.
+
+The catalog may have ten million rows, so nothing reads all of it: the newest rows are
+read when it is opened, others by name, and the oldest page by page for the evictor.
 
 The checksums of what has arrived are in a table of their own, by the file's
 inode number and generation, which a rename does not change, and by the part of
 the file: only the parts that have changed are written again. Ranges without a
-sum are as good as others; earlier versions of fusefs kept none. A sum that is
-damaged itself has a cached copy dropped, no more.
+sum are as good as others: a killed process may not have recorded the last ones. A sum
+that is damaged itself has a cached copy dropped, no more.
 
 Which files are not evicted is in another table, one file for each key of a bucket
-(retention.py). Earlier versions of fusefs do not know this table.
+(retention.py).
 
 All calls block; a lock lets one thread in at a time.
 """
@@ -35,12 +38,12 @@ import sqlite3
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusefs.cache.integrity import checksums
 from fusefs.cache.integrity.checksums import Sum
@@ -50,7 +53,7 @@ from fusefs.cache.retention import KeyRange
 
 logger = logging.getLogger("fusefs.cache")
 
-FORMAT = 2  # format 1 had no checksums of rows, and is converted
+FORMAT = 3
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -65,6 +68,8 @@ CREATE TABLE IF NOT EXISTS files (
     used_at REAL NOT NULL,
     crc INTEGER NOT NULL
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS files_by_use ON files (used_at);
+CREATE INDEX IF NOT EXISTS files_unsynced ON files (name) WHERE NOT is_synced;
 CREATE TABLE IF NOT EXISTS sums (
     st_ino INTEGER NOT NULL,
     generation TEXT NOT NULL,
@@ -80,15 +85,23 @@ CREATE TABLE IF NOT EXISTS retained (
     PRIMARY KEY (identity, key)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS retained_names ON retained (name);
-CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
-INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
+CREATE TABLE IF NOT EXISTS total (
+    bytes INTEGER NOT NULL, files INTEGER NOT NULL, crc INTEGER NOT NULL
+);
 """
 # Rows of an earlier boot whose file may not be what they say.
-_UNSAFE = "boot_id != ? AND NOT is_synced"
+_UNSAFE = "NOT is_synced AND boot_id != ?"
 
 
 class DamagedCatalogError(sqlite3.DatabaseError):
     """The content of the database is not what was written there."""
+
+
+class Total(NamedTuple):
+    """The bytes in the files of all rows, of all mounts, and the number of files."""
+
+    bytes: int
+    files: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,8 @@ Stay = Callable[[Collection[str]], Collection[str]]
 BUSY_S = 30.0
 # Keys of retained files that are looked at with one query.
 RETAINED_PAGE = 5000
+# Rows that are read with one query, in their order.
+PAGE = 1000
 # The bytes of a file whose sums are written together: 1 KiB of sums.
 SUMS_PART = 64 << 20
 
@@ -125,8 +140,7 @@ class Catalog:
     def __init__(self, path: Path, boot_id: str, *, in_any_case: bool = False) -> None:
         """Open or create the database; a damaged one is set aside before.
 
-        `in_any_case` also if the disk is full or the database is damaged: in
-        memory then, with those rows that can be read.
+        `in_any_case` also if the disk takes no database: in memory then.
 
         Raises:
             OSError, sqlite3.Error: it can't be opened, nor another be created.
@@ -135,27 +149,39 @@ class Catalog:
         self._boot_id = boot_id
         self._lock = threading.RLock()
         self.is_in_memory = False
-        # All files, least recently used first, as they were when the catalog was opened.
-        self.at_start: list[Row] = []
+        st_ino = _inode(path)
         try:
-            self._open(path)
-        except sqlite3.Error as error:
-            if in_any_case:
-                self._open_in_memory(error)
-                self._copy(path)
-                self.at_start = self.rows()
-            elif is_damage(error):
-                self._open_another(path)
-            else:
+            try:
+                self._open(path)
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
+                self._open_another(path, st_ino, error)
+        except (OSError, sqlite3.Error) as error:
+            if not in_any_case:
                 raise
+            logger.warning(
+                "%s can't be written (%s): what arrives is forgotten at the end", path, error
+            )
+            self._db = sqlite3.connect(":memory:", check_same_thread=False)
+            self._db.isolation_level = None
+            self.is_in_memory = True
+            self._data_version = self._read_data_version()
+            self._prepare()
 
-    def go_on_in_memory(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
-        """After damage, leave the file and keep these rows in memory; False if it is no help."""
+    def begin_another(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
+        """After damage, set the database aside and begin one with these rows; False if it is none.
+
+        Raises:
+            OSError, sqlite3.Error: none can be created.
+        """
         with self._lock:
             if self.is_in_memory or not is_damage(error):
-                return self.is_in_memory and is_damage(error)
-            # Not closed: that would write to the damaged file.
-            self._open_in_memory(error)
+                return False
+            # Closed first: its last words would go into the next database's log.
+            with suppress(sqlite3.Error):
+                self._db.close()
+            self._open_another(self._path, self._st_ino, error)
             self.record(rows)
             return True
 
@@ -168,126 +194,108 @@ class Catalog:
             # First of all: what others write from here on is not among the rows.
             self._data_version = self._read_data_version()
             self._prepare()
-            # A row that a damaged tree did not find may be left.
-            if self._db.execute(
-                f"SELECT 1 FROM files WHERE {_UNSAFE}", (self._boot_id,)
-            ).fetchone():
-                raise DamagedCatalogError("a row can't be removed")
-            self.at_start = self.rows()
-            self.total_bytes()
+            self.total()
+            self._st_ino = _inode(path)
             undo.pop_all()
 
-    def _open_in_memory(self, error: sqlite3.Error) -> None:
-        why = f"is damaged ({error})" if is_damage(error) else f"can't be written ({error})"
-        logger.warning("%s %s: what arrives is forgotten at the end", self._path, why)
-        self._db = sqlite3.connect(":memory:", check_same_thread=False)
-        self._db.isolation_level = None
-        self.is_in_memory = True
-        self._data_version = self._read_data_version()
-        self._prepare()
-
-    def _open_another(self, path: Path) -> None:
-        """Set a damaged database aside and begin another with what can be read of it."""
+    def _open_another(self, path: Path, st_ino: int, why: sqlite3.Error) -> None:
+        """Set the damaged database with this inode number aside and begin an empty one."""
         with alone_in(path.parent):
-            try:
-                self._open(path)
-            except sqlite3.Error as error:
-                if not is_damage(error):
-                    raise
-                why = str(error)
-            else:
-                return  # another mount has been here
-            aside = set_aside(path)
+            if _inode(path) == st_ino:  # else another mount has done it
+                aside = set_aside(path)
+                logger.warning(
+                    "%s is damaged (%s) and was renamed to %s: the cache starts empty",
+                    path,
+                    why,
+                    aside.name,
+                )
             self._open(path)
-        self._copy(aside)
-        self.at_start = self.rows()
-        logger.warning(
-            "%s is damaged (%s) and was renamed to %s: %d of its files are still known",
-            path,
-            why,
-            aside.name,
-            len(self.at_start),
-        )
 
     def _prepare(self) -> None:
         with self._transaction():
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, 1, FORMAT):
+            if version not in (0, FORMAT):
                 raise DamagedCatalogError(f"it has format {version}, this is format {FORMAT}")
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
-            if version == 1:
-                self._add_checksums()
-            self._db.execute(f"PRAGMA user_version={FORMAT}")
-            # A row whose ranges were cut off is of no use.
-            self._delete("length(ranges) % 16")
+            if version == 0:
+                self._db.execute("INSERT INTO total VALUES (0, 0, ?)", (_total_checksum(0, 0),))
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
             # What was not on the disk when the machine stopped is not to be trusted.
-            self._delete(_UNSAFE, self._boot_id)
-            self._db.execute("UPDATE total SET bytes = (SELECT coalesce(sum(bytes), 0) FROM files)")
+            unsafe = self._db.execute(
+                f"SELECT name, generation, st_ino FROM files WHERE {_UNSAFE}", (self._boot_id,)
+            ).fetchall()
+            for name, generation, st_ino in unsafe:
+                self._remove(name, generation, st_ino)
 
-    def _delete(self, condition: str, *values: object) -> None:
-        files = f"FROM files WHERE {condition}"
-        self._db.execute(
-            f"DELETE FROM sums WHERE (st_ino, generation) IN (SELECT st_ino, generation {files})",
-            values,
+    def newest(self, most: int) -> list[Row]:
+        """The files that were used last, at most so many, least recently used first."""
+        return self._rows("ORDER BY used_at DESC, name DESC LIMIT ?", most)[::-1]
+
+    def oldest(self, after: tuple[float, str]) -> list[Row]:
+        """A page of the files that may be evicted, by last use and name, behind `after`."""
+        return self._rows(
+            "WHERE (used_at, name) > (?, ?)"
+            " AND NOT EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
+            " ORDER BY used_at, name LIMIT ?",
+            *after,
+            PAGE,
         )
-        self._db.execute(f"DELETE {files}", values)
 
-    def _add_checksums(self) -> None:
-        self._db.execute("ALTER TABLE files ADD COLUMN crc INTEGER NOT NULL DEFAULT 0")
-        for values in self._db.execute(f"SELECT {_COLUMNS} FROM files").fetchall():
-            row = _row(values, is_checked=False)
-            crc = _checksum(*values[:7])
-            self._db.execute("UPDATE files SET crc = ? WHERE name = ?", (crc, row.name))
+    def page(self, after: str, larger_than: int = -1) -> list[Row]:
+        """A page of the files that are larger than so many bytes, by name, behind `after`."""
+        condition = "WHERE name > ? AND size > ? ORDER BY name LIMIT ?"
+        return self._rows(condition, after, larger_than, PAGE)
 
-    def _copy(self, path: Path) -> None:
-        """Copy what a database has without its log; a row whose file is gone does no harm."""
-        rows = []
-        sums: list[tuple[object, ...]] = []
-        retained: list[tuple[object, ...]] = []
-        try:
-            name = f"{path.as_uri()}?immutable=1"
-            with readable_errors(), closing(sqlite3.connect(name, uri=True)) as there:
-                for values in there.execute(
-                    f"SELECT {_COLUMNS} FROM files WHERE is_synced OR boot_id = ?", (self._boot_id,)
-                ):
-                    with suppress(DamagedCatalogError):
-                        rows.append(_row(values))
-                if there.execute("SELECT 1 FROM sqlite_master WHERE name = 'sums'").fetchone():
-                    for values in there.execute("SELECT st_ino, generation, part, sums FROM sums"):
-                        sums.append(values)
-                if there.execute("SELECT 1 FROM sqlite_master WHERE name = 'retained'").fetchone():
-                    for values in there.execute("SELECT identity, key, name, since FROM retained"):
-                        retained.append(values)
-        except sqlite3.Error as error:
-            logger.info("%s can't be read to its end: %s", path, error)
-        self.record(rows)
-        known = {(_signed(row.st_ino), row.generation) for row in rows}
-        with self._transaction():
-            self._db.executemany(
-                "INSERT OR IGNORE INTO sums VALUES (?, ?, ?, ?)",
-                [values for values in sums if values[:2] in known and None not in values],
-            )
-            self._db.executemany(
-                "INSERT OR IGNORE INTO retained VALUES (?, ?, ?, ?)",
-                [values for values in retained if None not in values],
-            )
-
-    def rows(self) -> list[Row]:
-        """All files, least recently used first."""
+    def names(self, after: str) -> list[str]:
+        """A page of the names of all files, in their order, behind `after`."""
         with self._lock, readable_errors():
             return [
-                _row(values)
-                for values in self._db.execute(f"SELECT {_COLUMNS} FROM files ORDER BY used_at")
+                name
+                for (name,) in self._db.execute(
+                    "SELECT name FROM files WHERE name > ? ORDER BY name LIMIT ?", (after, PAGE)
+                )
             ]
+
+    def unsynced(self, after: str, most: int) -> list[Row]:
+        """Files that may not survive a power cut, at most so many, by name, behind `after`."""
+        return self._rows("WHERE NOT is_synced AND name > ? ORDER BY name LIMIT ?", after, most)
+
+    def find_all(self, names: Collection[str]) -> list[Row]:
+        """The rows of the files of these names that there are."""
+        return [row for name in names if (row := self.find(name)) is not None]
+
+    def count_unsynced(self) -> int:
+        """The number of files that may not survive a power cut."""
+        with self._lock, readable_errors():
+            return int(
+                self._db.execute("SELECT count(*) FROM files WHERE NOT is_synced").fetchone()[0]
+            )
+
+    def measure(self, larger_than: int) -> Total:
+        """The bytes and the number of the files that are larger than so many bytes."""
+        with self._lock, readable_errors():
+            return Total(
+                *self._db.execute(
+                    "SELECT coalesce(sum(bytes), 0), count(*) FROM files WHERE size > ?",
+                    (larger_than,),
+                ).fetchone()
+            )
+
+    def _rows(self, condition: str, *values: object) -> list[Row]:
+        with self._lock, readable_errors():
+            found = self._db.execute(f"SELECT {_COLUMNS} FROM files {condition}", values)
+            rows = found.fetchall()
+        for row in rows:
+            # A damaged index has not told of it when the catalog was opened.
+            if not row[5] and row[6] != self._boot_id:
+                raise DamagedCatalogError("a row of another boot is left")
+        return [_row(row) for row in rows]
 
     def find(self, name: str) -> Row | None:
         """The row of the file of this name; None if there is none."""
-        with self._lock, readable_errors():
-            values = self._db.execute(
-                f"SELECT {_COLUMNS} FROM files WHERE name = ?", (name,)
-            ).fetchone()
-        return _row(values) if values is not None else None
+        rows = self._rows("WHERE name = ?", name)
+        return rows[0] if rows else None
 
     def sums(self, st_ino: int, generation: str, start: int, stop: int) -> list[Sum]:
         """The checksums of a file for some of the bytes [start, stop), in order."""
@@ -300,17 +308,19 @@ class Catalog:
         sums = [found for (packed,) in parts for found in checksums.unpack(packed)]
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
-    def record(self, rows: Iterable[Row]) -> tuple[list[bool], int]:
-        """Insert or extend rows; return for each whether it is the row's file, and the total bytes.
+    def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
+        """Insert or extend rows; return for each whether it is the row's file, and the total.
 
         A row of another generation is left alone, and the answer for it is False.
         """
         with self._transaction():
             sums: list[tuple[int, str, int, bytes]] = []
-            accepted = [self._record(row, sums) for row in rows]
+            added = [self._record(row, sums) for row in rows]
             # All at once: half the time of one after the other.
             self._db.executemany("INSERT OR REPLACE INTO sums VALUES (?, ?, ?, ?)", sums)
-            return accepted, self.total_bytes()
+            known = [total for total in added if total is not None]
+            self._add(sum(total.bytes for total in known), sum(total.files for total in known))
+            return [total is not None for total in added], self.total()
 
     def mark_synced(self, rows: Iterable[Row]) -> None:
         """Mark files as synced with these ranges; further ranges make them unsafe again."""
@@ -333,17 +343,19 @@ class Catalog:
                 "UPDATE files SET used_at = ? WHERE name = ? AND generation = ?", times
             )
 
-    def remove(self, name: str, generation: str, st_ino: int) -> int:
-        """Remove a row if it is still of this file; return the total bytes."""
+    def remove(self, name: str, generation: str, st_ino: int) -> Total:
+        """Remove a row if it is still of this file; return the total."""
         with self._transaction():
-            self._remove(name, generation, st_ino)
-            return self.total_bytes()
+            self._remove(name, generation, _signed(st_ino))
+            return self.total()
 
-    def remove_all(self, rows: Iterable[Row]) -> None:
-        """Remove rows that are still of these files."""
+    def clear(self) -> None:
+        """Remove all rows of files."""
         with self._transaction():
-            for row in rows:
-                self._remove(row.name, row.generation, row.st_ino)
+            self._db.execute("DELETE FROM sums")
+            self._db.execute("DELETE FROM files")
+            total = self.total()
+            self._add(-total.bytes, -total.files)
 
     def rename(self, name: str, generation: str, st_ino: int, new_name: str) -> None:
         """Give a file's row another name; it goes if there is a row of that name."""
@@ -362,7 +374,7 @@ class Catalog:
                 "UPDATE OR IGNORE files SET name = ?, crc = ? WHERE name = ?",
                 (new_name, crc, name),
             )
-            self._remove(*file)
+            self._remove(name, generation, _signed(st_ino))
 
     def retain(self, identity: str, names: Mapping[str, str], since: float) -> set[str]:
         """Keep files from being evicted: their names by key of the bucket `identity`.
@@ -413,21 +425,17 @@ class Catalog:
         with self._lock:
             return {name for name in names if self.is_retained(name)}
 
-    def retained(self) -> set[str]:
-        """The names of all files that are not evicted, of all mounts."""
-        with self._lock, readable_errors():
-            return {str(name) for (name,) in self._db.execute("SELECT name FROM retained")}
-
-    def retained_in(self, identity: str, keys: KeyRange) -> tuple[list[str], KeyRange | None]:
-        """The names of the files that are retained for some keys, and what keys are left."""
+    def measure_retained(self, identity: str, keys: KeyRange) -> tuple[Total, KeyRange | None]:
+        """The bytes and the number of the files retained for some keys, and what keys are left."""
         with self._lock, readable_errors():
             rows = self._db.execute(
-                "SELECT key, name FROM retained"
+                "SELECT key, bytes FROM retained LEFT JOIN files USING (name)"
                 " WHERE identity = ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
                 (identity, *keys, RETAINED_PAGE),
             ).fetchall()
         is_more = len(rows) == RETAINED_PAGE
-        return [str(name) for _, name in rows], (rows[-1][0] + "\0", keys[1]) if is_more else None
+        sizes = [size for _, size in rows if size is not None]
+        return Total(sum(sizes), len(sizes)), (rows[-1][0] + "\0", keys[1]) if is_more else None
 
     def is_retained(self, name: str) -> bool:
         """Whether a file is not evicted."""
@@ -435,17 +443,24 @@ class Catalog:
             found = self._db.execute("SELECT 1 FROM retained WHERE name = ?", (name,)).fetchone()
         return found is not None
 
-    def total_bytes(self) -> int:
-        """The bytes in the files of all rows, of all mounts.
+    def total(self) -> Total:
+        """The bytes in the files of all rows, of all mounts, and their number.
 
         Raises:
-            DamagedCatalogError: the database has no such sum.
+            DamagedCatalogError: the database has no such sums.
         """
         with self._lock, readable_errors():
-            totals = self._db.execute("SELECT bytes FROM total").fetchall()
-        if len(totals) != 1 or not isinstance(totals[0][0], int):
+            totals = self._db.execute("SELECT bytes, files, crc FROM total").fetchall()
+        if len(totals) != 1 or _total_checksum(*totals[0][:2]) != totals[0][2]:
             raise DamagedCatalogError("it has no sum of all sizes")
-        return int(totals[0][0])
+        return Total(*totals[0][:2])
+
+    def _add(self, size: int, files: int) -> None:
+        total = self.total()
+        sums = total.bytes + size, total.files + files
+        self._db.execute(
+            "UPDATE total SET bytes = ?, files = ?, crc = ?", (*sums, _total_checksum(*sums))
+        )
 
     def has_changed(self) -> bool:
         """Whether another mount has written since the last call."""
@@ -456,30 +471,33 @@ class Catalog:
         self._db.close()
 
     def _remove(self, name: str, generation: str, st_ino: int) -> None:
+        """Remove the row of a file; `st_ino` is as SQLite keeps it."""
+        file = (name, generation, st_ino)
         size = self._db.execute(
-            "SELECT bytes FROM files WHERE name = ? AND generation = ? AND st_ino = ?",
-            (name, generation, _signed(st_ino)),
+            "SELECT bytes FROM files WHERE name = ? AND generation = ? AND st_ino = ?", file
         ).fetchone()
         if size is not None:
             self._db.execute("DELETE FROM files WHERE name = ?", (name,))
             self._db.execute(
-                "DELETE FROM sums WHERE st_ino = ? AND generation = ?",
-                (_signed(st_ino), generation),
+                "DELETE FROM sums WHERE st_ino = ? AND generation = ?", (st_ino, generation)
             )
-            self._db.execute("UPDATE total SET bytes = bytes - ?", size)
+            self._add(-size[0], -1)
 
     def _read_data_version(self) -> int:
         with self._lock, readable_errors():
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
-    def _record(self, row: Row, sums: list[tuple[int, str, int, bytes]]) -> bool:
-        """Insert or extend a row; add what is to be recorded of its checksums to `sums`."""
+    def _record(self, row: Row, sums: list[tuple[int, str, int, bytes]]) -> Total | None:
+        """Insert or extend a row; return what that adds, None if the row is another file's.
+
+        What is to be recorded of its checksums is added to `sums`.
+        """
         old = self.find(row.name)
         ranges = RangeMap.unpack(row.ranges)
         before = 0
         if old is not None:
             if (old.generation, old.st_ino) != (row.generation, row.st_ino):
-                return False
+                return None
             merged = RangeMap.unpack(old.ranges)
             before = merged.total
             for start, stop in ranges:
@@ -502,10 +520,9 @@ class Catalog:
                 self._checksum_of(row, packed, is_synced=is_synced),
             ),
         )
-        self._db.execute("UPDATE total SET bytes = bytes + ?", (ranges.total - before,))
         if row.sums:
             sums += self._sums_of(row, is_new=old is None)
-        return True
+        return Total(ranges.total - before, int(old is None))
 
     def _sums_of(self, row: Row, *, is_new: bool) -> Iterator[tuple[int, str, int, bytes]]:
         if is_new and len(row.sums) == 1:  # a small file
@@ -592,7 +609,7 @@ _COLUMNS = "name, generation, st_ino, size, ranges, is_synced, boot_id, used_at,
 _TYPES = [str, str, int, int, bytes, int, str, float, int, int]
 
 
-def _row(values: tuple[Any, ...], *, is_checked: bool = True) -> Row:
+def _row(values: tuple[Any, ...]) -> Row:
     """A row of the database.
 
     Raises:
@@ -602,7 +619,7 @@ def _row(values: tuple[Any, ...], *, is_checked: bool = True) -> Row:
     if [*map(type, values)] != _TYPES:
         raise DamagedCatalogError("a row has values of wrong types")
     name, generation, st_ino, size, ranges, is_synced, _boot_id, used_at, total, crc = values
-    if is_checked and _checksum(*values[:7]) != crc:
+    if _checksum(*values[:7]) != crc:
         raise DamagedCatalogError(f"the row of {name!r} does not match its checksum")
     if not isfinite(used_at) or len(ranges) % 16 or RangeMap.unpack(ranges).total != total:
         raise DamagedCatalogError(f"the row of {name!r} is damaged")
@@ -620,6 +637,18 @@ def _checksum(
 ) -> int:
     fields = f"{name}\0{generation}\0{_signed(st_ino)}\0{size}\0{int(is_synced)}\0{boot_id}\0"
     return zlib.crc32(ranges, zlib.crc32(fields.encode()))
+
+
+def _inode(path: Path) -> int:
+    """The inode number of a file, 0 if there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
+def _total_checksum(size: object, files: object) -> int:
+    return zlib.crc32(f"{size}\0{files}".encode())
 
 
 def _signed(st_ino: int) -> int:

@@ -11,15 +11,14 @@ import logging
 import math
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import islice
 from typing import TypeVar
 
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.catalog import Catalog, Row, Stay
+from fusefs.cache.catalog import Catalog, Row, Stay, Total
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity.damage import is_damage
 from fusefs.cache.quota import Quota
@@ -41,10 +40,9 @@ SLOW_S = 2.0
 class CatalogWriter:
     """The batches of one mount. Belongs to the event loop.
 
-    `warn` is called with the reason why the catalog can't be written. `recorded`
-    returns the rows that a catalog in memory begins with, `released` is called with
-    the names of files that may be evicted again. `has_neighbours` turns True when
-    another mount has written in the directory.
+    `files` are the files that this mount has in memory, by name. `warn` is called with the
+    reason why the catalog can't be written, `released` with the names of files that may be
+    evicted again. `has_neighbours` turns True when another mount has written in the directory.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class CatalogWriter:
         disk: Disk,
         quota: Quota,
         warn: Callable[[str], None],
-        recorded: Callable[[], list[Row]],
+        files: Mapping[str, CacheFile],
         identity: str,
         released: Callable[[set[str]], None],
     ) -> None:
@@ -61,12 +59,13 @@ class CatalogWriter:
         self._disk = disk
         self._quota = quota
         self._warn = warn
-        self._recorded = recorded
+        self._files = files
         self._identity = identity
         self._released = released
         self.has_neighbours = False
         self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not have
-        self._unsynced: dict[str, CacheFile] = {}
+        # The name of the last file that was looked at to be synced.
+        self._synced_to = ""
         self._used: dict[str, CacheFile] = {}
         # Those whose rows are being written, but for those that were forgotten meanwhile.
         self._recording: set[CacheFile] = set()
@@ -84,16 +83,11 @@ class CatalogWriter:
         """A file has new ranges."""
         if file.is_ours:  # else the name is another file's
             self._dirty[file.name] = file
-            self._unsynced[file.name] = file
 
     def summed(self, file: CacheFile) -> None:
         """A file has new checksums."""
         if file.is_ours:
             self._dirty[file.name] = file
-
-    def recovered(self, file: CacheFile) -> None:
-        """A file of the catalog may not survive a power cut."""
-        self._unsynced[file.name] = file
 
     def used(self, file: CacheFile) -> None:
         """A file was used: its last-use time is written with the next batch."""
@@ -103,8 +97,6 @@ class CatalogWriter:
         """Drop the pending updates of a file."""
         if self._dirty.get(file.name) is file:
             del self._dirty[file.name]
-        if self._unsynced.get(file.name) is file:
-            del self._unsynced[file.name]
         self._recording.discard(file)
         self._quota.uncommitted -= file.unrecorded
 
@@ -117,7 +109,7 @@ class CatalogWriter:
 
     def renamed(self, file: CacheFile, old_name: str) -> None:
         """A file has another name: rename its row with the next batch."""
-        for files in (self._dirty, self._unsynced, self._used):
+        for files in (self._dirty, self._used):
             if files.get(old_name) is file:
                 files[file.name] = files.pop(old_name)
         if file.recorded:
@@ -149,16 +141,24 @@ class CatalogWriter:
                 self._released(released)
         return True
 
-    async def look_up_retained(self, path: str, found: Callable[[list[str]], None]) -> None:
-        """Call `found` with the names of the files retained for keys at and below a path."""
+    async def measure_retained(self, path: str) -> Total:
+        """The bytes and the number of the files that are retained for keys at and below a path."""
+        size = count = 0
         for keys in key_ranges(path):
             left: KeyRange | None = keys
             while left is not None:
-                page = await self.in_catalog(self._catalog.retained_in, self._identity, left)
+                page = await self.in_catalog(self._catalog.measure_retained, self._identity, left)
                 if page is None:
-                    return
-                names, left = page
-                found(names)
+                    break
+                total, left = page
+                size, count = size + total.bytes, count + total.files
+        return Total(size, count)
+
+    def is_idle(self, file: CacheFile) -> bool:
+        """True if the catalog has all that is known of a file, so that it can be read again."""
+        name = file.name
+        is_pending = name in self._dirty or name in self._used or file in self._recording
+        return not (is_pending or file.unrecorded or file.sums) and file.is_ours
 
     async def record(self) -> None:
         """Write everything that has arrived, and see whether other mounts wrote."""
@@ -173,14 +173,14 @@ class CatalogWriter:
             self._being_retained = retaining
             released: set[str] = set()
 
-            def update() -> tuple[list[bool], int, bool]:
+            def update() -> tuple[list[bool], Total, bool]:
                 for change in changes:
                     change()
                 if retaining:
                     replaced = self._catalog.retain(self._identity, retaining, steady_time())
                     released.update(replaced)
                 accepted, total = (
-                    self._catalog.record(rows) if rows else ([], self._catalog.total_bytes())
+                    self._catalog.record(rows) if rows else ([], self._catalog.total())
                 )
                 return accepted, total, self._catalog.has_changed()
 
@@ -193,7 +193,8 @@ class CatalogWriter:
                 self._retaining = retaining | self._retaining
                 return
             self._released(released)
-            accepted, self._quota.committed, has_changed = answer
+            accepted, total, has_changed = answer
+            self._quota.committed, self._quota.files = total
             self.has_neighbours = self.has_neighbours or has_changed
             for file, row, is_ours, bytes_now in zip(files, rows, accepted, counted, strict=True):
                 if file in known and file.generation == row.generation:
@@ -215,6 +216,8 @@ class CatalogWriter:
         if is_ours:
             self._quota.uncommitted -= bytes_now - file.recorded
             file.recorded = bytes_now
+            if file.used_at == row.used_at and self._used.get(file.name) is file:
+                del self._used[file.name]  # the row has the time as well
             file.recorded_sums(len(row.sums))
 
     async def remove(self, name: str, generation: str, st_ino: int, recorded: int) -> None:
@@ -226,7 +229,7 @@ class CatalogWriter:
             remove = partial(self._catalog.remove, name, generation, st_ino)
             changes, self._changes = self._changes, []
 
-            def update() -> int:
+            def update() -> Total:
                 for change in changes:
                     change()
                 return remove()
@@ -237,7 +240,7 @@ class CatalogWriter:
                 # Else it would look as if nothing had become free, and all files would go.
                 self._quota.committed -= recorded
             else:
-                self._quota.committed = total
+                self._quota.committed, self._quota.files = total
 
     async def touch(self) -> None:
         """Write last-use times, for the order of eviction after a restart."""
@@ -247,61 +250,58 @@ class CatalogWriter:
 
     async def sync_all(self, limit_s: float) -> None:
         """Make files safe against a power cut, as many as `limit_s` seconds suffice for."""
-        began, count = time.monotonic(), len(self._unsynced)
+        began, count = time.monotonic(), await self.in_catalog(self._catalog.count_unsynced)
         with trio.move_on_after(limit_s):
             while await self.sync(idle_s=0.0):
                 pass
-        took_s, remaining = time.monotonic() - began, len(self._unsynced)
-        if remaining or took_s > SLOW_S:
+        took_s, left = time.monotonic() - began, await self.in_catalog(self._catalog.count_unsynced)
+        if count is not None and left is not None and (left or took_s > SLOW_S):
             logger.info(
                 "the disk took %.1f s to make %d cached files safe against a power cut, %d are not",
                 took_s,
-                count - remaining,
-                remaining,
+                count - left,
+                left,
             )
 
     async def sync(self, idle_s: float) -> bool:
-        """Make files safe against a power cut that got no bytes for `idle_s` seconds.
+        """Make some files safe against a power cut that got no bytes for `idle_s` seconds.
 
-        Returns whether there were any. What the disk is too slow for is left to
-        the next call.
+        Returns False at the last of them. What the disk is too slow for is left to the next call,
+        and what it refuses until all others have had their turn.
         """
-        # Not later: what is no longer in `_unsynced` would never be synced.
         await trio.lowlevel.checkpoint_if_cancelled()
+        after = self._synced_to
+        rows = await self.in_catalog(self._catalog.unsynced, after, SYNC_AT_ONCE)
+        if not rows:
+            self._synced_to = ""
+            return bool(after)
         now = time.monotonic()
-        idle = (
-            file
-            for file in self._unsynced.values()
-            if now - file.written_at >= idle_s and not file.downloads and not file.unrecorded
-        )
-        files = list(islice(idle, SYNC_AT_ONCE))
-        for file in files:
-            del self._unsynced[file.name]  # it comes back if more arrives from here on
-        rows = [file.row() for file in files]
-        done = 0
+        due = [row for row in rows if self._may_be_synced(row, now - idle_s)]
 
-        def sync_some() -> list[Row]:
-            nonlocal done
+        def sync_some() -> tuple[list[Row], str]:
             synced = []
-            while done < len(rows) and (not done or time.monotonic() - now < SYNC_GO_S):
-                row = rows[done]
+            for row in due:
                 if self._disk.sync(row.name, row.generation):
                     synced.append(row)
-                done += 1
-            return synced
+                if time.monotonic() - now >= SYNC_GO_S:
+                    return synced, row.name
+            return synced, rows[-1].name
 
-        if rows:
-            synced = await trio.to_thread.run_sync(sync_some)
-            for file, row in zip(files[done:], rows[done:], strict=True):
-                if file.generation == row.generation:  # else it was evicted meanwhile
-                    self._unsynced.setdefault(file.name, file)
-            await self.in_catalog(self._catalog.mark_synced, synced)
-        return bool(rows)
+        synced, self._synced_to = await trio.to_thread.run_sync(sync_some)
+        await self.in_catalog(self._catalog.mark_synced, synced)
+        return True
+
+    def _may_be_synced(self, row: Row, before: float) -> bool:
+        """True unless a file got bytes since `before`, in monotonic seconds, or is about to."""
+        file = self._files.get(row.name)
+        if file is None or file.generation != row.generation:
+            return True
+        return file.written_at <= before and not file.downloads and not file.unrecorded
 
     async def in_catalog(self, function: Callable[..., Result], *args: object) -> Result | None:
         """Call a function in the catalog's thread; None, and a warning, if it fails. Not cancelled.
 
-        A damaged catalog goes on in memory, and the call is repeated once.
+        A damaged catalog is replaced by an empty one, and the call is repeated once.
         """
         with trio.CancelScope(shield=True):
             try:
@@ -316,8 +316,15 @@ class CatalogWriter:
         return None
 
     async def recover_from(self, error: sqlite3.Error) -> bool:
-        """After damage, have the catalog go on in memory; False if that does not help."""
+        """After damage, begin another catalog with the files in memory; False if it was none."""
         if not is_damage(error):
             return False
-        go_on = self._catalog.go_on_in_memory
-        return await trio.to_thread.run_sync(go_on, error, self._recorded(), limiter=self._thread)
+        rows = [file.row() for file in self._files.values() if file.recorded]
+
+        def begin_another() -> bool:
+            try:
+                return self._catalog.begin_another(error, rows)
+            except OSError as why:
+                raise sqlite3.OperationalError(str(why)) from why
+
+        return await trio.to_thread.run_sync(begin_another, limiter=self._thread)

@@ -256,7 +256,7 @@ def without_strangers(disk: Disk, catalog: Catalog, rows: list[Row]) -> list[Row
     if rows:
         directory = disk.folder.parent
         logger.warning("%s was copied, or its files removed: they are fetched again", directory)
-        catalog.remove_all(rows)
+        catalog.clear()
     return []
 
 

@@ -447,6 +447,8 @@ class Downloader:
                 file.opening.release()
         if not await self._cache.ensure_open(file):
             return NotKeptError()
+        if file.present.covers(download.position, download.stop):
+            return None  # the catalog knew the file, which was not in memory
         return await self._keep(download)
 
     async def _keep(self, download: Download) -> Exception | None:

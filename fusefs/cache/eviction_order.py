@@ -19,6 +19,10 @@ left gets stale when it reads other files for the second time, if not before.
 Where nothing is stale or passing, the file goes that was first kept last: so a large
 file that passes does not cost those that come after it in a fixed order.
 
+Only files that are open or recent are in memory; the others are rows of the catalog, from
+which the evictor reads the oldest when it needs them. When they were used, in bytes
+fetched, is then told from the time of their last use.
+
 Files *ahead* were fetched before their first use. They have a small share of a full
 cache, and evict no kept file that is not stale. They stay until they are used, or
 until as many bytes as the cache may hold were fetched.
@@ -29,8 +33,10 @@ bench/README.md compares this order with published ones (`python -m bench.evicti
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Protocol
 
 from fusefs.cache.cached_file import CacheFile, Rank
@@ -56,8 +62,10 @@ STALE = 1.25
 # other files now: then that is enough. In epochs it is a twentieth.
 MOVED_SHARE = 1 / 2
 
-# Of so many files it is known that they were first kept last.
+# Of so many files at most it is known that they were first kept last.
 MOST_LATEST = 16384
+# Times of which it is known how many bytes had been fetched then.
+MOST_TIMES = 4096
 # Evicted files whose last use is remembered, and for how many times the cache's size.
 MOST_REMEMBERED = 16384
 REMEMBERED = 16
@@ -80,7 +88,7 @@ class EvictionOrder:
     the more files there are, but for `restore`.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, most_latest: int = MOST_LATEST) -> None:
         self._room = room
         # Not plain dicts: those get slow when their first entries are removed.
         self._kept: OrderedDict[CacheFile, None] = OrderedDict()
@@ -92,7 +100,7 @@ class EvictionOrder:
             Rank.AHEAD: self._ahead,
         }
         # Those that were kept last, at the end; some may be pinned or evicted by now.
-        self._latest: deque[CacheFile] = deque(maxlen=MOST_LATEST)
+        self._latest: deque[CacheFile] = deque(maxlen=most_latest)
         self._passing_bytes = 0
         # The sizes of files that are fetched ahead and not used, also while they are pinned.
         self._ahead_bytes = 0
@@ -102,21 +110,52 @@ class EvictionOrder:
         self._has_moved = False
         self._look_at = 0  # when to see next whether it has
         self._evicted = EvictedFiles()
+        # Seconds since the epoch, and how many bytes had been fetched then.
+        self._times: list[float] = []
+        self._fetched_at: list[int] = []
 
     def arrived(self, size: int) -> None:
         """Count bytes that were fetched."""
         self._fetched += size
 
+    def note_time(self, now: float) -> None:
+        """Note how many bytes have been fetched at this time, in seconds since the epoch."""
+        if self._times and (self._fetched == self._fetched_at[-1] or now <= self._times[-1]):
+            return
+        self._times.append(now)
+        self._fetched_at.append(self._fetched)
+        if len(self._times) > MOST_TIMES:
+            del self._times[::2], self._fetched_at[::2]
+
     def restore(self, files: Iterable[CacheFile]) -> None:
         """Keep files of the catalog, least recently used first, as used before all others."""
-        others = list(self._kept)
-        self._kept.clear()
-        for file in files:
-            # Their last use is not known in bytes fetched: it was before anything was.
-            file.rank = Rank.KEPT
+        restored = list(files)
+        for file in reversed(restored):
+            self.keep(file, file.used_at)
             self._kept[file] = None
-        for file in others:
-            self._kept[file] = None
+            self._kept.move_to_end(file, last=False)
+
+    def keep(self, file: CacheFile, used_at: float) -> None:
+        """Let a file of the catalog, last used at this time since the epoch, be a kept one."""
+        self._end_ahead(file)
+        file.rank = Rank.KEPT
+        if file.last_use is None and (at := bisect_right(self._times, used_at)):
+            # Of what was used before this process began it stays None: before all that was fetched.
+            file.last_use = self._fetched_at[at - 1]
+
+    def least_recent(self, most: int) -> list[CacheFile]:
+        """Files that need not be in memory, at most so many: those that were used first.
+
+        Of those that go first because they were kept last, the place is not on record.
+        """
+        latest = set(self._latest)
+        ranked = chain(self._kept, self._passing, self._ahead)
+        return list(islice((file for file in ranked if file not in latest), most))
+
+    @property
+    def oldest(self) -> CacheFile | None:
+        """The kept file that was not used for longest."""
+        return self._first(Rank.KEPT)
 
     def use(self, file: CacheFile) -> None:
         """Note that a program opens a file, which is pinned."""
@@ -167,10 +206,14 @@ class EvictionOrder:
         if file.rank is Rank.PASSING:
             self._passing_bytes += file.present.total
 
-    def forget(self, file: CacheFile) -> None:
-        """Drop a file that has been evicted, or removed for another reason."""
+    def unload(self, file: CacheFile) -> None:
+        """Take a file out of memory that stays in the cache."""
         self.leave(file)
         self._end_ahead(file)
+
+    def forget(self, file: CacheFile) -> None:
+        """Drop a file that has been evicted, or removed for another reason."""
+        self.unload(file)
         if file.last_use is not None:
             oldest = self._fetched - REMEMBERED * self._room.limit
             self._evicted.add(file.name, file.last_use, oldest)

@@ -76,6 +76,7 @@ class Evictor:
     async def tend(self) -> None:
         """Close what the kernel has let go of, and evict what exceeds the limits by now."""
         await self._quota.close_unlinked()
+        await self._cache.remove_obsolete()
         if self._quota.excess(0) > 0:
             async with self._evicting:
                 await self._evict(0)
@@ -95,13 +96,6 @@ class Evictor:
             return
         self._quota.inode_slack = int(SLACK * len(self._cache))
         await self._evict_until(wanted, used_before=keep_used_since)
-        began = trio.current_time()
-        if self._quota.excess(wanted) > 0 and self._learn_at <= began:
-            # What other mounts keep here may go as well.
-            await self._cache.learn()
-            now = trio.current_time()
-            self._learn_at = now + max(LEARN_EVERY_S, LEARN_SHARE * (now - began))
-            await self._evict_until(wanted, used_before=keep_used_since)
         if keep_used_since == math.inf:
             await self._evict_until(wanted + int(SLACK * self._quota.used), is_ahead=True)
 
@@ -115,9 +109,14 @@ class Evictor:
                 self._cache.put_back(known)
         most_refused = self._cache.refused + MOST_REFUSED
         while self._quota.excess(wanted) > 0 and self._cache.refused < most_refused:
+            if self._cache.lacks_oldest:
+                await self._load_oldest()
             file = self._cache.next_victim(is_ahead=is_ahead, used_before=used_before)
             if file is None:
-                break
+                # What other mounts keep here may go as well.
+                if is_ahead or not await self._load_oldest():
+                    break
+                continue
             size = file.present.total
             self._quota.unlinked(await self._cache.evict(file), size)
             if file.present.total:
@@ -125,3 +124,14 @@ class Evictor:
                     self._try_again_at = trio.current_time() + TRY_AGAIN_AFTER_S
                 self._staying.append(file)
         self._quota.measure_again()
+
+    async def _load_oldest(self) -> bool:
+        """Read from the catalog what may go next; False at its end, and for a while after that."""
+        began = trio.current_time()
+        if began < self._learn_at:
+            return False
+        if await self._cache.load_oldest():
+            return True
+        now = trio.current_time()
+        self._learn_at = now + max(LEARN_EVERY_S, LEARN_SHARE * (now - began))
+        return False

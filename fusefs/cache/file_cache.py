@@ -11,9 +11,10 @@ Each user of a file *pins* it. While a file is pinned its descriptor carries a
 shared flock, which keeps other mounts that share the directory from evicting
 it; a file registered for passthrough keeps the lock through the kernel.
 
-The state of all files is mirrored in memory (cached_file.py) and belongs to the
-event loop. What is done on the disk is in disk.py and runs in threads; updates
-of the catalog are collected in catalog_writer.py.
+Files that are in use or were lately are in memory (cached_file.py), at most so many as
+`--memory-limit` allows, and belong to the event loop; the catalog has all, and whoever opens
+a file that is not in memory finds it there (integrity/opening.py). What is done on the disk
+is in disk.py and runs in threads; updates of the catalog are collected in catalog_writer.py.
 
     DIRECTORY/format              "fusefs cache 1"
     DIRECTORY/PRINCIPAL/catalog.sqlite3
@@ -29,7 +30,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Container
+from collections.abc import AsyncIterator, Callable, Container, Iterable
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
@@ -39,15 +40,16 @@ import trio
 
 from fusefs.cache import disk
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
-from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.catalog import Catalog, Row, Total
 from fusefs.cache.catalog_writer import CatalogWriter
-from fusefs.cache.eviction_order import EvictionOrder
+from fusefs.cache.eviction_order import MOST_LATEST, EvictionOrder
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import create, open_or_create
 from fusefs.cache.integrity.readability import ReadabilityCheck
 from fusefs.cache.integrity.scrub import UseMark
 from fusefs.cache.integrity.trouble import Trouble
 from fusefs.cache.integrity.verify import Integrity
+from fusefs.cache.name_filter import NameFilter
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.retention import Retention, Wanted
@@ -81,9 +83,17 @@ class FileCache:
     """
 
     def __init__(
-        self, directory: Path, identity: str, quota: Quota, *, in_any_case: bool = False
+        self,
+        directory: Path,
+        identity: str,
+        quota: Quota,
+        *,
+        most_in_memory: int = 50_000,
+        in_any_case: bool = False,
     ) -> None:
         """Open the directory and read the catalog; `in_any_case` on a bad disk too. Blocks.
+
+        At most `most_in_memory` of the files that are not in use are in memory.
 
         Raises:
             CacheDirectoryError: it can't be used; the message says why.
@@ -98,25 +108,33 @@ class FileCache:
             self._disk = disk.Disk(directory / "objects")
             path = directory / "catalog.sqlite3"
             self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
-            rows, self._catalog.at_start = self._catalog.at_start, []
+            rows = self._newest(most_in_memory)
             if not in_any_case:
                 rows = disk.without_strangers(self._disk, self._catalog, rows)
-            quota.committed = self._catalog.total_bytes()
-            retained = self._catalog.retained()
+            quota.committed, quota.files = self._catalog.total()
+            retained = self._catalog.retained_of(row.name for row in rows)
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise disk.CacheDirectoryError(why) from error
         self._files = {row.name: CacheFile.from_row(row) for row in rows}
-        self._order = EvictionOrder(quota)
+        self._order = EvictionOrder(quota, min(MOST_LATEST, most_in_memory // 4))
         self._order.restore(self._files.values())
         self.retention = Retention(directory, identity)
-        noted = self._recorded_rows, identity, self._released
+        noted = self._files, identity, self._released
         self._catalog_writer = CatalogWriter(self._catalog, self._disk, quota, self.warn, *noted)
-        for name in retained & self._files.keys():
+        for name in retained:
             self._set_retained(self._files[name], is_retained=True)
-        for row in rows:
-            if not row.is_synced:
-                self._catalog_writer.recovered(self._files[row.name])
+        self._most_in_memory = most_in_memory
+        # True if the catalog has files that are not in memory: names that the filter does not have
+        # are not among them. Until the names are read it is not there.
+        self._has_others = quota.files > len(rows)
+        self._others = None if self._has_others else NameFilter(most_in_memory)
+        # Up to where the catalog was read for the evictor, by last use and name, and what it has
+        # got there and not evicted yet.
+        self._read_to = (-math.inf, "")
+        self._from_catalog: set[CacheFile] = set()
+        # Versions that the bucket has no more.
+        self._obsolete: list[ObjectVersion] = []
         # Pinned until a time of the monotonic clock, the earliest first.
         self._kept_open: dict[CacheFile, float] = {}
         self._threads = trio.CapacityLimiter(16)
@@ -139,7 +157,16 @@ class FileCache:
         self.refused = 0  # files that the disk did not remove
 
     def __len__(self) -> int:
-        return len(self._files)
+        """The number of files, of all mounts that share the directory, by the catalog."""
+        return self.quota.files
+
+    def _newest(self, most: int) -> list[Row]:
+        try:
+            return self._catalog.newest(most)
+        except sqlite3.Error as error:
+            if not self._catalog.begin_another(error, []):
+                raise
+            return []
 
     @property
     def by_name(self) -> dict[str, CacheFile]:
@@ -147,6 +174,7 @@ class FileCache:
         return self._files
 
     def files(self) -> list[CacheFile]:
+        """The files in memory."""
         return list(self._files.values())
 
     @property
@@ -159,8 +187,91 @@ class FileCache:
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def find(self, version: ObjectVersion) -> CacheFile | None:
-        """The file of a version if it is known."""
+        """The file of a version if it is in memory."""
         return self._files.get(self.name_of(version))
+
+    async def look_up(self, versions: Iterable[ObjectVersion]) -> list[CacheFile | None]:
+        """The files of versions, in memory or not; None where there is none."""
+        names = [self.name_of(version) for version in versions]
+        if self._has_others or self.has_neighbours:
+            unknown = [name for name in names if name not in self._files]
+            if unknown:
+                await self._load(lambda: self._catalog.find_all(unknown))
+        return [self._files.get(name) for name in names]
+
+    async def pages(self, larger_than: int) -> AsyncIterator[list[CacheFile]]:
+        """All files that are larger than so many bytes, page by page."""
+        after = ""
+        while True:
+            files, rows = await self._load(partial(self._catalog.page, after, larger_than))
+            if not rows:
+                return
+            yield files
+            after = rows[-1].name
+
+    async def load_oldest(self) -> bool:
+        """Have in memory what the evictor may take next; False at the end of the catalog."""
+        await self.record()
+        if not (self._has_others or self.has_neighbours):
+            return False
+        files, rows = await self._load(partial(self._catalog.oldest, self._read_to))
+        self._read_to = (rows[-1].used_at, rows[-1].name) if rows else (-math.inf, "")
+        self._from_catalog.update(file for file in files if not file.pins)
+        return bool(rows)
+
+    @property
+    def lacks_oldest(self) -> bool:
+        """True if the catalog has files that were used before all that may be evicted here."""
+        return self._has_others and self._order.oldest not in self._from_catalog
+
+    async def _load(self, read: Callable[[], list[Row]]) -> tuple[list[CacheFile], list[Row]]:
+        """The files of rows that a thread reads from the catalog, made known if they are not."""
+        await self.record()  # it may still have rows of files that were dropped
+
+        def work() -> tuple[list[Row], set[str]]:
+            rows = read()
+            return rows, self._catalog.retained_of(row.name for row in rows)
+
+        rows, retained = await self._catalog_writer.in_catalog(work) or ([], set())
+        new = [CacheFile.from_row(row) for row in rows if row.name not in self._files]
+        self._files |= {file.name: file for file in new}
+        self._order.restore(new)
+        for file in new:
+            if file.name in retained:
+                self._set_retained(file, is_retained=True)
+        return [self._files[row.name] for row in rows], rows
+
+    async def _unload(self) -> None:
+        """Have no more files in memory than there may be: those go that were used first."""
+        excess = len(self._files) - self._most_in_memory
+        if excess <= 0:
+            return
+        await self._catalog_writer.touch()
+        idle = self._order.least_recent(excess)
+        if len(idle) < excess:
+            idle += [file for file in self._files.values() if file.is_retained and not file.pins]
+        for file in idle[:excess]:
+            if self._catalog_writer.is_idle(file) and not file.is_opening:
+                self.on_evict(file)
+                self._order.unload(file)
+                self._from_catalog.discard(file)
+                del self._files[file.name]
+                self._has_others = True
+                if self._others is not None:
+                    self._others.add(file.name)
+        if self._others is not None and self._others.is_full:
+            await self._learn_names()
+
+    async def _learn_names(self) -> None:
+        """Read the names of the files that are in the catalog, and not in memory."""
+        self._others, others = None, NameFilter(2 * self.quota.files)
+        await self.record()
+        after = ""
+        while names := await self._catalog_writer.in_catalog(self._catalog.names, after):
+            for name in names:
+                others.add(name)
+            after = names[-1]
+        self._others = others
 
     async def whole_files(self, inodes: Container[int]) -> dict[int, CacheFile]:
         """The complete files that have one of these inode numbers on the disk."""
@@ -193,6 +304,7 @@ class FileCache:
         """Add a user of a file that is at hand."""
         if not file.pins:
             self._order.leave(file)
+            self._from_catalog.discard(file)
             # Readers of a file that was dropped go on; the name may be its successor's by now.
             if file.is_kept:
                 self._files.setdefault(file.name, file)
@@ -228,14 +340,21 @@ class FileCache:
         self._drop(file)
 
     def _drop(self, file: CacheFile) -> None:
+        generation = file.generation
+        self._forget(file)
+        if generation:
+            self._unlink(file)
+
+    def _forget(self, file: CacheFile) -> None:
+        """Know nothing more of a file, which is to be unlinked."""
         if self._files.get(file.name) is file:
             del self._files[file.name]
         self._order.forget(file)
+        self._from_catalog.discard(file)
         self._catalog_writer.forget(file)
         if not file.pins:
             self.on_evict(file)  # it may be registered still since programs had it open
         if file.generation:
-            self._unlink(file)
             self._catalog_writer.lost(file)
 
     def _unlink(self, file: CacheFile) -> None:
@@ -263,7 +382,11 @@ class FileCache:
 
     def is_new(self, file: CacheFile) -> bool:
         """Whether nothing of a file is on the disk, so that its download may create it."""
-        return file.is_kept and not file.generation and not self.has_neighbours
+        if not file.is_kept or file.generation or self.has_neighbours:
+            return False
+        if not self._has_others:
+            return True
+        return self._others is not None and file.name not in self._others
 
     async def ensure_open(self, file: CacheFile) -> bool:
         """Have the file's descriptor open; the caller has it pinned.
@@ -322,10 +445,6 @@ class FileCache:
         for file in list(islice(self._kept_open, count)):
             del self._kept_open[file]
             self.unpin(file, was_used=False)
-
-    def _recorded_rows(self) -> list[Row]:
-        """The rows that this mount knows the catalog to have."""
-        return [file.row() for file in self._files.values() if file.recorded]
 
     def _summed(self, file: CacheFile, sums: list[Sum]) -> None:
         """Note checksums of bytes that had none."""
@@ -411,7 +530,7 @@ class FileCache:
         copy. Returns False if later opens of the copy will not find it: the copy
         has a file that is in use, or the disk fails.
         """
-        file, rival = self.find(old), self.find(new)
+        file, rival = await self.look_up([old, new])
         while opening := [used.opening for used in (file, rival) if used and used.opening.locked()]:
             async with opening[0]:
                 file, rival = self.find(old), self.find(new)
@@ -450,6 +569,8 @@ class FileCache:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep_later)
             nursery.start_soon(self.integrity.run)
+            if self._others is None:
+                await self._learn_names()
             have_pins_changed = False
             while True:
                 for _ in range(TOUCH_EVERY):
@@ -464,6 +585,8 @@ class FileCache:
                     now = time.monotonic()
                     self._end_keeping_open(sum(until <= now for until in self._kept_open.values()))
                     await self._catalog_writer.sync(SYNC_AFTER_S)
+                    self._order.note_time(steady_time())
+                    await self._unload()
                 await self._catalog_writer.touch()
 
     async def record(self) -> None:
@@ -484,19 +607,6 @@ class FileCache:
             await self._catalog_writer.in_catalog(self._catalog.close)
             self.retention.close()
             self._mark.end()
-
-    async def learn(self) -> None:
-        """Read from the catalog which files other mounts have recorded in this directory."""
-        await self.record()  # it may still have rows of files that were dropped
-        if not self.has_neighbours:
-            return  # to read a million rows takes seconds
-        rows = await self._catalog_writer.in_catalog(self._catalog.rows)
-        others = [row for row in rows or [] if row.name not in self._files]
-        known = {row.name: CacheFile.from_row(row) for row in others}
-        self._files |= known
-        # The files of other mounts go first.
-        self._order.restore(known.values())
-        await self._learn_retained()
 
     # What is never evicted (retention.py).
 
@@ -546,14 +656,13 @@ class FileCache:
     async def count_retained(self, path: str) -> tuple[int, int]:
         """How many files are retained for keys at and below a path, and of how many bytes."""
         await self.record()
-        sizes: list[int] = []
+        total = await self._catalog_writer.measure_retained(path)
+        return total.files, total.bytes
 
-        def note(names: list[str]) -> None:
-            files = filter(None, map(self._files.get, names))
-            sizes.extend(file.present.total for file in files if file.is_retained)
-
-        await self._catalog_writer.look_up_retained(path, note)
-        return len(sizes), sum(sizes)
+    async def measure(self, larger_than: int) -> Total:
+        """The bytes and the number of the files that are larger than so many bytes."""
+        measure = partial(self._catalog.measure, larger_than)
+        return await self._catalog_writer.in_catalog(measure) or Total(0, 0)
 
     async def _learn_retained(self) -> None:
         """See which files other mounts retain."""
@@ -586,6 +695,30 @@ class FileCache:
 
     # Eviction, for evictor.py.
 
+    def obsolete(self, version: ObjectVersion) -> None:
+        """Have the copy of a version removed within seconds that the bucket has no more."""
+        self._obsolete.append(version)
+
+    async def remove_obsolete(self) -> None:
+        """Remove the copies of versions that the bucket has no more, of those in use later."""
+        versions, self._obsolete = self._obsolete, []
+        gone = []
+        for version, file in zip(versions, await self.look_up(versions), strict=True):
+            if file is None:
+                continue
+            if file.is_retained:
+                await self.release_file(file)
+            if file.pins or file.is_opening:
+                self._obsolete.append(version)
+            else:
+                gone.append((file.name, file.generation, file.present.total))
+                self._forget(file)
+        for name, generation, size in gone:
+            unlink = partial(self._disk.unlink, name, generation)
+            with contextlib.suppress(OSError):  # then the next mount's sweep finds it
+                fd = await trio.to_thread.run_sync(unlink, limiter=self._threads)
+                self.quota.unlinked(-1 if fd is None else fd, size)
+
     def close_unused(self) -> None:
         """Close the files that were kept open for a first open that may come."""
         self._end_keeping_open(len(self._kept_open))
@@ -617,6 +750,7 @@ class FileCache:
         without a place in the order of eviction (`put_back`). Not cancelled halfway.
         """
         self._order.leave(file)
+        self._from_catalog.discard(file)
         if file.is_opening:
             return -1  # a rename has waited for the eviction before, and goes on next
         let_go = self.on_evict(file)
@@ -675,6 +809,8 @@ class FileCache:
             # Not the file that was known: its ranges went with it.
             self.quota.uncommitted -= file.unrecorded
             file.become(found.generation, found.st_ino, found.ranges)
+            if found.ranges:
+                self._order.keep(file, found.used_at)
 
     async def sweep(self) -> None:
         """Remove files that a killed daemon has left."""

@@ -49,7 +49,8 @@ class Quota:
         self._limit = limit
         self._floor = floor
         self._inode_floor = inode_floor
-        self.committed = 0  # bytes by the catalog, of all mounts that share the directory
+        # Bytes and files by the catalog, of all mounts that share the directory.
+        self.committed = self.files = 0
         self.uncommitted = 0  # bytes that have arrived since
         self.reserved = 0
         # Sizes by descriptor of unlinked files that the kernel still uses.

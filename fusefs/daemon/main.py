@@ -192,7 +192,8 @@ class Daemon:
             self.downloader.proves_versions = False
             nursery.start_soon(self.cluster_cache.run)
         self.scrub = Scrub(
-            self.cache.files,
+            self.cache.pages,
+            self.cache.measure,
             self.cache.integrity,
             is_on=self.settings.scrub == Scrubbing.ON,
             was_unclean=self.cache.was_unclean,

@@ -68,7 +68,8 @@ def open_cache(
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
     floors = settings.min_free.bytes_of, settings.min_free_inodes.bytes_of
     quota = Quota(directory, settings.cache_size, *floors)
-    cache = FileCache(directory, identity, quota, in_any_case=in_any_case)
+    files = MemoryBudget.of(settings.memory_limit).files
+    cache = FileCache(directory, identity, quota, most_in_memory=files, in_any_case=in_any_case)
     if not settings.read_only:
         return cache, NoListingCache()
     try:

@@ -27,6 +27,8 @@ _LEAST_UNKEPT = 8 * MIB
 # Measured: an entry of a listing, and a node with its name, version and places in tables.
 _PER_ENTRY = 560
 _PER_NAME = 1024
+# Measured: a file of the cache that is in memory, with its name and places in tables.
+_PER_FILE = 800
 # A hundred times a usual data set's folder.
 _MOST_ENTRIES = 200_000
 
@@ -38,7 +40,7 @@ class MemoryBudget:
     `requests` may be on their way to S3 at a time, and `streams` of these may have
     bodies of more than 256 KiB; `unkept` are bytes that are
     read past the cache; `entries` are kept of listings; beyond `names` the
-    kernel is made to forget some.
+    kernel is made to forget some; `files` of the cache are in memory besides those in use.
     """
 
     requests: int
@@ -46,6 +48,7 @@ class MemoryBudget:
     unkept: int
     entries: int
     names: int
+    files: int
 
     @staticmethod
     def of(limit: int) -> MemoryBudget:
@@ -57,4 +60,5 @@ class MemoryBudget:
             unkept=max(_LEAST_UNKEPT, free // 8),
             entries=min(_MOST_ENTRIES, free // 2 // _PER_ENTRY),
             names=free // 2 // _PER_NAME,
+            files=free // 4 // _PER_FILE,
         )

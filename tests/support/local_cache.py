@@ -196,11 +196,12 @@ async def cache_in(
     floor: int = 0,
     inode_floor: int = 0,
     bucket: Bucket | None = None,
+    most_in_memory: int = 1000,
 ) -> AsyncIterator[Parts]:
     """The cache of a new mount in `directory`, ended cleanly with the block."""
     os.makedirs(directory, exist_ok=True)
     quota = Quota(directory, limit, lambda _size: floor, lambda _count: inode_floor)
-    cache = FileCache(directory, "test", quota)
+    cache = FileCache(directory, "test", quota, most_in_memory=most_in_memory)
     evictor = Evictor(cache)
     store = bucket or Bucket()
     try:

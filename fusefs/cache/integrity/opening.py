@@ -32,10 +32,11 @@ def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
         OSError: the disk fails, or is full.
         sqlite3.Error: the catalog can't be read.
     """
-    for generation, st_ino, ranges in _candidates(catalog, file):
+    for generation, st_ino, ranges, used_at in _candidates(catalog, file):
         fd = disk.open(file.name, generation, st_ino, file.size)
         if fd >= 0:
-            return _examined(catalog, file, OpenFile(fd, generation, st_ino, ranges))
+            found = OpenFile(fd, generation, st_ino, ranges, used_at=used_at)
+            return _examined(catalog, file, found)
         # A row without its file would keep the version from ever being kept again.
         catalog.remove(file.name, generation, st_ino)
         # Where the directory was copied, or restored from a backup, there is another file in its
@@ -44,14 +45,14 @@ def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
     return create(disk, file)
 
 
-def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None]]:
-    """Generation, inode number and, where they are not known, ranges of files to be tried."""
-    candidates: list[tuple[str, int, bytes | None]] = []
+def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None, float]]:
+    """Generation, inode number and, where they are not known, ranges and last use to be tried."""
+    candidates: list[tuple[str, int, bytes | None, float]] = []
     if file.generation:
-        candidates.append((file.generation, file.st_ino, None))
+        candidates.append((file.generation, file.st_ino, None, file.used_at))
     row = catalog.find(file.name)
     if row is not None and row.generation != file.generation:
-        candidates.append((row.generation, row.st_ino, row.ranges))
+        candidates.append((row.generation, row.st_ino, row.ranges, row.used_at))
     return candidates
 
 

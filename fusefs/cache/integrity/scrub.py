@@ -15,13 +15,14 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile
+from fusefs.cache.catalog import Total
 from fusefs.cache.integrity.verify import Integrity
 
 logger = logging.getLogger("fusefs.cache")
@@ -36,19 +37,22 @@ REST = 3.0
 class Scrub:
     """The scrub of one cache. Belongs to the event loop.
 
-    `files` returns the files of the cache. Without `is_on` they are scrubbed
-    only if the last end was not a clean one.
+    `pages` has the files of the cache that are larger than so many bytes, page by page, and
+    `measure` tells how much that is. Without `is_on` they are scrubbed only if the last end was
+    not a clean one.
     """
 
     def __init__(
         self,
-        files: Callable[[], Iterable[CacheFile]],
+        pages: Callable[[int], AsyncIterator[list[CacheFile]]],
+        measure: Callable[[int], Awaitable[Total]],
         integrity: Integrity,
         *,
         is_on: bool,
         was_unclean: bool,
     ) -> None:
-        self._files = files
+        self._pages = pages
+        self._measure = measure
         self._integrity = integrity
         self._is_on = is_on
         self._was_unclean = was_unclean
@@ -74,30 +78,34 @@ class Scrub:
         if self._state == "off":
             return
         await trio.sleep(START_AFTER_S)
-        await self.scrub([file for file in self._files() if self._is_due(file)])
+        # A small file is compared when it is opened, unless the last end was unclean.
+        await self.scrub(0 if self._was_unclean else CHECKED_AT_OPEN, is_first=True)
         while self._is_on:
             await trio.sleep(EVERY_S)
-            await self.scrub([file for file in self._files() if file.present.total])
+            await self.scrub(0)
 
-    def _is_due(self, file: CacheFile) -> bool:
-        """Whether a file has not been compared since the start, and will not be at its open."""
-        is_large = file.size > CHECKED_AT_OPEN or self._was_unclean
-        return is_large and not file.is_checked and bool(file.present.total)
+    async def scrub(self, larger_than: int, *, is_first: bool = False) -> None:
+        """Compare the files that are larger than so many bytes, resting in between.
 
-    async def scrub(self, files: list[CacheFile]) -> None:
-        """Compare these files, resting in between."""
-        self._of_files, self._of_bytes = len(files), sum(file.present.total for file in files)
+        With `is_first` those alone that have not been compared since the start.
+        """
+        self._of_bytes, self._of_files = await self._measure(larger_than)
         self._done_files = self._done_bytes = 0
         self._state = "under way"
-        for file in files:
-            examined = await self._integrity.examine(file, is_direct=True, rest=REST)
-            self._done_files += 1
-            self._done_bytes += examined.size
-            if examined.is_whole:
-                file.is_checked = True
+        async for files in self._pages(larger_than):
+            for file in files:
+                if not (is_first and file.is_checked):
+                    await self._compare(file)
         self._state, self._ended = "done", time.time()
-        if files:
-            logger.info("compared %d cached files, %d bytes", len(files), self._done_bytes)
+        if self._done_files:
+            logger.info("compared %d cached files, %d bytes", self._done_files, self._done_bytes)
+
+    async def _compare(self, file: CacheFile) -> None:
+        examined = await self._integrity.examine(file, is_direct=True, rest=REST)
+        self._done_files += 1
+        self._done_bytes += examined.size
+        if examined.is_whole:
+            file.is_checked = True
 
 
 class UseMark:

@@ -539,7 +539,7 @@ class CacheWarmer:
         if self._head_cache.lacks_version(info):
             await self._slots.acquire()
             nursery.start_soon(self._learn, info)
-        known = self._cache.find(info.version)
+        [known] = await self._cache.look_up([info.version])
         is_there = known is not None and known.is_complete and not known.is_opening
         if known is not None and is_there and info.size and self._cache.has_neighbours:
             is_there = await self._cache.integrity.is_on_disk(known)

@@ -233,11 +233,11 @@ class LocalCopies:
             staying: set[CacheFile] = set()
 
             async def look(selected: Selected) -> None:
-                for number, info in enumerate(selected.objects):
+                files = await self._cache.look_up(info.version for info in selected.objects)
+                for number, (info, file) in enumerate(zip(selected.objects, files, strict=True)):
                     job.all.add(info.size)
                     if not info.size:
                         job.local.add(0)  # nothing of it is missing, and the cache has no file
-                    file = self._cache.find(info.version)
                     if file is not None and await self._is_there(file):
                         file.version = file.version or info.version
                         await self._count_copy(job, file)

@@ -159,7 +159,7 @@ class Verifier:
             await self._verify(job, await self._store.head(key))
 
     async def _verify(self, job: Verification, info: ObjectInfo) -> None:
-        file = self._cache.find(info.version)
+        [file] = await self._cache.look_up([info.version])
         if file is None or not file.present.total:
             return
         present = list(file.present)

@@ -45,6 +45,7 @@ class CreateRemove:
     def __init__(self, state: MountState, writing: Writing, writer: Writer) -> None:
         self._store = state.store
         self._directories = state.directories
+        self._cache = state.cache
         self._inodes = state.inodes
         self._handles = state.handles
         self._owner = state.owner
@@ -397,6 +398,8 @@ class CreateRemove:
 
     def _gone(self, parent: Inode, name: str, left: Absent = ABSENT) -> None:
         inode = self._current(parent, name)
+        if inode is not None and inode.info is not None:
+            self._cache.obsolete(inode.info.version)
         nodes = self._handles.former(parent, name)
         self._inodes.detach(nodes | {inode} if inode is not None else nodes)
         self._inodes.entries_changed(parent)

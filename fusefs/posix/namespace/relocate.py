@@ -48,7 +48,7 @@ class Relocator:
         """Keep what is cached of the versions for their copies; return those it can't be for."""
         uncached = set()
         for index, (version, copy) in enumerate(moved.items()):
-            if self._cache.find(version) is not None:
+            if (await self._cache.look_up([version]))[0] is not None:
                 if not await self._cache.move(version, copy.version):
                     uncached.add(copy.version)
                 if index % CACHED_AT_ONCE == 0:
@@ -72,6 +72,8 @@ class Relocator:
         current = (to.children or {}).get(new_name)
         if current is not None and current is not inode:
             replaced.add(current)
+            if current.info is not None:
+                self._cache.obsolete(current.info.version)
         self._inodes.detach(replaced)
         self._inodes.entries_changed(parent)
         self._inodes.entries_changed(to)

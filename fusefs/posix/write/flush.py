@@ -385,6 +385,8 @@ class Flusher:
     def _has(self, inode: Inode, info: ObjectInfo) -> None:
         """The bucket has a version of ours: the node stands for it from now on."""
         assert inode.info is not None
+        if inode.info.etag and inode.info.version != info.version:
+            self._cache.obsolete(inode.info.version)
         self._inodes.replace_version(inode, info)
         prefix = info.key[: len(info.key) - len(inode.name)]
         self._directories.changed(prefix, inode.name, info, lasting=inode.staged is not None)

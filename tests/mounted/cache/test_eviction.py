@@ -20,6 +20,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.sharing import drop_caches, read_all, stamped
 from tests.support.waiting import until
+from tests.support.writing import WRITABLE
 
 MIB = 1 << 20
 
@@ -165,3 +166,26 @@ def test_files_that_do_not_fit_into_the_cache_are_read_all_the_same(
     ):
         assert view[15 * MIB : 16 * MIB] == data[15 * MIB : 16 * MIB]
     until(lambda: here.status()["cache"]["used_bytes"] <= 4 * MIB, "within the limit")
+
+
+@states(
+    "The cached copy of what this mount removes or replaces is removed within seconds, or with its"
+    " last user."
+)
+def test_what_is_removed_or_replaced_leaves_no_cached_copy(
+    bucket: Bucket, mounter: Mounter
+) -> None:
+    contents = put_stamped(bucket, 6, 100_000)
+    here = mounter(WRITABLE)
+    for name, data in contents.items():
+        assert read_all(here.path / name) == data
+    assert len(cache_files(here)) == 6
+    (here.path / "f0").unlink()
+    (here.path / "f1").rename(here.path / "f2")
+    (here.path / "f3").write_bytes(b"another")
+    with (here.path / "f4").open("rb", buffering=0) as held:
+        (here.path / "f4").unlink()
+        until(lambda: len(cache_files(here)) == 4, "the copies of f0, f2 and f3 gone")
+        assert held.read() == contents["f4"]
+    until(lambda: len(cache_files(here)) == 3, "the copy of f4 gone")
+    assert read_all(here.path / "f2") == contents["f1"]

@@ -148,12 +148,17 @@ async def test_a_trouble_is_shown_for_an_hour_and_the_next_one_is_logged(
     assert ["No space" in logged[0], "Input/output" in logged[1], len(logged)] == [True, True, 2]
 
 
-async def test_a_mount_whose_catalog_is_in_memory_removes_no_file_of_another(
+async def test_a_mount_that_begins_another_catalog_removes_no_file_that_others_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "ORPHAN_AGE_S", 0.0)
     async with cache_in(tmp_path) as damaged, cache_in(tmp_path) as other:
-        assert damaged.cache._catalog.go_on_in_memory(sqlite3.DatabaseError("damaged"), [])
         await other.fetch(A)
+        held = other.cache.pin(A)
+        assert await other.cache.ensure_open(held)
+        await damaged.fetch(version("b", MIB))
+        assert await damaged.cache._catalog_writer.recover_from(sqlite3.DatabaseError("damaged"))
+        await damaged.cache.record()
         await damaged.cache.sweep()
-        assert len(other.files()) == 1
+        assert len(other.files()) == 2
+        other.cache.unpin(held)

@@ -183,7 +183,7 @@ async def test_a_file_that_is_dropped_while_it_is_recorded_leaves_no_row(tmp_pat
         async with recording(parts):
             parts.cache.discard(file)
         await parts.cache.record()
-        assert parts.cache._catalog.rows() == []
+        assert parts.cache._catalog.newest(1000) == []
         assert (parts.quota.committed, parts.quota.uncommitted) == (0, 0)
 
 
@@ -214,7 +214,7 @@ async def test_a_dropped_file_is_not_learned_from_the_catalog(tmp_path: Path) ->
         file = parts.cache.find(A)
         assert file is not None
         parts.cache.discard(file)
-        await parts.cache.learn()
+        await parts.cache.load_oldest()
         assert parts.cache.find(theirs) is not None
         assert parts.cache.find(A) is None
 
@@ -310,7 +310,9 @@ async def test_the_keeper_of_the_catalog_records_and_syncs(
     async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
         nursery.start_soon(parts.cache.run)
         await parts.fetch(A)
-        await eventually(lambda: [row.is_synced for row in parts.cache._catalog.rows()] == [True])
+        await eventually(
+            lambda: [row.is_synced for row in parts.cache._catalog.newest(1000)] == [True]
+        )
         nursery.cancel_scope.cancel()
 
 

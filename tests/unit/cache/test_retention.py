@@ -111,7 +111,7 @@ async def test_a_mounts_pins_are_counted_without_those_of_other_mounts(tmp_path:
                 found = await copies_of(parts, nursery, "mine/").describe_pins()
             assert found == {"paths": 1, "files": 1, "bytes": MIB}
             parts.cache._files["theirs"] = theirs
-            await parts.cache.learn()
+            await parts.cache._learn_retained()
             assert theirs.is_retained
 
 
@@ -131,7 +131,7 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
     ):
         await fill(parts, "ab")
         await parts.cache.record()
-        await others.cache.learn()
+        await others.cache.load_oldest()
         await parts.cache.retention.add(["a"])
         await fill(parts, "a")
         await parts.cache.record()
@@ -141,7 +141,7 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
         assert parts.cache.name_of(version("b", MIB)) not in names
         # And once it is unpinned, it does.
         await parts.cache.remove_pins("a")
-        await others.cache.learn()
+        await others.cache._learn_retained()
         await empty(others)
         names = {file.name for file in others.cache.files()}
         assert parts.cache.name_of(version("a", MIB)) not in names
@@ -301,7 +301,8 @@ async def test_another_mount_learns_page_by_page_what_is_retained(
         await parts.cache.retention.add("abcde")
         await fill(parts, "abcdefg")
         await parts.cache.record()
-        await others.cache.learn()
+        await others.cache.record()
+        assert len(await others.cache.look_up(version(key, MIB) for key in "abcdefg")) == 7
 
         def retained(parts: Parts) -> str:
             found = [(key, parts.cache.find(version(key, MIB))) for key in "abcdefg"]
@@ -309,7 +310,7 @@ async def test_another_mount_learns_page_by_page_what_is_retained(
 
         assert retained(parts) == retained(others) == "abcde"
         assert await parts.cache.remove_pins("", lambda pin: pin != "c") == 4
-        await others.cache.learn()
+        await others.cache._learn_retained()
         assert retained(parts) == retained(others) == "c"
 
 

@@ -125,7 +125,7 @@ async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
             await job.ended.wait()
             assert (job.error, job.done_files) == (None, 2)
             names = {parts.cache.name_of(info(key).version) for key in keys}
-            assert parts.cache._catalog.retained() == names
+            assert parts.cache._catalog.retained_of(names) == names
             nursery.cancel_scope.cancel()
 
 
@@ -139,7 +139,7 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
         for key in keys:
             await parts.fetch(info(key).version)
         await parts.cache.record()
-        await other.cache.learn()
+        await other.cache.load_oldest()
         file = other.cache.find(info("dir/a").version)
         assert file is not None
         assert await other.evictor.drop(file)
