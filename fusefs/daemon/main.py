@@ -438,7 +438,7 @@ class Daemon:
                 settings.late_request_checks,
             )
             staged = staging_directory(settings, mounted_ns)
-            staging = Staging(staged, identity, settings.staging_size, self.cache)
+            staging = Staging(staged, identity, settings.staging_size, self.cache, late)
             renames = renames_directory(settings)
         self.watched = WatchedStore(self.store, late)
         self.directories.settled_at = time.monotonic() + late.unsettled_s

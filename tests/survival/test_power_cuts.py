@@ -12,6 +12,7 @@ from tests.support.programs import WRITABLE
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.waiting import until
 from tests.survival.test_writing_survives import Objects, kill_everything
 
 
@@ -92,6 +93,38 @@ def test_what_was_acknowledged_outlives_a_power_cut(
         assert shown(mount.path) == expected
         contents = Objects(bucket).digests()
         assert len(contents) == sum(isinstance(one[1], bytes) for one in expected.values())
+        mount.end()
+
+
+@states(
+    "An upload that S3 has executed without an answer is no other client's: the next daemon, and"
+    " the next mount at the same place, know it as their own and upload over it what was written"
+    " since."
+)
+def test_an_older_version_of_ones_own_is_no_conflict_after_a_power_cut(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, as_owner: None, tmp_path: Path
+) -> None:
+    with cut_disk(tmp_path) as disk:
+        mount = mounter(
+            "--durability",
+            "local",
+            "--retry-time",
+            "1s",
+            *WRITABLE,
+            endpoint_url=faulty.endpoint_url,
+            cache="disk/cache",
+        )
+        faulty.add("PUT", "file", lose_answer=True, times=1)
+        lost = faulty.add("*", "file", code="InternalError")
+        (mount.path / "file").write_bytes(b"first")
+        until(lambda: mount.status()["writing"]["pending"][0]["error"], "no upload fails")
+        assert Objects(bucket).content("file") == b"first"
+        (mount.path / "file").write_bytes(b"second")
+        cut(mount, disk)
+        faulty.remove(lost)
+        fusefs("sync", mount.path)
+        assert os.listdir(mount.path) == ["file"]
+        assert Objects(bucket).content("file") == b"second"
         mount.end()
 
 

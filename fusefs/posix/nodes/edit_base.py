@@ -22,16 +22,18 @@ class EditBase:
 
     Its first `size` bytes are the file's, but for what is `filled`: pages that
     are in the file itself. `changed` are those that were written to. The
-    object's cache file is pinned.
+    object's cache file is pinned. `tokens` are those of the staged file: an object
+    with one of them has the same bytes where the file has none.
     """
 
-    __slots__ = ("changed", "file", "filled", "size")
+    __slots__ = ("changed", "file", "filled", "size", "tokens")
 
     def __init__(self, file: CacheFile, size: int) -> None:
         self.file = file
         self.size = size
         self.filled = RangeMap()
         self.changed = RangeMap()
+        self.tokens: set[str] = set()
 
     @property
     def version(self) -> ObjectVersion:

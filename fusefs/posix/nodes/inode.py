@@ -237,7 +237,8 @@ class StagedFile:
     `is_rewrite` says that its node stood for an object before it was written to.
     `before` are the attributes that the object had, or was to have, when it was opened to be
     rewritten. `begun_ns` is when an upload in parts was begun whose id is not known yet,
-    in ns since the epoch. `sum` is the
+    in ns since the epoch. `tokens` are those of changes of its object that may have been
+    executed without an answer (store/fencing.py). `sum` is the
     content's CRC32, None if it is not known (staged_sums.py). `writers` are those that have
     written what the bucket lacks, as lock owners: a process has one for all its descriptors, a
     forked child another one. `is_named`: a power cut
@@ -271,6 +272,7 @@ class StagedFile:
         "state",
         "sum",
         "to_disk",
+        "tokens",
         "upload",
         "upload_state",
         "uploaded",
@@ -302,6 +304,7 @@ class StagedFile:
         # An upload that is on record, and perhaps an earlier process's.
         self.upload_state: UploadState | None = None
         self.begun_ns: int | None = None
+        self.tokens: set[str] = set()
         # How far the content was written from its start on without a gap.
         self.written_to = 0
         # How far of that the disk began to write.

@@ -4,6 +4,8 @@ The staging file is as long as the object and empty (sparse); what a program
 writes goes into it, and the rest is the object's. A page that is written in
 part, and what is read, is brought from the object first, through the cache.
 When the file is uploaded, parts that no program wrote to are copied on the server.
+An upload whose answer was lost has replaced the object by its own: where the file
+has nothing, that one has the same bytes, and takes the object's place.
 
 Which bytes are whose: posix/nodes/edit_base.py. Everything here runs with the
 file's lock held.
@@ -19,6 +21,7 @@ from fusefs.cache.downloader import Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.posix.nodes.edit_base import PAGE, EditBase, page_edges
 from fusefs.store.errors import NotFoundError, StaleVersionError
+from fusefs.store.interface import ObjectVersion, Store
 
 COPY_CHUNK = 8 << 20
 
@@ -30,7 +33,8 @@ class BaseLostError(StaleVersionError):
 class SparseEditor:
     """Downloads into an edited file what it lacks of its object. Belongs to the event loop."""
 
-    def __init__(self, cache: FileCache, downloader: Downloader) -> None:
+    def __init__(self, store: Store, cache: FileCache, downloader: Downloader) -> None:
+        self._store = store
         self._cache = cache
         self._downloader = downloader
         self._disk = trio.CapacityLimiter(4)
@@ -51,11 +55,31 @@ class SparseEditor:
         while missing := base.filled.first_missing(start // PAGE * PAGE, stop):
             first, last = missing
             last = min(last, first + COPY_CHUNK)
+            version = base.version
             try:
                 await self._bring(base, fd, first, last)
             except (StaleVersionError, NotFoundError) as error:
+                if await self.follow(base, version):
+                    continue
                 raise BaseLostError(str(error)) from error
             base.filled.add(first, -(-last // PAGE) * PAGE)
+
+    async def follow(self, base: EditBase, lost: ObjectVersion) -> bool:
+        """Go on with the object of the file's own upload, if that has replaced the `lost` version.
+
+        Tells if so, also where another task was faster.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        try:
+            found = await self._store.head(lost.key)
+        except NotFoundError:
+            return False
+        if base.version == lost != found.version and str(found.token) in base.tokens:
+            old, base.file = base.file, self._cache.pin(found.version)
+            self._cache.unpin(old)
+        return base.version != lost
 
     async def _bring(self, base: EditBase, fd: int, start: int, stop: int) -> None:
         file = base.file

@@ -30,6 +30,7 @@ import trio
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.ranges import RangeMap
 from fusefs.linux import files
+from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.edit_base import EditBase
@@ -84,14 +85,21 @@ class Staging:
 
     `source` says which bucket they are for; `limit` is the most bytes to hold,
     and `charged` how many are held. `cache` has the objects that are edited.
+    `uncertain_keys` tells of changes without an answer, which are on record with the files.
     """
 
     def __init__(
-        self, directory: Path, source: str, limit: int | None = None, cache: FileCache | None = None
+        self,
+        directory: Path,
+        source: str,
+        limit: int | None = None,
+        cache: FileCache | None = None,
+        uncertain_keys: UncertainKeys | None = None,
     ) -> None:
         self.directory = directory
         self.source = source
         self.cache = cache
+        self._uncertain_keys = uncertain_keys
         self._limit = limit
         self._files: dict[int, StagedFile] = {}
         self.charged = 0
@@ -149,6 +157,8 @@ class Staging:
         """
         staged = StagedFile(inode, self._path(inode), fd, meta, etag)
         staged.base = base
+        if base is not None:
+            base.tokens = staged.tokens
         staged.exclusive = self.mark(inode) if is_exclusive else None
         if is_unlinked:
             staged.state = FileState.UNLINKED
@@ -192,6 +202,7 @@ class Staging:
 
     def record(self, staged: StagedFile) -> None:
         """Put on the disk whose content it is; blocks for as long as creating a file does."""
+        self._note_unanswered(staged)
         if self._record_in_attribute(staged):
             return
         record = staging_record.full(staged)
@@ -206,6 +217,13 @@ class Staging:
             self.record(staged)
         except OSError as error:
             logger.warning("the record of %s is an old one: %s", staged.key, error.strerror)
+
+    def _note_unanswered(self, staged: StagedFile) -> None:
+        """Have a file know the changes of its object that may have been executed."""
+        late = self._uncertain_keys
+        entry = late.get(staged.key) if late is not None and len(late) else None
+        if entry is not None:
+            staged.tokens.update(*(one.change.tokens for one in entry.unanswered))
 
     def _record_in_attribute(self, staged: StagedFile) -> bool:
         """Have a file's record in its attribute; False if it is to be in a file of its own."""
@@ -248,6 +266,7 @@ class Staging:
             OSError: the disk does not take it.
         """
         staged.close()
+        self._note_unanswered(staged)
         # The file may be uploaded, and released, while this waits for the disk.
         fd = os.dup(staged.fd)
         try:
@@ -332,6 +351,7 @@ class Staging:
             staged.writers.add(UNKNOWN_OWNER)
         if record["upload"] is not None:
             staged.upload_state = UploadState.from_plain(record["upload"])
+        staged.tokens.update(record.get("tokens", ()))  # which earlier versions do not write
         staged.has_record_file = os.path.exists(f"{staged.path}.json")
         # As old as it was before: the record is not changed in between.
         staged.since -= max(0.0, time.time() - os.fstat(fd).st_ctime)
@@ -340,6 +360,8 @@ class Staging:
             key, etag, size, kept = record["base"]
             staged.base = EditBase(self.cache.pin(ObjectVersion(key, etag, size)), kept)
             staged.base.recover(fd)
+            staged.base.tokens = staged.tokens
+        self._note_unanswered(staged)
         self._add(staged)
         return staged
 

@@ -68,6 +68,7 @@ def brief(staged: StagedFile) -> bytes | None:
         or staged.begun_ns is not None
         or staged.upload is not None
         or staged.upload_state is not None
+        or staged.tokens
         or meta.xattrs
         or meta.other
         or meta.form is not Form.S3FS
@@ -142,6 +143,7 @@ def full(staged: StagedFile) -> bytes:
             "is_abandoned": staged.state is FileState.ABANDONED,
             "uploaded": _clean_stamp(staged),
             "begun_ns": staged.begun_ns,
+            "tokens": sorted(staged.tokens),
             "base": (*base.version, base.size) if base is not None else None,
             "upload": state.plain() if state is not None else None,
         }

@@ -166,6 +166,17 @@ class UploadSteps:
         mark = (found.metadata or {}).get(CREATED_BY)
         return found if not found.size and mark == staged.exclusive else None
 
+    async def find_own(self, staged: StagedFile) -> ObjectInfo | None:
+        """The object under a file's key, if an earlier request for this file has made it."""
+        if not staged.tokens:
+            return None
+        try:
+            found = await self._store.head(staged.key)
+        except NotFoundError:
+            return None
+        is_own = str(found.token) in staged.tokens and not _is_content_of(found, staged)
+        return found if is_own and found.etag != staged.etag else None
+
     def _condition(self, staged: StagedFile) -> Condition:
         if not self.is_careful(staged):
             return Expect(staged.etag)
@@ -227,6 +238,8 @@ class UploadSteps:
                 if staged.base is not None:
                     await self._copy_parts(staged, staged.base, upload, size)
                 await upload.send(staged.fd, upload.missing(size), size)
+                # By its parts and its token the next process knows the object that comes of it.
+                self._staging.record(staged)
                 commit()
                 info = await upload.complete(size, self._condition(staged))
                 break
@@ -264,13 +277,20 @@ class UploadSteps:
         """Have S3 copy the parts that no program wrote to, and bring what the others lack."""
         errors: list[Exception] = []
         todo = iter(upload.missing(size))
+        modified_ns, described = os.fstat(staged.fd).st_mtime_ns, staged.meta_changes
 
         async def settle(number: int) -> None:
             start, stop = upload.part_range(number, size)
-            if base.keeps(start, stop):
-                with suppress(NotFoundError, StaleVersionError, UnsupportedError):
-                    await upload.copy_part(number, base.version, start, stop)
+            while base.keeps(start, stop):
+                source = base.version
+                try:
+                    await upload.copy_part(number, source, start, stop)
                     return
+                except UnsupportedError:
+                    break
+                except (NotFoundError, StaleVersionError):
+                    if not await self._editor.follow(base, source):
+                        break
             await self._editor.fill(base, staged.fd, start, stop)
 
         async def go_on() -> None:
@@ -284,6 +304,8 @@ class UploadSteps:
         async with trio.open_nursery() as nursery:
             for _ in range(COPIES_AT_ONCE):
                 nursery.start_soon(go_on)
+        if staged.meta_changes == described:
+            os.utime(staged.fd, ns=(modified_ns, modified_ns))  # what is brought is no change
         if errors:
             raise errors[0]
 
@@ -301,10 +323,12 @@ class UploadSteps:
 
     async def begin(self, staged: StagedFile, metadata: dict[str, str]) -> Upload:
         """Begin an upload, which is on record before and after."""
+        token = self._store.tokens.next()
+        staged.tokens.add(str(token))
         staged.begun_ns = time.time_ns()
         self._staging.record(staged)
         staged.upload = await self._store.begin_upload(
-            staged.key, metadata=metadata, content_type=content_type(staged.key)
+            staged.key, metadata=metadata, content_type=content_type(staged.key), token=token
         )
         staged.begun_ns = None
         self._staging.record(staged)

@@ -294,7 +294,7 @@ class Uploader:
             if not self._steps.is_careful(staged):
                 raise
             is_exclusive = staged.exclusive is not None
-            if is_exclusive and await self._is_reserved(staged):
+            if await self._is_own(staged):
                 await self._upload_whole(staged, attempt)
                 return
             described = staged.meta_changes
@@ -324,12 +324,15 @@ class Uploader:
         staged.mark_uploaded()
         staged.etag = info.etag
         staged.exclusive = None
+        staged.tokens.clear()
         self._staging.rebase(staged, info.version)
 
-    async def _is_reserved(self, staged: StagedFile) -> bool:
-        """Whether the object in the way of a new file is its own reservation, by a process
-        that died before it could note that."""
-        found = await self._steps.reserved(staged)
+    async def _is_own(self, staged: StagedFile) -> bool:
+        """Whether the object in the way of a file is its own: a reservation, or an earlier
+        content, by a request of which no process has had the answer."""
+        found = await self._steps.find_own(staged)
+        if found is None and staged.exclusive is not None:
+            found = await self._steps.reserved(staged)
         if found is None:
             return False
         staged.etag, staged.exclusive = found.etag, None

@@ -59,7 +59,7 @@ class Writer:
         self.inodes = state.inodes
         self.directories = state.directories
         self.staging = writing.staging
-        self.editor = SparseEditor(state.cache, state.downloader)
+        self.editor = SparseEditor(state.store, state.cache, state.downloader)
         self.removals = removals
         self.flusher = Flusher(state, writing, removals, self.editor)
         self.uploads = self.flusher.uploads

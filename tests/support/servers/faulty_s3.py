@@ -175,11 +175,11 @@ class Rule:
     request with a body: `cut_request_after` hangs up when so many bytes of it have
     come, `corrupt` changes one of them on the way, and `lose_answer` hangs up when
     the real server has answered. `before` is called before the request
-    goes on, `at` (a number of body bytes, and what to call then) in the middle
-    of the answer. `delay_s` comes before all. `hold` keeps the request back until
-    its client is gone, and later. With `above_per_s` the rule is only for requests
-    above that rate (a tenth of a second's worth may come at once); `used` does not
-    count those that it lets pass.
+    goes on, `after` before its answer does, `at` (a number of body bytes, and what to
+    call then) in the middle of the answer. `delay_s` comes before all. `hold` keeps the
+    request back until its client is gone, and later. With `above_per_s` the rule is only
+    for requests above that rate (a tenth of a second's worth may come at once); `used`
+    does not count those that it lets pass.
     """
 
     operation: str = "*"
@@ -202,6 +202,7 @@ class Rule:
     corrupt: bool = False
     lose_answer: bool = False
     before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
     at: tuple[int, Callable[[], None]] | None = None
     delay_s: float = 0.0
     bytes_per_s: float | None = None
@@ -414,6 +415,8 @@ class _Client(socketserver.StreamRequestHandler):
                 owner, method, target, headers, body, rule.ignored_header
             )
         answer = self._ask(upstream, method, target, body, headers)
+        if rule.after is not None:
+            rule.after()
         if rule.lose_answer:
             answer.read()
             raise _HangUpError
