@@ -6,7 +6,6 @@ of the objects there. The pins of all mounts that share a directory are in one d
 pinned is on the disk when the call returns, at a cost that does not grow with the
 number of pins. In memory each mount has 8 bytes of each pin of its bucket, and reads
 only what was added since; after an unpin by another mount it reads all of them again.
-Earlier versions of fusefs had the record in `pins.json`, which is taken over.
 
 Cached files are retained one by one: the catalog has a row with the key and the
 name of each (`Catalog.retain`), because a mount's evictor knows of the other mounts'
@@ -16,7 +15,6 @@ fetched. The row of a newer version replaces it, so one version of each object i
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
@@ -34,7 +32,6 @@ from fusefs.cache.integrity.damage import is_damage
 logger = logging.getLogger("fusefs.cache")
 
 RECORD = "pins.sqlite3"
-EARLIER_RECORD = "pins.json"
 # Pins that are read or removed at once: 1 MB.
 PAGE = 10_000
 # How long another mount may be in the way.
@@ -224,9 +221,6 @@ class Retention:
         return has_changed
 
     def _refresh(self) -> bool:
-        if (self._directory / EARLIER_RECORD).exists():
-            with self._changing():
-                pass  # it is taken over
         db = self._open()
         if db is None:
             had_pins, self._pins = len(self._pins) > 0, HashSet()
@@ -296,7 +290,6 @@ class Retention:
                 assert db is not None
                 db.execute("BEGIN IMMEDIATE")
                 try:
-                    has_earlier = self._take_over(db)
                     self._read(db)
                     yield db
                     db.execute("COMMIT")
@@ -312,21 +305,6 @@ class Retention:
                     "is damaged: remove it, and pin again" if is_damage(error) else "is not written"
                 )
                 raise OSError(f"{path} {why} ({error})") from error
-            if has_earlier:
-                (self._directory / EARLIER_RECORD).unlink(missing_ok=True)
-
-    def _take_over(self, db: sqlite3.Connection) -> bool:
-        """Add what an earlier version of fusefs has pinned; False if there is no such record."""
-        try:
-            record = json.loads((self._directory / EARLIER_RECORD).read_bytes())
-            for identity, pins in record.items():
-                _insert(db, str(identity), map(str, pins))
-        except FileNotFoundError:
-            return False
-        except (ValueError, TypeError, AttributeError):
-            path = self._directory / EARLIER_RECORD
-            raise OSError(f"{path} is damaged: remove it, and pin again") from None
-        return True
 
     def _read(self, db: sqlite3.Connection) -> None:
         """Know all pins: those that were added, or all if some were removed."""

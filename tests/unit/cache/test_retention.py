@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from fusefs.cache import catalog, catalog_writer, file_cache
 from fusefs.cache import retention as retention_module
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.catalog import Catalog
-from fusefs.cache.retention import EARLIER_RECORD, RECORD, Retention, covers
+from fusefs.cache.retention import RECORD, Retention, covers
 from fusefs.daemon.jobs import local_copies
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
@@ -245,20 +244,6 @@ async def test_a_process_that_is_killed_while_it_pins_leaves_what_was_pinned_bef
         assert await here.count("") == 2
         await here.add(["c"])
         assert await here.count("") == 3
-
-
-async def test_what_an_earlier_version_has_pinned_is_taken_over(tmp_path: Path) -> None:
-    earlier = tmp_path / EARLIER_RECORD
-    earlier.write_text(json.dumps({"bucket": ["a", "b/c"], "other": ["d"]}))
-    with retention(tmp_path) as here, retention(tmp_path, "other") as other:
-        assert [key for key in ("a", "b", "b/c/d", "d") if here.covers(key)] == ["a", "b/c/d"]
-        assert other.covers("d")
-        assert not earlier.exists()
-        earlier.write_text("damaged")
-        assert not await here.refresh()
-        assert here.covers("a")
-        with pytest.raises(OSError, match="is damaged: remove it"):
-            await here.add(["e"])
 
 
 async def test_a_record_that_is_damaged_or_was_removed_begins_anew(tmp_path: Path) -> None:
