@@ -23,7 +23,6 @@ from dataclasses import replace
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.posix.directory.entries import resolved
 from fusefs.posix.directory.listings import Absent, Directory, Entry
 from fusefs.posix.directory.readdir import DirectoryStreams
 from fusefs.posix.journal.journal import Journal
@@ -120,7 +119,7 @@ class Operations:
         entry, expires = known
         if isinstance(entry, Absent):
             return LookupResult(None, max(0.0, expires - time.monotonic()))
-        inode = resolved(self.inodes, parent, directory, text, entry)
+        inode = self.inodes.resolve(parent, text, entry)
         has_attributes = self.writer is None or not self.head_cache.needs_head(inode)
         if not has_attributes and not self._is_leaving(parent, entry):
             return waiting(self._lookup_later(parent, directory, text))
@@ -142,7 +141,7 @@ class Operations:
         while True:
             entry, expires = await self._directories.lookup(directory, name)
             if not isinstance(entry, Absent) and self._is_of(directory, parent):
-                inode = resolved(self.inodes, parent, directory, name, entry)
+                inode = self.inodes.resolve(parent, name, entry)
                 if self.writer is not None:
                     await self.head_cache.show(inode)
             if self._is_of(directory, parent):
@@ -152,7 +151,7 @@ class Operations:
         if isinstance(entry, Absent):
             return LookupResult(None, max(0.0, expires - time.monotonic()))
         # The name may stand for something else by now.
-        return self._found(resolved(self.inodes, parent, directory, name, entry), expires)
+        return self._found(self.inodes.resolve(parent, name, entry), expires)
 
     def _is_of(self, directory: Directory, inode: Inode) -> bool:
         """Whether these are the listings of a directory as it is called now."""
@@ -294,6 +293,10 @@ class Operations:
                 await trio.lowlevel.checkpoint()
                 if not log.is_compacting:
                     return
+        for index, (place, number) in enumerate(self.inodes.numbers.records()):
+            log.number(place, number)
+            if index % 1000 == 0:
+                await trio.lowlevel.checkpoint()
         for handle in list(self.handles.files.values()):
             if handle.fh in self.handles.files:
                 self.handles.log_file(handle)
@@ -306,7 +309,9 @@ class Operations:
     def _write(self, inode: Inode, log: NodeLog) -> None:
         if inode.parent is not None or inode.entries_changed_ns:
             log.node(inode)
-            if not inode.is_current:
+            if inode.is_removed:
+                log.removed(inode.nodeid)
+            elif not inode.is_current:
                 log.replaced(inode.nodeid)
         for position, number in (inode.marks or {}).items():
             log.mark(inode.nodeid, number, position)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from fusefs.posix.directory.listings import Directory, Entry, Segment
+from fusefs.posix.directory.listings import Entry, Segment
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
-from fusefs.posix.nodes.inode_table import Inode, InodeTable, stable_ino
+from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.types import DirectoryBuffer, NameKind
 
 
@@ -16,7 +16,6 @@ class Entries:
 
     __slots__ = (
         "_buffer",
-        "_directory",
         "_entries",
         "_expires",
         "_head_cache",
@@ -32,14 +31,12 @@ class Entries:
         inodes: InodeTable,
         head_cache: HeadCache,
         parent: Inode,
-        directory: Directory,
         segment: Segment,
         buffer: DirectoryBuffer,
     ) -> None:
         self._inodes = inodes
         self._head_cache = head_cache
         self._parent = parent
-        self._directory = directory
         self._entries = segment.entries
         self._buffer = buffer
         self._expires = segment.expires
@@ -56,7 +53,7 @@ class Entries:
         buffer, inodes = self._buffer, self._inodes
         if buffer.takes_names and (inodes.is_full or not buffer.is_plus):
             return self._add_name(name, encoded, offset, entry)
-        inode = resolved(inodes, self._parent, self._directory, name, entry)
+        inode = inodes.resolve(self._parent, name, entry)
         is_bare = self._shows_meta and self._head_cache.needs_head_of(
             inode, self._no_attributes_until
         )
@@ -77,21 +74,13 @@ class Entries:
     def _add_name(self, name: str, encoded: bytes, offset: int, entry: Entry) -> bool:
         assert self._parent.children is not None
         inode = self._parent.children.get(name)
-        ino = stable_ino(_key(self._directory, name, entry)) if inode is None else inode.ino
+        if inode is None:
+            ino = self._inodes.numbers.of(self._parent, name, is_directory=entry is None)
+        else:
+            ino = inode.ino
         kind = NameKind.OBJECT
         if entry is None:
             kind = NameKind.DIRECTORY
         elif entry.size > LONGEST_TARGET or (inode is not None and inode.staged is not None):
             kind = NameKind.FILE
         return self._buffer.add_name(encoded, ino, offset, kind)
-
-
-def resolved(
-    inodes: InodeTable, parent: Inode, directory: Directory, name: str, entry: Entry
-) -> Inode:
-    """The current inode of an entry."""
-    return inodes.resolve(parent, name, entry, _key(directory, name, entry))
-
-
-def _key(directory: Directory, name: str, entry: Entry) -> str:
-    return entry.key if entry is not None else directory.prefix + name + "/"

@@ -15,7 +15,7 @@ import errno
 import time
 from itertools import islice
 
-from fusefs.posix.directory.entries import Entries, resolved
+from fusefs.posix.directory.entries import Entries
 from fusefs.posix.directory.listings import Directory, Segment
 from fusefs.posix.metadata.head_cache import MOST_AHEAD, HeadCache
 from fusefs.posix.mount_state import MountState
@@ -155,7 +155,7 @@ class DirectoryStreams:
         """
         at = segment.after(handle.position)
         inodes = [
-            resolved(self._inodes, handle.inode, directory, name, segment.entries[name])
+            self._inodes.resolve(handle.inode, name, segment.entries[name])
             for name in segment.ordered[at : at + MOST_AHEAD]
         ]
         try:
@@ -207,7 +207,7 @@ class DirectoryStreams:
         if not handle.position:
             handle.generation = directory.generation
         base = base_of(self._inodes.mark(handle.inode, segment.start))
-        entries = Entries(self._inodes, self._head_cache, handle.inode, directory, segment, buffer)
+        entries = Entries(self._inodes, self._head_cache, handle.inode, segment, buffer)
         for name in islice(segment.ordered, segment.after(handle.position), None):
             encoded = name.encode()
             offset = base | code_of(encoded)

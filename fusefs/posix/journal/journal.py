@@ -54,8 +54,11 @@ from fusefs.posix.journal.records import (
     MARK,
     MARK_TYPE,
     NODE_TYPE,
+    NUMBER,
+    NUMBER_TYPE,
     OPEN,
     OPEN_TYPE,
+    REMOVED_TYPE,
     REPLACED_TYPE,
     SLOT,
     SLOTS,
@@ -93,6 +96,8 @@ class NoJournal:
     def gone(self, nodeid: int) -> None: ...
     def mark(self, nodeid: int, number: int, position: str) -> None: ...
     def replaced(self, nodeid: int) -> None: ...
+    def removed(self, nodeid: int) -> None: ...
+    def number(self, place: int, number: int) -> None: ...
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None: ...
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
@@ -254,6 +259,12 @@ class Journal:
 
     def replaced(self, nodeid: int) -> None:
         self._append(REPLACED_TYPE, ID.pack(nodeid))
+
+    def removed(self, nodeid: int) -> None:
+        self._append(REMOVED_TYPE, ID.pack(nodeid))
+
+    def number(self, place: int, number: int) -> None:
+        self._append(NUMBER_TYPE, NUMBER.pack(place, number))
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
         self._append(STALE_TYPE, STALE.pack(nodeid, pid, is_pending))

@@ -51,6 +51,7 @@ WHOLE_OPEN, WHOLE_ID, WHOLE_COUNT = (
 )
 TABLE = struct.Struct("<QQq")  # next node id, next fh, when mounted in ns since the epoch
 MARK = struct.Struct("<QI")  # node id of a directory, number of a position; 0 for no more marks
+NUMBER = struct.Struct("<QQ")  # a place, the number there (nodes/file_numbers.py)
 STALE = struct.Struct("<QII")  # node id, pid, 1 while a lookup is awaited, 0 after it
 
 (
@@ -66,7 +67,9 @@ STALE = struct.Struct("<QII")  # node id, pid, 1 while a lookup is awaited, 0 af
     STALE_TYPE,
     BEGUN_TYPE,
     MARK_TYPE,
-) = range(1, 13)
+    REMOVED_TYPE,
+    NUMBER_TYPE,
+) = range(1, 15)
 _DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
 
 

@@ -19,8 +19,11 @@ from fusefs.posix.journal.records import (
     MARK,
     MARK_TYPE,
     NODE_TYPE,
+    NUMBER,
+    NUMBER_TYPE,
     OPEN,
     OPEN_TYPE,
+    REMOVED_TYPE,
     REPLACED_TYPE,
     SLOT,
     SLOTS,
@@ -38,6 +41,7 @@ from fusefs.posix.journal.records import (
     parse_unchained,
     start_payload,
 )
+from fusefs.posix.nodes.file_numbers import LEAST_HASH
 from fusefs.posix.nodes.inode import FIRST_ID
 
 
@@ -46,7 +50,8 @@ class KernelState:
     """What the kernel held when the last record was written.
 
     `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown.
-    `replaced` are nodes that their names no longer stand for; `stale` are
+    `replaced` are nodes that their names no longer stand for, and `removed` those of them
+    whose file has no name; `numbers` are the records of nodes/file_numbers.py; `stale` are
     (node id, pid) of openers that got ESTALE and have not looked up since;
     `begun` are the requests of changes that may have been made; `marks` are those of
     directories by node id (nodes/offsets.py).
@@ -56,6 +61,8 @@ class KernelState:
     nodes: dict[int, LoggedNode] = field(default_factory=dict)
     handles: dict[int, LoggedHandle] = field(default_factory=dict)
     replaced: set[int] = field(default_factory=set)
+    removed: set[int] = field(default_factory=set)
+    numbers: dict[int, int] = field(default_factory=dict)
     stale: set[tuple[int, int]] = field(default_factory=set)
     marks: dict[int, dict[str, int]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
@@ -78,6 +85,7 @@ class KernelState:
             self.nodes.pop(nodeid, None)
             self.marks.pop(nodeid, None)
             self.replaced.discard(nodeid)
+            self.removed.discard(nodeid)
         elif kind == OPEN_TYPE:
             handle = LoggedHandle(*OPEN.unpack(payload))
             self.handles[handle.fh] = handle
@@ -89,11 +97,15 @@ class KernelState:
         elif kind == TABLE_TYPE:
             next_id, next_fh, self.mounted_ns = TABLE.unpack(payload)
             self.next_id, self.next_fh = max(self.next_id, next_id), max(self.next_fh, next_fh)
-        elif kind == REPLACED_TYPE:
+        elif kind in (REPLACED_TYPE, REMOVED_TYPE):
             (nodeid,) = ID.unpack(payload)
             self.replaced.add(nodeid)
+            if kind == REMOVED_TYPE:
+                self.removed.add(nodeid)
             # The kernel may never have got it; another node of this number is not replaced.
             self.next_id = max(self.next_id, nodeid + 1)
+        elif kind == NUMBER_TYPE:
+            self._apply_number(*NUMBER.unpack(payload))
         elif kind == MARK_TYPE:
             self._apply_mark(payload)
         elif kind == BEGUN_TYPE:
@@ -101,6 +113,13 @@ class KernelState:
         elif kind == STALE_TYPE:
             nodeid, pid, is_pending = STALE.unpack(payload)
             (self.stale.add if is_pending else self.stale.discard)((nodeid, pid))
+
+    def _apply_number(self, place: int, number: int) -> None:
+        self.numbers.pop(place, None)  # the latest is the last
+        if number != place:
+            self.numbers[place] = number
+        if number < LEAST_HASH:
+            self.next_id = max(self.next_id, number + 1)
 
     def _apply_mark(self, payload: bytes) -> None:
         nodeid, number = MARK.unpack_from(payload)
@@ -182,7 +201,8 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
             f"{path} is damaged: {count} records check out, up to byte {last.stop},"
             f" and it was written up to byte {max(size for size, _ in slots)}"
         )
-    items = len(state.nodes) + len(state.handles) + sum(map(len, state.marks.values()))
+    items = len(state.nodes) + len(state.handles) + len(state.numbers)
+    items += sum(map(len, state.marks.values()))
     current = last.stop * items // max(1, count)
     return Replayed(state, last.stop, count if is_chained else 0, last.crc, current)
 

@@ -17,7 +17,7 @@ from fusefs.posix.nodes.handles import (
     DirectoryHandle,
     FileHandle,
 )
-from fusefs.posix.nodes.inode import Inode, stable_ino
+from fusefs.posix.nodes.inode import Inode
 from fusefs.posix.nodes.inode_table import ROOT_ID, InodeTable, choose_lead
 from fusefs.posix.operations import Operations
 from fusefs.posix.write import recovery
@@ -72,6 +72,7 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
     replaced. Nothing is valid yet: an open asks the bucket.
     """
     inodes.go_on_from(state.next_id)
+    inodes.numbers.adopt(state.numbers)
     for node in state.nodes.values():
         if node.nodeid != ROOT_ID:
             inodes.adopt(Inode(node.nodeid, node.ino, None, node.name, node.info))
@@ -83,7 +84,7 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
         inode = inodes.get(node.nodeid)
         inode.nlookup = node.nlookup
         inodes.adopt_name(inode, node.parent, is_current=node.nodeid not in state.replaced)
-        if inode.info is not None and inode.ino != stable_ino(inode.info.key):
+        if node.nodeid in state.removed:
             inode.is_removed = True
             removed.setdefault(inode.ino, []).append(inode)
     for nodes in removed.values():

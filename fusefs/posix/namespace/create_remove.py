@@ -147,7 +147,7 @@ class CreateRemove:
         entry = await self._find(inode.parent, inode.name)
         if isinstance(entry, Absent) or entry is None:
             return inode
-        return self._inodes.resolve(inode.parent, inode.name, entry, entry.key)
+        return self._inodes.resolve(inode.parent, inode.name, entry)
 
     # Making
 
@@ -167,7 +167,7 @@ class CreateRemove:
             if not self._is_repeated(caller):
                 self._directories.made(prefix + name + "/")
                 self._writer.exclusive.made(prefix + name + "/")
-            inode = self._inodes.resolve(parent, name, None, prefix + name + "/")
+            inode = self._inodes.resolve(parent, name, None)
             inode.meta, inode.marker_etag, inode.packed = meta, etag, None
             self._inodes.entries_changed(parent)
             return inode
@@ -196,7 +196,7 @@ class CreateRemove:
                 else:
                     info = await self._put_new(parent, name, put)
             self._directories.changed(prefix, name, info)
-            inode = self._inodes.create(parent, name, info, prefix + name)
+            inode = self._inodes.create(parent, name, info)
             inode.meta = meta
             self._inodes.entries_changed(parent)
             return inode
@@ -295,6 +295,7 @@ class CreateRemove:
             if isinstance(entry, Absent):
                 if self._is_repeated(caller):
                     self._found_done(self._inodes.key(parent) + name, ABSENT)
+                    self._gone(parent, name)
                     return
                 raise OSError(errno.ENOENT, name)
             if entry is None:
@@ -336,6 +337,7 @@ class CreateRemove:
             if isinstance(entry, Absent):
                 if self._is_repeated(caller):
                     self._found_done(prefix, ABSENT)
+                    self._gone(parent, name, UNCOVERED)
                     return
                 raise OSError(errno.ENOENT, name)
             if entry is not None:
@@ -400,6 +402,7 @@ class CreateRemove:
         inode = self._current(parent, name)
         if inode is not None and inode.info is not None:
             self._cache.obsolete(inode.info.version)
+        self._inodes.numbers.removed(parent, name, is_directory=left is UNCOVERED)
         nodes = self._handles.former(parent, name)
         self._inodes.detach(nodes | {inode} if inode is not None else nodes)
         self._inodes.entries_changed(parent)

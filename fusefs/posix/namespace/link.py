@@ -65,7 +65,7 @@ class LinkChanges(CreateRemove):
                 copy = partial(self._copy_as_is, inode, staged, prefix + name)
                 made = await self._put_new(to, name, copy)
             self._directories.changed(prefix, name, made)
-            linked = self._inodes.resolve(to, name, made, prefix + name)
+            linked = self._inodes.resolve(to, name, made)
             linked.meta = _said(inode)
             self._inodes.entries_changed(to)
             return linked

@@ -14,7 +14,7 @@ import trio
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
-from fusefs.posix.nodes.inode import StagedFile, stable_ino
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo, ObjectVersion
@@ -86,6 +86,10 @@ class Relocator:
                 entry = inode.info
             elif inode.info != entry:
                 self._stand_for(inode, entry)
+        else:
+            numbers = self._inodes.numbers
+            number = numbers.of(parent, name, is_directory=False)
+            numbers.moved(parent, name, to, new_name, number, is_directory=False)
         self._directories.changed(old, name, ABSENT)
         assert entry is not None
         self._directories.changed(new, new_name, entry, lasting=is_staged)
@@ -162,8 +166,6 @@ class Relocator:
                 continue
             copy = moved.get(inode.info.version)
             if copy is not None and not inode.is_current:
-                if not inode.is_removed:
-                    inode.ino = stable_ino(copy.key)
                 self._inodes.follow(inode, copy, copy.key)
             elif inode.is_current and handle.backing_id and inode.info.version in uncached:
                 self._inodes.mark_replaced(inode)

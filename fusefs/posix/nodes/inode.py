@@ -9,7 +9,6 @@ import os
 import stat
 import time
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 
 import trio
 
@@ -425,9 +424,3 @@ class StagedFile:
             self.since = self.described_at
         self.is_meta_dirty = True
         self.meta_changes += 1
-
-
-def stable_ino(key: str) -> int:
-    """An inode number that depends on the key alone (63 bits, never a small one)."""
-    number = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
-    return number if number >= FIRST_ID else number + FIRST_ID

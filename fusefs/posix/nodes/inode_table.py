@@ -3,7 +3,7 @@
 A node id stands for one content. A file's is one version of one object, so
 when somebody else has replaced the object, its name gets a new node id and
 the old one lives on for the handles that hold it; `ino`, which programs see
-as st_ino, is a stable hash of the key and stays the same. Node ids are never
+as st_ino, is the file's and stays the same (file_numbers.py). Node ids are never
 used twice while mounted.
 
 Each inode counts how often the kernel got its id (`nlookup`) and goes
@@ -24,17 +24,17 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
-from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, Ownership, stable_ino
+from fusefs.posix.nodes.file_numbers import ROOT_ID, FileNumbers
+from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, Ownership
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.nodes.offsets import MOST_MARKS
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
-__all__ = ["FIRST_ID", "Attributes", "Inode", "InodeTable", "NodeLog", "Ownership", "stable_ino"]
+__all__ = ["FIRST_ID", "ROOT_ID", "Attributes", "Inode", "InodeTable", "NodeLog", "Ownership"]
 
 # What the bucket has of versions that were copied.
 Copies = Mapping[ObjectVersion, ObjectInfo]
 
-ROOT_ID = 1
 # How much later a listing may date a change of ours.
 CLOCKS_DIFFER_NS = 1_000_000_000
 
@@ -56,6 +56,12 @@ class NodeLog(Protocol):
 
     def replaced(self, nodeid: int) -> None:
         """A node stands for its name no longer; see `InodeTable.mark_replaced`."""
+
+    def removed(self, nodeid: int) -> None:
+        """As `replaced`, of a file whose name is gone, or another's; see `InodeTable.detach`."""
+
+    def number(self, place: int, number: int) -> None:
+        """A record of nodes/file_numbers.py; there is none any more if both are the same."""
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
         """A process got ESTALE for a node and has yet to look it up (`is_pending`), or did."""
@@ -105,6 +111,9 @@ class InodeTable:
         self.root = Inode(ROOT_ID, ROOT_ID, None, "", None)
         self.root.nlookup = 1
         self.by_id: dict[int, Inode] = {ROOT_ID: self.root}  # never another dict
+        self.numbers = FileNumbers(
+            prefix, log.number, self._new_id, lambda: {inode.ino for inode in self.by_id.values()}
+        )
         self._notifier = notifier or Notifier()
         self._most = sys.maxsize
         self._on_crossing: Callable[[], None] = lambda: None
@@ -191,11 +200,10 @@ class InodeTable:
             inode = inode.parent
         return self.prefix + path
 
-    def resolve(self, parent: Inode, name: str, info: ObjectInfo | None, key: str) -> Inode:
+    def resolve(self, parent: Inode, name: str, info: ObjectInfo | None) -> Inode:
         """Return the current inode of a name; a new one if it stands for something else now.
 
-        `info` None means a directory; `key` is the object's key or the
-        directory's prefix.
+        `info` None means a directory.
         """
         assert parent.children is not None
         inode = parent.children.get(name)
@@ -213,8 +221,9 @@ class InodeTable:
                 self._log.node(inode)
                 return inode
             self.mark_replaced(inode)
-        ino = stable_ino(key)
-        inode = Inode(self._new_id(ino), ino, parent, name, info)
+        ino = self.numbers.of(parent, name, is_directory=info is None)
+        is_id = self._ids_are_inos and ino not in self.by_id
+        inode = Inode(ino if is_id else self._new_id(), ino, parent, name, info)
         self.by_id[inode.nodeid] = inode
         parent.children[name] = inode
         if len(self.by_id) > self._most:
@@ -267,13 +276,14 @@ class InodeTable:
         inode.packed = None
         self._log.node(inode)
 
-    def create(self, parent: Inode, name: str, info: ObjectInfo | None, key: str) -> Inode:
+    def create(self, parent: Inode, name: str, info: ObjectInfo) -> Inode:
         """A new inode for a name that had none."""
         assert parent.children is not None
         old = parent.children.get(name)
         if old is not None:
+            self.numbers.removed(parent, name, is_directory=old.info is None)
             self.mark_replaced(old)
-        return self.resolve(parent, name, info, key)
+        return self.resolve(parent, name, info)
 
     def at(self, prefix: str) -> Inode | None:
         """The directory of a prefix, if it has an inode."""
@@ -286,30 +296,21 @@ class InodeTable:
         """A file's name is gone, or another's: whoever has it open goes on with it.
 
         `nodes` are all that the name has stood for as long as it was this
-        file's. From now on one of them stands for it. Their number is that of
-        the name, hence they get another one.
+        file's. From now on one of them stands for it.
         """
         nodes = [inode for inode in nodes if not inode.is_removed]
         files = [inode for inode in nodes if inode.info is not None]
         lead = choose_lead(files) if files else None
         for inode in nodes:
-            self.mark_replaced(inode)
             inode.packed = None
-            if lead is None or lead.info is None or inode.info is None:
+            if inode.info is None:
+                self.mark_replaced(inode)
                 continue
+            self._log.removed(inode.nodeid)
+            self._unlist(inode)
             inode.is_removed = True
-            if inode.is_open:
-                self.renumber(inode)
             if inode is not lead:
                 self._notifier.invalidate_attributes(inode.nodeid)
-
-    def renumber(self, inode: Inode) -> None:
-        """Give a file whose name is gone, and that is open, a number of its own."""
-        lead = inode.lead or inode
-        if not self._ids_are_inos and lead.info is not None:
-            inode.ino = stable_ino(f"{lead.info.key}\0{lead.nodeid}")
-            inode.packed = None
-            self._log.node(inode)
 
     def entries_changed(self, directory: Inode) -> None:
         """This mount has changed which names a directory has: that is its time from now on."""
@@ -333,6 +334,10 @@ class InodeTable:
         replaced = parent.children.get(name)
         if replaced is not None and replaced is not inode:
             self.detach([replaced])
+        if inode.parent is not None:
+            self.numbers.moved(
+                inode.parent, inode.name, parent, name, inode.ino, is_directory=inode.info is None
+            )
         self._unlist(inode)
         inode.parent, inode.name, inode.is_current = parent, name, True
         parent.children[name] = inode
@@ -344,9 +349,6 @@ class InodeTable:
             inode.streamed_generation = -1  # of another directory's listing
             for child in (inode.children or {}).values():
                 self._rename(child, key + child.name, copies)
-        # Before its key is on record: a file with another's number is one that was removed.
-        if not self._ids_are_inos:
-            inode.ino = stable_ino(key)
         if inode.info is not None:
             self.follow(inode, copies.get(inode.info.version), key)
         inode.packed = None
@@ -388,9 +390,7 @@ class InodeTable:
         if not parent.nlookup:
             self.drop_unknown(parent)
 
-    def _new_id(self, ino: int) -> int:
-        if self._ids_are_inos and ino not in self.by_id:
-            return ino
+    def _new_id(self) -> int:
         while self._next_id in self.by_id:
             self._next_id += 1
         self._next_id += 1

@@ -367,6 +367,8 @@ class Flusher:
         # The kernel goes on to believe that the node has the name, until it opens it.
         self._inodes.mark_replaced(inode)
         inode.name = info.key[len(prefix) :]
+        parent, number = inode.parent, inode.ino
+        self._inodes.numbers.moved(parent, name, parent, inode.name, number, is_directory=False)
         self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
         self.landed(staged, info)
 

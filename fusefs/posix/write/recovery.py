@@ -161,7 +161,7 @@ def restore(writer: Writer, inode: Inode) -> None:
         writer.staging.unlink(staged)
     if staged.is_unlinked:
         if inode.is_current:
-            writer.inodes.mark_replaced(inode)
+            writer.inodes.detach([inode])
         state = staged.upload_state.plain() if staged.upload_state is not None else None
         writer.uploads.abort_later(staged.key, state, staged.begun_ns)
         staged.upload_state = staged.begun_ns = None
@@ -369,12 +369,12 @@ def _node(writer: Writer, key: str, etag: str | None, status: os.stat_result) ->
     parent = inodes.root
     for part in above:
         prefix = inodes.key(parent)
-        parent = inodes.resolve(parent, part, None, prefix + part + "/")
+        parent = inodes.resolve(parent, part, None)
         if parent.children is None:
             return None
         writer.directories.changed(prefix, part, None)
         inodes.count(parent, time.monotonic())
     info = ObjectInfo(key, status.st_size, etag or "", status.st_mtime_ns)
-    inode = inodes.create(parent, name, info, key)
+    inode = inodes.create(parent, name, info)
     inodes.count(inode, time.monotonic())
     return inode

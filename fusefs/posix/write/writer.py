@@ -146,7 +146,7 @@ class Writer:
         self, parent: Inode, name: str, info: ObjectInfo, meta: Meta, flags: int, caller: Caller
     ) -> tuple[Inode, OpenResult]:
         self.deferred.drop(info.key)
-        inode = self.inodes.create(parent, name, info, info.key)
+        inode = self.inodes.create(parent, name, info)
         is_exclusive = bool(flags & os.O_EXCL) and not info.etag
         try:
             fd = self.staging.prepare(inode)
@@ -351,9 +351,7 @@ class Writer:
         if keep is None:
             staged.uploaded = staged.changes
         staged.is_rewrite = bool(staged.etag)
-        if staged.is_unlinked:
-            self.inodes.renumber(inode)
-        else:
+        if not staged.is_unlinked:
             self.flusher.list_staged(inode)
         return staged
 

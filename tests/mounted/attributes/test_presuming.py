@@ -134,7 +134,7 @@ async def walk() -> AsyncIterator[tuple[InMemory, HeadCache, list[Inode], Segmen
         head_cache = HeadCache(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
         for prefix in prefixes[:WALK_AFTER]:
             segment = await directories.segment_behind(directories.get(prefix), "", 0.0)
-        nodes = [inodes.resolve(inodes.root, prefix[:-1], None, prefix) for prefix in prefixes]
+        nodes = [inodes.resolve(inodes.root, prefix[:-1], None) for prefix in prefixes]
         yield store, head_cache, nodes, segment
 
 

@@ -132,12 +132,35 @@ class Disks(RuleBasedStateMachine):
     def both(self, call: Callable[[Path], object], *paths: str) -> None:
         """Do something on both, and look at the names that it may have changed."""
         Disks.steps += 1
+        before = self.numbers_of(paths)
         expected, got = outcome(call, self.plain), outcome(call, self.mounted)
         assert got == expected
+        now = self.numbers_of(paths)
+        if self.knows_old_nodes:
+            assert {number: now[number] for number in before.keys() & now} == {
+                number: before[number] for number in before.keys() & now
+            }
+            assert len(set(now.values())) == len(now)
         for path in paths:
             expected = outcome(lambda root, path=path: look(root, path), self.plain)
             got = outcome(lambda root, path=path: look(root, path), self.mounted)
             assert got == expected, path
+
+    def numbers_of(self, paths: tuple[str, ...]) -> dict[int, int]:
+        """The mount's inode numbers by the disk's, of files that have one of these names or none.
+
+        A number that the disk gives to another file would be one that was free before.
+        """
+        found = [(os.fstat(one.plain).st_ino, os.fstat(one.mounted).st_ino) for one in self.open]
+        for path in paths:
+            one, other = (
+                outcome(lambda root, path=path: os.lstat(root / path).st_ino, root)
+                for root in (self.plain, self.mounted)
+            )
+            if isinstance(one, int) and isinstance(other, int):
+                found.append((one, other))
+        assert len(set(found)) == len(dict(found))
+        return dict(found)
 
     # Contents, by name
 

@@ -22,7 +22,7 @@ META = Meta(stat.S_IFREG | 0o640, 1000, 1001)
 
 def staged_in(directory: Path, meta: Meta = META) -> tuple[Inode, StagedFile]:
     inodes = InodeTable("", NoJournal())
-    inode = inodes.create(inodes.root, "file", ObjectInfo("file", 0, "", 0), "file")
+    inode = inodes.create(inodes.root, "file", ObjectInfo("file", 0, "", 0))
     staging = Staging(directory, "bucket")
     return inode, staging.begin(inode, staging.prepare(inode), meta, None)
 
