@@ -14,6 +14,8 @@ file's lock held.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import trio
 
@@ -87,11 +89,23 @@ class SparseEditor:
             await self._downloader.wait_for(file, start, stop)
             if not await self._cache.ensure_open(file):
                 raise NotKeptError
-            if not await self._cache.integrity.copy(file, fd, start, stop):
-                raise NotKeptError
+            with _same_time(fd):
+                if not await self._cache.integrity.copy(file, fd, start, stop):
+                    raise NotKeptError
         except NotKeptError:
             data = await self._downloader.read_unkept(base.version, start, stop)
-            await trio.to_thread.run_sync(_write, fd, data, start, limiter=self._disk)
+            with _same_time(fd):
+                await trio.to_thread.run_sync(_write, fd, data, start, limiter=self._disk)
+
+
+@contextmanager
+def _same_time(fd: int) -> Iterator[None]:
+    """Leave a file as old as it is: to read it, or to upload it, is no change."""
+    modified_ns = os.fstat(fd).st_mtime_ns
+    try:
+        yield
+    finally:
+        os.utime(fd, ns=(modified_ns, modified_ns))
 
 
 def _write(fd: int, data: bytearray, offset: int) -> None:

@@ -305,7 +305,8 @@ class UploadSteps:
             for _ in range(COPIES_AT_ONCE):
                 nursery.start_soon(go_on)
         if staged.meta_changes == described:
-            os.utime(staged.fd, ns=(modified_ns, modified_ns))  # what is brought is no change
+            # Each fill leaves the time as it is, but not beside others.
+            os.utime(staged.fd, ns=(modified_ns, modified_ns))
         if errors:
             raise errors[0]
 

@@ -46,6 +46,19 @@ async def test_attributes_of_an_object_that_was_replaced_put_no_holes_in_its_pla
     assert mount.store.contents() == {"file": THEIRS}
 
 
+async def test_a_large_file_that_is_open_for_writing_is_not_younger_for_being_read(
+    mount: MortalMount,
+) -> None:
+    async with mount.serving() as process:
+        fh = await process.open("file", os.O_RDWR)
+        inode = await process.node("file")
+        before_ns = (await process.stat(inode)).mtime_ns
+        assert await process.read(fh, 8 * MIB, 16) == CONTENT[:16]
+        assert (await process.stat(inode)).mtime_ns == before_ns
+        await process.close(fh)
+        assert (await process.stat(inode)).mtime_ns == before_ns
+
+
 async def test_what_waits_for_an_edit_that_is_set_aside_touches_no_other_file(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
