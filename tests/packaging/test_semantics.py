@@ -124,7 +124,8 @@ def test_blocks_are_those_of_a_file_without_holes(still: Mount) -> None:
 
 
 @states(
-    "Files have one link, directories two; an open file that was removed or replaced here has none."
+    "Files have one link, but for the names of hard links, and directories two; an open file that"
+    " was removed or replaced here has none."
 )
 def test_link_counts(still: Mount, mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("file", b"x")

@@ -89,6 +89,7 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
             removed.setdefault(inode.ino, []).append(inode)
     for nodes in removed.values():
         choose_lead(nodes)
+    inodes.link_again()
     for nodeid, marks in state.marks.items():
         directory = inodes.find(nodeid)
         if directory is not None:

@@ -67,6 +67,7 @@ class LinkChanges(CreateRemove):
             self._directories.changed(prefix, name, made)
             linked = self._inodes.resolve(to, name, made)
             linked.meta = _said(inode)
+            self._inodes.link(linked, inode)
             self._inodes.entries_changed(to)
             return linked
 

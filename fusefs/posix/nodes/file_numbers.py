@@ -90,6 +90,11 @@ class FileNumbers:
         self._record(self._place(to, new_name, is_directory), number)
         self._record(self._place(parent, name, is_directory), SPENT)
 
+    def give(self, inode: Inode, number: int) -> None:
+        """Let the file that has a node's name have this number."""
+        assert inode.parent is not None
+        self._record(self._place(inode.parent, inode.name, False), number)
+
     def _place(self, parent: Inode, name: str, is_directory: bool) -> int:
         number = parent.ino if parent.parent is not None else self._root
         return _hashed(number, name + "/" if is_directory else name)

@@ -14,6 +14,7 @@ import trio
 
 from fusefs.posix.metadata.object_metadata import Form, Meta
 from fusefs.posix.nodes.edit_base import EditBase
+from fusefs.posix.nodes.linked_names import LinkedNames
 from fusefs.store.interface import ObjectInfo, Upload, UploadState
 
 # Whose a WRITE or a FLUSH is where the kernel does not say.
@@ -96,6 +97,7 @@ class Inode:
         "is_current",
         "is_removed",
         "lead",
+        "links",
         "looked_up",
         "marker_etag",
         "marks",
@@ -130,6 +132,8 @@ class Inode:
         self.is_current = True
         self.is_removed = False
         self.lead: Inode | None = None
+        # Its other names, where hard links have made some that are not parted yet.
+        self.links: LinkedNames | None = None
         self.entries_changed_ns = 0
         # The attributes of its object, on a writable mount; None until they are known.
         self.meta: Meta | None = None
@@ -159,6 +163,15 @@ class Inode:
             return math.inf
         return max(0.0, self.valid_until - time.monotonic())
 
+    @property
+    def _names(self) -> int:
+        return 1 if self.links is None else len(self.links.nodes)
+
+    def part_names(self) -> None:
+        """What the file is under this name is about to be its alone."""
+        if self.links is not None:
+            self.links.part(self)
+
     def default_meta(self, owner: Ownership) -> Meta:
         """Its attributes where the object has none."""
         return owner.directory if self.info is None else owner.file
@@ -181,7 +194,7 @@ class Inode:
                 found.st_size,
                 found.st_mtime_ns,
                 meta.mode,
-                int(not staged.is_unlinked),
+                0 if staged.is_unlinked else self._names,
                 meta.uid,
                 meta.gid,
                 blocks,
@@ -189,7 +202,7 @@ class Inode:
         if info is None:
             size, mtime_ns, nlink = 4096, mounted_ns, 2
         else:
-            size, mtime_ns, nlink = info.size, info.mtime_ns, int(not self.is_removed)
+            size, mtime_ns, nlink = info.size, info.mtime_ns, 0 if self.is_removed else self._names
         if self.entries_changed_ns:
             mtime_ns = self.entries_changed_ns
         elif meta.mtime_ns is not None:
@@ -412,6 +425,8 @@ class StagedFile:
 
     def touch(self) -> None:
         """The content has changed."""
+        if self.inode.links is not None:
+            self.inode.part_names()
         if not self.is_dirty:
             self.since = trio.current_time()
         self.changes += 1
@@ -419,6 +434,8 @@ class StagedFile:
 
     def touch_meta(self) -> None:
         """What belongs to the content has changed."""
+        if self.inode.links is not None:
+            self.inode.part_names()
         self.described_at = trio.current_time()
         if not self.is_dirty:
             self.since = self.described_at

@@ -26,6 +26,7 @@ from typing import Protocol
 
 from fusefs.posix.nodes.file_numbers import ROOT_ID, FileNumbers
 from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, Ownership
+from fusefs.posix.nodes.linked_names import LinkedNames
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.nodes.offsets import MOST_MARKS
 from fusefs.store.interface import ObjectInfo, ObjectVersion
@@ -114,6 +115,8 @@ class InodeTable:
         self.numbers = FileNumbers(
             prefix, log.number, self._new_id, lambda: {inode.ino for inode in self.by_id.values()}
         )
+        # By directory and name, nodes of linked files that were replaced, and not looked up since.
+        self._unresolved_links: dict[tuple[int, str], Inode] = {}
         self._notifier = notifier or Notifier()
         self._most = sys.maxsize
         self._on_crossing: Callable[[], None] = lambda: None
@@ -221,9 +224,14 @@ class InodeTable:
                 self._log.node(inode)
                 return inode
             self.mark_replaced(inode)
+        linked = self._unresolved_links.pop((parent.nodeid, name), None)
+        if linked is not None and not _is_content(info, linked.info):
+            self._unlink(linked)
         ino = self.numbers.of(parent, name, is_directory=info is None)
         is_id = self._ids_are_inos and ino not in self.by_id
         inode = Inode(ino if is_id else self._new_id(), ino, parent, name, info)
+        if linked is not None and linked.links is not None:
+            linked.links.replace(linked, inode)
         self.by_id[inode.nodeid] = inode
         parent.children[name] = inode
         if len(self.by_id) > self._most:
@@ -263,6 +271,8 @@ class InodeTable:
         """The inode stands for its name no longer: the next lookup makes another inode."""
         self._log.replaced(inode.nodeid)
         self._unlist(inode)
+        if inode.links is not None and inode.parent is not None:
+            self._unresolved_links[inode.parent.nodeid, inode.name] = inode
 
     def _unlist(self, inode: Inode) -> None:
         inode.is_current = False
@@ -308,9 +318,55 @@ class InodeTable:
                 continue
             self._log.removed(inode.nodeid)
             self._unlist(inode)
+            if inode.links is not None:
+                inode.links.leave(inode)
             inode.is_removed = True
             if inode is not lead:
                 self._notifier.invalidate_attributes(inode.nodeid)
+
+    def link(self, made: Inode, inode: Inode) -> None:
+        """Show two names as those of one file until one of them changes; see linked_names.py."""
+        if self._ids_are_inos:
+            return
+        self._renumber(made, inode.ino)
+        links = inode.links or LinkedNames([inode], self._renumber, self._show)
+        links.add(made)
+
+    def link_again(self) -> None:
+        """As `link`, for the nodes of an earlier process that were."""
+        seen: set[int] = set()
+        shared: set[int] = set()
+        files = [node for node in self.by_id.values() if node.info is not None]
+        for node in files:
+            (shared if node.ino in seen else seen).add(node.ino)
+        names: dict[int, dict[tuple[int, str], Inode]] = {}
+        for node in sorted(files, key=lambda node: (node.is_current, node.nodeid)):
+            if node.ino in shared and not node.is_removed and node.parent is not None:
+                names.setdefault(node.ino, {})[node.parent.nodeid, node.name] = node
+        for nodes in names.values():
+            if len(nodes) > 1:
+                LinkedNames(nodes.values(), self._renumber, self._show)
+                self._unresolved_links |= {
+                    name: node for name, node in nodes.items() if not node.is_current
+                }
+
+    def _unlink(self, inode: Inode) -> None:
+        """A linked name is a file by itself from now on."""
+        if inode.links is not None and inode.parent is not None:
+            self._unresolved_links.pop((inode.parent.nodeid, inode.name), None)
+            inode.links.leave(inode)
+            self.numbers.removed(inode.parent, inode.name, is_directory=False)
+
+    def _renumber(self, inode: Inode, number: int | None) -> None:
+        inode.ino = self._new_id() if number is None else number
+        self.numbers.give(inode, inode.ino)
+        self._log.node(inode)
+        self._show(inode)
+
+    def _show(self, inode: Inode) -> None:
+        """Have the kernel ask what a node looks like now."""
+        inode.packed = None
+        self._notifier.invalidate_attributes(inode.nodeid)
 
     def entries_changed(self, directory: Inode) -> None:
         """This mount has changed which names a directory has: that is its time from now on."""
@@ -384,6 +440,7 @@ class InodeTable:
         if self.by_id.get(inode.nodeid, inode) is not inode:
             return  # it was removed before, and another inode has its id
         self._unlist(inode)
+        self._unlink(inode)
         if self.by_id.pop(inode.nodeid, None) is not None:
             self._log.gone(inode.nodeid)
         # A directory whose last child goes may itself have been forgotten before.
@@ -406,6 +463,10 @@ def choose_lead(nodes: list[Inode]) -> Inode:
             if lead.meta is None:
                 lead.meta = inode.meta
     return lead
+
+
+def _is_content(info: ObjectInfo | None, known: ObjectInfo | None) -> bool:
+    return info is not None and known is not None and _same_version(known, info)
 
 
 def _same_version(known: ObjectInfo, info: ObjectInfo) -> bool:

@@ -482,6 +482,7 @@ class Writer:
 
     def change_meta(self, inode: Inode, meta: Meta) -> None:
         """Give a file another mode, owner or time."""
+        inode.part_names()
         staged = inode.staged
         if staged is not None:
             if meta.mtime_ns is not None:

@@ -21,7 +21,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, mounted, python
+from tests.support.sharing import PATIENCE_S, mounted, python, remembering
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent, cost, metadata
@@ -42,10 +42,11 @@ def root(s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def here(root: Mount, request: pytest.FixtureRequest) -> Path:
+def here(root: Mount, request: pytest.FixtureRequest) -> Iterator[Path]:
     path: Path = root.path / request.node.name
     path.mkdir()
-    return path
+    with remembering():
+        yield path
 
 
 def linked_script(here: Path) -> list[object]:
@@ -74,8 +75,9 @@ def linked_script(here: Path) -> list[object]:
     note(lambda: os.link(here / "old", here / ("x" * 256)))
     note(lambda: os.link(here / "symbolic", here / "second", follow_symlinks=False))
     note(lambda: os.readlink(here / "second"))
-    for name in ("new", "dir/below"):
+    for name in ("old", "new", "dir/below"):
         found = (here / name).stat()
+        seen += [found.st_nlink, os.path.samefile(here / "old", here / name)]
         seen += [found.st_size, found.st_mode, found.st_uid, found.st_gid, found.st_mtime_ns]
         seen += [os.getxattr(here / name, "user.color"), (here / name).read_bytes()]
     with (here / "open").open("w+b", buffering=0) as file:
@@ -86,6 +88,10 @@ def linked_script(here: Path) -> list[object]:
         note(lambda: os.link(f"/proc/self/fd/{file.fileno()}", here / "x", follow_symlinks=True))
     note(lambda: (here / "published").read_bytes())
     os.unlink(here / "old")
+    note(lambda: (here / "new").stat().st_nlink)
+    os.rename(here / "new", here / "renamed")
+    note(lambda: os.path.samefile(here / "renamed", here / "dir" / "below"))
+    os.rename(here / "renamed", here / "new")
     note(lambda: (here / "new").read_bytes())
     seen.append(sorted(os.listdir(here)))
     return seen
@@ -99,6 +105,43 @@ def test_a_file_gets_a_second_name_as_on_a_disk(here: Path, tmp_path: Path, shar
     assert linked_script(here) == linked_script(tmp_path)
     assert stored(shared, f"{here.name}/published") == b"not closed yet"
     assert metadata(shared, f"{here.name}/new")["mtime"] == "6.000000008"
+
+
+@states(
+    "Names that a link has made are one file's, with one inode number and counted by `st_nlink`,"
+    " until the first change of content or attributes through one of them: that is its alone, and"
+    " it is a file by itself from then on.",
+    "A name that the kernel forgets meanwhile, or that somebody else replaces, is a file by"
+    " itself as well.",
+)
+def test_the_names_of_a_file_part_at_the_first_change(here: Path, root: Mount) -> None:
+    def shown() -> list[tuple[int, int]]:
+        found = [(here / name).stat() for name in "abc"]
+        numbers = [one.st_ino for one in found]
+        return [(numbers.index(one.st_ino), one.st_nlink) for one in found]
+
+    changes: list[Callable[[Path], object]] = [
+        lambda path: path.write_bytes(b"other"),
+        lambda path: path.chmod(0o600),
+        lambda path: os.truncate(path, 1),
+        lambda path: os.setxattr(path, "user.a", b"x"),
+    ]
+    for change in changes:
+        (here / "a").write_bytes(b"content")
+        os.link(here / "a", here / "b")
+        os.link(here / "b", here / "c")
+        mode = (here / "a").stat().st_mode
+        assert shown() == [(0, 3)] * 3
+        kill_serving(root)
+        with (here / "b").open("rb") as file:
+            assert file.read() == b"content"
+            assert shown() == [(0, 3)] * 3
+            change(here / "b")
+            assert shown() == [(0, 2), (1, 1), (0, 2)]
+        assert [(here / name).read_bytes() for name in "ac"] == [b"content"] * 2
+        assert (here / "c").stat().st_mode == mode
+        for name in "abc":
+            (here / name).unlink()
 
 
 @pytest.mark.parametrize("way", PUBLISHING)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.mounting import Mount, Mounter
+from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
@@ -62,6 +63,17 @@ def test_extended_attributes_are_set_and_removed(mount: Mount) -> None:
     for name, number in (("user.s3.key", errno.EPERM), ("security.x", errno.EOPNOTSUPP)):
         with pytest.raises(OSError, match=os.strerror(number)):
             os.setxattr(path, name, b"1")
+
+
+@states("Under `--session pyfuse3` the names of a link are files by themselves from the start.")
+def test_a_file_gets_a_second_name(mount: Mount, shared: Bucket) -> None:
+    (mount.path / "first").write_bytes(b"content")
+    os.link(mount.path / "first", mount.path / "second")
+    assert (mount.path / "second").read_bytes() == b"content"
+    assert stored(shared, "second") == b"content"
+    assert not os.path.samefile(mount.path / "first", mount.path / "second")
+    with pytest.raises(FileExistsError):
+        os.link(mount.path / "first", mount.path / "second")
 
 
 def test_what_was_closed_is_uploaded_by_the_next_mount(mounter: Mounter, bucket: Bucket) -> None:
