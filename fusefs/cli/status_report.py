@@ -221,10 +221,11 @@ def _metadata(metadata: Status) -> str:
         f"{_count(metadata.get('directories', 0), 'listing')}, "
         f"{_count(metadata.get('nodes', 0), 'node')}"
     )
-    hidden = metadata.get("hidden_keys", 0)
-    return (
-        f"{text}; {_count(hidden, 'key')} hidden (docs/semantics.md says why)" if hidden else text
-    )
+    if hidden := metadata.get("hidden_keys", 0):
+        text += f"; {_count(hidden, 'key')} hidden (docs/semantics.md says why)"
+    if sorted_here := metadata.get("sorted_listings", 0):
+        text += f"; {_count(sorted_here, 'folder')} listed whole, for the store has no order"
+    return text
 
 
 def _requests(requests: Status) -> str:

@@ -193,6 +193,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
             "pruned_nodes": daemon.name_pruner.pruned,
             "can_prune_nodes": daemon.name_pruner.can_prune,
             "hidden_keys": daemon.directories.hidden.count,
+            "sorted_listings": daemon.store.sorted_listings.count,
         },
         "requests": {
             "total": session.requests,

@@ -108,11 +108,20 @@ async def check(
 async def _read_some(store: S3Store, prefix: str, add: Callable[[Finding], None]) -> None:
     try:
         await store.check(prefix)
-        page = await store.list_page(prefix, delimiter="")
+        page = await store.list_page(prefix, delimiter="", sorts=False)
     except StoreError as error:
         add(_refused("list", error))
         return
     add(ok("list", f"s3://{store.settings.bucket}/{prefix} can be listed"))
+    if not page.is_ordered:
+        add(
+            advice(
+                "list",
+                "the store lists in no order: a folder of more than 1,000 entries is listed whole,"
+                " and sorted here, before its first name is shown",
+                "keep such folders small, or raise --metadata-ttl",
+            )
+        )
     found = [info for info in page.objects if info.size]
     if not found:
         add(skipped("get", "there is no object to read"))

@@ -12,6 +12,7 @@ and one error to look at.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -93,7 +94,8 @@ class ListPage:
     `next_token` is None on the last page. `last` is the last key or prefix on
     the page ("" on an empty one), after which the listing continues. An object
     of which the page says nothing that can be used has the ETag "", and is there
-    for its key alone; `unnamed` entries had no key below the prefix.
+    for its key alone; `unnamed` entries had no key below the prefix. A page that was
+    listed before it was requested says when, in monotonic seconds (`listed_at`).
     """
 
     objects: list[ObjectInfo]
@@ -101,6 +103,8 @@ class ListPage:
     next_token: str | None
     last: str
     unnamed: int = 0
+    listed_at: float = math.inf
+    is_ordered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,12 +359,21 @@ class Store(Source, Protocol):
     tokens: TokenSource
 
     async def list_page(
-        self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000
+        self,
+        prefix: str,
+        *,
+        delimiter: str = "/",
+        start_after: str = "",
+        max_keys: int = 1000,
+        sorts: bool = True,
     ) -> ListPage:
         """Return one page of the keys that start with `prefix`.
 
         `start_after` is a full key and exclusive; a page's `last` continues the
-        listing. Cancelling abandons the request.
+        listing. Cancelling abandons the request. Where the store lists in no order, the
+        folder is listed whole and sorted first (store/s3/sorted_listing.py); with `sorts`
+        False the page is returned as it is, and not `is_ordered`. So are the entries of a
+        page of less than 1,000.
         """
 
     async def head(self, key: str) -> ObjectInfo:

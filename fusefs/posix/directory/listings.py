@@ -324,6 +324,8 @@ class Directories:
         if page.next_token is not None and page.last == prefix:
             # The folder's own marker and no more: a listing from there on would not get further.
             page = await self._store.list_page(prefix, start_after=prefix)
+        if page.listed_at < began:
+            return page, page.listed_at
         if not page.unnamed:
             self._memory.save(prefix, after, page)
         return page, began

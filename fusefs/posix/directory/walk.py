@@ -129,7 +129,12 @@ class Walks:
         try:
             with self._local.listing() as fetched:
                 after = start.after
-                page = await self._store.list_page(walk.prefix, delimiter="", start_after=after)
+                page = await self._store.list_page(
+                    walk.prefix, delimiter="", start_after=after, sorts=False
+                )
+                if not page.is_ordered:
+                    walk.pays = False
+                    return
                 pages = _grouped(walk.prefix, page, start.begun)
                 begun = _cut_off(pages, page)
                 for prefix, part in pages.items():

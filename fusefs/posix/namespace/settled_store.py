@@ -51,12 +51,22 @@ class SettledStore:
         self.counters = store.counters
 
     async def list_page(
-        self, prefix: str, *, delimiter: str = "/", start_after: str = "", max_keys: int = 1000
+        self,
+        prefix: str,
+        *,
+        delimiter: str = "/",
+        start_after: str = "",
+        max_keys: int = 1000,
+        sorts: bool = True,
     ) -> ListPage:
         """As `Store.list_page`; a page may have fewer keys, also none, before the last."""
         leaving = self._removals.keys(prefix)
         page = await self._store.list_page(
-            prefix, delimiter=delimiter, start_after=start_after, max_keys=max_keys
+            prefix,
+            delimiter=delimiter,
+            start_after=start_after,
+            max_keys=max_keys,
+            sorts=sorts,
         )
         leaving |= self._removals.keys(prefix)
         if not leaving:

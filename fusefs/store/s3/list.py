@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fusefs.store.errors import AttemptError, Failure, UnreachableError, UnsupportedError
+from fusefs.store.errors import AttemptError, Failure, UnreachableError
 from fusefs.store.http.answers import Answer
 from fusefs.store.http.client import HttpClient
 from fusefs.store.interface import ListPage
@@ -15,24 +15,28 @@ from fusefs.store.s3 import list_parser
 
 # How long a request is repeated whose answer is no listing.
 GARBLED_TIME_S = 3.0
-_STANDS_STILL = "this server's listings do not go on behind a key (start-after)"
 # The names of list_objects_v2's parameters in the query.
 _QUERY = {
     "Prefix": "prefix",
     "Delimiter": "delimiter",
     "StartAfter": "start-after",
+    "ContinuationToken": "continuation-token",
     "MaxKeys": "max-keys",
     "EncodingType": "encoding-type",
 }
 
 
-def parameters(prefix: str, delimiter: str, start_after: str, max_keys: int) -> dict[str, Any]:
+def parameters(
+    prefix: str, delimiter: str, start_after: str, max_keys: int, token: str = ""
+) -> dict[str, Any]:
     """list_objects_v2's parameters for a page of at most `max_keys` entries; "" is none."""
     chosen = {"Prefix": prefix, "MaxKeys": max_keys, "EncodingType": "url"}
     if delimiter:
         chosen["Delimiter"] = delimiter
     if start_after:
         chosen["StartAfter"] = start_after
+    if token:
+        chosen["ContinuationToken"] = token
     return chosen
 
 
@@ -82,10 +86,7 @@ class Lister:
                 longest_s=GARBLED_TIME_S,
             )
             raise AttemptError(failure) from error
-        page = _only_below(page, parameters.get("Prefix", ""))
-        if page.next_token is not None and page.last <= parameters.get("StartAfter", ""):
-            raise AttemptError(Failure(UnsupportedError, _STANDS_STILL))
-        return page
+        return _only_below(page, parameters.get("Prefix", ""))
 
     def _send(self, query: Mapping[str, Any]) -> Answer | None:
         """The answer; None if botocore should send the request."""

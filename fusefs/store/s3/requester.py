@@ -513,8 +513,8 @@ def classify(operation: str, failure: Failure) -> Failure:
 
 
 def list_work(
-    prefix: str, delimiter: str, start_after: str, max_keys: int
+    prefix: str, delimiter: str, start_after: str, max_keys: int, token: str = ""
 ) -> Callable[[Clients], ListPage]:
-    """What lists one page in a thread; as `Store.list_page`."""
-    parameters = listing.parameters(prefix, delimiter, start_after, max_keys)
+    """What lists one page in a thread; as `Store.list_page`, or from a continuation token on."""
+    parameters = listing.parameters(prefix, delimiter, start_after, max_keys, token)
     return lambda clients: clients.lister.page(parameters)

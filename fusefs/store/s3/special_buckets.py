@@ -2,8 +2,8 @@
 
 An access point has a host name of its own, and requests are signed for its region
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html). Its alias, in
-contrast, is used as a bucket's name. Directory buckets (S3 Express One Zone) are refused: they list
-in no order, and both the directories and the cache here rely on S3's order of keys.
+contrast, is used as a bucket's name. Directory buckets (S3 Express One Zone) are refused: their
+requests are signed with credentials of sessions (CreateSession), which nothing here makes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AccessPoint:
 def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
     """Why a bucket cannot be mounted, whatever it holds."""
     if is_aws and bucket.endswith(DIRECTORY_BUCKETS):
-        sentence = "directory buckets (S3 Express One Zone) list in no order, which mounts rely on"
+        sentence = "directory buckets (S3 Express One Zone) take sessions, which mounts do not make"
         return Failure(UnsupportedError, sentence)
     if not is_aws and bucket.startswith("arn:"):
         sentence = "an access point's ARN is for AWS's own endpoints, and another one is configured"

@@ -16,6 +16,7 @@ boto3 takes half a second to import, so that happens at the first request.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import trio
@@ -45,6 +46,7 @@ from fusefs.store.s3.conditions import Fence
 from fusefs.store.s3.get import Getter
 from fusefs.store.s3.multipart import S3Upload
 from fusefs.store.s3.requester import Requester, list_work
+from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
 from fusefs.telemetry.s3_requests import S3_REQUESTS, S3Requests
 
 CHECK_TIME_S = 5.0
@@ -61,6 +63,7 @@ class S3Store:
         self.fence = Fence(self.head, settings.conditional_writes)
         # Whether `check` found nothing.
         self.is_prefix_empty = False
+        self.sorted_listings = SortedListings(self._list_from)
         self._getter = Getter(self.requester)
 
     @property
@@ -140,8 +143,20 @@ class S3Store:
         delimiter: str = "/",
         start_after: str = "",
         max_keys: int = 1000,
+        sorts: bool = True,
     ) -> ListPage:
-        work = list_work(prefix, delimiter, start_after, max_keys)
+        is_whole = max_keys >= 1000
+        if not (is_whole and sorts and self.sorted_listings.has(prefix, delimiter)):
+            work = list_work(prefix, delimiter, start_after, max_keys)
+            page = await self.requester.with_retries("LIST", prefix, work)
+            if not is_whole or is_in_order(page, delimiter, start_after):
+                return page
+            if not sorts:
+                return replace(page, is_ordered=False)
+        return await self.sorted_listings.page(prefix, delimiter, start_after, max_keys)
+
+    async def _list_from(self, prefix: str, delimiter: str, token: str) -> ListPage:
+        work = list_work(prefix, delimiter, "", 1000, token)
         return await self.requester.with_retries("LIST", prefix, work)
 
     async def head(self, key: str) -> ObjectInfo:

@@ -40,10 +40,10 @@ class Stored:
 class FlatS3:
     """The same objects for every bucket. `lists` counts the pages that were requested."""
 
-    def __init__(self, *, is_ordered: bool = True) -> None:
+    def __init__(self, *, is_ordered: bool = True, page: int = PAGE) -> None:
         self.objects: dict[str, Stored] = {}
         self.lists = 0
-        self._is_ordered = is_ordered
+        self._is_ordered, self._page = is_ordered, page
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
 
@@ -148,7 +148,7 @@ class FlatS3:
         else:
             entries.sort(key=lambda entry: hashlib.md5(entry.encode()).digest())
             entries = entries[int(token or 0) :]
-        most = min(PAGE, int(query.get("max-keys", PAGE)))
+        most = min(self._page, int(query.get("max-keys", PAGE)))
         page = entries[:most]
         parts = [f"<ListBucketResult {_XMLNS}><EncodingType>url</EncodingType>"]
         parts.append(f"<IsTruncated>{str(len(page) < len(entries)).lower()}</IsTruncated>")

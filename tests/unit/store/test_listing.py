@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.store.errors import AttemptError, UnsupportedError
 from fusefs.store.http.answers import Answer
 from fusefs.store.http.client import HttpClient
 from fusefs.store.s3 import list_parser
@@ -267,15 +266,3 @@ def test_both_ways_of_reading_agree(
         )
     )
     assert parse(body) == list_parser._page(ElementTree.fromstring(body), None)
-
-
-def test_a_listing_that_does_not_go_on_ends_with_an_error() -> None:
-    more = "<IsTruncated>true</IsTruncated>"
-    answer = document(more, entry(Key="d/a"), entry(Key="d/b"))
-    lister = Lister(None, cast(HttpClient, Answering(answer)), {})
-    assert lister.page(parameters("d/", "/", "", 1000)).next_token
-    assert lister.page(parameters("d/", "/", "d/a", 1000)).next_token
-    with pytest.raises(AttemptError) as raised:
-        lister.page(parameters("d/", "/", "d/b", 1000))
-    assert raised.value.failure.kind is UnsupportedError
-    assert not raised.value.failure.is_retryable
