@@ -1,8 +1,9 @@
 """Which mount of this machine has a bucket's objects: the kernel's table, or a variable.
 
 The table says what each mount of fusefs shows, also of a part that is mounted elsewhere (a
-volume in a container, its subPath). Where a program cannot see that, FUSEFS_MOUNTS names the
-places: `s3://bucket=/data,s3://other/prefix=/more`.
+volume in a container, its subPath). Only this user's own mounts and root's are believed: any
+user can mount something that says that it is a bucket. Where a program cannot see that,
+FUSEFS_MOUNTS names the places: `s3://bucket=/data,s3://other/prefix=/more`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import os
 import select
 import threading
+from pathlib import Path
 from typing import NamedTuple, Self
 
 from fusefs.linux import mountinfo
@@ -124,9 +126,11 @@ class BucketMounts:
 def _mounted() -> list[BucketMount]:
     """What the kernel's table shows, as far as this user may use it and nothing covers it."""
     table = mountinfo.kernel_mounts()
+    trusted = _trusted_owners()
     places = []
     for mount in table:
-        is_usable = "allow_other" in mount.options.split(",") or mount.owner == os.geteuid()
+        is_own = mount.owner == os.geteuid()
+        is_usable = is_own or ("allow_other" in mount.options.split(",") and mount.owner in trusted)
         if not (mount.is_fusefs and is_usable and mount.source.startswith(_SCHEME)):
             continue
         if mountinfo.reached(mount.path, table) is not mount:
@@ -137,6 +141,17 @@ def _mounted() -> list[BucketMount]:
         covered = tuple(f"{other.path}/" for other in table if other.parent == mount.number)
         places.append(BucketMount(location, mount.path, is_read_only, covered))
     return places
+
+
+def _trusted_owners() -> set[int]:
+    """Whose mounts are believed beside this user's own: root's.
+
+    In a container with a user namespace of its own these are shown as an unknown user's, and
+    nobody in there can have made them.
+    """
+    if Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]:
+        return {0}
+    return {0, int(Path("/proc/sys/kernel/overflowuid").read_text())}
 
 
 def _named(text: str) -> list[BucketMount]:

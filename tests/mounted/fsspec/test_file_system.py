@@ -17,6 +17,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from fusefs.fsspec import VARIABLE, FusefsFileSystem, NotMountedError, install, uninstall
+from fusefs.fsspec.mounts import BucketMounts
+from fusefs.linux import mountinfo
 from tests.support import sharing
 from tests.support.mounting import Mounter, fusefs
 from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
@@ -241,6 +243,18 @@ def test_named_place_that_is_unmounted_is_not_used(
         with pytest.raises(NotMountedError):
             fs.pipe_file("named/b", b"2")
     assert is_own_disk is False or not list(mount.path.iterdir())
+
+
+@pytest.mark.parametrize(("owner", "is_believed"), [(0, True), (1000, True), (1001, False)])
+def test_another_users_mount_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, owner: int, *, is_believed: bool
+) -> None:
+    """Any user can mount what says that it is a bucket."""
+    options = f"rw,user_id={owner},group_id=0,default_permissions,allow_other"
+    table = f"40 1 0:40 / /mnt/a rw - fuse.fusefs s3://some-bucket {options}\n"
+    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(table))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert [place.directory for place in BucketMounts().all()] == ["/mnt/a"] * is_believed
 
 
 @pytest.mark.root
