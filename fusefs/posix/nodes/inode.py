@@ -251,9 +251,12 @@ class StagedFile:
     rewritten. `begun_ns` is when an upload in parts was begun whose id is not known yet,
     in ns since the epoch. `tokens` are those of changes of its object that may have been
     executed without an answer (store/fencing.py). `sum` is the
-    content's CRC32, None if it is not known (staged_sums.py). `writers` are those that have
-    written what the bucket lacks, as lock owners: a process has one for all its descriptors, a
-    forked child another one. `is_named`: a power cut
+    content's CRC32, None if it is not known (staged_sums.py). `kept_size` is how much of the
+    content is all that the bucket has, None if the file has not merely grown since. `pause_s` is
+    how long after `since` it is to be uploaded, closed as it is. While a request has its first
+    `sending` bytes as its body it may grow; `sent` is what `changes` was then, at `sent_at`.
+    `writers` are those that have written what the bucket lacks, as lock owners: a process has
+    one for all its descriptors, a forked child another one. `is_named`: a power cut
     leaves the file its name in the staging directory.
     """
 
@@ -275,11 +278,16 @@ class StagedFile:
         "is_meta_dirty",
         "is_named",
         "is_rewrite",
+        "kept_size",
         "lock",
         "meta",
         "meta_changes",
         "path",
+        "pause_s",
         "recorded",
+        "sending",
+        "sent",
+        "sent_at",
         "since",
         "state",
         "sum",
@@ -306,6 +314,10 @@ class StagedFile:
         self.changes = 1
         self.uploaded = 0
         self.writers: set[int] = set()
+        self.kept_size: int | None = None
+        self.pause_s = 0.0
+        self.sending: int | None = None
+        self.sent, self.sent_at = 0, 0.0
         self.is_meta_dirty = False
         self.meta_changes = 0
         self.is_rewrite = False
@@ -363,8 +375,22 @@ class StagedFile:
         if self.state in (FileState.OPEN, FileState.ABANDONED):
             self.state = FileState.ABANDONED if was_killed else FileState.OPEN
 
-    def mark_uploaded(self) -> None:
-        """The bucket has its content: what is written from now on was promised to no program."""
+    def begin_sending(self) -> int:
+        """What it has now is about to be sent; return its size."""
+        self.sent, self.sent_at = self.changes, trio.current_time()
+        return self.size()
+
+    def mark_uploaded(self, size: int) -> None:
+        """The bucket has its first `size` bytes, as they were when they were sent.
+
+        What is written from now on was promised to no program.
+        """
+        self.uploaded, self.kept_size = self.sent, size
+        if self.is_content_dirty:
+            self.since = self.sent_at  # it has grown meanwhile
+            return
+        self.writers.clear()
+        self.pause_s = 0.0
         if self.state is not _UNLINKED:
             self.state = FileState.OPEN
 

@@ -9,6 +9,7 @@ import trio
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.namespace.removals import Removal
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.write.appends import pause_s
 from fusefs.posix.write.flush import Flusher
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import CredentialsError
@@ -115,12 +116,19 @@ class Backlog:
         logger.info("ending waits for uploads of %d files, %d bytes", len(remaining), size)
 
     async def run(self) -> None:
-        """Try again what could not be uploaded, until cancelled."""
+        """Upload again what could not be, and now and then what stays open, until cancelled."""
         while True:
             if self._staging.pending:
                 await trio.sleep(RETRY_S)
             else:
                 await ACTIVITY.pause(RETRY_S)
+            now = trio.current_time()
             for staged in self._staging.pending:
-                if not self._may_be_written(staged.inode) and not self._is_given_up(staged):
+                if self._may_be_written(staged.inode):
+                    is_due = staged.is_content_dirty and now >= staged.since + pause_s(
+                        staged.size()
+                    )
+                    if is_due and staged.writers:
+                        self._uploads.start(staged, is_background=True)
+                elif not self._is_given_up(staged) and now >= staged.since + staged.pause_s:
                     self._uploads.start(staged)

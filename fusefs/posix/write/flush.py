@@ -33,6 +33,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write import staged_sums
+from fusefs.posix.write.appends import AppendRuns
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.uploader import Uploader
@@ -91,6 +92,7 @@ class Flusher:
             self._attributes_lost,
             self._may_come_back,
         )
+        self._appends = AppendRuns()
         self.removals = removals
         removals.landed = self._removed
         state.directories.pending_changes.is_leaving = removals.__contains__
@@ -110,8 +112,8 @@ class Flusher:
             self.exclusive.wrote(staged.creator, staged.size())
         if not staged.is_dirty or staged.is_others(owner):
             return None
-        # No other close costs a look at the process.
-        if staged.is_rewrite and pid and self._can_be_undone(staged):
+        # No other close costs a look at the process. What merely grows replaces nothing.
+        if staged.is_rewrite and staged.kept_size is None and pid and self._can_be_undone(staged):
             return waiting(self._flush_unless_killed(staged, pid))
         return self._flush(staged, pid)
 
@@ -140,7 +142,18 @@ class Flusher:
             return None
         if not staged.writers:
             return waiting(self._flush_unwritten(staged, pid))
-        return waiting(self.upload(staged, is_closing=True))
+        delay_s = self._appends.closed(staged)
+        if delay_s is None or staged.error is not None:
+            return waiting(self.upload(staged, is_closing=True))
+        return waiting(self._keep_appended(staged, delay_s))
+
+    async def _keep_appended(self, staged: StagedFile, delay_s: float) -> None:
+        """Have what was appended safe on the local disk, and in the bucket later."""
+        await self._staging.make_safe(staged)
+        if staged.is_dirty and staged.inode.staged is staged:
+            if not self.uploads.is_under_way(staged):
+                staged.pause_s = delay_s
+            self.uploads.start(staged, delay_s)
 
     async def _flush_unwritten(self, staged: StagedFile, pid: int) -> None:
         """A process closes a file to which nobody has written, and which it made or truncated."""
@@ -430,6 +443,8 @@ class Flusher:
             self._nursery.start_soon(self._undo, staged)
             return
         if self._defer(staged):
+            return
+        if staged.is_closed and self.uploads.is_under_way(staged):
             return
         if not staged.is_closed:
             staged.close()

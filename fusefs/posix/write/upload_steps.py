@@ -95,7 +95,7 @@ class UploadSteps:
             StoreError: it could not be sent.
             ConflictError, StaleVersionError: somebody else has changed the object.
         """
-        size = staged.size()
+        size = staged.begin_sending()
         if not staged.is_content_dirty and staged.etag is not None:
             commit()
             return await self._describe(staged)
@@ -104,14 +104,18 @@ class UploadSteps:
             if staged.base is not None:
                 await self._editor.fill(staged.base, staged.fd, 0, size)
             commit()
-            info = await self._store.put_file(
-                staged.key,
-                staged.fd,
-                size,
-                metadata=staged.metadata(),
-                content_type=content_type(staged.key),
-                condition=self._condition(staged),
-            )
+            staged.sending = size
+            try:
+                info = await self._store.put_file(
+                    staged.key,
+                    staged.fd,
+                    size,
+                    metadata=staged.metadata(),
+                    content_type=content_type(staged.key),
+                    condition=self._condition(staged),
+                )
+            finally:
+                staged.sending = None
             self.own.note(info)
             return info
         return await self._send_parts(staged, commit, size)
@@ -125,7 +129,7 @@ class UploadSteps:
             StoreError: it could not be sent.
             ExistsError: there is an object, against the condition.
         """
-        size = staged.size()
+        size = staged.begin_sending()
         if staged.base is not None:
             await self._editor.fill(staged.base, staged.fd, 0, size)
         info = await self._store.put_file(
@@ -208,6 +212,7 @@ class UploadSteps:
             if staged.base is not None:
                 await self._editor.fill(staged.base, staged.fd, 0, staged.size())
             staged.changes += 1
+            staged.sent = staged.changes
             return await self._store.put_file(
                 staged.key,
                 staged.fd,

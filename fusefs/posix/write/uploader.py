@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -42,12 +43,19 @@ AHEAD = 16 << 20
 CREDENTIALS_S = 5.0
 # An upload that waits until a file is left alone waits for so many times as long at most.
 LONGEST_DELAYS = 5
+# A file that is open is uploaded for so long at a time: what cannot be written meanwhile waits.
+BACKGROUND_S = 20.0
 
 
 class UploadAttempt:
-    """One upload of one file. `scope` may be cancelled while `is_cancellable`."""
+    """One upload of one file. `scope` may be cancelled while `is_cancellable`.
 
-    def __init__(self, work: Work) -> None:
+    One in the background, of a file that is open, is given up for now where it takes long:
+    writes wait for it.
+    """
+
+    def __init__(self, work: Work, *, is_background: bool = False) -> None:
+        self.is_background = is_background
         self.done = trio.Event()
         self.hurry = trio.Event()
         self.work = work
@@ -58,6 +66,7 @@ class UploadAttempt:
     def commit(self) -> None:
         """What is done from now on may come to pass even if it is cancelled."""
         self.is_cancellable = False
+        self.scope.deadline = math.inf
 
 
 class StreamingUpload:
@@ -135,13 +144,16 @@ class Uploader:
             if attempt.error is not None:
                 raise attempt.error
 
-    def start(self, staged: StagedFile, delay_s: float = 0.0) -> UploadAttempt:
+    def start(
+        self, staged: StagedFile, delay_s: float = 0.0, *, is_background: bool = False
+    ) -> UploadAttempt:
         """Have a file uploaded, after a while; whoever waits for it cuts that short."""
         attempt = self._attempts.get(staged)
         if attempt is None:
             ahead = self._aheads.get(staged)
             work = ahead.work if ahead is not None else Work()
-            attempt = self._attempts[staged] = UploadAttempt(work)
+            attempt = UploadAttempt(work, is_background=is_background)
+            self._attempts[staged] = attempt
             self._nursery.start_soon(self._run, staged, attempt, delay_s)
         return attempt
 
@@ -192,6 +204,8 @@ class Uploader:
             if delay_s:
                 await self._until_left_alone(staged, attempt, delay_s)
             while staged.is_dirty:
+                if attempt.is_background:
+                    attempt.scope.deadline = trio.current_time() + BACKGROUND_S
                 with attempt.scope, attempt.work.doing():
                     try:
                         await self._upload_locked(staged, attempt)
@@ -202,6 +216,9 @@ class Uploader:
                     # Without the lock: whoever writes to the file need not wait as well.
                     with stage(WaitCause.CREDENTIALS):
                         await trio.sleep(CREDENTIALS_S)
+                if attempt.scope.deadline <= trio.current_time() and not attempt.hurry.is_set():
+                    staged.since = trio.current_time()
+                    return
                 attempt.scope = trio.CancelScope()
             staged.error = None
         except (StoreError, OSError) as error:
@@ -289,6 +306,8 @@ class Uploader:
                 with suppress(StoreError, OSError):
                     await self._editor.fill(base, staged.fd, 0, base.size)
             self.note_uploaded(staged, info, described)
+            if attempt.is_background:
+                staged.is_rewrite = False  # the object that it was to replace is gone
             self._landed(staged, info)
         except (ConflictError, StaleVersionError) as error:
             if not self._steps.is_careful(staged):
@@ -312,16 +331,14 @@ class Uploader:
             attempt.is_cancellable = True
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
-        """The bucket has what the file, which is locked, has now.
+        """The bucket has what the file, which is locked, had when it was sent.
 
         Of what belongs to it, as much as had changed when `meta_changes` was `described`.
         """
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
-        staged.uploaded = staged.changes
-        staged.writers.clear()
         staged.is_meta_dirty = staged.meta_changes != described
-        staged.mark_uploaded()
+        staged.mark_uploaded(info.size)
         staged.etag = info.etag
         staged.exclusive = None
         staged.tokens.clear()
@@ -372,6 +389,8 @@ class Uploader:
     def wrote(self, staged: StagedFile, start: int, stop: int) -> None:
         """Note that the bytes [start, stop) have been written."""
         staged.touch()
+        if staged.kept_size is not None and start < staged.kept_size:
+            staged.kept_size = None
         if staged.base is not None:
             staged.base.wrote(start, stop)
         self._drop(staged, start, stop)
@@ -385,6 +404,7 @@ class Uploader:
     def truncated(self, staged: StagedFile, before: int, size: int) -> None:
         """Note that the file is `size` bytes long now, and was `before`."""
         staged.touch()
+        staged.kept_size = None
         # Were it to grow again, parts behind its end would be taken for what it has there.
         self._drop(staged, size, max(size, before) + 1)
         staged.written_to = min(staged.written_to, size)

@@ -350,6 +350,7 @@ class Writer:
                 self._cache.unpin(base.file)
         if keep is None:
             staged.uploaded = staged.changes
+            staged.kept_size = info.size
         staged.is_rewrite = bool(staged.etag)
         if not staged.is_unlinked:
             self.flusher.list_staged(inode)
@@ -367,7 +368,10 @@ class Writer:
             raise OSError(errno.EBADF, "not open for writing")
         stop = offset + len(data)
         is_whole = staged.base is None or not staged.base.lacks_edges(offset, stop)
-        if is_whole and not staged.lock.locked():
+        is_free = not staged.lock.locked() or (
+            staged.sending is not None and offset >= staged.sending
+        )
+        if is_whole and is_free:
             if stop > staged.charged:
                 self.staging.charge(staged, stop)
             if staged.sum is not None:
@@ -417,6 +421,8 @@ class Writer:
                 self._wrote(staged, offset, stop, owner)
 
     def _wrote(self, staged: StagedFile, start: int, stop: int, owner: int) -> None:
+        if not staged.writers:
+            staged.since = trio.current_time()  # a file may be open for long before
         staged.writers.add(owner)
         self.uploads.wrote(staged, start, stop)
         if self._rules.is_local:

@@ -122,3 +122,34 @@ def test_what_is_written_through_a_mapping_is_there_after_its_close(
     mapped[:3] = b"new"
     mapped.close()  # and with it the descriptor that it has duplicated
     assert stored(shared, "mapped") == b"new" + bytes(4093)
+
+
+@states(
+    "Of a file that is opened, appended to and closed again and again, with pauses of less than"
+    " that, the first four closes wait for the bucket, and the others for the local disk alone;"
+    " the bucket has it after three times as long as the appending has lasted, a minute at most"
+    " (more for large files, as above). If the node is lost that is lost; `fsync` waits for the"
+    " bucket."
+)
+def test_a_log_that_is_appended_to_again_and_again_is_not_sent_each_time(
+    mount: Mount, shared: Bucket
+) -> None:
+    """As TensorBoard's own writer does."""
+    path = mount.path / "events"
+    path.write_bytes(bytes(100_000))
+
+    def append() -> None:
+        for number in range(200):
+            with path.open("ab") as file:
+                file.write(b"%d\n" % number)
+            if number == 3:
+                assert stored(shared, "events") == path.read_bytes()
+
+    assert cost(mount, append)["puts"] < 10
+    assert stored(shared, "events") != path.read_bytes()
+    all_sent(mount)
+    assert stored(shared, "events") == path.read_bytes()
+    with path.open("ab", buffering=0) as file:
+        file.write(b"last")
+        os.fsync(file.fileno())
+        assert stored(shared, "events") == path.read_bytes()

@@ -186,6 +186,14 @@ def test_what_was_synced_is_not_taken_back(mount: Mount, shared: Bucket) -> None
     assert stored(shared, "old") in (NEW, NEW + b"more")
 
 
+@states("What it has appended is kept as well.")
+def test_what_was_appended_stays(mount: Mount, shared: Bucket) -> None:
+    shared.put("old", OLD)
+    kill(writing(mount.path / "old", os.O_WRONLY | os.O_APPEND), signal.SIGTERM)
+    settle(mount)
+    assert stored(shared, "old") == OLD + NEW
+
+
 def test_who_has_it_open_as_well_and_closes_it_decides(mount: Mount, shared: Bucket) -> None:
     shared.put("old", OLD)
     with open(mount.path / "old", "r+b", buffering=0) as other:

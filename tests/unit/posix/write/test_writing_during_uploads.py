@@ -82,6 +82,21 @@ async def test_what_is_written_meanwhile_waits_and_is_no_part_of_the_object(
         assert store.contents() == {"file": b"CONtent"}
 
 
+async def test_what_is_appended_meanwhile_waits_for_nothing(
+    mount: MortalMount, store: SlowStore
+) -> None:
+    async with mount.serving() as process:
+        fh = await process.create("file", b"content")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.writer.flusher.fsync, fh)
+            await store.begun.wait()
+            await process.write(fh, 7, b" and more")
+            store.may_end.set()
+        assert store.contents() == {"file": b"content"}
+        await process.close(fh)
+        assert store.contents() == {"file": b"content and more"}
+
+
 async def test_who_writes_does_not_wait_for_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

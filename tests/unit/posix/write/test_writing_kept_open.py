@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import backlog
+from fusefs.posix.write import appends, backlog
 from fusefs.store.errors import StoreError
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import MortalMount
@@ -76,6 +76,31 @@ async def test_an_empty_file_follows_its_last_close_where_no_process_is_seen(
         landed = landing(mount, "empty", b"")
         await process.close(fh)
         await eventually(landed.is_set)
+
+
+@states(
+    "A file that stays open is uploaded a minute after a change, or where it is larger than that"
+    " after a second for each MiB, in place of what was there; what only grows, up to 8 MiB, is"
+    " written on meanwhile, other writes wait."
+)
+async def test_a_file_that_stays_open_is_uploaded_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (appends.pause_s(1), appends.pause_s(1 << 30)) == (appends.EVERY_S, 1024)
+    assert appends.EVERY_S + backlog.RETRY_S <= 60
+    monkeypatch.setattr(backlog, "RETRY_S", 0.02)
+    monkeypatch.setattr(appends, "EVERY_S", 0.05)
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        nursery.start_soon(process.writer.backlog.run)
+        fh = await process.create("log", b"")
+        for content in (b"line", b"line 2"):
+            landed = landing(mount, "log", content)
+            await process.write(fh, 0, content)
+            await eventually(landed.is_set)
+        await trio.sleep(0.2)
+        assert mount.store.count("PUT") == 2
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("new", [NewAttributes(size=2), NewAttributes(mode=0o600)])
