@@ -236,7 +236,8 @@ def _clock(skew_s: float | None) -> Finding:
     text = f"S3's clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
     synchronise = "synchronise the clock (systemd-timesyncd or chrony; timedatectl shows it)"
     if abs(skew_s) > REFUSED_SKEW_S:
-        return problem("clock", f"{text}: requests are refused", synchronise, skew_seconds=skew_s)
+        text += ": fusefs signs with S3's time, other programs are refused"
+        return problem("clock", text, synchronise, skew_seconds=skew_s)
     if abs(skew_s) > NOTICED_SKEW_S:
         return advice("clock", text, synchronise, skew_seconds=skew_s)
     return ok("clock", "agrees with S3's", skew_seconds=skew_s)

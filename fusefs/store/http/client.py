@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, urlsplit
@@ -30,6 +30,7 @@ from fusefs.store.http.async_exchange import HedgeRule, Late
 from fusefs.store.http.exchange import RequestBody
 from fusefs.store.http.pool import ConnectionPool, Network
 from fusefs.store.http.proxies import PORTS
+from fusefs.store.http.server_clock import ServerClock
 from fusefs.store.http.sigv4 import Signer
 from fusefs.telemetry.s3_requests import note_sent
 
@@ -71,11 +72,13 @@ class HttpClient:
         network: Network,
         write_headers: Mapping[str, str],
         customer_key: CustomerKey | None = None,
+        clock: ServerClock | None = None,
     ) -> None:
         """`write_headers` go with each request that makes an object, unless it has them itself.
 
         `customer_key` goes with each request that reads or writes one.
         """
+        self._clock = clock or ServerClock()
         self._customer_key = customer_key
         self._write_headers = dict(write_headers)
         self._credentials = credentials
@@ -105,7 +108,7 @@ class HttpClient:
             origin,
             f"/{bucket}",
             {**headers, "host": _host(address), "accept-encoding": "identity"},
-            Signer(region, "s3") if self._credentials is not None else None,
+            Signer(region, "s3", self._clock) if self._credentials is not None else None,
             pool,
         )
         return True
@@ -141,6 +144,7 @@ class HttpClient:
         if pattern is None:
             return None
         size = None if body is None else len(body)
+        offset_s = self._clock.offset_s
         head = self._head(pattern, method, key, query, headers or {}, size)
         note_sent()
         with pattern.pool.connection() as connection:
@@ -150,7 +154,7 @@ class HttpClient:
                 )
             except (OSError, WireError) as error:
                 raise _unanswered(error, pattern) from error
-        return answer if _is_done(answer) else None
+        return answer if self._is_done(answer, offset_s) else None
 
     def download(
         self,
@@ -172,6 +176,7 @@ class HttpClient:
         pattern = self._pattern
         if pattern is None:
             return False
+        offset_s = self._clock.offset_s
         request = self._head(pattern, "GET", key, None, headers, None)
         note_sent()
         with pattern.pool.connection() as connection:
@@ -181,7 +186,7 @@ class HttpClient:
                 )
             except (OSError, WireError) as error:
                 raise _unanswered(error, pattern) from error
-        return answer is not None and _is_done(answer)
+        return answer is not None and self._is_done(answer, offset_s)
 
     async def send_now(
         self,
@@ -210,6 +215,7 @@ class HttpClient:
         if pattern is None or self._is_to_renew():
             return None
         content = b"" if body is None else body
+        offset_s = self._clock.offset_s
         head = self._head(pattern, method, key, None, headers, None if body is None else len(body))
         try:
             answer = await async_exchange.exchange(
@@ -228,12 +234,35 @@ class HttpClient:
             return None
         has_proof = method == "DELETE" or _has_etag(answer)
         if answer.status >= 300 or not has_proof:
-            failure = _failure(answer)
+            failure = self._failure(answer, offset_s)
             if answer.status < 300 and not failure.code:
                 sentence = "S3 did not say what it did"
                 failure = Failure(UnreachableError, sentence, is_retryable=True)
             raise AttemptError(failure)
         return answer
+
+    def _is_done(self, answer: Answer, offset_s: float) -> bool:
+        """Whether S3 did it; if not, botocore should send the request.
+
+        `offset_s` is that of the clock when the request was signed.
+
+        Raises:
+            AttemptError: S3 refused it.
+        """
+        if answer.status < 300:
+            return True
+        failure = self._failure(answer, offset_s)
+        if answer.status < 401 and not failure.is_retryable:
+            return False
+        raise AttemptError(failure)
+
+    def _failure(self, answer: Answer, offset_s: float) -> Failure:
+        text = answer.content.decode(errors="replace")
+        failure = from_body(answer.status, text, answer.headers.get("x-amz-request-id", ""))
+        is_off = self._clock.corrects(answer.status, failure.code, answer.headers, offset_s)
+        if is_off and self._credentials is not None:
+            return replace(failure, is_retryable=True)
+        return failure
 
     def _is_to_renew(self) -> bool:
         """Whether a signature has to wait for other credentials, which may take a request."""
@@ -288,7 +317,7 @@ class HttpClient:
                 address.path or "/",
                 {name: headers[name] for name in _KEPT_HEADERS if name in headers}
                 | {"host": _host(address), "accept-encoding": "identity"},
-                Signer(scope[1], scope[2]) if scope else None,
+                Signer(scope[1], scope[2], self._clock) if scope else None,
                 pool,
             )
 
@@ -308,25 +337,6 @@ def unsigned_body() -> dict[str, Any]:
 
 def _note_sent(**_: Any) -> None:
     note_sent()
-
-
-def _is_done(answer: Answer) -> bool:
-    """Whether S3 did it; if not, botocore should send the request.
-
-    Raises:
-        AttemptError: S3 refused it.
-    """
-    if answer.status < 300:
-        return True
-    failure = _failure(answer)
-    if answer.status < 401 and not failure.is_retryable:
-        return False
-    raise AttemptError(failure)
-
-
-def _failure(answer: Answer) -> Failure:
-    text = answer.content.decode(errors="replace")
-    return from_body(answer.status, text, answer.headers.get("x-amz-request-id", ""))
 
 
 def _unanswered(error: Exception, pattern: _Pattern) -> AttemptError:

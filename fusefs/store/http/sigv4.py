@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fusefs.store.http.server_clock import ServerClock
+
 if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials
 
@@ -42,7 +44,8 @@ class _Key:
 class Signer:
     """Signs for one region and service, from any number of threads."""
 
-    def __init__(self, region: str, service: str) -> None:
+    def __init__(self, region: str, service: str, clock: ServerClock | None = None) -> None:
+        self._clock = clock or ServerClock()
         self._region = region
         self._service = service
         self._key: _Key | None = None
@@ -86,7 +89,7 @@ class Signer:
 
     def _moment(self) -> str:
         """The time as it is signed, which is written once a second."""
-        now = int(time.time())
+        now = int(self._clock.now())
         second, text = self._second
         if second != now:
             text = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))

@@ -32,6 +32,7 @@ from fusefs.store.errors import (
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.client import HttpClient, unsigned_body
 from fusefs.store.http.pool import Network
+from fusefs.store.http.server_clock import ServerClock
 from fusefs.store.http.threads import SharedCall
 from fusefs.store.s3 import list_parser, plain
 from fusefs.store.s3.list import Lister
@@ -106,7 +107,12 @@ class Clients:
     `is_confined` says that `objects` is not to be used.
     """
 
-    def __init__(self, settings: S3Settings, refusals: ObstoreRefusals | None = None) -> None:
+    def __init__(
+        self,
+        settings: S3Settings,
+        refusals: ObstoreRefusals | None = None,
+        clock: ServerClock | None = None,
+    ) -> None:
         """Find the credentials and make the clients. Blocks.
 
         Raises:
@@ -115,6 +121,7 @@ class Clients:
         """
         self._settings = settings
         self._refusals = refusals or ObstoreRefusals()
+        self._clock = clock or ServerClock()
         self._proxies = proxies.Proxies.of(os.environ)
         self._processors = len(os.sched_getaffinity(0))
         self._core: BotocoreSession | None = None
@@ -150,7 +157,9 @@ class Clients:
         if settings.requester_pays:
             self.request["RequestPayer"] = "requester"
         headers = settings.write_options.headers()
-        self.direct = HttpClient(self._credentials, self._network, headers, settings.customer_key)
+        self.direct = HttpClient(
+            self._credentials, self._network, headers, settings.customer_key, self._clock
+        )
         self.s3: Any
         if is_plain and self._begin_plainly():
             assert settings.endpoint_url is not None
@@ -306,6 +315,8 @@ class Clients:
             client.meta.events.register(f"before-sign.s3.{operation}", _leave_body_unsigned)
         many_deletes.install(client)
         list_parser.install(client)
+        if not settings.anonymous:
+            self._clock.install(client)
         self.direct.watch(client)
         return client
 
@@ -403,9 +414,10 @@ class Clients:
         """Whether long reads go through obstore's connections: over TLS, on many processors.
 
         On two, obstore took twice the processor time of Python's connections for each byte.
-        But it never holds the interpreter's lock, which the event loop needs as well.
+        But it never holds the interpreter's lock, which the event loop needs as well. It signs
+        with this machine's clock alone.
         """
-        is_tls = self._endpoint_url.startswith("https:")
+        is_tls = self._endpoint_url.startswith("https:") and not self._clock.offset_s
         return is_tls and not self.is_confined and self._processors > FEW_PROCESSORS
 
     def try_objects(self, key: str) -> None:
@@ -516,6 +528,7 @@ class ClientSource:
         self.clients: Clients | None = None
         self.principal: str | None = None
         self._refusals = ObstoreRefusals()
+        self._clock = ServerClock()
         self._connecting = SharedCall(self._take)
         self._credentials_call = SharedCall(self._look_for_credentials)
         self._renewing: SharedCall[object] = SharedCall(lambda _: None)
@@ -536,7 +549,9 @@ class ClientSource:
         while self.clients is None:
             try:
                 with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
-                    await self._connecting.wait(lambda: Clients(self._settings, self._refusals))
+                    await self._connecting.wait(
+                        lambda: Clients(self._settings, self._refusals, self._clock)
+                    )
                 if waiting.cancelled_caught:  # the next caller waits for the same call
                     raise AttemptError(SILENT_SOURCE)
             except AttemptError as error:

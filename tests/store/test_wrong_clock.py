@@ -1,0 +1,117 @@
+"""A machine whose clock is wrong: requests are signed with the store's time."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+
+from fusefs.store.errors import AccessDeniedError
+from fusefs.store.http.server_clock import SKEWED, ServerClock
+from fusefs.store.s3.clients import Clients, S3Settings
+from fusefs.store.s3.store import S3Store
+from tests.support.semantics import states
+from tests.support.servers.flat_s3 import FlatS3
+
+KEYS = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "secret"}
+ALLOWED_S = 900
+
+
+class LaterServer(FlatS3):
+    """Its clock is `ahead_s` ahead, and it refuses what is signed with another time."""
+
+    def __init__(self, ahead_s: float) -> None:
+        self.ahead_s = ahead_s
+        self.refused: list[str] = []
+        super().__init__()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+        lock = threading.Lock()
+
+        class Handler(super()._handler()):  # type: ignore[misc]
+            def date_time_string(self, timestamp: float | None = None) -> str:
+                text: str = super().date_time_string((timestamp or time.time()) + server.ahead_s)
+                return text
+
+            def answer(self) -> None:
+                signed = time.strptime(self.headers["x-amz-date"], "%Y%m%dT%H%M%SZ")
+                off_s = time.time() + server.ahead_s - (time.mktime(signed) - time.timezone)
+                if abs(off_s) <= ALLOWED_S:
+                    super().answer()
+                    return
+                with lock:
+                    server.refused.append(f"{self.command} {self.path}")
+                body = f"<Error><Code>{SKEWED}</Code></Error>".encode()
+                self.rfile.read(int(self.headers.get("content-length") or 0))
+                self.send_response(403)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
+
+        return Handler
+
+
+@states(
+    "Where the machine's clock is off by more than S3 allows, requests are signed with the time "
+    "that S3's answers tell."
+)
+@pytest.mark.parametrize("ahead_s", [4000.0, -100_000.0])
+async def test_a_wrong_clock_costs_one_refusal(ahead_s: float) -> None:
+    server = LaterServer(ahead_s)
+    with server.serving(), tempfile.TemporaryFile() as file:
+        file.write(b"hello")
+        file.flush()
+        store = S3Store(S3Settings("bucket", server.endpoint_url, keys=KEYS))
+        got = bytearray()
+        try:
+            info = await store.put_file("a", file.fileno(), 5, metadata={}, content_type=None)
+            assert (await store.head("a")).etag == info.etag
+            await store.download(info.version, 0, 5, lambda _, chunk: got.extend(chunk))
+            assert [one.key for one in (await store.list_page("")).objects] == ["a"]
+            assert not await store.delete_many(["a"])
+        finally:
+            await store.aclose()
+    assert (got, server.contents()) == (b"hello", {})
+    assert len(server.refused) == 1
+
+
+def test_botocore_signs_with_the_stores_time_too() -> None:
+    server = LaterServer(4000.0)
+    with server.serving():
+        clients = Clients(S3Settings("bucket", server.endpoint_url, keys=KEYS))
+        for _ in range(2):
+            clients.s3.list_objects_v2(Bucket="bucket")
+        clients.s3.close()
+    assert len(server.refused) == 1
+
+
+async def test_a_refusal_for_another_reason_is_no_matter_of_time() -> None:
+    class Refusing(LaterServer):
+        def get(self, *_: object) -> tuple[int, dict[str, str], bytes]:
+            self.refused.append("GET")
+            return 403, {}, b"<Error><Code>AccessDenied</Code></Error>"
+
+    server = Refusing(4000.0)
+    with server.serving():
+        store = S3Store(S3Settings("bucket", server.endpoint_url, keys=KEYS))
+        await store.list_page("")
+        with pytest.raises(AccessDeniedError):
+            await store.head("a")
+        await store.aclose()
+    assert server.refused[1:] == ["GET"] * (len(server.refused) - 1)
+    assert len(server.refused) <= 4
+
+
+@pytest.mark.parametrize("date", [None, "", "soon", "Mon, 01 Jan 2026 00:00:00 +9999"])
+def test_a_date_that_is_none_corrects_nothing(date: str | None) -> None:
+    clock = ServerClock()
+    assert not clock.corrects(403, SKEWED, {} if date is None else {"date": date}, 0.0)
+    assert clock.offset_s == 0.0
+    assert abs(clock.now() - time.time()) < 60
