@@ -16,9 +16,10 @@ def locked(path: str) -> int:
     """Open and lock the file that a path stands for."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        opened = os.fstat(fd)
         fcntl.flock(fd, fcntl.LOCK_EX)
         try:
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
+            if os.path.samestat(opened, os.stat(path)):
                 return fd
         except FileNotFoundError:
             pass
