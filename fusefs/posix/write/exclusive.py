@@ -41,9 +41,10 @@ COPYING_S = 10.0
 MOST_PROCESSES = 256
 # How long a small file may be open before it is reserved.
 OPEN_S = 1.0
-# Names by which programs lock, claim and lead; `.pid` and `.swp` (vim) as endings.
+# Names by which programs lock, claim and lead; `.pid` and `.swp` (vim) as endings, and what
+# object_store (Lance, delta-rs) writes before it links it, under numbers that all nodes count.
 _LOCK_NAME = re.compile(
-    r"lock|lck|mutex|lease|leader|claim|semaphore|owner|token|\.pid$|\.sw.$", re.IGNORECASE
+    r"lock|lck|mutex|lease|leader|claim|semaphore|owner|token|\.pid$|\.sw.$|#\d+$", re.IGNORECASE
 )
 
 

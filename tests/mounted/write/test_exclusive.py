@@ -99,7 +99,7 @@ def test_every_file_is_reserved_where_the_mount_says_so(mounter: Mounter, bucket
     os.close(fd)
 
 
-@pytest.mark.parametrize("name", ["index.lock", "server.pid", ".file.swp"])
+@pytest.mark.parametrize("name", ["index.lock", "server.pid", ".file.swp", "5.manifest#1"])
 def test_a_lock_is_seen_by_other_nodes_at_once(mount: Mount, shared: Bucket, name: str) -> None:
     (mount.path / "locks").mkdir(exist_ok=True)
     os.close(os.open(mount.path / "locks" / name, NEW))
