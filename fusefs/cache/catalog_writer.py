@@ -100,6 +100,12 @@ class CatalogWriter:
         self._recording.discard(file)
         self._quota.uncommitted -= file.unrecorded
 
+    def record_again(self, file: CacheFile) -> None:
+        """Write a file's row anew, which was removed."""
+        file.recorded = 0
+        self._quota.uncommitted += file.present.total
+        self.arrived(file)
+
     def lost(self, file: CacheFile) -> None:
         """A file is gone: remove its row with the next batch."""
         if file.recorded:

@@ -17,9 +17,11 @@ import os
 import random
 import re
 import sqlite3
+import struct
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,14 +50,19 @@ FOLDERS = 256  # by the first two digits of the name
 # Files without a row are removed when they are older than any batch of the catalog.
 ORPHAN_AGE_S = 15.0
 
+# Of a range of an open file description: kind, whence, start, length (0: to the end), pid (0).
+# As with flock, the lock of a file that is registered for passthrough is the kernel's.
+_LOCK = struct.Struct("hhqqi4x")
+
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Disk:
     """The object files of one principal, of all mounts that share the directory.
 
-    Descriptors that it returns carry a shared flock, which keeps the other
-    mounts from unlinking the file.
+    Descriptors that it returns carry a read lock, which keeps the other
+    mounts from unlinking the file. Each mount locks a byte of its own, so that
+    it tells its locks from others', also those that the kernel holds for it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +72,13 @@ class Disk:
         that it takes to open an empty cache.
         """
         self.folder = folder
+        self._byte = 1  # of mounts that take no file out
         folder.mkdir(parents=True, exist_ok=True)
+
+    def lock_as(self, mount: str) -> None:
+        """Have the files that are opened from now on locked by this mount, whatever its process."""
+        digest = blake2b(mount.encode(), digest_size=8).digest()
+        self._byte = 2 + (int.from_bytes(digest, "big") >> 2)
 
     def create(self, name: str, size: int) -> tuple[int, str, int]:
         """Create an empty file of a new generation: (descriptor, generation, st_ino)."""
@@ -74,7 +87,7 @@ class Disk:
         create = partial(os.open, path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         fd = self._with_folder(name, create)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            self._note_use(fd)
             os.ftruncate(fd, size)
             return fd, generation, os.fstat(fd).st_ino
         except OSError:
@@ -89,6 +102,27 @@ class Disk:
         self._with_folder(name, partial(os.rename, path, target))
         return generation, os.stat(target).st_ino
 
+    def take_out(self, name: str, generation: str, path: str) -> None:
+        """Move a file that is to be written to out of the cache, to a path on the same disk."""
+        os.rename(self._path(name, generation), path)
+
+    def bring_back(self, name: str, generation: str, path: str) -> None:
+        """Undo `take_out`."""
+        os.rename(path, self._path(name, generation))
+
+    def is_shared(self, fd: int) -> bool:
+        """Whether another mount uses a file that is open here."""
+        for start, length in ((0, self._byte), (self._byte + 1, 0)):
+            asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+            found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
+            if _LOCK.unpack(found)[0] != fcntl.F_UNLCK:
+                return True
+        return False
+
+    def _note_use(self, fd: int) -> None:
+        use = _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, self._byte, 1, 0)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, use)
+
     def rename(self, name: str, generation: str, new_name: str) -> None:
         """Give a file another name; it keeps its generation."""
         paths = self._path(name, generation), self._path(new_name, generation)
@@ -96,18 +130,22 @@ class Disk:
 
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
         """The descriptor of a file, or -1 if there is no such file of that inode and size."""
+        path = self._path(name, generation)
         try:
-            fd = os.open(self._path(name, generation), _FLAGS)
+            fd = os.open(path, _FLAGS)
         except FileNotFoundError:
             return -1
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            self._note_use(fd)
             found = os.fstat(fd)
+            # Between open and lock another mount may have unlinked it, or taken it out.
+            is_there = os.stat(path).st_ino == found.st_ino
+        except FileNotFoundError:
+            is_there = False
         except OSError:
             os.close(fd)
             raise
-        # Between open and flock another mount may have unlinked it.
-        if found.st_nlink and found.st_ino == st_ino and found.st_size == size:
+        if is_there and found.st_ino == st_ino and found.st_size == size:
             return fd
         os.close(fd)
         return -1
@@ -124,11 +162,11 @@ class Disk:
         except FileNotFoundError:
             return -1
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd, fcntl.F_WRLCK)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             # Others that wait for the lock see then that the file has gone.
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            _lock(fd, fcntl.F_UNLCK)
         except BlockingIOError:
             os.close(fd)
             return None
@@ -207,7 +245,7 @@ class Disk:
         except OSError:
             return
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd, fcntl.F_WRLCK)
             if time.time() - os.fstat(fd).st_mtime > age_s and not is_known():
                 os.unlink(path)
         except OSError as error:
@@ -228,6 +266,15 @@ class Disk:
     def _path(self, name: str, generation: str) -> str:
         # By hand: pathlib takes longer than the disk does.
         return f"{self.folder}/{name[:2]}/{name}.{generation}"
+
+
+def _lock(fd: int, kind: int) -> None:
+    """Have an open file to oneself, or no more.
+
+    Raises:
+        BlockingIOError: it is in use.
+    """
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
 
 
 def is_unused(fd: int) -> bool:

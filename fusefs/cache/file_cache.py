@@ -3,12 +3,14 @@
 A file is as long as its object, is filled range by range, and is never
 changed in any other way: it is not punched, truncated or rewritten, for the
 kernel may be reading it on behalf of a program (passthrough) without our
-knowledge. It is evicted whole, by unlink. Its name is a hash of everything
-that makes the content (endpoint, bucket, key, ETag, size) plus a random
-generation, so a file that was evicted and fetched again is another file.
+knowledge. One that is to be written to, and that the kernel reads, is taken
+out of the cache first (handover.py). A file is evicted whole, by unlink. Its
+name is a hash of everything that makes the content (endpoint, bucket, key,
+ETag, size) plus a random generation, so a file that was evicted and fetched
+again is another file.
 
 Each user of a file *pins* it. While a file is pinned its descriptor carries a
-shared flock, which keeps other mounts that share the directory from evicting
+read lock, which keeps other mounts that share the directory from evicting
 it; a file registered for passthrough keeps the lock through the kernel.
 
 Files that are in use or were lately are in memory (cached_file.py), at most so many as
@@ -43,6 +45,7 @@ from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog, Row, Total
 from fusefs.cache.catalog_writer import CatalogWriter
 from fusefs.cache.eviction_order import MOST_LATEST, EvictionOrder
+from fusefs.cache.handover import Handover
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import create, open_or_create
 from fusefs.cache.integrity.readability import ReadabilityCheck
@@ -140,6 +143,9 @@ class FileCache:
         self._threads = trio.CapacityLimiter(16)
         self.integrity = Integrity(
             self._disk, self._catalog, self.discard, self._summed, self._threads
+        )
+        self.handover = Handover(
+            self._disk, self._files, self._catalog_writer, self._order, self.ensure_open
         )
         self.probing = ReadabilityCheck(self._disk, self.integrity, self.disable)
         self._mark = UseMark(directory / disk.IN_USE)
@@ -499,19 +505,25 @@ class FileCache:
         fd: int,
         present: RangeMap | None = None,
         crc: int | None = None,
+        taken: CacheFile | None = None,
     ) -> bool:
         """Make the file at `path` the copy of a version that was uploaded from it. Blocks shortly.
 
         `fd` is open for it, `present` has its ranges of the version, if it does not
-        have all, and `crc` is the version's CRC32 if that is known. The caller writes
-        to it no more. Returns False if the version has a file already, or one is being
-        created, or the disk fails; the file then stays at `path`.
+        have all, and `crc` is its CRC32 if that is known; `taken` is the file that it was
+        before it was taken out. The caller writes to it no more. Returns False if the version has
+        a file already, or one is being created, or the disk fails; the file then stays at `path`.
         """
         file = self.pin(version)
         try:
-            if file.generation or file.is_opening:
+            if file.generation or file.is_opening or (taken is not None and file.pins > 1):
                 return False
-            file.become(*self._disk.adopt(file.name, path), b"")
+            generation, st_ino = self._disk.adopt(file.name, path)
+            if taken is not None:
+                self.handover.succeed(file, taken)
+                file = taken
+                self.pin_again(file)
+            file.become(generation, st_ino, b"")
             for start, stop in present or ((0, file.size),):
                 self.arrived(file, start, stop)
                 file.first_read(start, stop)

@@ -439,6 +439,7 @@ class Daemon:
             )
             staged = staging_directory(settings, mounted_ns)
             staging = Staging(staged, identity, settings.staging_size, self.cache, late)
+            self.cache.handover.lock_as(str(staged))
             renames = renames_directory(settings)
         self.watched = WatchedStore(self.store, late)
         self.directories.settled_at = time.monotonic() + late.unsettled_s

@@ -239,6 +239,7 @@ def _writing(daemon: MountParts) -> dict[str, Any] | None:
         "renames": mutations.changes.describe_renames() if mutations is not None else [],
         "staged": len(writer.staging),
         "staged_bytes": writer.staging.charged,
+        "staged_strays": len(writer.staging.strays()),
         "late_requests": _late_requests(daemon),
         **pending(writer, ""),
     }

@@ -307,7 +307,8 @@ def open_out(opened: OpenResult) -> bytes:
     # Handles that cannot write have nothing to flush.
     flags = 0 if opened.may_write else _NOFLUSH
     if opened.backing_id:
-        flags |= _PASSTHROUGH
+        # Those that write do it here, and read with it; what they map is the file itself.
+        flags |= _PASSTHROUGH | (_DIRECT_IO if opened.is_direct else 0)
     elif opened.is_direct and _DROPS_PAGES:
         flags |= _DIRECT_IO
     elif opened.keep_cache:

@@ -85,7 +85,7 @@ class Operations:
         )
         self._streams = DirectoryStreams(state, self.head_cache)
         self._xattrs = Xattrs(state.store, state.inodes, self.head_cache)
-        self._opener = Opener(state, writer.open_staged if writer is not None else None)
+        self._opener = Opener(state, writer)
         # For compiled code, whose opens are on record before they are known here.
         self.was_opened = self._opener.was_opened
         self._reader = Reader(state, writer.editor if writer is not None else None)
@@ -192,11 +192,15 @@ class Operations:
         is_writing = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
         if self.writer is not None and (is_writing or inode.staged is not None):
             if known := self.handles.opened_by(caller.unique):
-                return OpenResult(known, keep_cache=False, may_write=bool(is_writing))
+                backing_id, may_write = self.handles.files[known].backing_id, bool(is_writing)
+                is_direct = may_write and bool(backing_id)
+                return OpenResult(known, False, backing_id, may_write, is_direct=is_direct)
             if not inode.is_current:
                 self._opener.redirect(inode, caller)
             if self.head_cache.lacks(inode):
                 return waiting(self._open_learned(self.writer, inode, flags, caller))
+            if not self.writer.sharing.is_ready(inode):
+                return waiting(self._open_registered(self.writer, inode, flags, caller))
             return self.writer.open(inode, flags, caller)
         return self._opener.open(inode, flags, caller)
 
@@ -209,6 +213,19 @@ class Operations:
         if was_current and not inode.is_current:
             self._opener.redirect(inode, caller)
         answer = writer.open(inode, flags, caller)
+        return answer if isinstance(answer, OpenResult) else await answer
+
+    async def _open_registered(
+        self, writer: Writer, inode: Inode, flags: int, caller: Caller
+    ) -> OpenResult:
+        """Open a file that the kernel is to read, once it has it again."""
+        staged = inode.staged
+        is_done = await writer.sharing.register(inode)
+        is_refused = not is_done and inode.staged is staged
+        if is_refused:
+            answer = writer.open(inode, flags, caller)
+        else:
+            answer = self.open(inode.nodeid, flags, caller)
         return answer if isinstance(answer, OpenResult) else await answer
 
     def recall_stale(self, nodeid: int, pid: int) -> None:

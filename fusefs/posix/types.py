@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import trio
+
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.store.errors import StoreError
@@ -92,6 +94,9 @@ class BackingFiles(Protocol):
 
     async def register(self, file: CacheFile) -> int:
         """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
+
+    def drop(self, file: CacheFile) -> trio.Event | None:
+        """Give the id of a file back that no program has open; set when the kernel has it."""
 
     def register_ahead(self, file: CacheFile, done: Callable[[], None]) -> None:
         """The same without a wait, before anything opens it; `done` is called when it is over."""

@@ -240,6 +240,8 @@ class Integrity:
             return _copy(file.fd, put, sums, run, start, stop)
 
         fault = await trio.to_thread.run_sync(work, limiter=self._threads)
+        if (file.st_ino, file.generation) != place:
+            return False  # evicted, or taken out to be written to
         if isinstance(fault, Sum) or (fault is not None and is_lost(fault)):
             self.drop(file, fault)
         return fault is None

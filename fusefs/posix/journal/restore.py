@@ -51,7 +51,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     backing_ids = {handle.backing_id for handle in state.handles.values()}
     read = {backing[id][1] for id in backing_ids if id in backing}
     whole = await operations.cache.whole_files(read) if read else {}
-    dropped: dict[int, CacheFile] = {}
+    dropped = _taken_out(operations, state, backing)
     former = _former_offsets(state)
     for index, logged in enumerate(state.handles.values()):
         await _restore_handle(operations, logged, backing, whole, dropped, former)
@@ -63,6 +63,22 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
         operations.recall_stale(nodeid, pid)
     operations.inodes.prune()
     operations.handles.go_on_from(state.next_fh)
+
+
+def _taken_out(
+    operations: Operations, state: KernelState, backing: Backing
+) -> dict[int, CacheFile]:
+    """The staged files that the kernel reads, by their backing ids."""
+    taken: dict[int, CacheFile] = {}
+    for logged in state.handles.values() if operations.writer is not None else ():
+        inode = operations.inodes.find(logged.nodeid)
+        if logged.mode == PASSTHROUGH and inode is not None and inode.staged is not None:
+            assert operations.writer is not None
+            _, st_ino = backing.get(logged.backing_id, (0, 0))
+            file = operations.writer.sharing.recall(inode.staged, st_ino)
+            if file is not None:
+                taken[logged.backing_id] = file
+    return taken
 
 
 def restore_table(inodes: InodeTable, state: KernelState) -> None:
@@ -128,15 +144,19 @@ async def _restore_handle(
     cache.opened(file)
     if logged.mode == PASSTHROUGH:
         _, st_ino = backing.get(logged.backing_id, (0, 0))
-        if whole.get(st_ino) is not file:
+        known = dropped.get(logged.backing_id)
+        if known is None and whole.get(st_ino) is not file:
             await cache.assume_complete(file, st_ino)
-        if st_ino and file.st_ino != st_ino:
-            # It was dropped, because its bytes were wrong: no other handle is to read it.
-            if inode.is_current:
+        if known is not None or (st_ino and file.st_ino != st_ino):
+            # It was dropped, because its bytes were wrong: no other handle is to read it. Or
+            # it was taken out of the cache.
+            if inode.is_current and inode.staged is None:
                 operations.inodes.mark_replaced(inode)
             cache.unpin(file)
-            unread = CacheFile.dropped(file.name, file.size, st_ino)
-            file = dropped.setdefault(logged.backing_id, unread)
+            if known is None:
+                known = CacheFile.dropped(file.name, file.size, st_ino)
+                dropped[logged.backing_id] = known
+            file = known
             file.pins += 1
     handle = FileHandle(
         logged.fh, inode, inode.info.version, file, logged.backing_id, logged.flags, logged.unique

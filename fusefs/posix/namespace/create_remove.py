@@ -430,7 +430,7 @@ class CreateRemove:
 
     def _let_go(self, staged: StagedFile | None) -> None:
         """Forget an unlinked file's content, unless somebody has it open."""
-        if staged is not None and staged.inode.staged is staged and not staged.inode.served:
+        if staged is not None and staged.inode.staged is staged and not staged.inode.is_open:
             staged.inode.meta = staged.described()  # for older versions of it that are open
             self._writer.staging.release(staged)
             self._inodes.drop_unknown(staged.inode)

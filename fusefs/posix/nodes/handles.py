@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Iterator
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.readahead.window import Readahead
@@ -171,6 +172,10 @@ class HandleTable:
             if not is_logged:
                 self._log.closed(fh)
         return handle
+
+    def of_file(self, file: CacheFile) -> Iterator[FileHandle]:
+        """The handles that read a cache file."""
+        return (handle for handle in self.files.values() if handle.file is file)
 
     def former(self, parent: Inode, name: str) -> set[Inode]:
         """The nodes that are open, and that a name stood for before it had another one."""

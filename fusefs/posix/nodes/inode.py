@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import trio
 
+from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.metadata.object_metadata import Form, Meta
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.linked_names import LinkedNames
@@ -258,14 +259,21 @@ class StagedFile:
     `writers` are those that have written what the bucket lacks, as lock owners: a process has
     one for all its descriptors, a forked child another one. `is_named`: a power cut
     leaves the file its name in the staging directory.
+
+    `backing` is set where the content is a cache file that was taken out: the kernel may read
+    it for programs, so all that open it get it by passthrough, and only what they write comes
+    here. `may_be_mapped`: a program may have mapped it so that it can store into it, unseen;
+    `clean` is then the `stamp` of what is known of the content.
     """
 
     __slots__ = (
+        "backing",
         "base",
         "before",
         "begun_ns",
         "changes",
         "charged",
+        "clean",
         "creator",
         "described_at",
         "error",
@@ -280,6 +288,7 @@ class StagedFile:
         "is_rewrite",
         "kept_size",
         "lock",
+        "may_be_mapped",
         "meta",
         "meta_changes",
         "path",
@@ -337,6 +346,9 @@ class StagedFile:
         self.charged = 0
         self.free = 0
         self.base: EditBase | None = None
+        self.backing: CacheFile | None = None
+        self.may_be_mapped = False
+        self.clean: tuple[int, int] | None = None
         self.recorded = b""
         self.sum: int | None = None
         self.has_record_file = False
@@ -419,6 +431,12 @@ class StagedFile:
         """What tells this content from later ones: its size, and its time in ns."""
         found = os.fstat(self.fd)
         return found.st_size, found.st_mtime_ns
+
+    def note_stores(self) -> None:
+        """See what programs have stored through mappings: of that the file alone tells."""
+        if self.may_be_mapped and not self.is_content_dirty and self.stamp() != self.clean:
+            self.writers.add(UNKNOWN_OWNER)
+            self.touch()
 
     def metadata(self) -> dict[str, str]:
         """What the object's metadata is to say, with the content's time."""

@@ -18,8 +18,8 @@ import errno
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import NotKeptError
@@ -40,15 +40,20 @@ MOST_STALE = 4096
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
+class OpensStaged(Protocol):
+    """The part of a writable mount that knows which files are written (write/writer.py)."""
+
+    def open_staged(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
+        """Open a file that is staged."""
+
+    def is_preparing(self, inode: Inode) -> bool:
+        """Whether a node's content is on its way into staging."""
+
+
 class Opener:
-    """The opens of one mount. Belongs to the event loop.
+    """The opens of one mount; `writer` is None on a read-only one. Belongs to the event loop."""
 
-    `open_staged` opens a file that is being written; None on a read-only mount.
-    """
-
-    def __init__(
-        self, state: MountState, open_staged: Callable[[Inode, int, Caller], OpenResult] | None
-    ) -> None:
+    def __init__(self, state: MountState, writer: OpensStaged | None) -> None:
         self._state = state
         self._store = state.store
         self._directories = state.directories
@@ -58,7 +63,7 @@ class Opener:
         self._inodes = state.inodes
         self._handles = state.handles
         self._counters = state.counters
-        self._open_staged = open_staged
+        self._writer = writer
         self.redirects = Redirects(state.journal)
         known = KnownFiles(state.directories)
         self._siblings = Siblings(state.downloader, state.cache, known)
@@ -131,8 +136,8 @@ class Opener:
             backing_id = await self._backing.register(file) if is_usable else 0
             if inode.staged is not None:
                 # Somebody has begun to write to it meanwhile.
-                assert self._open_staged is not None
-                return self._open_staged(inode, flags, caller)
+                assert self._writer is not None
+                return self._writer.open_staged(inode, flags, caller)
             if not inode.is_current:
                 return await self._open_elsewhere(inode, flags, caller)
             if self._cache.find(inode.info.version) is not file:
@@ -141,7 +146,8 @@ class Opener:
             if is_whole and backing_id:
                 if not inode.served:
                     return self._opened_passthrough(inode, file, backing_id, flags, caller)
-                if not self.redirects.is_redirected(inode, caller.program):
+                is_written = self._writer is not None and self._writer.is_preparing(inode)
+                if not is_written and not self.redirects.is_redirected(inode, caller.program):
                     self._inodes.mark_replaced(inode)
                     return await self._open_elsewhere(inode, flags, caller)
             keep_cache = file.name not in self._cache.discarded

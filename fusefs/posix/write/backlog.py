@@ -63,7 +63,7 @@ class Backlog:
             return "waiting for credentials" if is_refused else UPLOADING
         if staged.error is not None:
             return "failed"
-        return OPEN if staged.inode.served else "waiting"
+        return OPEN if staged.inode.is_open else "waiting"
 
     def hurry(self, key: str) -> None:
         """Have everything at or below a key uploaded now, also what is open."""
@@ -81,7 +81,7 @@ class Backlog:
         What a program has still open, in a mount that was ended by force, is not whole.
         """
         finished = [
-            file for file in self._staging.pending if file.is_closed or not file.inode.served
+            file for file in self._staging.pending if file.is_closed or not file.inode.is_open
         ]
         for staged in finished:
             self._uploads.start(staged).hurry.set()

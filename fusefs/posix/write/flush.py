@@ -35,11 +35,13 @@ from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.appends import AppendRuns
 from fusefs.posix.write.exclusive import ExclusiveCreates
+from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.uploader import Uploader
 from fusefs.store.errors import NotFoundError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo
+from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.stalls import unattended
 
 logger = logging.getLogger("fusefs.writing")
@@ -48,6 +50,8 @@ WRITING = os.O_WRONLY | os.O_RDWR
 # With local durability a file is uploaded when it has been left alone this
 # long: the rename of a temporary file then costs no copy in the bucket.
 LATER_S = 1.0
+# How often a file is looked at that a program may have mapped and closed.
+MAPPED_S = 2.0
 # With local durability the disk begins to write after so many bytes: enough for one go.
 DISK_STEP = 8 << 20
 
@@ -56,7 +60,12 @@ class Flusher:
     """What is staged of one mount, and what becomes of it. Belongs to the event loop."""
 
     def __init__(
-        self, state: MountState, writing: Writing, removals: Removals, editor: SparseEditor
+        self,
+        state: MountState,
+        writing: Writing,
+        removals: Removals,
+        editor: SparseEditor,
+        sharing: Sharing,
     ) -> None:
         self._state = state
         self._directories = state.directories
@@ -68,6 +77,9 @@ class Flusher:
         self._inodes = state.inodes
         self._handles = state.handles
         self._rules = writing.rules
+        self._sharing = sharing
+        # Files that are looked at until no program has them mapped.
+        self._mapped: set[StagedFile] = set()
         self.uploads = Uploader(
             state.store,
             writing.staging,
@@ -108,6 +120,7 @@ class Flusher:
         if handle is None or handle.inode.staged is None or not handle.flags & WRITING:
             return None
         staged = handle.inode.staged
+        staged.note_stores()
         if staged.creator:
             self.exclusive.wrote(staged.creator, staged.size())
         if not staged.is_dirty or staged.is_others(owner):
@@ -171,6 +184,7 @@ class Flusher:
             return None
         staged, info = handle.inode.staged, handle.inode.info
         if staged is not None:
+            staged.note_stores()
             return waiting(self.upload(staged, is_closing=True)) if staged.is_dirty else None
         if info is not None and self.deferred.has(info.key):
             return waiting(self.deferred.flush(info.key))
@@ -207,7 +221,7 @@ class Flusher:
                 self._inodes.mark_replaced(inode)
                 prefix = self._inodes.key(inode.parent)
                 self._directories.changed(prefix, inode.name, inode.info)
-        if inode.staged is staged and not inode.served:
+        if inode.staged is staged and not inode.is_open:
             self._release(staged)
 
     def _keep_attributes(self, staged: StagedFile, info: ObjectInfo) -> None:
@@ -269,7 +283,7 @@ class Flusher:
             staged.is_content_dirty
             or not staged.is_dirty
             or staged.lock.locked()
-            or inode.served
+            or inode.is_open
             or info is None
             or staged.etag is None
             or staged.etag != info.etag
@@ -358,7 +372,7 @@ class Flusher:
 
     def may_be_written(self, inode: Inode) -> bool:
         """Whether a program has a staged file open for writing, and so will close it."""
-        return bool(inode.served) and any(
+        return inode.is_open and any(
             handle.inode is inode and handle.flags & WRITING
             for handle in self._handles.files.values()
         )
@@ -407,21 +421,58 @@ class Flusher:
         self._directories.changed(prefix, inode.name, info, lasting=inode.staged is not None)
 
     def _settle(self, staged: StagedFile) -> None:
-        """Keep the content as the cached copy, if no program has the file open."""
+        """Keep the content as the cached copy, if no program has the file open.
+
+        Programs for which the kernel reads it may: it is the same file.
+        """
         inode = staged.inode
-        if staged.is_dirty or inode.served or inode.staged is not staged:
+        if staged.is_dirty or inode.staged is not staged or not self._may_settle(staged):
             return
         is_taken = False
         if not staged.is_unlinked and inode.info is not None and inode.info.size:
             own = None if staged.base is None else staged.base.own(inode.info.size)
+            if staged.backing is not None:
+                self._staging.drop_base(staged)  # of which it has all
             is_taken = self._cache.adopt_uploaded(
-                inode.info.version, staged.path, staged.fd, own, inode.info.crc32
+                inode.info.version,
+                staged.path,
+                staged.fd,
+                own,
+                inode.info.crc32,
+                staged.backing,
             )
+        if inode.passthrough and not is_taken:
+            return  # the node's handles are to have one file
         inode.meta = staged.described()
         self._release(staged, is_taken=is_taken)
         if not staged.is_unlinked and inode.info is not None:
             prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
             self._directories.settled(prefix, inode.name)
+
+    def _may_settle(self, staged: StagedFile) -> bool:
+        """Whether no program has a staged file open that would miss it."""
+        inode = staged.inode
+        if staged.backing is None or staged.is_unlinked:
+            return not inode.is_open
+        return not (inode.served or staged.may_be_mapped or self.may_be_written(inode))
+
+    async def _until_let_go(self, staged: StagedFile) -> None:
+        """Keep what is stored through a mapping whose descriptor is closed, until it is gone."""
+        inode = staged.inode
+        with unattended():
+            while inode.staged is staged and not self.may_be_written(inode):
+                staged.note_stores()
+                if staged.is_dirty and not staged.is_unlinked:
+                    if not staged.is_closed:
+                        self._staging.close(staged)
+                    self.uploads.start(staged)
+                elif await self._sharing.is_let_go(staged):
+                    staged.may_be_mapped = False
+                    staged.note_stores()
+                    self.released(inode)
+                    break
+                await ACTIVITY.pause(MAPPED_S)
+        self._mapped.discard(staged)
 
     def _release(self, staged: StagedFile, *, is_taken: bool = False) -> None:
         self._staging.release(staged, is_taken=is_taken)
@@ -433,6 +484,10 @@ class Flusher:
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
+        staged.note_stores()
+        if staged.may_be_mapped and staged not in self._mapped:
+            self._mapped.add(staged)
+            self._nursery.start_soon(self._until_let_go, staged)
         if not staged.is_dirty:
             if staged.lock.locked():
                 self._nursery.start_soon(self._released_later, staged)

@@ -30,7 +30,7 @@ from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.write import aborts
 from fusefs.posix.write.staging import SOURCE
-from fusefs.posix.write.staging_record import load, on_record, write
+from fusefs.posix.write.staging_record import load, on_record, remove_unrecorded, write
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo
 
@@ -185,10 +185,10 @@ def drop_unneeded(writer: Writer) -> None:
     program has open.
     """
     for staged in writer.staging:
-        if staged.is_unlinked and not staged.inode.served:
+        if staged.is_unlinked and not staged.inode.is_open:
             staged.inode.meta = staged.described()
             writer.staging.release(staged)
-        elif staged.state is FileState.ABANDONED:
+        elif staged.state is FileState.ABANDONED or staged.backing is not None:
             writer.flusher.released(staged.inode)
 
 
@@ -240,7 +240,7 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
     """
     loaded = load(path)
     if loaded is None:
-        path.with_suffix(".json").unlink(missing_ok=True)
+        remove_unrecorded(path)
         return False
     fd, record = loaded
     inode = None

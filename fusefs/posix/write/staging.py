@@ -27,6 +27,7 @@ from typing import Any
 
 import trio
 
+from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.ranges import RangeMap
 from fusefs.linux import files
@@ -102,6 +103,8 @@ class Staging:
         self._uncertain_keys = uncertain_keys
         self._limit = limit
         self._files: dict[int, StagedFile] = {}
+        # Nodes with a file that is of no meaning yet.
+        self._prepared: set[int] = set()
         self.charged = 0
         source_file = directory / SOURCE
         if not source_file.exists() or source_file.read_bytes() != source.encode():
@@ -134,7 +137,26 @@ class Staging:
             OSError: the disk does not take it.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self._path(inode), flags, 0o600)
+        fd = os.open(self._path(inode), flags, 0o600)
+        self._prepared.add(inode.nodeid)
+        return fd
+
+    def move_prepared(self, inode: Inode, new: Inode) -> None:
+        """Let what was prepared for a node be another's."""
+        os.rename(self._path(inode), self._path(new))
+        self._prepared.discard(inode.nodeid)
+        self._prepared.add(new.nodeid)
+
+    def edits(self, file: CacheFile) -> bool:
+        """Whether a staged file is an edit of the object that a cache file has."""
+        return any(one.base is not None and one.base.file is file for one in self._files.values())
+
+    def discard(self, inode: Inode, fd: int) -> None:
+        """Remove what was prepared."""
+        self._prepared.discard(inode.nodeid)
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(inode))
 
     def begin(
         self,
@@ -143,14 +165,16 @@ class Staging:
         meta: Meta,
         etag: str | None,
         base: EditBase | None = None,
+        taken: CacheFile | None = None,
         *,
         is_exclusive: bool = False,
         is_unlinked: bool = False,
     ) -> StagedFile:
         """Let a node's content be what was prepared; takes the descriptor and the base's pin.
 
-        With `is_exclusive` the bucket is to decide that it is new; with `is_unlinked` its name
-        is gone already.
+        Or let it be a file that is `taken` out of the cache, once it is on record. With
+        `is_exclusive` the bucket is to decide that it is new; with `is_unlinked` its name is
+        gone already.
 
         Raises:
             OSError: the disk does not take it.
@@ -165,15 +189,26 @@ class Staging:
         staged.charged = staged.free = staged.size()
         try:
             self.record(staged)
+            if taken is not None:
+                self._take(staged, taken)
         except OSError:
-            os.close(fd)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(staged.path)
+            with contextlib.suppress(OSError):
+                staging_record.remove(fd, staged.path)
+            self.discard(inode, fd)
             raise
         self._add(staged)
         return staged
 
+    def _take(self, staged: StagedFile, taken: CacheFile) -> None:
+        assert self.cache is not None
+        self.cache.handover.take_out(taken, staged.path)
+        self.cache.pin_again(taken)
+        staged.backing = taken
+        staged.clean = staged.stamp()
+        staged_sums.forget(staged)  # of what it was when it was staged before
+
     def _add(self, staged: StagedFile) -> None:
+        self._prepared.discard(staged.inode.nodeid)
         self._files[staged.inode.nodeid] = staged
         staged.inode.staged = staged
         staged.inode.packed = None
@@ -185,6 +220,12 @@ class Staging:
             self.cache.unpin(old)
             staged.base.size = version.size
             staged.base.changed = RangeMap()
+
+    def drop_base(self, staged: StagedFile) -> None:
+        """Forget the object that was edited."""
+        if staged.base is not None and self.cache is not None:
+            self.cache.unpin(staged.base.file)
+        staged.base = None
 
     def charge(self, staged: StagedFile, size: int) -> None:
         """Count a file as `size` bytes long, before it is.
@@ -323,8 +364,7 @@ class Staging:
         if loaded is None:
             # Its content had become the cached copy of what was uploaded, or
             # no program knew of it.
-            path.with_suffix(".json").unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+            staging_record.remove_unrecorded(path)
             return None
         return self.take_up(inode, *loaded)
 
@@ -369,6 +409,14 @@ class Staging:
         """The nodes that an earlier process of this mount had staged."""
         return [int(path.name) for path in staging_record.on_record(self.directory)]
 
+    def strays(self) -> list[Path]:
+        """What lies in the directory and no record names: there should be nothing."""
+        known = self._files.keys() | self._prepared
+        others = [
+            path for path in staging_record.on_record(self.directory) if int(path.name) not in known
+        ]
+        return [path for path in others if not staging_record.is_recorded(path)]
+
     def set_aside(self, staged: StagedFile) -> Path:
         """Forget a file, but leave what was written to it where no mount takes it up."""
         kept = self.directory / f"edited-{staged.inode.nodeid}"
@@ -380,8 +428,9 @@ class Staging:
         """Forget a file; what is left of it is removed, but for what the cache has taken."""
         del self._files[staged.inode.nodeid]
         self.charged -= staged.charged - staged.free
-        if staged.base is not None and self.cache is not None:
-            self.cache.unpin(staged.base.file)
+        self.drop_base(staged)
+        if staged.backing is not None and self.cache is not None:
+            self.cache.unpin(staged.backing)
         staged.inode.staged = None
         staged.inode.packed = None
         os.close(staged.fd)
@@ -400,6 +449,9 @@ class Staging:
         if self._files:
             return
         try:
+            for path in self.strays():
+                logger.warning("%s is on no record, and is removed", path)
+                staging_record.remove_unrecorded(path)
             if remaining := sorted(set(os.listdir(self.directory)) - {SOURCE}):
                 logger.warning("%s is kept for the next mount: %s", self.directory, remaining)
                 return

@@ -198,6 +198,25 @@ def remove(fd: int, path: str) -> None:
             raise
 
 
+def is_recorded(path: Path) -> bool:
+    """Whether a staged file has a record; one whose attribute can't be read may have one."""
+    if path.with_suffix(".json").exists():
+        return True
+    try:
+        os.getxattr(path, ATTRIBUTE)
+    except OSError as error:
+        return error.errno not in (errno.ENODATA, errno.EOPNOTSUPP)
+    return True
+
+
+def remove_unrecorded(path: Path) -> None:
+    """Remove a content that was being prepared, or what is left of the record of none."""
+    if path.exists() and is_recorded(path):
+        return
+    for name in (path, *path.parent.glob(f"{path.name}.*")):
+        name.unlink(missing_ok=True)
+
+
 def on_record(directory: Path) -> list[Path]:
     """The contents in a staging directory that may be on record, or whose records are there.
 

@@ -297,7 +297,7 @@ class Uploader:
             await self._last_ahead(staged)
             if staged.is_content_dirty:
                 await staged_sums.check(staged)
-            described = staged.meta_changes
+            described, stamp = staged.meta_changes, staged.stamp()
             info = await self._steps.send(staged, attempt.commit)
             base = staged.base
             if base is not None and base.file.is_complete:
@@ -308,6 +308,8 @@ class Uploader:
             self.note_uploaded(staged, info, described)
             if attempt.is_background:
                 staged.is_rewrite = False  # the object that it was to replace is gone
+            if staged.may_be_mapped and staged.stamp() not in (stamp, (stamp[0], info.mtime_ns)):
+                staged.touch()  # a program has stored something meanwhile
             self._landed(staged, info)
         except (ConflictError, StaleVersionError) as error:
             if not self._steps.is_careful(staged):
@@ -339,6 +341,8 @@ class Uploader:
             staged.meta = replace(staged.meta, other=())
         staged.is_meta_dirty = staged.meta_changes != described
         staged.mark_uploaded(info.size)
+        if staged.may_be_mapped:
+            staged.clean = staged.stamp()
         staged.etag = info.etag
         staged.exclusive = None
         staged.tokens.clear()

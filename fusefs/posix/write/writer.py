@@ -1,9 +1,9 @@
 """Writing: a file's content is staged on the local disk, and goes into the bucket whole.
 
 While a file is staged every handle of its node reads the staged content, so
-readers on this mount see writes at once. A handle that the kernel reads by
-passthrough goes on with the version that it opened: to write, the name gets a
-new node. How a content is kept: flush.py.
+readers on this mount see writes at once. Where the kernel reads a cache file
+for a program, that file becomes the staged one (sharing.py), else a copy does.
+How a content is kept: flush.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fusefs.posix.directory.segment import Absent
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.removals import Removals
-from fusefs.posix.nodes.edit_base import EditBase, has_small_holes
+from fusefs.posix.nodes.edit_base import PAGE, EditBase, has_small_holes
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
@@ -34,6 +34,7 @@ from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import is_undecided
 from fusefs.posix.write.flush import WRITING, DiskAhead, Flusher
+from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging_record import may_tell_uploaded
 from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
@@ -43,6 +44,8 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.writing")
 
+# How long a copy waits for the program for which it was made, and which opens it at once.
+UNOPENED_S = 10.0
 # How much of a range is zeroed at a time.
 ZEROS = 1 << 20
 
@@ -60,12 +63,14 @@ class Writer:
         self.directories = state.directories
         self.staging = writing.staging
         self.editor = SparseEditor(state.store, state.cache, state.downloader)
+        self.sharing = Sharing(state)
         self.removals = removals
-        self.flusher = Flusher(state, writing, removals, self.editor)
+        self.flusher = Flusher(state, writing, removals, self.editor, self.sharing)
         self.uploads = self.flusher.uploads
         self.exclusive = self.flusher.exclusive
         self.deferred = self.flusher.deferred
         self.backlog = Backlog(writing.staging, self.flusher)
+        self._nursery = writing.nursery
         self._make_room = writing.make_room
         self._disk_latency = state.downloader.disk_latency
         self._disk_ahead = DiskAhead(writing.nursery)
@@ -232,19 +237,27 @@ class Writer:
     def open_staged(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Open a file that is staged."""
         assert inode.info is not None
-        version = inode.info.version
+        version, staged = inode.info.version, inode.staged
+        may_write = bool(flags & WRITING)
+        if staged is not None and (backing_id := self.sharing.backing_id(staged)):
+            assert staged.backing is not None
+            self._cache.pin_again(staged.backing)
+            staged.may_be_mapped |= flags & os.O_ACCMODE == os.O_RDWR
+            handle = self._handles.open_file(
+                inode, version, staged.backing, backing_id, flags, caller.unique
+            )
+            return OpenResult(handle.fh, True, backing_id, may_write, is_direct=may_write)
         file = self._cache.pin(version) if version.etag else CacheFile.unkept()
         handle = self._handles.open_file(inode, version, file, 0, flags, caller.unique)
         # A handle that only writes needs no second copy in the kernel's pages.
         is_direct = flags & os.O_ACCMODE == os.O_WRONLY
-        may_write = bool(flags & WRITING)
         return OpenResult(handle.fh, keep_cache=True, may_write=may_write, is_direct=is_direct)
 
     async def stage(self, inode: Inode, *, keep: int | None) -> StagedFile:
         """Have a file staged, with the first `keep` bytes of its content (None: all).
 
         Raises:
-            OSError: ESTALE, the kernel reads the node by passthrough: a new one is to be opened.
+            OSError: ESTALE, the name stands for another node now, which is to be opened.
         """
         if not self.flusher.may_be_written(inode):
             self._check_overwriting(inode)
@@ -267,12 +280,16 @@ class Writer:
 
     async def _begin(self, inode: Inode, keep: int | None) -> None:
         was_current = inode.is_current
-        self._check_node(inode, was_current=was_current)
         # Held, and so kept in the table, by whoever is in here.
         lock = self._preparing.setdefault(inode.nodeid, trio.Lock())
         async with lock:
             if inode.staged is None:
                 await self._stage_content(inode, keep, was_current=was_current)
+
+    def is_preparing(self, inode: Inode) -> bool:
+        """Whether a node's content is on its way into staging."""
+        lock = self._preparing.get(inode.nodeid)
+        return lock is not None and lock.locked()
 
     @asynccontextmanager
     async def not_staged(self, *inodes: Inode | None) -> AsyncIterator[None]:
@@ -289,14 +306,10 @@ class Writer:
             yield
 
     def _check_node(self, inode: Inode, *, was_current: bool) -> None:
-        """Have a node that the kernel reads by itself be followed by a new one.
+        """Have no node written to that has been followed by another one meanwhile.
 
-        A node that was its name's at first, and has been followed by another one, is not written
-        to: the two would be uploaded under one key. One whose name was removed here may be.
+        The two would be uploaded under one key. One whose name was removed here may be.
         """
-        if inode.passthrough:
-            self.inodes.mark_replaced(inode)
-            raise OSError(errno.ESTALE, "the node is open for passthrough")
         if was_current and not inode.is_current and not inode.is_removed:
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
@@ -309,12 +322,51 @@ class Writer:
                 staged.meta = described.meta.changed(mtime_ns=None)
                 staged.touch_meta()
                 self.staging.record(staged)
+        if staged.inode is not inode:
+            self._nursery.start_soon(self._drop_unopened, staged)
+            raise OSError(errno.ESTALE, "the name stands for a copy now, which may be written to")
 
     async def _staged_content(
         self, inode: Inode, keep: int | None, *, was_current: bool
     ) -> StagedFile:
+        """Stage a node's content, or a copy under a new node that has its name then.
+
+        Readers that the kernel reads for can't be given another file: they share the cached
+        copy with the writer. Where that is not the node's alone they go on with what it was.
+        """
         assert inode.info is not None
         info = inode.info
+        file = self._cache.pin(info.version)
+        staged: StagedFile | None = None
+        try:
+            if inode.passthrough or await self.sharing.is_mapped(file):
+                staged = await self._shared(inode, file, was_current=was_current)
+            while staged is None:
+                staged = await self._copied(inode, info, keep, was_current=was_current)
+                if staged is None:
+                    staged = await self._shared(inode, file, was_current=was_current)
+        except (StaleVersionError, NotFoundError):
+            self._state.mark_stale(inode)
+            raise OSError(errno.ESTALE, "the object has been replaced") from None
+        finally:
+            self._cache.unpin(file)
+        staged.is_rewrite = bool(staged.etag)
+        if not staged.is_unlinked:
+            self.flusher.list_staged(staged.inode)
+        return staged
+
+    async def _copied(
+        self,
+        inode: Inode,
+        info: ObjectInfo,
+        keep: int | None,
+        *,
+        was_current: bool,
+    ) -> StagedFile | None:
+        """Stage a copy of the content; None if a program has begun to read by passthrough."""
+        was_read = bool(inode.passthrough)
+        if was_read:
+            keep = None  # the program that opens the new node is to say that it is cut
         wanted = info.size if keep is None else min(keep, info.size)
         base = EditBase(self._cache.pin(info.version), wanted)
         staged: StagedFile | None = None
@@ -326,34 +378,98 @@ class Writer:
                 is_sparse = wanted > IN_PARTS and has_small_holes(fd)
                 await self.editor.fill(base, fd, 0, 1 if is_sparse else wanted)
                 self._check_node(inode, was_current=was_current)
+                if inode.passthrough and not was_read:
+                    self.staging.discard(inode, fd)
+                    return None
             except BaseException:
-                os.close(fd)
+                self.staging.discard(inode, fd)
                 raise
-            meta = inode.meta or inode.default_meta(self._state.owner)
             if keep is None:
-                mtime_ns = info.mtime_ns if meta.mtime_ns is None else meta.mtime_ns
-                os.utime(fd, ns=(mtime_ns, mtime_ns))
-            staged = self.staging.begin(
-                inode,
-                fd,
-                meta.changed(mtime_ns=None),
-                inode.info.etag,
-                base if base.lacks(0, wanted) else None,
-                # It may have been, or replaced, while its content was on its way.
-                is_unlinked=inode.is_removed,
-            )
-        except (StaleVersionError, NotFoundError):
-            self._state.mark_stale(inode)
-            raise OSError(errno.ESTALE, "the object has been replaced") from None
+                self._set_time(inode, fd)
+            try:
+                target = self._successor(inode) if inode.passthrough else inode
+            except OSError:
+                self.staging.discard(inode, fd)
+                raise
+            staged = self._begin_with(target, fd, base if base.lacks(0, wanted) else None)
         finally:
             if staged is None or staged.base is None:
                 self._cache.unpin(base.file)
         if keep is None:
             staged.uploaded = staged.changes
             staged.kept_size = info.size
-        staged.is_rewrite = bool(staged.etag)
-        if not staged.is_unlinked:
-            self.flusher.list_staged(inode)
+        return staged
+
+    def _set_time(self, inode: Inode, fd: int) -> None:
+        assert inode.info is not None
+        known = inode.meta.mtime_ns if inode.meta is not None else None
+        mtime_ns = inode.info.mtime_ns if known is None else known
+        os.utime(fd, ns=(mtime_ns, mtime_ns))
+
+    def _begin_with(
+        self, inode: Inode, fd: int, base: EditBase | None, taken: CacheFile | None = None
+    ) -> StagedFile:
+        assert inode.info is not None
+        meta = inode.meta or inode.default_meta(self._state.owner)
+        return self.staging.begin(
+            inode,
+            fd,
+            meta.changed(mtime_ns=None),
+            inode.info.etag,
+            base,
+            taken,
+            # It may have been, or replaced, while its content was on its way.
+            is_unlinked=inode.is_removed,
+        )
+
+    def _successor(self, inode: Inode) -> Inode:
+        """A new node for a node's name, which gets what was prepared for the old one."""
+        assert inode.info is not None
+        if not inode.is_current or inode.parent is None:
+            raise OSError(errno.ESTALE, "what is read under it is not to be changed")
+        self.inodes.mark_replaced(inode)
+        new = self.inodes.resolve(inode.parent, inode.name, inode.info)
+        new.meta = inode.meta
+        self.staging.move_prepared(inode, new)
+        return new
+
+    async def _drop_unopened(self, staged: StagedFile) -> None:
+        """Forget a copy that was made for a program that does not come to open it."""
+        await trio.sleep(UNOPENED_S)
+        if staged.inode.staged is staged and not staged.inode.is_open:
+            self.flusher.released(staged.inode)
+
+    async def _shared(
+        self, inode: Inode, file: CacheFile, *, was_current: bool
+    ) -> StagedFile | None:
+        """Stage the cached copy itself; None if it is not this node's alone."""
+        if self.staging.edits(file) or not await self.sharing.begin(file):
+            return None
+        info = inode.info
+        assert info is not None
+        base: EditBase | None = None
+        if info.size > IN_PARTS:
+            # Parts that no program writes to are copied on the server.
+            self._cache.pin_again(file)
+            base = EditBase(file, info.size)
+            base.filled.add(0, -(-info.size // PAGE) * PAGE)
+        try:
+            self._check_node(inode, was_current=was_current)
+            if self._cache.find(info.version) is not file:
+                raise OSError(errno.ESTALE, "its cached copy was dropped")
+            fd = os.dup(file.fd)
+            self._set_time(inode, fd)
+            staged = self._begin_with(inode, fd, base, file)
+        except OSError as error:
+            if base is not None:
+                self._cache.unpin(file)
+            self._cache.handover.cancel(file)
+            if error.errno == errno.ESTALE:
+                raise
+            logger.info("%s is copied to be written: %s", info.key, error.strerror)
+            return None
+        staged.uploaded = staged.changes
+        staged.kept_size = info.size
         return staged
 
     # Changing
@@ -495,7 +611,10 @@ class Writer:
                 if staged.is_content_dirty and may_tell_uploaded(staged.recorded):
                     # With this time it could be taken for what was uploaded before.
                     self.staging.record(staged)
+                staged.note_stores()
                 os.utime(staged.fd, ns=(meta.mtime_ns, meta.mtime_ns))
+                if staged.may_be_mapped:
+                    staged.clean = staged.stamp()
             staged.meta = meta.changed(mtime_ns=None)
             staged.touch_meta()
             self.staging.record(staged)

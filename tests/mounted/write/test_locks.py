@@ -151,7 +151,7 @@ def test_locks_outlive_the_daemon(mounter: Mounter, bucket: Bucket) -> None:
     until(lambda: keeper_status(mount)["pause_s"] == 0.0, "no daemon serves")
 
 
-def test_a_handle_that_reads_by_passthrough_is_locked_for_itself(
+def test_a_lock_through_a_handle_that_reads_by_passthrough_holds_against_writers(
     passthrough: Mounter, bucket: Bucket
 ) -> None:
     bucket.put("object", bytes(1000))
@@ -159,7 +159,6 @@ def test_a_handle_that_reads_by_passthrough_is_locked_for_itself(
     path.read_bytes()
     with open(path, "rb") as mine:
         fcntl.flock(mine, fcntl.LOCK_EX)
-        # Who edits the file gets another node under the name.
-        assert as_another_sees(path)[0] == "free"
+        assert as_another_sees(path)[0] == "locked"
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             fcntl.lockf(mine, fcntl.LOCK_EX)

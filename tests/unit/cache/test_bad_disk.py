@@ -71,8 +71,13 @@ async def test_a_disk_that_removes_nothing_is_tried_with_a_few_files_at_a_time(
 async def test_a_disk_without_locks_costs_no_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flock(*_: object) -> None:
-        raise refuse(errno.ENOLCK)
+    locks = (fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW)
+    call = fcntl.fcntl
+
+    def without_locks(fd: int, command: int, *arguments: int) -> object:
+        if command in locks:
+            raise refuse(errno.ENOLCK)
+        return call(fd, command, *arguments)
 
     async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
@@ -80,7 +85,7 @@ async def test_a_disk_without_locks_costs_no_descriptors(
         assert file is not None
         before = len(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as patch:
-            patch.setattr(fcntl, "flock", flock)
+            patch.setattr(fcntl, "fcntl", without_locks)
             assert not await parts.evictor.drop(file)
             parts.cache.pin_again(file)
             assert not await parts.cache.ensure_open(file)
