@@ -161,7 +161,7 @@ class Takeover:
             CacheDirectoryError: it can't be read now.
         """
         if self._task == PREPARE:
-            await self._read(lambda path, _alias: replay(path, is_live=True))
+            await self._read(lambda path: replay(path, is_live=True))
             self.keeper.prepared()
         self.taken = await self.keeper.take()
         self.fd = self.taken.fd
@@ -209,13 +209,13 @@ class Takeover:
             or 0
         )
         _remove_leftovers(self._directory, connection)
-        return Journal(*journal.names(self._directory, connection))
+        return Journal(journal.path_of(self._directory, connection))
 
-    async def _read(self, function: Callable[[Path, Path | None], Result]) -> Result:
+    async def _read(self, function: Callable[[Path], Result]) -> Result:
         connection = fuse_connection.number_of(self.fd) or self._connection
 
         def read() -> Result:
-            return function(*journal.find(self._directory, connection))
+            return function(journal.path_of(self._directory, connection))
 
         try:
             return await trio.to_thread.run_sync(read)

@@ -178,7 +178,7 @@ class DirectoryStreams:
         if offset in (0, DOT, DOT_DOT):
             position = ""
         else:
-            name = handle.recent.get(offset) or handle.former.get(offset)
+            name = handle.recent.get(offset)
             if name is None:
                 return False
             position = names.position(name)

@@ -25,9 +25,8 @@ The first record carries the format and the boot id. A log of another boot is
 never used: the kernel that it talks about is gone.
 
 A mountpoint may have two mounts at a time: one that was detached while programs used
-it, and the next one. So each mount's log has a name of its own; the youngest mount's
-has the plain name as well, by which daemons of earlier versions find it. No
-daemon removes or replaces under these names what is not its own.
+it, and the next one. So each mount's log has a name of its own. No daemon removes or
+replaces under that name what is not its own.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ from fusefs.posix.journal.records import (
     header,
     node_payload,
     start_payload,
-    unchained_record,
 )
-from fusefs.posix.journal.replay import KernelState, Replayed, UnusableJournalError, replay
+from fusefs.posix.journal.replay import KernelState, Replayed, replay
 from fusefs.posix.nodes.inode import Inode
 
 logger = logging.getLogger("fusefs.journal")
@@ -182,51 +180,28 @@ class _Log:
         os.close(self._fd)
 
 
-class _UnchainedLog(_Log):
-    """A log that a daemon of an earlier version has begun; it is soon rewritten."""
-
-    __slots__ = ()
-
-    def append(self, body: bytes) -> None:
-        _, kind = HEAD.unpack_from(body)
-        whole = unchained_record(kind, body[HEAD.size :])
-        stop = self.size + len(whole)
-        if stop > self.limit:
-            self._grow()
-        self.memory[self.size : stop] = whole
-        self.size = stop
-
-    def _commit(self) -> None:
-        """It has no header."""
-
-
 class Journal:
     """The log of one mount. Belongs to the event loop.
 
     If the disk cannot take it, the journal turns itself off with one warning:
-    the mount goes on, but cannot be taken over. `alias` is another name for the file,
-    which the next mount may take away.
+    the mount goes on, but cannot be taken over.
     """
 
-    def __init__(self, path: Path, alias: Path | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._alias = alias
         self._log: _Log | None = None
         self._next: _Log | None = None
         self._compacted_size = 0
-        self._has_failed = False
         self._init_record = b""
         try:
             path.unlink(missing_ok=True)  # another daemon may have it mapped still
             self._log = _Log(path)
         except OSError as error:
             self._give_up(error)
-        with contextlib.suppress(OSError):  # not every file system has links
-            self._name_also()
         self._append(START_TYPE, start_payload())
 
     @classmethod
-    def resume(cls, path: Path, alias: Path | None = None) -> tuple[Journal, KernelState]:
+    def resume(cls, path: Path) -> tuple[Journal, KernelState]:
         """Read the log of a daemon that is gone, and go on with it. Blocks.
 
         Raises:
@@ -236,12 +211,10 @@ class Journal:
         read = replay(path)
         journal = cls.__new__(cls)
         journal._path = path
-        journal._alias = alias
         journal._next = None
-        journal._has_failed = False
         journal._compacted_size = read.current_bytes
         journal._init_record = read.state.init_out
-        journal._log = (_Log if read.count else _UnchainedLog)(path, read)
+        journal._log = _Log(path, read)
         return journal, read.state
 
     def node(self, inode: Inode) -> None:
@@ -298,16 +271,15 @@ class Journal:
         None while the journal is being rewritten, or is off.
         """
         log = self._log
-        return log if self._next is None and type(log) is _Log else None
+        return log if self._next is None else None
 
     @property
     def wants_compaction(self) -> bool:
-        """Whether the log has doubled since it was last written anew, or has an earlier format."""
+        """True if the log has doubled since it was last written anew."""
         log = self._log
         if log is None or self._next is not None:
             return False
-        is_grown = log.size > max(COMPACT_FROM, 2 * self._compacted_size)
-        return is_grown or (isinstance(log, _UnchainedLog) and not self._has_failed)
+        return log.size > max(COMPACT_FROM, 2 * self._compacted_size)
 
     @property
     def is_compacting(self) -> bool:
@@ -335,9 +307,6 @@ class Journal:
         if self._log is None or self._next is None:
             return
         try:
-            is_youngest = self._alias is not None and self._log.is_at(self._alias)
-            if is_youngest and self._alias is not None:
-                self._alias.unlink()  # it would name the old log if this process died here
             os.replace(self._next.path, self._path)
         except OSError as error:
             self._give_up(error)
@@ -345,19 +314,10 @@ class Journal:
         self._log.close()
         self._log, self._next = self._next, None
         self._compacted_size = self._log.size
-        if is_youngest:
-            with contextlib.suppress(OSError):
-                self._name_also()
-
-    def _name_also(self) -> None:
-        if self._alias is not None and self._log is not None:
-            self._alias.unlink(missing_ok=True)
-            os.link(self._path, self._alias)
 
     def close(self, *, remove: bool) -> None:
         """Stop writing; `remove` the log if nobody is to take the mount over."""
-        names = [name for name in (self._path, self._alias) if name is not None]
-        own = [name for name in names if self._log is not None and self._log.is_at(name)]
+        own = [self._path] if self._log is not None and self._log.is_at(self._path) else []
         if self._next is not None:
             own.append(self._next.path)
         for log in (self._log, self._next):
@@ -390,7 +350,6 @@ class Journal:
         assert self._log is not None
         logger.warning("the journal %s can't be rewritten now: %s", self._path, error.strerror)
         self._compacted_size = self._log.size
-        self._has_failed = True
         if self._next is not None:
             self._next.close()
             self._next = None
@@ -411,32 +370,9 @@ def _next_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.next")
 
 
-def find(directory: Path, connection: int) -> tuple[Path, Path | None]:
-    """The path and the alias of the log of a mount, by the number of its connection. Blocks.
+def path_of(directory: Path, connection: int) -> Path:
+    """The path of the log of a mount, by the number of its connection.
 
-    Where the kernel does not tell the number (0) there is the plain name alone.
-
-    Raises:
-        UnusableJournalError, OSError: as for `replay`.
+    Where the kernel does not tell the number (0) that is a name for all.
     """
-    path, alias = names(directory, connection)
-    if alias is None:
-        return path, None
-    if not path.exists():
-        # That of an earlier version, which has no other name; else it is another mount's.
-        is_earlier = alias.exists() and alias.stat().st_nlink == 1
-        return (alias if is_earlier else path), None
-    if alias.exists() and not os.path.samefile(path, alias):
-        # Of another mount, or of this one: an earlier version has rewritten it.
-        with contextlib.suppress(UnusableJournalError, OSError):
-            if replay(alias, is_live=True).state.mounted_ns == (
-                replay(path, is_live=True).state.mounted_ns
-            ):
-                return alias, None
-    return path, alias
-
-
-def names(directory: Path, connection: int) -> tuple[Path, Path | None]:
-    """The path and the alias that the log of a new mount gets."""
-    plain = directory / "journal"
-    return (directory / f"journal.{connection}", plain) if connection else (plain, None)
+    return directory / (f"journal.{connection}" if connection else "journal")

@@ -30,7 +30,6 @@ from fusefs.posix.nodes.inode import Inode
 from fusefs.store.interface import ObjectInfo
 
 FORMAT = 3
-UNCHAINED_FORMATS = (1, 2)
 
 MAGIC = b"fusefs journal3\n"
 # Native, so that a number is stored by one instruction: a kill does not tear it.
@@ -39,7 +38,6 @@ SLOTS = (32, 48)  # offsets
 HEADER_SIZE = 64
 HEAD = struct.Struct("<HH")  # length of the payload, type
 CRC = struct.Struct("<I")
-UNCHAINED = struct.Struct("<HHI")  # length of the payload, type, CRC of type and payload
 
 NODE = struct.Struct("<QQQQQqHHH")  # node id, parent, ino, lookups, size, mtime, 3 lengths
 COUNT = struct.Struct("<QQ")
@@ -110,11 +108,6 @@ class Parsed(NamedTuple):
     crc: int
 
 
-def unchained_record(kind: int, payload: bytes) -> bytes:
-    """A record as logs of earlier formats have it: its CRC covers no record before it."""
-    return UNCHAINED.pack(len(payload), kind, zlib.crc32(payload, kind)) + payload
-
-
 def header() -> bytes:
     """The header of a log that has no records: slot 0 tells so."""
     data = bytearray(HEADER_SIZE)
@@ -138,22 +131,9 @@ def parse(data: bytes) -> Iterator[Parsed]:
         yield Parsed(kind, data[begin:end], at, crc)
 
 
-def parse_unchained(data: bytes) -> Iterator[Parsed]:
-    """As `parse`, of a log of an earlier format."""
-    at = 0
-    while at + UNCHAINED.size <= len(data):
-        length, kind, crc = UNCHAINED.unpack_from(data, at)
-        at += UNCHAINED.size
-        payload = data[at : at + length]
-        at += length
-        if kind == 0 or len(payload) < length or zlib.crc32(payload, kind) != crc:
-            return
-        yield Parsed(kind, payload, at, 0)
-
-
-def start_payload(format: int = FORMAT) -> bytes:
+def start_payload() -> bytes:
     """The first record of a log: the format, and the boot in which it is of use."""
-    return f"fusefs journal {format} {clock.boot_id()}".encode()
+    return f"fusefs journal {FORMAT} {clock.boot_id()}".encode()
 
 
 def node_payload(inode: Inode) -> bytes:

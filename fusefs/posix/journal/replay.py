@@ -10,12 +10,10 @@ from fusefs.posix.journal.records import (
     CLOSED_TYPE,
     COUNT,
     COUNT_TYPE,
-    FORMAT,
     GONE_TYPE,
     HEADER_SIZE,
     ID,
     INIT_TYPE,
-    MAGIC,
     MARK,
     MARK_TYPE,
     NODE_TYPE,
@@ -32,13 +30,11 @@ from fusefs.posix.journal.records import (
     START_TYPE,
     TABLE,
     TABLE_TYPE,
-    UNCHAINED_FORMATS,
     LoggedHandle,
     LoggedNode,
     Parsed,
     parse,
     parse_node,
-    parse_unchained,
     start_payload,
 )
 from fusefs.posix.nodes.file_numbers import LEAST_HASH
@@ -134,8 +130,7 @@ class Replayed:
     """A log that was read: its state, and how it goes on.
 
     Its last good record is the `count`-th, ends at `stop` and has this `crc`;
-    `count` is 0 for a log of an earlier format. `current_bytes` estimates what
-    a compacted log would take.
+    `current_bytes` estimates what a compacted log would take.
     """
 
     state: KernelState
@@ -176,15 +171,13 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
         slots = _slots(file.read(HEADER_SIZE))
         file.seek(0)
         data = file.read()
-    is_chained = data.startswith(MAGIC)
-    records = parse(data) if is_chained else parse_unchained(data)
+    records = parse(data)
     last = first = next(records, Parsed(0, b"", HEADER_SIZE, 0))
-    formats = (FORMAT,) if is_chained else UNCHAINED_FORMATS
     if first.kind != START_TYPE or not first.payload.startswith(b"fusefs journal "):
         raise UnusableJournalError(
             f"{path} is damaged: it is right up to byte {HEADER_SIZE} at most, or no journal at all"
         )
-    if first.payload not in [start_payload(format) for format in formats]:
+    if first.payload != start_payload():
         raise UnusableJournalError(f"{path} is of another boot or another format")
     state = KernelState()
     count, before = 1, (HEADER_SIZE, 0)
@@ -196,7 +189,7 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
         has_all = has_all or (is_live and (record.stop, record.crc) in slots)
     if not is_live:
         has_all = slots[(count - 1) % 2] == before
-    if is_chained and not has_all:
+    if not has_all:
         raise UnusableJournalError(
             f"{path} is damaged: {count} records check out, up to byte {last.stop},"
             f" and it was written up to byte {max(size for size, _ in slots)}"
@@ -204,7 +197,7 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
     items = len(state.nodes) + len(state.handles) + len(state.numbers)
     items += sum(map(len, state.marks.values()))
     current = last.stop * items // max(1, count)
-    return Replayed(state, last.stop, count if is_chained else 0, last.crc, current)
+    return Replayed(state, last.stop, count, last.crc, current)
 
 
 def _slots(header: bytes) -> list[tuple[int, int]]:

@@ -11,7 +11,6 @@ from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.journal.records import LoggedHandle
 from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.nodes.handles import (
-    DIRECTORY,
     PASSTHROUGH,
     SERVED,
     DirectoryHandle,
@@ -52,9 +51,8 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     read = {backing[id][1] for id in backing_ids if id in backing}
     whole = await operations.cache.whole_files(read) if read else {}
     dropped = _taken_out(operations, state, backing)
-    former = _former_offsets(state)
     for index, logged in enumerate(state.handles.values()):
-        await _restore_handle(operations, logged, backing, whole, dropped, former)
+        await _restore_handle(operations, logged, backing, whole, dropped)
         if index % 200 == 0:
             await trio.lowlevel.checkpoint()
     if operations.writer is not None:
@@ -112,31 +110,18 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
             directory.marks = marks
 
 
-def _former_offsets(state: KernelState) -> dict[int, dict[int, str]]:
-    """The names in each open directory by the offsets that an earlier version gave them."""
-    names: dict[int, dict[int, str]] = {
-        handle.nodeid: {} for handle in state.handles.values() if handle.mode == DIRECTORY
-    }
-    for node in state.nodes.values() if names else ():
-        if node.parent in names:
-            names[node.parent][node.nodeid] = node.name
-    return names
-
-
 async def _restore_handle(
     operations: Operations,
     logged: LoggedHandle,
     backing: Backing,
     whole: Mapping[int, CacheFile],
     dropped: dict[int, CacheFile],
-    former: Mapping[int, dict[int, str]],
 ) -> None:
     inode = operations.inodes.find(logged.nodeid)
     if inode is None:
         return  # its RELEASE comes, and is answered
     if inode.info is None:
         directory = DirectoryHandle(logged.fh, inode, -1, logged.unique)
-        directory.former = former.get(logged.nodeid, {})
         operations.handles.adopt_directory(directory)
         return
     cache = operations.cache

@@ -68,13 +68,11 @@ class DirectoryHandle:
 
     `opened` is in seconds of the monotonic clock: listings that were valid
     then are valid for this handle. `recent` are the names of the last reply by their
-    offsets, of which the kernel may have passed on only the first; `former` are names by
-    the node ids that were their offsets in an earlier version's replies.
+    offsets, of which the kernel may have passed on only the first.
     """
 
     __slots__ = (
         "fh",
-        "former",
         "generation",
         "inode",
         "offset",
@@ -92,7 +90,6 @@ class DirectoryHandle:
         self.offset = 0
         self.position = ""
         self.recent: dict[int, str] = {}
-        self.former: dict[int, str] = {}
         self.opened = time.monotonic()
 
 

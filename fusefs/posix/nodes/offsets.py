@@ -6,8 +6,6 @@ places where segments begin that a stream has shown are numbered (*marks*, on re
 journal); 0 is the directory's beginning. An offset is the number of the mark before an
 entry and a checksum of its name: to go there is to look through the listing behind the
 mark for a name with that checksum.
-
-A node id is an offset of an earlier version of fusefs, and less than any of these.
 """
 
 from __future__ import annotations
