@@ -171,7 +171,11 @@ class Daemon:
             self.settings.metadata_ttl,
             self.pages,
             nursery,
-            HeadPolicy(self.settings.object_attributes, changed),
+            HeadPolicy(
+                self.settings.object_attributes,
+                None if self.settings.read_only else changed,
+                is_read_only=self.settings.read_only,
+            ),
             top=prefix,
         )
         self.directories.most_entries = self._budget.entries
@@ -424,6 +428,7 @@ class Daemon:
             notifier=notifier,
         )
         self.operations = Operations(state, writing)
+        self.store.getter.described = self.operations.head_cache.described
         if self.operations.writer is not None:
             self.store.requester.upload_log = self.operations.writer.uploads.aborts
         self.name_pruner = NamePruner(state.inodes, self._budget.names, notifier.prune_names)

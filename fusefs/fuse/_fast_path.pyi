@@ -34,7 +34,6 @@ class FastPath:
         backing_ids: OrderedDict[CacheFile, int],
         closed_at: dict[CacheFile, float],
         integrity: Integrity,
-        is_writable: bool,
         again_within_s: float,
         checked_at_open: int,
     ) -> None: ...

@@ -98,7 +98,6 @@ typedef struct {
     /* Python's objects, as `__init__` gets them. */
     PyObject *operations, *inodes, *handles, *open_files, *restored, *name_of, *files,
         *backing_ids, *closed_at, *integrity;
-    int is_writable;
     double again_within_s;     /* how soon after a close a file is opened again by Python */
     long long checked_at_open; /* larger files are not compared with their checksums */
     PyObject *names; /* node id: (info, name of its cache file) */
@@ -605,12 +604,10 @@ static int get_attributes(FastPath *self, const struct fuse_in_header *request)
         return PyErr_Occurred() ? -1 : 0;
     TRY(is_object(inode, s_staged, Py_None));
     TRY(is_object(inode, s_is_removed, Py_False));
-    if (self->is_writable) {
-        /* Without them Python may have to look at the object. */
-        int is_unknown = is_object(inode, s_meta, Py_None);
-        if (is_unknown)
-            return is_unknown < 0 ? -1 : 0;
-    }
+    /* Without them Python may have to look at the object. */
+    int is_unknown = is_object(inode, s_meta, Py_None);
+    if (is_unknown)
+        return is_unknown < 0 ? -1 : 0;
     struct {
         uint64_t seconds;
         uint32_t rest, padding;
@@ -935,7 +932,7 @@ static int init(FastPath *self, PyObject *args, PyObject *keywords)
     static char *names[] = {
         "fd",         "request", "reply", "operations",  "inodes",    "handles",
         "open_files", "restored", "name_of", "files",    "backing_ids", "closed_at",
-        "integrity",  "is_writable", "again_within_s", "checked_at_open", NULL};
+        "integrity",  "again_within_s", "checked_at_open", NULL};
     PyObject *operations, *inodes, *handles, *open_files, *restored, *name_of, *files,
         *backing_ids, *closed_at, *integrity;
     if (self->names != NULL) {
@@ -944,11 +941,10 @@ static int init(FastPath *self, PyObject *args, PyObject *keywords)
     }
     Py_buffer request = {0}, reply = {0};
     if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "iw*w*OO!OO!O!OO!O!O!OpdL", names, &self->fd, &request, &reply,
+            args, keywords, "iw*w*OO!OO!O!OO!O!O!OdL", names, &self->fd, &request, &reply,
             &operations, &PyDict_Type, &inodes, &handles, &PyDict_Type, &open_files, &PyDict_Type,
             &restored, &name_of, &PyDict_Type, &files, &PyDict_Type, &backing_ids, &PyDict_Type,
-            &closed_at, &integrity, &self->is_writable, &self->again_within_s,
-            &self->checked_at_open))
+            &closed_at, &integrity, &self->again_within_s, &self->checked_at_open))
         return -1;
     self->request = request;
     self->reply = reply;

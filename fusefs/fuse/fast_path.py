@@ -100,7 +100,6 @@ class FastPathReader:
             operations.backing.ids,
             cache.probing.closed_at,
             cache.integrity,
-            operations.writer is not None,
             AGAIN_WITHIN_S,
             CHECKED_AT_OPEN,
         )

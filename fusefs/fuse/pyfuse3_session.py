@@ -242,7 +242,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def readlink(self, nodeid: int, context: pyfuse3.RequestContext) -> bytes:
         with self._errors(Opcode.READLINK):
-            target = self._mutations.readlink(nodeid)
+            target = self._operations.readlink(nodeid)
             return await self._waited(Opcode.READLINK, nodeid, target, context.pid)
 
     async def unlink(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:

@@ -58,7 +58,7 @@ class ReadHandlers:
         self.name_kinds = {
             NameKind.DIRECTORY: _DT_DIR,
             NameKind.FILE: _DT_REG,
-            NameKind.OBJECT: _DT_REG if operations.mutations is None else _DT_UNKNOWN,
+            NameKind.OBJECT: _DT_UNKNOWN,
         }
         self.table: dict[int, Handler] = {
             Opcode.LOOKUP: self._lookup,
@@ -76,6 +76,7 @@ class ReadHandlers:
             Opcode.STATFS: self._statfs,
             Opcode.GETXATTR: self._getxattr,
             Opcode.LISTXATTR: self._listxattr,
+            Opcode.READLINK: self._readlink,
         }
         self.table.update(dict.fromkeys(_CHANGING, _refuse_change))
 
@@ -212,7 +213,10 @@ class ReadHandlers:
             blocks, blocks, blocks, 1 << 40, 1 << 40, 4096, 255, 4096, 0, bytes(24)
         )
 
-    # Extended attributes
+    # What an object has beside its bytes
+
+    def _readlink(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
+        return self._operations.readlink(nodeid)
 
     def _getxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)

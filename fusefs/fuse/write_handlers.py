@@ -36,7 +36,6 @@ class WriteHandlers:
             Opcode.MKNOD: self._mknod,
             Opcode.MKDIR: self._mkdir,
             Opcode.SYMLINK: self._symlink,
-            Opcode.READLINK: self._readlink,
             Opcode.UNLINK: self._unlink,
             Opcode.RMDIR: self._rmdir,
             Opcode.RENAME: self._rename,
@@ -89,9 +88,6 @@ class WriteHandlers:
 
     async def _made(self, answer: Awaitable[Inode]) -> Payload:
         return self._handlers.packed_entry(await answer, 0.0)
-
-    def _readlink(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
-        return self._mutations.readlink(nodeid)
 
     def _unlink(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         answer = self._mutations.unlink(nodeid, bytes(body[:-1]), caller)

@@ -80,8 +80,9 @@ class Operations:
             state.directories,
             state.inodes,
             state.owner,
-            writing.nursery if writing is not None else None,
+            state.directories.nursery,
             deferred=writer.deferred.get if writer is not None else None,
+            notifier=state.notifier,
         )
         self._streams = DirectoryStreams(state, self.head_cache)
         self._xattrs = Xattrs(state.store, state.inodes, self.head_cache)
@@ -120,8 +121,9 @@ class Operations:
         if isinstance(entry, Absent):
             return LookupResult(None, max(0.0, expires - time.monotonic()))
         inode = self.inodes.resolve(parent, text, entry)
-        has_attributes = self.writer is None or not self.head_cache.needs_head(inode)
-        if not has_attributes and not self._is_leaving(parent, entry):
+        has_attributes = not self.head_cache.needs_head(inode)
+        is_known = has_attributes or self._is_leaving(parent, entry)
+        if not is_known or not inode.is_current:
             return waiting(self._lookup_later(parent, directory, text))
         return self._found(inode, expires, has_attributes)
 
@@ -131,8 +133,9 @@ class Operations:
         A program is removing many files there, it is no symbolic link for sure, and
         its owner does not matter to who may remove it.
         """
-        assert self.writer is not None
-        if not isinstance(entry, ObjectInfo) or entry.size <= LONGEST_TARGET:
+        if self.writer is None or not isinstance(entry, ObjectInfo):
+            return False
+        if entry.size <= LONGEST_TARGET:
             return False
         is_removing = self.writer.removals.is_removing_from(self.inodes.key(parent))
         return is_removing and not self.attributes(parent).mode & stat.S_ISVTX
@@ -142,8 +145,9 @@ class Operations:
             entry, expires = await self._directories.lookup(directory, name)
             if not isinstance(entry, Absent) and self._is_of(directory, parent):
                 inode = self.inodes.resolve(parent, name, entry)
-                if self.writer is not None:
-                    await self.head_cache.show(inode)
+                await self.head_cache.show(inode)
+                if not inode.is_current and self._is_of(directory, parent):
+                    continue  # it is a link that was taken for a file, or another version
             if self._is_of(directory, parent):
                 break
             # It was renamed meanwhile, and what was listed has other keys now.
@@ -171,12 +175,16 @@ class Operations:
         a name stands for is the business of lookups.
         """
         inode = self.inodes.get(nodeid)
-        if self.writer is not None and self.head_cache.needs_head(inode):
-            return waiting(self._getattr_later(inode))
+        is_doubted = self.head_cache.is_doubted(inode)
+        if is_doubted or self.head_cache.needs_head(inode):
+            return waiting(self._getattr_later(inode, is_doubted=is_doubted))
         return inode, inode.valid_s
 
-    async def _getattr_later(self, inode: Inode) -> tuple[Inode, float]:
-        await self.head_cache.show(inode)
+    async def _getattr_later(self, inode: Inode, *, is_doubted: bool) -> tuple[Inode, float]:
+        if is_doubted:
+            await self.head_cache.learn(inode)
+        else:
+            await self.head_cache.show(inode)
         inode = self.inodes.get(inode.nodeid)
         return inode, inode.valid_s
 
@@ -288,6 +296,17 @@ class Operations:
         self._streams.close(fh)
 
     # What an object has beside its bytes
+
+    async def readlink(self, nodeid: int) -> bytes:
+        """The target of a symbolic link; EINVAL for what is none."""
+        inode = self.inodes.get(nodeid)
+        await self.head_cache.learn(inode)
+        if inode.info is None or not self.head_cache.meta(inode).is_symlink:
+            raise OSError(errno.EINVAL, "not a symbolic link")
+        info = inode.info
+        if info.size > LONGEST_TARGET:
+            raise OSError(errno.ENAMETOOLONG, f"the target of a link of {info.size} bytes")
+        return bytes(await self.downloader.read_unkept(info.version, 0, info.size))
 
     def getxattr(self, nodeid: int, name: str) -> Answer[bytes]:
         """The value of an extended attribute."""

@@ -225,8 +225,8 @@ class MountSettings:
     object_attributes: ObjectAttributes = option(
         choice(ObjectAttributes),
         "Metadata",
-        "whether a HEAD reads modes, owners and times of objects (writable mounts;"
-        " auto: in directories where a sample of the objects has some)",
+        "whether a HEAD reads modes, owners and times of objects, and which are links"
+        " (auto: in directories where a sample of the objects has some)",
         ObjectAttributes.AUTO,
     )
 

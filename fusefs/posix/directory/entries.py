@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from fusefs.posix.directory.listings import Entry, Segment
@@ -15,14 +16,14 @@ class Entries:
     """Adds the entries of one segment to one reply."""
 
     __slots__ = (
+        "_assumed",
         "_buffer",
         "_entries",
         "_expires",
         "_head_cache",
         "_inodes",
-        "_no_attributes_until",
         "_parent",
-        "_shows_meta",
+        "_plain_until",
         "_valid_s",
     )
 
@@ -41,11 +42,9 @@ class Entries:
         self._buffer = buffer
         self._expires = segment.expires
         self._valid_s = max(0.0, segment.expires - time.monotonic())
-        # Whether entries come with attributes that a listing does not tell.
-        self._shows_meta = buffer.is_plus and head_cache.is_on
-        self._no_attributes_until = (
-            head_cache.no_attributes_until(parent) if self._shows_meta else 0.0
-        )
+        self._assumed = head_cache.assumed(parent)
+        # What is no younger needs no look at its inode.
+        self._plain_until = self._assumed.links if head_cache.asks_less else -math.inf
 
     def add(self, name: str, encoded: bytes, offset: int) -> bool | None:
         """Add one entry; False if there is no room, None if that takes a HEAD first."""
@@ -54,9 +53,12 @@ class Entries:
         if buffer.takes_names and (inodes.is_full or not buffer.is_plus):
             return self._add_name(name, encoded, offset, entry)
         inode = inodes.resolve(self._parent, name, entry)
-        is_bare = self._shows_meta and self._head_cache.needs_head_of(
-            inode, self._no_attributes_until
-        )
+        is_bare = False
+        if buffer.is_plus and (entry is None or entry.mtime_ns > self._plain_until):
+            is_bare = self._head_cache.needs_head_of(inode, self._assumed)
+        if not inode.is_current:  # a link that was taken for a file
+            inode = inodes.resolve(self._parent, name, entry)
+            is_bare = self._head_cache.needs_head_of(inode, self._assumed)
         # What is being written changes its size behind the attributes' back.
         if (is_bare or inode.staged is not None) and buffer.takes_names:
             has_room = self._add_name(name, encoded, offset, entry)
@@ -81,6 +83,8 @@ class Entries:
         kind = NameKind.OBJECT
         if entry is None:
             kind = NameKind.DIRECTORY
-        elif entry.size > LONGEST_TARGET or (inode is not None and inode.staged is not None):
+        elif entry.size > LONGEST_TARGET or (
+            entry.mtime_ns <= self._assumed.links if inode is None else inode.staged is not None
+        ):
             kind = NameKind.FILE
         return self._buffer.add_name(encoded, ino, offset, kind)

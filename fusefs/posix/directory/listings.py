@@ -101,7 +101,7 @@ class Directories:
         self.expect: Callable[[str, Segment], None] = lambda _prefix, _segment: None
         self._store = store
         self._memory = memory
-        self._nursery = nursery
+        self.nursery = nursery
         self._walks = Walks(store, nursery, self.pending_changes, self._fill, top)
         # A bucket may have millions: those in use, and those of segments below.
         self._known: WeakValueDictionary[str, Directory] = WeakValueDictionary()
@@ -262,7 +262,7 @@ class Directories:
         is_known = following is not None and following.expires > valid_since
         if not is_known and stop not in directory.loading:
             directory.loading[stop] = trio.Event()
-            self._nursery.start_soon(run_ahead, self._load, directory, stop)
+            self.nursery.start_soon(run_ahead, self._load, directory, stop)
 
     async def _walk_to(self, directory: Directory) -> bool:
         """Whether a walk that leads to a directory had anything of it."""

@@ -131,13 +131,9 @@ class DirectoryStreams:
         """Whether these are the listings of a directory as it is called now."""
         return self._inodes.key(handle.inode) == directory.prefix
 
-    def _shows_meta(self, buffer: DirectoryBuffer) -> bool:
-        """Whether entries come with attributes that a listing does not tell."""
-        return buffer.is_plus and self._head_cache.is_on
-
     def _asks(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
         """Whether attributes may take a HEAD before entries are added."""
-        if not self._shows_meta(buffer):
+        if not buffer.is_plus:
             return False
         return not buffer.takes_names or self._head_cache.wants_sample(handle.inode)
 
@@ -160,7 +156,7 @@ class DirectoryStreams:
         ]
         try:
             if buffer.takes_names:
-                await self._head_cache.sample(handle.inode, inodes)
+                await self._head_cache.sample(handle.inode, segment, inodes)
             else:
                 await self._head_cache.show_all(handle.inode, inodes)
         except BaseException:

@@ -5,10 +5,19 @@ assumed to have no attributes (head_policy.py). When a program looks at one name
 the other in the order of the listing (`ls -l`, `rsync`), HEADs of the following names
 are sent along: one, two, four, and at most MOST_AHEAD. In each folder that a walk is
 about to reach, one file has its HEAD ahead where that may decide for all of them.
+
+A read-only mount assumes more (head_policy.py). It looks at the smallest file of a folder,
+which is a symbolic link before any other is. A program that may not read or execute a file
+has the kernel ask for its attributes once more: then they are the object's. The GET of a small
+file brings them as well. Where an object turns out to be a link that the kernel was told to be
+a file, its name gets a new node: an open of the old one is ESTALE, upon which the kernel looks
+the name up again and follows the link.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,9 +27,11 @@ import trio
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Entry, Segment
 from fusefs.posix.metadata import object_metadata as meta
-from fusefs.posix.metadata.object_metadata import SECOND_NS, Meta
+from fusefs.posix.metadata.head_policy import ALIKE, SAME_TIME_NS, Assumed
+from fusefs.posix.metadata.object_metadata import LONGEST_TARGET, SECOND_NS, Meta
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
+from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
 from fusefs.telemetry.stalls import Work
@@ -34,6 +45,8 @@ MOST_KEPT = 4096
 MOST_SCANS = 64
 # Versions whose attributes are remembered, at about 100 bytes for each.
 MOST_REMEMBERED = 200_000
+# How long after its attributes have expired a question of the kernel may still be about them.
+DOUBT_S = 1.0
 # S3 has times in whole seconds, and by a clock of its own.
 SETTLED_NS = 5 * SECOND_NS
 
@@ -72,8 +85,7 @@ class ScanState:
 class HeadCache:
     """The attributes of one mount's objects. Belongs to the event loop.
 
-    HEADs run in `nursery`; None on a read-only mount, where all attributes are
-    those of the settings. `deferred` has the attributes of a version that its
+    HEADs run in `nursery`. `deferred` has the attributes of a version that its
     object does not have yet.
     """
 
@@ -83,9 +95,11 @@ class HeadCache:
         directories: Directories,
         inodes: InodeTable,
         owner: Ownership,
-        nursery: trio.Nursery | None,
+        nursery: trio.Nursery,
         deferred: Callable[[ObjectInfo], Meta | None] | None = None,
+        notifier: KernelNotifications | None = None,
     ) -> None:
+        self._notifier = notifier or KernelNotifications()
         self._store = store
         self._directories = directories
         self._inodes = inodes
@@ -97,34 +111,47 @@ class HeadCache:
         self._deferred = deferred
         # Directories in which the HEAD of a first file is under way.
         self._sampled: dict[str, PendingHead] = {}
-        if nursery is not None:
-            directories.expect = self._sample_ahead
+        directories.expect = self._sample_ahead
         # The attributes of versions, None for no attributes, by `_version`: the kernel
         # forgets names, and looks them up again, sooner than the attributes change.
         self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
 
-    @property
-    def is_on(self) -> bool:
-        """Whether objects have modes and owners at all."""
-        return self._nursery is not None
-
     def needs_head(self, inode: Inode) -> bool:
         """Whether an inode's attributes take a HEAD before they are shown."""
-        if not self.lacks(inode):
+        if inode.meta is not None:
             return False
-        return inode.parent is None or _modified_ns(inode) > self.no_attributes_until(inode.parent)
+        if inode.parent is None:
+            return not self._policy.asks_less and self.lacks(inode)
+        return self.needs_head_of(inode, self.assumed(inode.parent))
 
-    def needs_head_of(self, inode: Inode, no_attributes_until: float) -> bool:
-        """As `needs_head`, with the `no_attributes_until` of the inode's directory."""
-        return self.lacks(inode) and _modified_ns(inode) > no_attributes_until
+    def needs_head_of(self, inode: Inode, assumed: Assumed) -> bool:
+        """As `needs_head`, with what is assumed of the inode's directory."""
+        until = assumed.links if _may_be_link(inode.info) else assumed.others
+        is_asked = _modified_ns(inode) > until
+        # `lacks` has it show what waits to be sent, and comes first where anything may.
+        return is_asked and self.lacks(inode) if self.asks_less else self.lacks(inode) and is_asked
 
-    def no_attributes_until(self, directory: Inode) -> float:
-        """As `HeadPolicy.no_attributes_until`, in ns since the epoch."""
-        return self._policy.no_attributes_until(self._inodes.key(directory))
+    @property
+    def asks_less(self) -> bool:
+        """As `HeadPolicy.asks_less`."""
+        return self._policy.asks_less
+
+    def assumed(self, directory: Inode) -> Assumed:
+        """As `HeadPolicy.assumed`."""
+        return self._policy.assumed(self._inodes.key(directory))
+
+    def is_doubted(self, inode: Inode) -> bool:
+        """True if the kernel asks again for attributes that were assumed and still hold.
+
+        It does so where they do not let a program read or execute the file.
+        """
+        if not self._policy.asks_less or inode.info is None or not inode.is_current:
+            return False
+        return inode.valid_until + DOUBT_S > time.monotonic() and self.lacks(inode)
 
     def lacks(self, inode: Inode) -> bool:
         """Whether the attributes of an inode's object are not known."""
-        if self._nursery is None or inode.meta is not None or inode.staged is not None:
+        if inode.meta is not None or inode.staged is not None:
             return False
         if inode.is_removed:
             return False  # its object is gone
@@ -139,8 +166,7 @@ class HeadCache:
         if version not in self._remembered:
             return True
         self._remembered.move_to_end(version)
-        inode.meta = self._remembered[version] or inode.default_meta(self._owner)
-        inode.packed = None
+        self._learned(inode, self._remembered[version] or inode.default_meta(self._owner))
         return False
 
     def meta(self, inode: Inode) -> Meta:
@@ -154,19 +180,37 @@ class HeadCache:
         """Have the attributes of an inode that stat shows, which may be assumed.
 
         Raises:
-            StoreError: the HEAD failed.
+            StoreError: the HEAD failed. A read-only mount, where names and sizes need none,
+                shows the inode all the same.
         """
+        if not self.needs_head(inode):
+            return
+        if not self.asks_less:
+            await self._learn(inode)
+            return
+        if inode.parent is not None:
+            await self._sampled_ahead(self._inodes.key(inode.parent))
         if self.needs_head(inode):
-            await self.learn(inode)
+            try:
+                await self._learn(inode)
+            except StoreError:
+                prefix = _directory(self._inodes.key(inode))
+                self._policy.observe(prefix, _modified_ns(inode), has_attributes=False)
 
     async def learn(self, inode: Inode) -> None:
         """Have the attributes of an inode's object, before any of them is changed.
 
         Raises:
             StoreError: the HEAD failed.
+            OSError: ESTALE, it is a symbolic link that the kernel takes for a file.
         """
-        if not self.lacks(inode):
-            return
+        was_current = inode.is_current
+        if self.lacks(inode):
+            await self._learn(inode)
+        if was_current and not inode.is_current and inode.info is not None:
+            raise OSError(errno.ESTALE, "the name stands for something else now")
+
+    async def _learn(self, inode: Inode) -> None:
         key = self._inodes.key(inode)
         head = self._pending.pop(key, None)
         if head is not None and not self._is_about(head, inode):
@@ -187,13 +231,15 @@ class HeadCache:
         """Whether HEADs of a few of a directory's files may spare those of the others."""
         return self._policy.is_undecided(self._inodes.key(directory))
 
-    async def sample(self, directory: Inode, inodes: Sequence[Inode]) -> None:
-        """Send HEADs of a few of a directory's files, which may spare those of the others."""
+    async def sample(self, directory: Inode, segment: Segment, inodes: Sequence[Inode]) -> None:
+        """Send HEADs of a few of a directory's files, which may spare those of the others.
+
+        `inodes` are the next ones of the segment.
+        """
         prefix = self._inodes.key(directory)
-        if prefix in self._sampled:
-            sampled = self._sampled[prefix]
-            with sampled.work.awaited():
-                await sampled.done.wait()
+        if self._policy.asks_less and self._policy.is_new(prefix) and prefix not in self._sampled:
+            self._sample_ahead(prefix, segment)
+        await self._sampled_ahead(prefix)
         unknown = [inode for inode in inodes if self.needs_head(inode)]
         while unknown and self._policy.is_undecided(prefix):
             few = unknown[: min(SAMPLED_AT_ONCE, self._policy.remaining(prefix))]
@@ -205,27 +251,41 @@ class HeadCache:
                 except StoreError:
                     continue  # a request for its attributes will fail
 
+    async def _sampled_ahead(self, prefix: str) -> None:
+        """Wait for HEADs that were sent of a directory's files before any was looked up."""
+        sampled = self._sampled.get(prefix)
+        if sampled is not None:
+            with sampled.work.awaited():
+                await sampled.done.wait()
+
     def _sample_ahead(self, prefix: str, segment: Segment) -> None:
         """Send the HEAD of one file where that may spare those of its whole directory."""
-        if not self._policy.is_undecided(prefix) or len(self._sampled) >= MOST_AHEAD:
+        most = ALIKE if self._policy.asks_less else MOST_AHEAD
+        if not self._policy.is_undecided(prefix) or len(self._sampled) >= most:
             return
-        first = next((entry for entry in segment.entries.values() if entry is not None), None)
-        if self._policy.remaining(prefix) == 1 and first is not None and self.lacks_version(first):
-            assert self._nursery is not None
+        files = [entry for entry in segment.entries.values() if entry is not None]
+        if self._policy.asks_less:
+            samples = _telling(files) if self._policy.is_new(prefix) else []
+        else:
+            samples = files[:1] if self._policy.remaining(prefix) == 1 else []
+            samples = [info for info in samples if self.lacks_version(info)]
+        if samples:
             self._sampled[prefix] = PendingHead()
-            self._nursery.start_soon(self._sample_one, prefix, first)
+            self._nursery.start_soon(self._sample_few, prefix, samples)
 
-    async def _sample_one(self, prefix: str, info: ObjectInfo) -> None:
+    async def _sample_few(self, prefix: str, infos: Sequence[ObjectInfo]) -> None:
         try:
             with self._sampled[prefix].work.doing():
-                await self.learn_version(info)
+                async with trio.open_nursery() as nursery:
+                    for info in infos:
+                        nursery.start_soon(self.learn_version, info)
         finally:
             self._sampled.pop(prefix).done.set()
 
     def lacks_version(self, info: ObjectInfo) -> bool:
         """Whether `learn_version` would send a HEAD."""
         has_room = len(self._remembered) < MOST_REMEMBERED
-        if self._nursery is None or not has_room or _version(info) in self._remembered:
+        if not has_room or _version(info) in self._remembered:
             return False
         return not self._policy.has_no_attributes(_directory(info.key), info.mtime_ns)
 
@@ -238,11 +298,34 @@ class HeadCache:
             current = await self._store.head(info.key)
         except StoreError:
             return
-        self._observe(current)
-        default = self._owner.file
-        if _is_same(current, info) and _is_settled(current):
-            known = meta.read(current.metadata or {}, default)
-            self._remember(current, None if known == default else known)
+        known = self._observe(current)
+        if _is_same(current, info):
+            self._remember(current, known)
+
+    def described(self, info: ObjectInfo) -> None:
+        """Take note of what a GET said of an object beside its bytes."""
+        known = self._observe(info)
+        prefix, name = names.split_key(info.key)
+        directory = self._inodes.at(prefix)
+        inode = (directory.children or {}).get(name) if directory is not None else None
+        if inode is not None and _is_same(info, inode.info) and self.lacks(inode):
+            self._learned(inode, known)
+            # Not of what is learned for a GETATTR: the kernel would not believe its answer.
+            if inode.nlookup and inode.meta != inode.default_meta(self._owner):
+                self._notifier.invalidate_attributes(inode.nodeid)
+        self._remember(info, known)
+
+    def _learned(self, inode: Inode, known: Meta) -> None:
+        """Have an inode show its object's attributes, unless the kernel takes it for a file.
+
+        Then its name gets another node. What an earlier process told the kernel was right.
+        """
+        was_told = inode.nlookup > 0 and inode.valid_until > 0
+        if was_told and known.is_symlink and inode.is_current:
+            self._inodes.mark_replaced(inode)
+            known = inode.default_meta(self._owner)
+        inode.meta = known
+        inode.packed = None
 
     async def _take(self, inode: Inode, head: PendingHead) -> None:
         """Wait for an answer, and have the inode keep it."""
@@ -252,16 +335,17 @@ class HeadCache:
             raise head.error
         if self.lacks(inode):
             # Without an object: a directory that has no marker, or a file that is just going.
-            metadata = head.info.metadata if head.info is not None else None
-            default = inode.default_meta(self._owner)
-            inode.meta = meta.read(metadata or {}, default)
-            inode.packed = None
             info = head.info
-            if info is not None and _is_same(info, inode.info) and _is_settled(info):
-                self._remember(info, None if inode.meta == default else inode.meta)
+            metadata = info.metadata if info is not None else None
+            known = meta.read(metadata or {}, inode.default_meta(self._owner))
+            if info is not None and _is_same(info, inode.info):
+                self._remember(info, known)
+            self._learned(inode, known)
 
-    def _remember(self, info: ObjectInfo, known: Meta | None) -> None:
-        self._remembered[_version(info)] = known
+    def _remember(self, info: ObjectInfo, known: Meta) -> None:
+        if not _is_settled(info):
+            return
+        self._remembered[_version(info)] = None if known == self._owner.file else known
         if len(self._remembered) > MOST_REMEMBERED:
             self._remembered.popitem(last=False)
 
@@ -273,7 +357,6 @@ class HeadCache:
         return inode.info is None or info is None or info.etag == inode.info.etag
 
     def _send(self, key: str) -> PendingHead:
-        assert self._nursery is not None
         head = PendingHead()
         self._nursery.start_soon(self._run, key, head)
         return head
@@ -290,10 +373,32 @@ class HeadCache:
         finally:
             head.done.set()
 
-    def _observe(self, info: ObjectInfo) -> None:
-        modified_ns = 0 if info.key.endswith("/") else info.mtime_ns
-        has_attributes = meta.has_attributes_in(info.metadata or {})
-        self._policy.observe(_directory(info.key), modified_ns, has_attributes=has_attributes)
+    def _observe(self, info: ObjectInfo) -> Meta:
+        """Take note of what an object is known to have; return its attributes."""
+        is_directory = info.key.endswith("/")
+        default = self._owner.directory if is_directory else self._owner.file
+        known = meta.read(info.metadata or {}, default)
+        has_attributes, has_usual = meta.has_attributes_in(info.metadata or {}), False
+        if self._policy.asks_less and has_attributes:
+            has_usual = known.changed(mtime_ns=None, other=(), form=default.form) == default
+            has_attributes = not has_usual
+        prefix = _directory(info.key)
+        if has_attributes and not self._policy.has_attributes(prefix):
+            self._doubt_told(prefix)
+        modified_ns = 0 if is_directory else info.mtime_ns
+        self._policy.observe(
+            prefix, modified_ns, has_attributes=has_attributes, has_usual=has_usual
+        )
+        return known
+
+    def _doubt_told(self, prefix: str) -> None:
+        """Have the kernel look up again what was shown of a directory by assumption."""
+        directory = self._inodes.at(prefix)
+        children = (directory.children or {}).values() if directory is not None else ()
+        if any(
+            child.nlookup and child.info is not None and child.meta is None for child in children
+        ):
+            self._notifier.invalidate_names()
 
     # Ahead
 
@@ -343,6 +448,23 @@ def _directory(key: str) -> str:
 
 def _modified_ns(inode: Inode) -> int:
     return inode.info.mtime_ns if inode.info is not None else 0
+
+
+def _may_be_link(info: ObjectInfo | None) -> bool:
+    return info is not None and 0 < info.size <= LONGEST_TARGET
+
+
+def _telling(files: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+    """The files whose attributes tell most of a directory's: the smallest that is not empty.
+
+    Beside it the smallest of those that came last, for they may be of another kind.
+    """
+    if not files:
+        return []
+    since = max(info.mtime_ns for info in files) - SAME_TIME_NS
+    latest = [info for info in files if info.mtime_ns >= since]
+    found = (min(few, key=lambda info: info.size or math.inf) for few in (files, latest))
+    return list({info.key: info for info in found}.values())
 
 
 def _version(info: ObjectInfo) -> int:

@@ -246,17 +246,6 @@ class Mutations:
         self._inodes.count(linked, time.monotonic())
         return linked
 
-    async def readlink(self, nodeid: int) -> bytes:
-        """The target of a symbolic link; EINVAL for what is none."""
-        inode = self._inodes.get(nodeid)
-        await waiting(self._head_cache.learn(inode))
-        if inode.info is None or not self._head_cache.meta(inode).is_symlink:
-            raise OSError(errno.EINVAL, "not a symbolic link")
-        info = inode.info
-        if info.size > LONGEST_TARGET:
-            raise OSError(errno.ENAMETOOLONG, f"the target of a link of {info.size} bytes")
-        return bytes(await waiting(self._state.downloader.read_unkept(info.version, 0, info.size)))
-
     def unlink(self, parent_id: int, name: bytes, caller: Caller) -> Answer[None]:
         """Remove a file; open handles read on what they have."""
         parent = self._inodes.directory(parent_id)

@@ -12,7 +12,8 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,9 @@ from fusefs.store.errors import (
 )
 from fusefs.store.http.answers import LONGEST_SIZE, Answer
 from fusefs.store.http.threads import AbandonedError, Attempt
-from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
+from fusefs.store.interface import ChunkWriter, ObjectInfo, ObjectVersion, Urgency, demanded
 from fusefs.store.object_checksum import ASKING
-from fusefs.store.s3.head import head
+from fusefs.store.s3.head import META, head, parse_head
 from fusefs.store.s3.list_parser import quoted
 from fusefs.store.s3.requester import Requester, RetryBudget
 from fusefs.telemetry.s3_requests import first_byte, handling_answer, note_sent
@@ -68,6 +69,8 @@ class Getter:
     def __init__(self, requester: Requester) -> None:
         self._requester = requester
         self.hedging = Hedging(requester.connections, requester.counted)
+        # Called with an object that has metadata, where the answer to a download has shown that.
+        self.described: Callable[[ObjectInfo], None] = lambda _info: None
         self._has_if_match = True  # whether this server's If-Match can be relied on
         self._has_checksums = True  # whether requests may want the checksums of objects
 
@@ -89,6 +92,7 @@ class Getter:
             part.has_if_match = self._has_if_match
             try:
                 await self._download(part, priority, in_loop=in_loop)
+                self._describe(part)
                 break
             except StaleVersionError:
                 if not part.has_if_match:
@@ -137,6 +141,13 @@ class Getter:
                 raise requester.failed("GET", key, error.failure) from error
             return False
         return True
+
+    def _describe(self, part: RangeDownload) -> None:
+        """Hand on what the answer to a download has said of its object."""
+        if any(name.startswith(META) for name in part.headers):
+            length = {"content-length": str(part.version.size)}
+            with suppress(AttemptError):
+                self.described(parse_head(part.version.key, {**part.headers, **length}))
 
     async def _stream(self, part: RangeDownload, priority: Urgency, budget: RetryBudget) -> None:
         """One attempt in a thread, and beside it a second request if it is slow to answer.
@@ -194,6 +205,7 @@ class RangeDownload:
         self._began_at = start
         self.has_if_match = True
         self.has_checksums = True
+        self.headers: Mapping[str, str] = {}  # of the last answer
 
     def begin(self) -> None:
         """Begin an attempt."""
@@ -252,6 +264,7 @@ class RangeDownload:
         Raises:
             AttemptError: they are not.
         """
+        self.headers = headers
         shown, length = headers.get("content-range"), headers.get("content-length", "")
         self.compare(headers.get("etag"), _first_byte(shown), _size_of(shown, length))
 

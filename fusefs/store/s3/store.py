@@ -64,7 +64,7 @@ class S3Store:
         # Whether `check` found nothing.
         self.is_prefix_empty = False
         self.sorted_listings = SortedListings(self._list_from)
-        self._getter = Getter(self.requester)
+        self.getter = Getter(self.requester)
 
     @property
     def principal(self) -> str:
@@ -172,7 +172,7 @@ class S3Store:
         priority: Urgency = demanded,
         in_loop: bool = False,
     ) -> None:
-        await self._getter.download(version, start, stop, write, priority, in_loop=in_loop)
+        await self.getter.download(version, start, stop, write, priority, in_loop=in_loop)
 
     async def put_file(
         self,

@@ -149,7 +149,7 @@ async def test_a_file_of_each_folder_that_a_walk_comes_to_is_looked_up_ahead() -
 async def test_a_folder_of_which_a_file_is_just_looked_up_looks_up_no_other() -> None:
     async with walk() as (store, head_cache, folders, segment):
         files = [Inode(0, 0, folders[2], name, info) for name, info in segment.entries.items()]
-        await head_cache.sample(folders[2], files)
+        await head_cache.sample(folders[2], segment, files)
         assert not any(head_cache.needs_head(file) for file in files)
     assert store.heads == 7
 

@@ -34,7 +34,7 @@ async def impatient(
     """A store that has seen many GETs, all of them quick."""
     async with opened(shared, faulty, read_timeout_s=10.0, **settings) as store:
         await store.check("")
-        hedging = store._getter.hedging
+        hedging = store.getter.hedging
         hedging.small.wait_s = hedging.large.wait_s = wait_s
         hedging._allowance = 1.0
         yield store

@@ -246,7 +246,7 @@ async def test_a_link_is_read_that_an_earlier_process_knew(mount: MortalMount) -
         await process.symlink("link", b"target")
         nodeid = (await process.node("link")).nodeid
     async with mount.serving() as process:
-        assert await mutations(process).readlink(nodeid) == b"target"
+        assert await process.operations.readlink(nodeid) == b"target"
 
 
 @pytest.mark.parametrize("size", [4095, 4096])
@@ -256,10 +256,10 @@ async def test_what_is_too_long_for_a_target_is_not_read(mount: MortalMount, siz
     async with mount.serving() as process:
         nodeid = (await process.node("link")).nodeid
         if size < 4096:
-            assert await mutations(process).readlink(nodeid) == b"t" * size
+            assert await process.operations.readlink(nodeid) == b"t" * size
             return
         with pytest.raises(OSError, match=rf"\[Errno {errno.ENAMETOOLONG}\]"):
-            await mutations(process).readlink(nodeid)
+            await process.operations.readlink(nodeid)
         assert mount.store.count("GET") == 0
 
 
