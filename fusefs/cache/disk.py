@@ -30,6 +30,7 @@ import trio
 from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.integrity.direct_reader import DirectReader
 from fusefs.linux import files
+from fusefs.linux.descriptors import check_unreserved
 
 logger = logging.getLogger("fusefs.cache")
 
@@ -82,6 +83,7 @@ class Disk:
 
     def create(self, name: str, size: int) -> tuple[int, str, int]:
         """Create an empty file of a new generation: (descriptor, generation, st_ino)."""
+        check_unreserved()
         generation = f"{random.getrandbits(32):08x}"
         path = self._path(name, generation)
         create = partial(os.open, path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
@@ -130,6 +132,7 @@ class Disk:
 
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
         """The descriptor of a file, or -1 if there is no such file of that inode and size."""
+        check_unreserved()
         path = self._path(name, generation)
         try:
             fd = os.open(path, _FLAGS)

@@ -6,7 +6,6 @@ import faulthandler
 import json
 import logging
 import os
-import resource
 import signal
 import sqlite3
 from pathlib import Path
@@ -16,6 +15,7 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cache.listing_cache import ListingCache, NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.daemon import log_handlers
+from fusefs.linux.descriptors import raise_limit
 from fusefs.posix.mount_state import WriteRules
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
@@ -32,7 +32,7 @@ def set_up(settings: MountSettings) -> None:
     log_handlers.set_up(settings)
     # The keeper sends this to a daemon that is silent, for the log; it works in a busy loop, too.
     faulthandler.register(signal.SIGUSR1)
-    _raise_descriptor_limit()
+    raise_limit()
     # Files are created for this user alone, whatever the shell's umask is.
     os.umask(0o077)
 
@@ -48,11 +48,6 @@ def read_input(text: str) -> MountSettings:
         os.write(fd, content.encode())
         os.environ[variable] = f"/proc/self/fd/{fd}"
     return MountSettings.from_json(given["settings"], is_newer=True)
-
-
-def _raise_descriptor_limit() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def open_cache(

@@ -31,6 +31,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.ranges import RangeMap
 from fusefs.linux import files
+from fusefs.linux.descriptors import check_unreserved
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.object_metadata import Meta
@@ -134,8 +135,9 @@ class Staging:
         """Make an empty file for a node, of no meaning until `begin`; return its descriptor.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: the disk does not take it, or too many files are open.
         """
+        check_unreserved()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._path(inode), flags, 0o600)
         self._prepared.add(inode.nodeid)

@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 import trio
 
 from fusefs.cache.cached_file import CacheFile
+from fusefs.linux.descriptors import check_unreserved
 from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, PUNCH_HOLE, allocate
 from fusefs.posix.directory.segment import Absent
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
@@ -457,6 +458,7 @@ class Writer:
             self._check_node(inode, was_current=was_current)
             if self._cache.find(info.version) is not file:
                 raise OSError(errno.ESTALE, "its cached copy was dropped")
+            check_unreserved()
             fd = os.dup(file.fd)
             self._set_time(inode, fd)
             staged = self._begin_with(inode, fd, base, file)
