@@ -204,7 +204,7 @@ def _why_hidden(prefix: str, name: str) -> str:
     """Why a name in a directory is not shown, "" if it is."""
     if names.is_private(prefix, name):
         return "the CSI driver keeps its records there"
-    if not names.is_short(prefix + name):
+    if len(prefix) + len(name) > names.SURELY_SHORT and not names.is_short(prefix + name):
         return "a key has 1,024 bytes at most"
     return "" if names.is_expressible(name) else "no file name can express it"
 

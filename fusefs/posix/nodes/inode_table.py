@@ -224,7 +224,9 @@ class InodeTable:
                 self._log.node(inode)
                 return inode
             self.mark_replaced(inode)
-        linked = self._unresolved_links.pop((parent.nodeid, name), None)
+        linked = None
+        if self._unresolved_links:
+            linked = self._unresolved_links.pop((parent.nodeid, name), None)
         if linked is not None and not _is_content(info, linked.info):
             self._unlink(linked)
         ino = self.numbers.of(parent, name, is_directory=info is None)
@@ -440,7 +442,8 @@ class InodeTable:
         if self.by_id.get(inode.nodeid, inode) is not inode:
             return  # it was removed before, and another inode has its id
         self._unlist(inode)
-        self._unlink(inode)
+        if inode.links is not None:
+            self._unlink(inode)
         if self.by_id.pop(inode.nodeid, None) is not None:
             self._log.gone(inode.nodeid)
         # A directory whose last child goes may itself have been forgotten before.

@@ -23,6 +23,8 @@ from fusefs.store.capabilities import PROBE_NAME
 NAME_MAX = 255
 # What S3 takes, in bytes of UTF-8.
 LONGEST_KEY = 1024
+# So many characters of a key are never too many bytes.
+SURELY_SHORT = LONGEST_KEY // 4
 PRIVATE = ".fusefs"
 
 
@@ -43,7 +45,7 @@ def is_expressible(name: str) -> bool:
 
 def is_short(key: str) -> bool:
     """Whether a key is as short as S3 allows."""
-    return len(key) <= LONGEST_KEY // 4 or len(key.encode()) <= LONGEST_KEY
+    return len(key) <= SURELY_SHORT or len(key.encode()) <= LONGEST_KEY
 
 
 def is_private(prefix: str, name: str) -> bool:
