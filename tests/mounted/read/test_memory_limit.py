@@ -43,8 +43,8 @@ def test_too_little_memory_is_refused_with_one_line(tmp_path: Path) -> None:
 
 
 @states(
-    "The daemon's memory stays within `--memory-limit` and 64 MiB, however many programs read,"
-    " also where no cache takes what they read."
+    "The daemon's memory stays within `--memory-limit` and 64 MiB, however many files are cached"
+    " and however many programs read, also where no cache takes what they read."
 )
 @pytest.mark.parametrize("limit", LIMITS)
 def test_many_readers_of_files_that_fit_no_cache_stay_within_the_limit(
