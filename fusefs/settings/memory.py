@@ -3,9 +3,9 @@
 What the process takes before it does anything (the interpreter, boto3,
 obstore, the buffers of the session) comes first. The rest is divided among
 what grows with use: requests on their way, bytes that are read past the cache,
-listings, cached files that were used lately, and names that the kernel remembers. Each has
-a limit of its own. They are seldom reached together; then, and for what the interpreter does not give
-back, the process may be 64 MiB larger.
+listings, cached files that were used lately, and names that the kernel remembers. Each
+has a limit of its own. They are seldom reached together; then, and for what the interpreter
+does not give back, the process may be 64 MiB larger.
 """
 
 from __future__ import annotations
