@@ -7,6 +7,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler
 
+import boto3
 import pytest
 
 from fusefs.store.errors import AccessDeniedError
@@ -83,13 +84,22 @@ async def test_a_wrong_clock_costs_one_refusal(ahead_s: float) -> None:
 
 
 def test_botocore_signs_with_the_stores_time_too() -> None:
-    server = LaterServer(4000.0)
-    with server.serving():
+    server, right = LaterServer(4000.0), LaterServer(0.0)
+    with server.serving(), right.serving():
         clients = Clients(S3Settings("bucket", server.endpoint_url, keys=KEYS))
         for _ in range(2):
             clients.s3.list_objects_v2(Bucket="bucket")
         clients.s3.close()
-    assert len(server.refused) == 1
+        other = boto3.client(
+            "s3",
+            endpoint_url=right.endpoint_url,
+            region_name="us-east-1",
+            aws_access_key_id="access",
+            aws_secret_access_key="secret",
+        )
+        other.list_objects_v2(Bucket="bucket")  # of another store, in the same thread
+        other.close()
+    assert (len(server.refused), right.refused) == (1, [])
 
 
 async def test_a_refusal_for_another_reason_is_no_matter_of_time() -> None:

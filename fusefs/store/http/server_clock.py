@@ -66,10 +66,14 @@ class ServerClock:
         """Have a boto3 S3 client sign with this clock, and again after it was corrected."""
         _replace_clock()
         client.meta.events.register("before-sign.s3", self._sign)
+        client.meta.events.register("before-send.s3", self._signed)
         client.meta.events.register("needs-retry.s3", self._retry)
 
     def _sign(self, **_: Any) -> None:
-        _signing.offset_s = self.offset_s
+        _signing.offset_s = _signing.last_s = self.offset_s
+
+    def _signed(self, **_: Any) -> None:
+        _signing.offset_s = 0.0  # other clients may sign in this thread
 
     def _retry(self, response: Any, **_: Any) -> float | None:
         """How long to wait before the request is sent again; None if it is not."""
@@ -77,14 +81,15 @@ class ServerClock:
             return None
         answer, parsed = response
         code = str(parsed.get("Error", {}).get("Code") or "")
-        headers, offset_s = answer.headers, _signing.offset_s
-        return 0.0 if self.corrects(answer.status_code, code, headers, offset_s) else None
+        is_corrected = self.corrects(answer.status_code, code, answer.headers, _signing.last_s)
+        return 0.0 if is_corrected else None
 
 
 class _Signing(threading.local):
-    """What a thread signs with at the moment."""
+    """What a thread signs with at the moment, and what one of these clients last signed with."""
 
     offset_s = 0.0
+    last_s = 0.0
 
 
 _signing = _Signing()
