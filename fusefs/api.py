@@ -47,6 +47,7 @@ from fusefs.linux.unmount import UnmountError
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
 from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
+from fusefs.settings.sources import split_options
 from fusefs.settings.types import (
     CONNECTIONS,
     DURATION,
@@ -163,6 +164,7 @@ __all__ = [
     "resolve_path",
     "runtime_environment",
     "serve_metrics",
+    "split_options",
     "start_mount",
     "translate",
     "umount",

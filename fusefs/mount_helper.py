@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from fusefs import __main__ as program
 from fusefs.settings.mount import SETTINGS
-from fusefs.settings.types import DURATIONS
+from fusefs.settings.sources import split_options
 
 SUCCESS = 0
 USAGE = 1
@@ -66,7 +66,6 @@ REFUSED = {
 }
 VARIABLES = {"credentials": "AWS_SHARED_CREDENTIALS_FILE", "home": "HOME"}
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
-_LISTS = {setting.key for setting in SETTINGS if setting.type is DURATIONS}
 
 
 class OptionError(ValueError):
@@ -132,22 +131,10 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
             if not word[2:] and not rest:
                 raise OptionError(f"{word} needs a value")
             value = word[2:] or rest.pop(0)
-            options += _split(value) if word[:2] == "-o" else []
+            options += split_options(value) if word[:2] == "-o" else []
         else:
             letters += word[1:]
     return paths, letters, [option for option in options if option]
-
-
-def _split(text: str) -> list[str]:
-    """The options of one `-o`; a list of times stays whole, which has commas of its own."""
-    options: list[str] = []
-    for part in text.split(","):
-        key = options[-1].partition("=")[0].replace("_", "-") if options else ""
-        if key in _LISTS and part[:1].isdigit():
-            options[-1] += f",{part}"
-        else:
-            options.append(part)
-    return options
 
 
 def read_options(

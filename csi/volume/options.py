@@ -31,6 +31,7 @@ from fusefs.api import (
     SettingsError,
     WriteOptions,
     build,
+    split_options,
 )
 
 # Settings that are taken as they are given.
@@ -231,7 +232,7 @@ def _from_attributes(attributes: Mapping[str, str]) -> dict[str, RawValue]:
 def _from_flags(mount_flags: Sequence[str]) -> list[tuple[str, RawValue]]:
     found = []
     for flag in mount_flags:
-        for option in filter(None, flag.split(",")):
+        for option in filter(None, split_options(flag)):
             name, separator, value = option.partition("=")
             if option in _KNOWN_FLAGS:
                 field, value = _KNOWN_FLAGS[option]
@@ -288,8 +289,7 @@ def _check_tenant(settings: Layer, attributes: Mapping[str, str]) -> None:
 
 def _check_durability(settings: Layer, attributes: Mapping[str, str]) -> None:
     is_allowed = _switch(attributes, "allowLocalDurability")
-    is_local = "durability" in settings and settings["durability"].text.strip() == "local"
-    if is_local and not is_allowed:
+    if build(settings, anywhere()).durability.may_be_local and not is_allowed:
         raise InvalidArgumentError(
             f"{settings['durability'].origin}: local loses files with the node; it needs"
             ' allowLocalDurability: "true" in the StorageClass'

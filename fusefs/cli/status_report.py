@@ -268,10 +268,12 @@ def _survival(status: Status) -> str:
 
 def _writing(writing: Status) -> str:
     count = writing.get("pending_files", 0)
+    rules = writing.get("durability", "auto")
+    more = "" if rules == "auto" else f"; durability {rules}"
     if not count:
-        return "everything is in the bucket"
+        return f"everything is in the bucket{more}"
     size = human_size(writing.get("pending_bytes", 0))
-    return f"{_count(count, 'file')}, {size}, not in the bucket yet"
+    return f"{_count(count, 'file')}, {size}, not in the bucket yet{more}"
 
 
 def _pending(file: Status) -> str:

@@ -19,7 +19,7 @@ from fusefs.linux.descriptors import raise_limit
 from fusefs.posix.mount_state import WriteRules
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
-from fusefs.settings.types import Conflict, Durability, ExclusiveCreate
+from fusefs.settings.types import Conflict, ExclusiveCreate
 from fusefs.store import customer_key
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.write_options import WriteOptions
@@ -136,7 +136,8 @@ def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
 def writing_rules(settings: MountSettings) -> WriteRules:
     """The settings of the writer."""
     return WriteRules(
-        is_local=settings.durability == Durability.LOCAL,
+        durability=settings.durability,
+        prefix=settings.source.prefix,
         fails_on_conflict=settings.conflict == Conflict.FAIL,
         may_delete=not settings.no_delete,
         reserves_always=settings.exclusive_create == ExclusiveCreate.RESERVE,

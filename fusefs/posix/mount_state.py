@@ -17,17 +17,27 @@ from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLo
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.types import BackingFiles, ReadCounters
 from fusefs.posix.write.staging import Staging
+from fusefs.settings.durability import EVERYWHERE_AUTO, Durability, DurabilityRules
 from fusefs.store.interface import ObjectInfo, Store
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRules:
-    """How a mount writes; see the settings of the same names."""
+    """How a mount writes; see the settings of the same names. Its keys begin with `prefix`."""
 
-    is_local: bool = False
+    durability: DurabilityRules = EVERYWHERE_AUTO
+    prefix: str = ""
     fails_on_conflict: bool = False
     may_delete: bool = True
     reserves_always: bool = False
+
+    def durability_of(self, key: str) -> Durability:
+        """Where the file of a key is when fsync and close return."""
+        return self.durability.of(key[len(self.prefix) :])
+
+    def is_local(self, key: str) -> bool:
+        """Whether the local disk is enough for the file of a key."""
+        return self.durability_of(key) is Durability.LOCAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,11 @@ from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fusefs.settings.durability import EVERYWHERE_AUTO, DurabilityRules
 from fusefs.settings.memory import LEAST
 from fusefs.settings.types import (
     CONNECTIONS,
+    DURABILITY,
     DURATION,
     DURATIONS,
     ID,
@@ -50,7 +52,6 @@ from fusefs.settings.types import (
     BusyPolling,
     ConditionalWrites,
     Conflict,
-    Durability,
     Encryption,
     ExclusiveCreate,
     FastPathMode,
@@ -254,11 +255,14 @@ class MountSettings:
         False,
     )
 
-    durability: Durability = option(
-        choice(Durability),
+    durability: DurabilityRules = option(
+        DURABILITY,
         "Writing",
-        "where a file is stored when fsync and close return",
-        Durability.BUCKET,
+        "where a file is stored when fsync and close return: bucket, local (the disk; uploaded"
+        " a moment later) or auto (the bucket, but the disk for closes of a file that is appended"
+        " to again and again); MODE:PATTERN is for some paths, as in bucket,local:runs/** (`*`"
+        " within a name, `**` across directories; of several that match the last one wins)",
+        EVERYWHERE_AUTO,
     )
     conflict: Conflict = option(
         choice(Conflict),

@@ -22,6 +22,20 @@ _NEAR = 0.9
 _OTHERS = (CONFIG_VARIABLE, "FUSEFS_RUNTIME_DIRECTORY", "FUSEFS_FALLBACK", "FUSEFS_MOUNTS")
 
 
+def split_options(text: str) -> list[str]:
+    """The options of one `-o`; a value that is a list keeps the commas of its own."""
+    further = {setting.name: setting.type.further for setting in SETTINGS}
+    options: list[str] = []
+    for part in text.split(","):
+        name = options[-1].partition("=")[0].replace("-", "_") if options else ""
+        more = further.get(name)
+        if more is not None and more.match(part):
+            options[-1] += f",{part}"
+        else:
+            options.append(part)
+    return options
+
+
 def from_environment(environment: Mapping[str, str]) -> Layer:
     """The settings among the environment's variables; an empty variable counts as unset."""
     return {

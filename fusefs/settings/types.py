@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from fusefs.linux import files
+from fusefs.settings.durability import Durability, parse_durability
 
 T = TypeVar("T")
 E = TypeVar("E", bound=enum.StrEnum)
@@ -185,13 +186,6 @@ class FastPathMode(enum.StrEnum):
 
     AUTO = "auto"
     OFF = "off"
-
-
-class Durability(enum.StrEnum):
-    """Where a file is when fsync and close return."""
-
-    BUCKET = "bucket"
-    LOCAL = "local"
 
 
 class Encryption(enum.StrEnum):
@@ -423,12 +417,15 @@ class SettingType(Generic[T]):
     """How values of one type are read from text, and shown as the same text.
 
     `read` raises ValueError. With `takes_numbers` a TOML file may hold a bare number.
+    `further` matches what follows a comma within the value, where a list of options has commas
+    as well.
     """
 
     metavar: str
     read: Callable[[str], T]
     show: Callable[[T], str] = str
     takes_numbers: bool = False
+    further: re.Pattern[str] | None = None
 
 
 def at_least(minimum: N, base: SettingType[N]) -> SettingType[N]:
@@ -475,7 +472,16 @@ SWITCH = SettingType("", _parse_switch, lambda value: "true" if value else "fals
 SIZE = SettingType("SIZE", parse_size, format_size, takes_numbers=True)
 DURATION = SettingType("TIME", _parse_wait, format_duration, takes_numbers=True)
 DURATIONS = SettingType(
-    "TIME,…", _parse_durations, lambda times: ",".join(map(format_duration, times))
+    "TIME,…",
+    _parse_durations,
+    lambda times: ",".join(map(format_duration, times)),
+    further=re.compile(r"\d"),
+)
+# `auto` by itself is an option of /etc/fstab.
+DURABILITY = SettingType(
+    "MODE[:PATTERN],…",
+    parse_durability,
+    further=re.compile(rf"({'|'.join(Durability)}):|(bucket|local)$"),
 )
 # A daemon sends its keeper a sign of life each second.
 SILENCE = at_least(2.0, DURATION)

@@ -43,13 +43,14 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.daemon.error_groups import first_of
-from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard, is_pattern, matches
+from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard
 from fusefs.daemon.takeover import Takeover, state_directory
 from fusefs.launch.control import ControlError
 from fusefs.linux import files
 from fusefs.linux.clock import steady_time
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.settings.mount import MountSettings
+from fusefs.settings.patterns import is_pattern, matches
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
 

@@ -19,7 +19,8 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
-from fusefs.daemon.jobs.selection import Selected, Selector, is_pattern, matches
+from fusefs.daemon.jobs.selection import Selected, Selector
+from fusefs.settings.patterns import is_pattern, matches
 from fusefs.store.errors import NotFoundError, StoreError
 
 logger = logging.getLogger("fusefs.daemon.jobs.local_copies")

@@ -3,9 +3,8 @@
 Everything is found by listings, so no node is made for the kernel. A path is a file or
 all below a directory, which is listed flat: a thousand keys a page, however many
 directories they are in. A pattern is followed level by level down to its last part or
-its first `**`; what it matches may be files and directories. Patterns are the shell's:
-`*`, `?` and `[…]` match within a name and no dot at its beginning, `**` matches any
-number of directories. What exists under the very name is no pattern.
+its first `**`; what it matches may be files and directories (settings/patterns.py). What
+exists under the very name is no pattern.
 
 A list is sorted, and its neighbours are looked up together: a page of the listing has
 them if they are close, and where they are not, each gets a HEAD, many at a time.
@@ -13,7 +12,6 @@ them if they are close, and where they are not, each gets a HEAD, many at a time
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import trio
 from fusefs.cache.retention import is_text
 from fusefs.posix.directory.segment import LAST_CHARACTER
 from fusefs.posix.nodes import names
+from fusefs.settings.patterns import compiled, is_pattern, matched
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
 
@@ -65,16 +64,6 @@ class Selected:
 Deliver = Callable[[Selected], Awaitable[None]]
 # Called with the number of a line and why it was not found.
 Miss = Callable[[int, str, StoreError], None]
-
-
-def is_pattern(path: str) -> bool:
-    """Whether a path has characters of a pattern."""
-    return any(character in path for character in "*?[")
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Whether a path, or a directory that it is in, matches a pattern."""
-    return bool(_matched(path.split("/"), [_compiled(part) for part in pattern.split("/")]))
 
 
 class Selector:
@@ -209,7 +198,7 @@ class Selector:
 
     async def _names(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
         """Follow the directories of one level that match, and deliver its files that do."""
-        pattern = _compiled(parts[0])
+        pattern = compiled(parts[0])
         assert pattern is not None
         begin = prefix + re.split(r"[*?[]", parts[0], maxsplit=1)[0]
         after = ""
@@ -232,7 +221,7 @@ class Selector:
 
     async def _flat(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
         """Deliver what matches parts of a pattern that begin with `**`."""
-        patterns = [_compiled(part) for part in parts]
+        patterns = [compiled(part) for part in parts]
         after, last = "", None
         while True:
             async with self._listing:
@@ -240,7 +229,7 @@ class Selector:
             objects, roots = [], []
             for info in self._shown(page.objects):
                 path = info.key[len(prefix) :].split("/")
-                count = _matched(path, patterns)
+                count = matched(path, patterns)
                 if count:
                     objects.append(info)
                     root = prefix + "/".join(path[:count])
@@ -318,42 +307,3 @@ def _common(one: str, other: str) -> str:
             break
         size += 1
     return one[:size]
-
-
-def _compiled(part: str) -> re.Pattern[str] | None:
-    """A part of a pattern; None is `**`."""
-    if part == "**":
-        return None
-    hidden = "" if part.startswith(".") else r"(?!\.)"
-    return re.compile(hidden + fnmatch.translate(part))
-
-
-def _matched(path: Sequence[str], patterns: Sequence[re.Pattern[str] | None]) -> int:
-    """How many of the first names of a path match all patterns; 0 if they never do."""
-
-    def with_skipped(states: set[int]) -> set[int]:
-        # `**` may stand for no name at all.
-        for state in sorted(states):
-            while state < len(patterns) and patterns[state] is None:
-                state += 1
-                states.add(state)
-        return states
-
-    # The numbers of patterns that may come next.
-    states = with_skipped({0})
-    for count, name in enumerate(path, 1):
-        following = set()
-        for state in states:
-            pattern = patterns[state] if state < len(patterns) else _NOTHING
-            if pattern is None:
-                if not name.startswith("."):
-                    following.add(state)
-            elif pattern.match(name):
-                following.add(state + 1)
-        states = with_skipped(following)
-        if len(patterns) in states:
-            return count
-    return 0
-
-
-_NOTHING = re.compile(r"(?!)")

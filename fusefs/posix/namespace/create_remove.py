@@ -52,7 +52,7 @@ class CreateRemove:
         self._log = state.journal
         self._writer = writer
         self._may_delete = writing.rules.may_delete
-        self._is_local = writing.rules.is_local
+        self._rules = writing.rules
         self._uncertain_keys = writing.uncertain_keys
         self._prefix_lock = PrefixLock(state.inodes.key)
         # Requests that an earlier process had begun, and those that this one has not ended.
@@ -358,7 +358,8 @@ class CreateRemove:
 
     def needs_fsync(self, directory: Inode) -> bool:
         """Whether `fsync` has something to wait for."""
-        return self._is_local or bool(self._writer.removals.pending(self._inodes.key(directory)))
+        pending = self._writer.removals.pending(self._inodes.key(directory))
+        return self._rules.durability.may_be_local or bool(pending)
 
     async def fsync(self, directory: Inode) -> None:
         """Have the bucket be without what was removed below a directory, and a power cut too.
@@ -367,7 +368,7 @@ class CreateRemove:
             StoreError, OSError: something could not be deleted; it stays on record.
         """
         await self._writer.removals.flush_below(self._inodes.key(directory))
-        if self._is_local:
+        if self._rules.durability.may_be_local:
             with stage(WaitCause.CACHE_DISK):
                 await trio.to_thread.run_sync(self._writer.staging.names.sync)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from functools import partial
 from typing import Any
@@ -109,9 +109,8 @@ class NameChanges(LinkChanges):
             await self._keep_directory(parent, name)
             if entry is None:
                 await self._rename_directory(parent, name, to, new_name, target)
-                prefix = self._inodes.key(to) + new_name + "/"
-                await self._make_safe(
-                    file for file in self._writer.staging if file.key.startswith(prefix)
+                await self._make_safe_below(
+                    self._inodes.key(parent) + name + "/", self._inodes.key(to) + new_name + "/"
                 )
             elif target is not None:
                 is_new = bool(flags & RENAME_NOREPLACE)
@@ -124,17 +123,28 @@ class NameChanges(LinkChanges):
                 )
                 renamed = self._current(to, new_name)
                 if renamed is not None and renamed.staged is not None:
-                    await self._make_safe([renamed.staged])
+                    await self._make_safe(renamed.staged, self._inodes.key(parent) + name)
 
-    async def _make_safe(self, files: Iterable[StagedFile]) -> None:
-        """With local durability, have closed files survive a power cut under their new names.
+    async def _make_safe_below(self, old: str, new: str) -> None:
+        """As `_make_safe`, for the files of a directory; `old` and `new` are its prefixes."""
+        for staged in [file for file in self._writer.staging if file.key.startswith(new)]:
+            await self._make_safe(staged, old + staged.key[len(new) :])
+
+    async def _make_safe(self, staged: StagedFile, old_key: str) -> None:
+        """Give a closed file of local durability that of its new path.
+
+        It survives a power cut under its new name, or the bucket has it.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError, StoreError: the disk does not take it, or the bucket; it is renamed all the
+                same, and its upload is tried again.
         """
-        for staged in files if self._is_local else ():
-            if staged.is_closed and staged.is_dirty and staged.inode.staged is staged:
-                await self._writer.staging.make_safe(staged)
+        if not staged.is_closed or not staged.is_dirty or staged.inode.staged is not staged:
+            return
+        if self._rules.is_local(staged.key):
+            await self._writer.staging.make_safe(staged)
+        elif self._rules.is_local(old_key):
+            await self._writer.flusher.upload(staged)
 
     async def _finish_others(
         self, parent: Inode, name: str, to: Inode, new_name: str, *, is_repeated: bool

@@ -1,8 +1,8 @@
 """What is staged on its way to being kept: FLUSH, FSYNC, the last close, the end of the mount.
 
 FLUSH (close) and FSYNC of a file that has changed return when the bucket has
-it, or with local durability when it and the record of its upload are safe on
-the local disk. That is so for the closes of a process that has written to it.
+it, or where its path has local durability when it and the record of its upload are safe
+on the local disk. That is so for the closes of a process that has written to it.
 Those of others, which have merely inherited a descriptor, wait for nothing. A
 shell that redirects (`cmd > file`) opens, duplicates and closes before anybody
 writes: the close of a file to which nobody has written waits, as that of
@@ -38,6 +38,7 @@ from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.uploader import Uploader
+from fusefs.settings.durability import Durability
 from fusefs.store.errors import NotFoundError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo
@@ -90,7 +91,7 @@ class Flusher:
             self._set_aside,
             self._found_done,
             fails_on_conflict=self._rules.fails_on_conflict,
-            sends_ahead=not self._rules.is_local,
+            is_local=self._rules.is_local,
         )
         self.exclusive = ExclusiveCreates(
             writing.nursery, self.uploads.reserve, reserves_always=self._rules.reserves_always
@@ -155,7 +156,8 @@ class Flusher:
             return None
         if not staged.writers:
             return waiting(self._flush_unwritten(staged, pid))
-        delay_s = self._appends.closed(staged)
+        is_strict = self._rules.durability_of(staged.key) is Durability.BUCKET
+        delay_s = None if is_strict else self._appends.closed(staged)
         if delay_s is None or staged.error is not None:
             return waiting(self.upload(staged, is_closing=True))
         return waiting(self._keep_appended(staged, delay_s))
@@ -238,7 +240,7 @@ class Flusher:
         durability is enough, and if the program can't wait, or the upload
         fails, the content is on record to be uploaded whatever happens.
         """
-        if is_closing and self._rules.is_local:
+        if is_closing and self._rules.is_local(staged.key):
             await staged_sums.note(staged)
             await self._staging.make_safe(staged)
             self.uploads.closes.note()
@@ -504,8 +506,9 @@ class Flusher:
         if not staged.is_closed:
             staged.close()
             self._staging.try_record(staged)
-        attempt = self.uploads.start(staged, LATER_S if self._rules.is_local else 0.0)
-        if not self._rules.is_local:
+        is_local = self._rules.is_local(staged.key)
+        attempt = self.uploads.start(staged, LATER_S if is_local else 0.0)
+        if not is_local:
             attempt.hurry.set()  # it may be waiting for attributes to be left alone
 
     async def _released_later(self, staged: StagedFile) -> None:

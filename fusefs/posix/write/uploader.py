@@ -103,7 +103,7 @@ class Uploader:
         found_done: Callable[[ObjectInfo], None],
         *,
         fails_on_conflict: bool,
-        sends_ahead: bool,
+        is_local: Callable[[str], bool],
     ) -> None:
         self._steps = UploadSteps(
             store, staging, editor, self._unaborted, fails_on_conflict=fails_on_conflict
@@ -118,7 +118,7 @@ class Uploader:
         self._kept_apart = kept_apart
         self._set_aside = set_aside
         self._found_done = found_done
-        self._sends_ahead = sends_ahead
+        self._is_local = is_local
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, StreamingUpload] = {}
         self.failures = 0
@@ -402,7 +402,7 @@ class Uploader:
             # A part is full with every few writes; looking each time would cost more.
             is_full = staged.written_to // IN_PARTS < stop // IN_PARTS
             staged.written_to = stop
-            if is_full and stop >= AHEAD and self._sends_ahead:
+            if is_full and stop >= AHEAD and not self._is_local(staged.key):
                 self._send_ahead(staged)
 
     def truncated(self, staged: StagedFile, before: int, size: int) -> None:

@@ -543,7 +543,7 @@ class Writer:
             staged.since = trio.current_time()  # a file may be open for long before
         staged.writers.add(owner)
         self.uploads.wrote(staged, start, stop)
-        if self._rules.is_local:
+        if self._rules.is_local(staged.key):
             self._disk_ahead.wrote(staged)
 
     async def _write_to_disk(self, staged: StagedFile, offset: int, data: bytes) -> int:

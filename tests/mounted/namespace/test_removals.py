@@ -28,7 +28,7 @@ from tests.support.held_copies import HeldCopies
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys
-from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, cost
@@ -140,13 +140,13 @@ async def test_a_directory_stays_whose_other_file_is_not_in_the_bucket_yet(
 
     mount.store.put("d/old", b"x")
     mount.store.before = fail
-    async with mount.serving(is_local=True) as process:
+    async with mount.serving(durability=LOCAL) as process:
         await process.save("d/new", b"content")
         await (process.unlink("d/old") if how == "unlink" else process.rename("d/old", "other"))
         if not is_killed:
             process.operations._directories.moved("", "")  # no listing is known any more
             assert await process.load("d/new") == b"content"
-    async with mount.serving(is_local=True) as process:
+    async with mount.serving(durability=LOCAL) as process:
         assert await process.load("d/new") == b"content"
 
 

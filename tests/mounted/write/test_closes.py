@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, mounted
 from tests.support.writing import WRITABLE, all_sent, cost
@@ -153,3 +153,72 @@ def test_a_log_that_is_appended_to_again_and_again_is_not_sent_each_time(
         file.write(b"last")
         os.fsync(file.fileno())
         assert stored(shared, "events") == path.read_bytes()
+
+
+# --- durability by path ---------------------------------------------------------
+
+
+@pytest.fixture
+def by_path(mounter: Mounter) -> Mount:
+    rules = "local:runs/**,bucket:strict/**"
+    return mounter("--session", "kernel", WRITABLE, "--durability", rules)
+
+
+@states(
+    "`--durability` is `auto`, `bucket` or `local`, or for some paths MODE:PATTERN: of"
+    " `auto,local:runs/**` what is below `runs` has local durability. Of several patterns that"
+    " match a path the last one decides."
+)
+def test_durability_is_chosen_by_path(by_path: Mount, bucket: Bucket) -> None:
+    for name in ("runs", "models"):
+        (by_path.path / name).mkdir()
+
+    def close_all(name: str) -> Callable[[], object]:
+        return lambda: [(by_path.path / name / str(n)).write_bytes(b"x") for n in range(8)]
+
+    assert cost(by_path, close_all("models"))["puts"] == 8
+    assert "puts" not in cost(by_path, close_all("runs"))
+    shown = fusefs("status", by_path.path).stdout
+    assert "; durability auto,local:runs/**,bucket:strict/**" in shown
+    all_sent(by_path)
+    assert stored(bucket, "runs/7") == b"x"
+
+
+@states(
+    "With `--durability bucket` (which the default, `auto`, is but for files that are appended to)"
+    " every close waits for the bucket."
+)
+def test_with_bucket_durability_every_append_is_in_the_bucket(
+    by_path: Mount, bucket: Bucket
+) -> None:
+    (by_path.path / "strict").mkdir()
+    path = by_path.path / "strict/log"
+    for number in range(10):
+        with path.open("ab") as file:
+            file.write(b"%d" % number)
+        assert stored(bucket, "strict/log") == path.read_bytes()
+
+
+@states(
+    "A closed file that is renamed from a path of local durability to another path, by itself or"
+    " with its directory, is in the bucket under its new name when the rename returns; so far as"
+    " it had not been uploaded that is one PUT."
+)
+def test_a_file_that_leaves_the_local_paths_is_in_the_bucket(
+    by_path: Mount, bucket: Bucket
+) -> None:
+    (by_path.path / "runs/a").mkdir(parents=True)
+
+    def write_and_rename(written: str, renamed: str, to: str) -> Callable[[], object]:
+        def call() -> None:
+            (by_path.path / written).write_bytes(b"weights")
+            (by_path.path / renamed).rename(by_path.path / to)
+
+        return call
+
+    requests = cost(by_path, write_and_rename("runs/tmp", "runs/tmp", "model"))
+    assert stored(bucket, "model") == b"weights"
+    assert (requests["puts"], requests.get("copies")) == (1, None)
+    write_and_rename("runs/a/model", "runs/a", "kept")()
+    assert stored(bucket, "kept/model") == b"weights"
+    assert not [key for key in keys(bucket) if key.startswith("runs/") and "model" in key]

@@ -36,7 +36,10 @@ from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import BackingFiles, Caller, NameKind
 from fusefs.posix.write.staging import Staging
+from fusefs.settings.durability import Durability, DurabilityRules
 from tests.support.memory_store import MemoryStore
+
+LOCAL = DurabilityRules(Durability.LOCAL)
 
 
 class DiedError(BaseException):

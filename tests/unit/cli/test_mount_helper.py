@@ -93,12 +93,19 @@ def test_a_wrong_command_line_has_mounts_status_for_it(
     assert capsys.readouterr().err.startswith(("mount.fusefs: ", "fusefs: --cache-size: "))
 
 
-@pytest.mark.parametrize("name", ["late_request_checks", "late-request-checks"])
-def test_a_list_of_times_keeps_its_commas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("late_request_checks", "5s,15s,1m"),
+        ("late-request-checks", "5s,15s,1m"),
+        ("durability", "bucket,local:runs/**,auto:a/*"),
+    ],
+)
+def test_a_list_keeps_its_commas(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(mount_helper.program, "main", lambda line: commands.append(line) or 0)
-    options = f"allow_other,{name}=5s,15s,1m,ro"
+    options = f"allow_other,{name}={text},auto,ro"
     monkeypatch.setattr("sys.argv", ["mount.fusefs", "s3://b", "/data", "-o", options])
     assert mount_helper.mount() == mount_helper.SUCCESS
-    flags = ["--allow-other", "--late-request-checks=5s,15s,1m", "--read-only"]
+    flags = ["--allow-other", f"--{name.replace('_', '-')}={text}", "--read-only"]
     assert commands == [["mount", "s3://b", "/data", *flags]]

@@ -121,7 +121,19 @@ def test_local_durability_needs_the_administrators_word() -> None:
     with pytest.raises(InvalidArgumentError, match="durability"):
         check_attributes({}, ["durability=local"], is_inline=False)
     allowed = {"allowLocalDurability": "true", "durability": "local"}
-    assert settings(allowed).durability == "local"
+    assert str(settings(allowed).durability) == "local"
+
+
+def test_a_local_path_needs_the_administrators_word_as_well() -> None:
+    rules = "bucket,local:runs/**"
+    for attributes, flags in (({"durability": rules}, []), ({}, [f"durability={rules},ro"])):
+        with pytest.raises(InvalidArgumentError, match="durability: local loses files"):
+            check_attributes(attributes, flags, is_inline=False)
+        check_attributes({"allowLocalDurability": "true", **attributes}, flags, is_inline=False)
+    assert str(settings({"durability": "bucket"}).durability) == "bucket"
+    bucket_alone = settings({}, "durability=auto,bucket:**/*.ckpt,ro")
+    assert str(bucket_alone.durability) == "auto,bucket:**/*.ckpt"
+    assert bucket_alone.read_only
 
 
 def test_a_volume_gets_no_more_than_the_nodes_share() -> None:

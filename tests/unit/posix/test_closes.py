@@ -13,7 +13,7 @@ from trio.testing import MockClock
 from fusefs.posix.write.closes import QUIET_S, RecentCloses
 from fusefs.posix.write.flush import LATER_S
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 
 
 @asynccontextmanager
@@ -61,7 +61,7 @@ async def sent_after_s(directory: Path, *, limit: int | None) -> float:
     """Until the upload of a file is begun while others are closed, in seconds of trio's clock."""
     mount, sent = MortalMount(directory), trio.Event()
     mount.store.before = lambda _what, _key: sent.set()
-    async with mount.serving(is_local=True) as process, trio.open_nursery() as nursery:
+    async with mount.serving(durability=LOCAL) as process, trio.open_nursery() as nursery:
         process.writer.staging._limit = limit
         await process.save("file", b"content")
         begun = trio.current_time()

@@ -13,7 +13,7 @@ import pytest
 
 from fusefs.store.errors import ExistsError
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ async def test_contents_of_one_machine_and_one_second_are_kept_apart_from_each_o
 async def test_what_is_not_uploaded_yet_is_renamed_over_no_other_nodes_file(
     mount: MortalMount,
 ) -> None:
-    async with mount.serving(is_local=True) as process:
+    async with mount.serving(durability=LOCAL) as process:
         await process.listing()
         await process.save("tmp", b"ours")
         (staged,) = process.writer.staging

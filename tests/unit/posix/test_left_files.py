@@ -17,7 +17,7 @@ from fusefs.posix.write import recovery
 from fusefs.posix.write.exclusive import OPEN_S
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError
-from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ async def test_a_full_disk_keeps_no_process_from_going_on_after_a_rename(
         raise DiedError
 
     try:
-        async with mount.serving(is_local=True) as process:
+        async with mount.serving(durability=LOCAL) as process:
             await process.create("old", b"1")
             await process.create("new", b"2")
             monkeypatch.setattr(Staging, "unlink", die)
@@ -276,5 +276,5 @@ async def test_a_full_disk_keeps_no_process_from_going_on_after_a_rename(
     except* DiedError:
         monkeypatch.undo()
     monkeypatch.setattr(Staging, "record", is_full)
-    async with mount.serving(is_local=True) as process:
+    async with mount.serving(durability=LOCAL) as process:
         assert await process.listing() == ["new"]

@@ -100,6 +100,69 @@ def test_times_that_do_not_grow_are_refused(text: str) -> None:
         settings_with(late_request_checks=text)
 
 
+# --- durability by path ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "mode"),
+    [
+        ("bucket", "a", "bucket"),
+        ("local:runs/**", "other/a", "auto"),
+        ("local:runs/**", "runs/a/b", "local"),
+        ("local:runs/", "runs/a/b", "local"),
+        ("local:runs", "runs2/a", "auto"),
+        ("bucket, local:runs/*/log", "runs/1/log", "local"),
+        ("bucket,local:runs/*/log", "runs/1/2/log", "bucket"),
+        ("local:**/*.log", "a.log", "local"),
+        ("local:**/*.log", "a/b/.hidden/.c.log", "local"),
+        ("local:**", ".git/config", "local"),
+        ("local:runs/**,bucket:runs/*/final,auto", "runs/1/final", "bucket"),
+        ("bucket:runs/*/final,local:runs/**,auto", "runs/1/final", "local"),
+    ],
+)
+def test_the_last_pattern_that_matches_decides_on_durability(
+    text: str, path: str, mode: str
+) -> None:
+    rules = settings_with(durability=text).durability
+    assert rules.of(path) == mode
+    assert rules.may_be_local == ("local" in text)
+    assert settings_with(durability=str(rules)).durability == rules
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("disk", "'disk' is none of auto, bucket, local"),
+        ("", "'' is none of"),
+        ("runs/**:local", "'runs/\\*\\*' is none of"),
+        ("bucket,local", "2 modes without a pattern"),
+        ("local:", "'' is not a pattern"),
+        ("local:/runs/**", "'/runs/\\*\\*' is not a pattern of paths below the mount"),
+        ("local:runs/../a", "is not a pattern"),
+        ("local:runs**", "is not a pattern"),
+        ("local:a\nb", "is not a pattern"),
+    ],
+)
+def test_a_wrong_durability_is_one_clear_line(text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        settings_with(durability=text)
+    assert str(caught.value).startswith("--durability: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_durability_by_path_is_read_from_every_source(tmp_path: Path) -> None:
+    text = "bucket,local:runs/**"
+    rules = settings_with(durability=text).durability
+    layers = (
+        from_environment({"FUSEFS_DURABILITY": text}),
+        from_config(config_file(tmp_path, f'durability = "{text}"')),
+    )
+    for layer in layers:
+        settings = build(layer, MOUNT)
+        assert settings.durability == rules
+        assert MountSettings.from_json(settings.to_json()).durability == rules
+
+
 @given(st.integers(min_value=0, max_value=2**62))
 def test_a_size_is_shown_as_text_that_reads_the_same(size: int) -> None:
     assert parse_size(format_size(size)) == size
@@ -315,6 +378,7 @@ SAMPLES = {
     "NAME": "word",
     "KEY": "alias/word",
     "MODE": "0640",
+    "MODE[:PATTERN],…": "bucket,local:runs/**",
     "": "true",
 }
 

@@ -14,7 +14,7 @@ from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import appends, backlog
 from fusefs.store.errors import StoreError
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import LOCAL, MortalMount
 from tests.support.waiting import eventually
 
 LIMIT_S = 20.0
@@ -155,7 +155,7 @@ async def test_with_local_durability_each_close_is_safe_on_the_disk(
             synced.append(os.pread(fd, 20, 0))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    async with mount.serving(is_local=True) as process:
+    async with mount.serving(durability=LOCAL) as process:
         fh = await process.create("log", b"one")
         await process.writer.flusher.flush(fh)  # a child that was forked has ended
         await process.write(fh, 3, b" two")

@@ -19,8 +19,9 @@ import trio.testing
 from fusefs.posix.namespace.rename_job import RenameJobs
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import backlog, flush
+from fusefs.settings.durability import EVERYWHERE_AUTO
 from tests.support.survival.fate import Fate, fate_of_records
-from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 
 MOST_POINTS = 200
 LIMIT_S = 30
@@ -111,14 +112,14 @@ async def test_a_program_finds_what_it_has_left_wherever_the_process_dies(
         program = Program(calls)
         has_died = True
         try:
-            async with mount.serving(is_local=is_local) as process:
+            async with mount.serving(durability=LOCAL if is_local else EVERYWHERE_AUTO) as process:
                 fate.left = point
                 await program.go_on(mount, process)
                 has_died, fate.left = False, None
         except* DiedError:
             pass
         fate.left = None
-        async with mount.serving(is_local=is_local) as process:
+        async with mount.serving(durability=LOCAL if is_local else EVERYWHERE_AUTO) as process:
             await program.go_on(mount, process)
             await check(process, mount, expected)
         if not has_died:
