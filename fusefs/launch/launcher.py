@@ -266,9 +266,12 @@ def _popen(
 
 def _choose_user(settings: MountSettings) -> users.User:
     try:
-        return users.choose(settings)
+        user = users.choose(settings)
     except users.UserError as error:
         raise LaunchError(str(error)) from None
+    if user.why and not user.is_own:
+        print(f"fusefs: {user.why}", file=sys.stderr)
+    return user
 
 
 def _with_owner(settings: MountSettings) -> MountSettings:

@@ -1,12 +1,15 @@
 """Whom a daemon runs as: an ordinary user where that is possible, so that it has no privilege.
 
 What the daemon needs must be readable for that user: the program, the CA
-bundle, a web identity token. The AWS configuration need not be: those files of
+bundle, a web identity token. Where there is no user `fusefs`, it is a number without a name
+that stands for the cache directory alone: as `nobody` other programs run, which could change
+what is cached, and read the keys. The AWS configuration need not be: those files of
 whoever mounts that the user can't read are handed over by content (see launcher.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import pwd
@@ -23,7 +26,12 @@ from fusefs.settings.mount import MountSettings
 
 # Those that every daemon imports; what these need the first daemon finds.
 _PACKAGES = ("trio", "obstore", "boto3", "botocore", "diskcache", "isal")
-DEFAULT_USERS = ("fusefs", "nobody")
+DEFAULT_USER = "fusefs"
+# Numbers of cache directories. No distribution, systemd, /etc/subuid or directory service gives
+# these to anybody by default, nor does the CSI driver; the few are for user namespaces of 65,536.
+_OF_CACHES = (range(2_100_000_000, 2_140_000_000), range(60_706, 61_184))
+_NOBODY = 65534
+_ID_MAPS = ("/proc/self/uid_map", "/proc/self/gid_map")
 NO_ID = 2**32 - 1  # what chown(2) takes for "leave it"
 _NUMBER = re.compile(r"[0-9]{1,10}")
 # The variables that name AWS's files, and where those are without them.
@@ -41,7 +49,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Whom a daemon runs as; `why` says why it is not an ordinary user."""
+    """Whom a daemon runs as; `why` says why it is not an ordinary user, or not one of its own."""
 
     name: str
     uid: int
@@ -71,13 +79,11 @@ def choose(settings: MountSettings) -> User:
         if not user.is_own and (why := _obstacle(user, settings)):
             raise UserError(f"--user {user.name}: {why}")
         return user
-    why = "there is no user fusefs or nobody"
-    for name in DEFAULT_USERS:
-        user = _look_up(name)
-        if user is not None:
-            why = _obstacle(user, settings) or _default_obstacle(settings)
-            if not why:
-                return user
+    why = "no number is free for a user of its own"
+    for user in filter(None, (_look_up(DEFAULT_USER), _user_of_cache(settings.cache_dir))):
+        why = _obstacle(user, settings) or _default_obstacle(settings)
+        if not why:
+            return user
     return _own(why)
 
 
@@ -100,16 +106,41 @@ def _look_up(name: str) -> User | None:
     try:
         entry = pwd.getpwuid(int(name)) if _NUMBER.fullmatch(name) else pwd.getpwnam(name)
     except (KeyError, OverflowError):
-        return _nameless(name)
+        is_number = _NUMBER.fullmatch(name) and 0 < int(name) < NO_ID
+        return _nameless(int(name)) if is_number else None
     groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
     return User(entry.pw_name, entry.pw_uid, entry.pw_gid, groups)
 
 
-def _nameless(name: str) -> User | None:
+def _nameless(number: int, why: str = "") -> User:
     """A user that only its number stands for, as containers have them."""
-    if not _NUMBER.fullmatch(name) or not 0 < int(name) < NO_ID:
-        return None
-    return User(name, int(name), int(name), ())
+    return User(str(number), number, number, (), why)
+
+
+def _user_of_cache(directory: Path) -> User | None:
+    """The user that a cache directory has, or is to have, where root's daemon has no other."""
+    owner = _owner_of_content(directory)
+    if owner is not None and any(owner in numbers for numbers in _OF_CACHES):
+        return _nameless(owner)
+    if owner == _NOBODY:
+        # Files in it may wait for their upload, and its user could have prepared it for a chown.
+        why = (
+            f"{directory} belongs to nobody, as whom other programs may run; once"
+            " `fusefs status` shows nothing to upload, unmount it and remove the directory"
+        )
+        return _nameless(owner, why)
+    digest = int.from_bytes(hashlib.sha256(os.fsencode(directory)).digest())
+    for numbers in _OF_CACHES:
+        number = numbers[digest % len(numbers)]
+        if all(_is_mapped(number, table) for table in _ID_MAPS):
+            return _nameless(number)
+    return None
+
+
+def _is_mapped(number: int, table: str) -> bool:
+    """True if this process's user namespace has a user or group of this number."""
+    lines = (map(int, line.split()) for line in Path(table).read_text().splitlines())
+    return any(first <= number < first + count for first, _, count in lines)
 
 
 def _obstacle(user: User, settings: MountSettings) -> str:

@@ -338,7 +338,7 @@ class MountSettings:
         "Survival",
         "user that the daemon runs as when root mounts",
         None,
-        otherwise="fusefs or nobody, where they can run it",
+        otherwise="fusefs, or a number of the cache directory's own, where they can run it",
     )
     max_pause: float = option(
         DURATION,

@@ -8,6 +8,7 @@ import os
 import pwd
 import re
 import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -209,6 +210,7 @@ def mounted_for_nobody(
     *options: str,
     before: Sequence[str] = (),
     modules: Path | None = None,
+    user: Sequence[str] = ("--user", "nobody"),
 ) -> Iterator[Mount]:
     """A mount of root's whose daemon is another user, gone at the end whatever happened.
 
@@ -243,8 +245,7 @@ def mounted_for_nobody(
                     mount.cache,
                     "--log-file",
                     mount.log,
-                    "--user",
-                    "nobody",
+                    *user,
                     *options,
                 ],
                 env={**os.environ, **mount.environment, **environment},
@@ -274,6 +275,32 @@ def test_the_daemon_of_root_s_mount_is_an_ordinary_user_s(
             assert held.read() == data.small(5)
         assert os.stat(path / data.small_name(5)).st_uid == 0
         assert mount.status()["passthrough"]["on"]
+
+
+@states(
+    "Where root mounts and there is no user `fusefs`, the daemon runs as a number without a name,"
+    " which is the cache directory's own: no other user but root reads or changes what is cached."
+)
+def test_the_daemon_of_root_s_mount_is_a_user_that_no_other_program_runs_as(
+    filled: Bucket, public_path: Path
+) -> None:
+    with contextlib.suppress(KeyError):
+        pwd.getpwnam("fusefs")
+        pytest.skip("there is a user fusefs")
+    with mounted_for_nobody(filled, public_path, "--no-read-only", user=()) as mount:
+        uid = mount.status()["daemon"]["uid"]
+        with pytest.raises(KeyError):
+            pwd.getpwuid(uid)
+        (mount.path / "new").write_bytes(b"content")
+        assert (mount.path / "new").read_bytes() == b"content"
+        signal_daemon(mount, signal.SIGKILL)
+        assert (mount.path / data.small_name(6)).read_bytes() == data.small(6)
+        assert mount.status()["daemon"]["uid"] == uid
+        found = mount.cache.stat()
+        assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (uid, 0o700)
+    mount.path.rmdir()
+    with mounted_for_nobody(filled, public_path, user=()) as mount:
+        assert mount.status()["daemon"]["uid"] == uid
 
 
 def test_a_daemon_gives_up_capabilities_that_outlive_a_change_of_the_user(

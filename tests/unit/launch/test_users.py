@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,3 +40,66 @@ def test_a_user_that_no_machine_has_is_refused(user: str) -> None:
     settings = MountSettings(source=MountSource("bucket"), mountpoint=Path("/mnt"), user=user)
     with pytest.raises(users.UserError, match="there is no user"):
         users.choose(settings)
+
+
+@pytest.fixture
+def without_fusefs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no user `fusefs`, every user may run the program, and AWS's files say nothing."""
+
+    def unknown(name: str) -> pwd.struct_passwd:
+        raise KeyError(name)
+
+    monkeypatch.setattr(pwd, "getpwnam", unknown)
+    monkeypatch.setattr(users, "_program", lambda: iter(()))
+    monkeypatch.setattr(users, "aws_files", list)
+
+
+def chosen(cache: Path) -> users.User:
+    settings = MountSettings(source=MountSource("bucket"), mountpoint=Path("/mnt"))
+    return users.choose(replace(settings, cache_dir=cache))
+
+
+def test_each_cache_directory_has_a_user_of_its_own(
+    without_fusefs: None, public_path: Path
+) -> None:
+    first, other = chosen(public_path / "first"), chosen(public_path / "other")
+    assert first != other
+    for user in (first, other):
+        assert user.uid == user.gid
+        assert user.uid in range(2_100_000_000, 2_140_000_000)
+        with pytest.raises(KeyError):
+            pwd.getpwuid(user.uid)
+
+
+def test_a_cache_directory_that_was_renamed_keeps_its_user(
+    without_fusefs: None, public_path: Path
+) -> None:
+    user = chosen(public_path / "cache")
+    moved = public_path / "moved"
+    (moved / "mounts").mkdir(parents=True)
+    os.chown(moved, user.uid, user.gid)
+    assert chosen(moved) == user
+
+
+def test_a_small_user_namespace_has_a_number_for_a_cache_directory(
+    without_fusefs: None, public_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = public_path / "map"
+    ids.write_text("         0     100000      65536\n")
+    monkeypatch.setattr(users, "_ID_MAPS", [str(ids)])
+    assert chosen(public_path / "cache").uid in range(60_706, 61_184)
+    ids.write_text("         0       1000          1\n")
+    user = chosen(public_path / "cache")
+    assert user.is_own
+    assert user.why
+
+
+def test_a_cache_of_nobody_s_is_used_and_its_danger_told(
+    without_fusefs: None, public_path: Path
+) -> None:
+    """It may have files that wait for their upload."""
+    (public_path / "cache" / "mounts").mkdir(parents=True)
+    os.chown(public_path / "cache", 65534, 65534)
+    user = chosen(public_path / "cache")
+    assert user.uid == 65534
+    assert "belongs to nobody" in user.why
