@@ -125,6 +125,12 @@ class CatalogWriter:
             # Recorded once more, it turns out whether another mount has that row.
             self._dirty[file.name] = file
 
+    @property
+    def new_files(self) -> int:
+        """The number of files that the catalog does not have yet."""
+        pending = {*self._dirty.values(), *self._recording}
+        return sum(not file.recorded and file.present.total > 0 for file in pending)
+
     def retain(self, key: str, name: str) -> None:
         """A file of this key of the bucket is not to be evicted."""
         self._retaining[key] = name

@@ -163,8 +163,8 @@ class FileCache:
         self.refused = 0  # files that the disk did not remove
 
     def __len__(self) -> int:
-        """The number of files, of all mounts that share the directory, by the catalog."""
-        return self.quota.files
+        """The number of files, of all mounts that share the directory."""
+        return self.quota.files + self._catalog_writer.new_files
 
     def _newest(self, most: int) -> list[Row]:
         try:

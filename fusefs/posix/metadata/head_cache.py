@@ -383,7 +383,7 @@ class HeadCache:
             has_usual = known.changed(mtime_ns=None, other=(), form=default.form) == default
             has_attributes = not has_usual
         prefix = _directory(info.key)
-        if has_attributes and not self._policy.has_attributes(prefix):
+        if has_attributes and self.asks_less and not self._policy.has_attributes(prefix):
             self._doubt_told(prefix)
         modified_ns = 0 if is_directory else info.mtime_ns
         self._policy.observe(

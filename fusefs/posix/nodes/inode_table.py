@@ -25,8 +25,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from fusefs.posix.nodes.file_numbers import ROOT_ID, FileNumbers
-from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, Ownership
-from fusefs.posix.nodes.linked_names import LinkedNames
+from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, LinkedNames, Ownership
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.nodes.offsets import MOST_MARKS
 from fusefs.store.interface import ObjectInfo, ObjectVersion
@@ -327,7 +326,7 @@ class InodeTable:
                 self._notifier.invalidate_attributes(inode.nodeid)
 
     def link(self, made: Inode, inode: Inode) -> None:
-        """Show two names as those of one file until one of them changes; see linked_names.py."""
+        """Show two names as those of one file until one of them changes; see `LinkedNames`."""
         if self._ids_are_inos:
             return
         self._renumber(made, inode.ino)

@@ -263,6 +263,7 @@ def test_a_copy_that_another_mount_uses_is_not_written_to(
 ) -> None:
     path = mount.path / "used"
     path.write_bytes(b"before")
+    until(mount.is_recorded, "the copy on record, for the other mount to find it")
     other = replace(
         mount, path=tmp_path / "other", log=tmp_path / "other.log", options=(WRITABLE,), _pids=[]
     )

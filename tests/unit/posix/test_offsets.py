@@ -68,19 +68,6 @@ async def test_no_name_is_passed_over_by_a_daemon_that_cannot_find_the_place(
         process.operations.releasedir(fh)
 
 
-async def test_an_offset_of_an_earlier_version_leads_behind_its_name(tmp_path: Path) -> None:
-    """That was the node id of the entry."""
-    mount = MortalMount(tmp_path)
-    async with mount.serving() as process:
-        for name in FILES:
-            await process.save(name, b"1")
-        fh = await process.opendir()
-        node = await process.node(FILES[4])
-    async with mount.serving() as process:
-        assert list(await process.readdir(fh, node.nodeid)) == FILES[5:]
-        process.operations.releasedir(fh)
-
-
 async def test_where_there_are_too_many_nodes_names_come_alone(tmp_path: Path) -> None:
     mount = MortalMount(tmp_path)
     async with mount.serving() as process:
