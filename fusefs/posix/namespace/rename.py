@@ -58,6 +58,7 @@ class NameChanges(LinkChanges):
         touched: TouchedKeys,
     ) -> None:
         super().__init__(state, writing, writer)
+        self._notifier = state.notifier
         self._renames = RenameJobs(
             renaming_store,
             touched,
@@ -141,10 +142,14 @@ class NameChanges(LinkChanges):
         """
         if not staged.is_closed or not staged.is_dirty or staged.inode.staged is not staged:
             return
-        if self._rules.is_local(staged.key):
-            await self._writer.staging.make_safe(staged)
-        elif self._rules.is_local(old_key):
-            await self._writer.flusher.upload(staged)
+        try:
+            if self._rules.is_local(staged.key):
+                await self._writer.staging.make_safe(staged)
+            elif self._rules.is_local(old_key):
+                await self._writer.flusher.upload(staged)
+        except (OSError, StoreError):
+            self._notifier.invalidate_names()  # the kernel believes that nothing was renamed
+            raise
 
     async def _finish_others(
         self, parent: Inode, name: str, to: Inode, new_name: str, *, is_repeated: bool
