@@ -109,7 +109,7 @@ class Evictor:
                 self._cache.put_back(known)
         most_refused = self._cache.refused + MOST_REFUSED
         while self._quota.excess(wanted) > 0 and self._cache.refused < most_refused:
-            if self._cache.lacks_oldest:
+            if self._cache.residency.lacks_oldest:
                 await self._load_oldest()
             file = self._cache.next_victim(is_ahead=is_ahead, used_before=used_before)
             if file is None:
@@ -130,7 +130,7 @@ class Evictor:
         began = trio.current_time()
         if began < self._learn_at:
             return False
-        if await self._cache.load_oldest():
+        if await self._cache.residency.load_oldest():
             return True
         now = trio.current_time()
         self._learn_at = now + max(LEARN_EVERY_S, LEARN_SHARE * (now - began))

@@ -32,7 +32,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
@@ -52,9 +52,9 @@ from fusefs.cache.integrity.readability import ReadabilityCheck
 from fusefs.cache.integrity.scrub import UseMark
 from fusefs.cache.integrity.trouble import Trouble
 from fusefs.cache.integrity.verify import Integrity
-from fusefs.cache.name_filter import NameFilter
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
+from fusefs.cache.residency import Residency
 from fusefs.cache.retention import Retention, Wanted
 from fusefs.linux.clock import boot_id, steady_time
 from fusefs.store.interface import ObjectVersion
@@ -127,15 +127,9 @@ class FileCache:
         self._catalog_writer = CatalogWriter(self._catalog, self._disk, quota, self.warn, *noted)
         for name in retained:
             self._set_retained(self._files[name], is_retained=True)
-        self._most_in_memory = most_in_memory
-        # True if the catalog has files that are not in memory: names that the filter does not have
-        # are not among them. Until the names are read it is not there.
-        self._has_others = quota.files > len(rows)
-        self._others = None if self._has_others else NameFilter(most_in_memory)
-        # Up to where the catalog was read for the evictor, by last use and name, and what it has
-        # got there and not evicted yet.
-        self._read_to = (-math.inf, "")
-        self._from_catalog: set[CacheFile] = set()
+        self.residency = Residency(
+            self._files, self._catalog, self._catalog_writer, self._order, quota, most_in_memory
+        )
         # Versions that the bucket has no more.
         self._obsolete: list[ObjectVersion] = []
         # Pinned until a time of the monotonic clock, the earliest first.
@@ -199,85 +193,8 @@ class FileCache:
     async def look_up(self, versions: Iterable[ObjectVersion]) -> list[CacheFile | None]:
         """The files of versions, in memory or not; None where there is none."""
         names = [self.name_of(version) for version in versions]
-        if self._has_others or self.has_neighbours:
-            unknown = [name for name in names if name not in self._files]
-            if unknown:
-                await self._load(lambda: self._catalog.find_all(unknown))
+        await self.residency.load(names)
         return [self._files.get(name) for name in names]
-
-    async def pages(self, larger_than: int) -> AsyncIterator[list[CacheFile]]:
-        """All files that are larger than so many bytes, page by page."""
-        after = ""
-        while True:
-            files, rows = await self._load(partial(self._catalog.page, after, larger_than))
-            if not rows:
-                return
-            yield files
-            after = rows[-1].name
-
-    async def load_oldest(self) -> bool:
-        """Have in memory what the evictor may take next; False at the end of the catalog."""
-        await self.record()
-        if not (self._has_others or self.has_neighbours):
-            return False
-        files, rows = await self._load(partial(self._catalog.oldest, self._read_to))
-        self._read_to = (rows[-1].used_at, rows[-1].name) if rows else (-math.inf, "")
-        self._from_catalog.update(file for file in files if not file.pins)
-        return bool(rows)
-
-    @property
-    def lacks_oldest(self) -> bool:
-        """True if the catalog has files that were used before all that may be evicted here."""
-        return self._has_others and self._order.oldest not in self._from_catalog
-
-    async def _load(self, read: Callable[[], list[Row]]) -> tuple[list[CacheFile], list[Row]]:
-        """The files of rows that a thread reads from the catalog, made known if they are not."""
-        await self.record()  # it may still have rows of files that were dropped
-
-        def work() -> tuple[list[Row], set[str]]:
-            rows = read()
-            return rows, self._catalog.retained_of(row.name for row in rows)
-
-        rows, retained = await self._catalog_writer.in_catalog(work) or ([], set())
-        new = [CacheFile.from_row(row) for row in rows if row.name not in self._files]
-        self._files |= {file.name: file for file in new}
-        self._order.restore(new)
-        for file in new:
-            if file.name in retained:
-                self._set_retained(file, is_retained=True)
-        return [self._files[row.name] for row in rows], rows
-
-    async def _unload(self) -> None:
-        """Have no more files in memory than there may be: those go that were used first."""
-        excess = len(self._files) - self._most_in_memory
-        if excess <= 0:
-            return
-        await self._catalog_writer.touch()
-        idle = self._order.least_recent(excess)
-        if len(idle) < excess:
-            idle += [file for file in self._files.values() if file.is_retained and not file.pins]
-        for file in idle[:excess]:
-            if self._catalog_writer.is_idle(file) and not file.is_opening:
-                self.on_evict(file)
-                self._order.unload(file)
-                self._from_catalog.discard(file)
-                del self._files[file.name]
-                self._has_others = True
-                if self._others is not None:
-                    self._others.add(file.name)
-        if self._others is not None and self._others.is_full:
-            await self._learn_names()
-
-    async def _learn_names(self) -> None:
-        """Read the names of the files that are in the catalog, and not in memory."""
-        self._others, others = None, NameFilter(2 * self.quota.files)
-        await self.record()
-        after = ""
-        while names := await self._catalog_writer.in_catalog(self._catalog.names, after):
-            for name in names:
-                others.add(name)
-            after = names[-1]
-        self._others = others
 
     async def whole_files(self, inodes: Container[int]) -> dict[int, CacheFile]:
         """The complete files that have one of these inode numbers on the disk."""
@@ -310,7 +227,7 @@ class FileCache:
         """Add a user of a file that is at hand."""
         if not file.pins:
             self._order.leave(file)
-            self._from_catalog.discard(file)
+            self.residency.leave(file)
             # Readers of a file that was dropped go on; the name may be its successor's by now.
             if file.is_kept:
                 self._files.setdefault(file.name, file)
@@ -356,7 +273,7 @@ class FileCache:
         if self._files.get(file.name) is file:
             del self._files[file.name]
         self._order.forget(file)
-        self._from_catalog.discard(file)
+        self.residency.leave(file)
         self._catalog_writer.forget(file)
         if not file.pins:
             self.on_evict(file)  # it may be registered still since programs had it open
@@ -388,11 +305,7 @@ class FileCache:
 
     def is_new(self, file: CacheFile) -> bool:
         """Whether nothing of a file is on the disk, so that its download may create it."""
-        if not file.is_kept or file.generation or self.has_neighbours:
-            return False
-        if not self._has_others:
-            return True
-        return self._others is not None and file.name not in self._others
+        return file.is_kept and not file.generation and self.residency.lacks(file.name)
 
     async def ensure_open(self, file: CacheFile) -> bool:
         """Have the file's descriptor open; the caller has it pinned.
@@ -581,8 +494,7 @@ class FileCache:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep_later)
             nursery.start_soon(self.integrity.run)
-            if self._others is None:
-                await self._learn_names()
+            await self.residency.learn_names()
             have_pins_changed = False
             while True:
                 for _ in range(TOUCH_EVERY):
@@ -598,8 +510,11 @@ class FileCache:
                     self._end_keeping_open(sum(until <= now for until in self._kept_open.values()))
                     await self._catalog_writer.sync(SYNC_AFTER_S)
                     self._order.note_time(steady_time())
-                    await self._unload()
+                    await self.residency.unload(self._unloaded)
                 await self._catalog_writer.touch()
+
+    def _unloaded(self, file: CacheFile) -> None:
+        self.on_evict(file)
 
     async def record(self) -> None:
         """Write all that has arrived into the catalog, and see whether other mounts wrote."""
@@ -762,7 +677,7 @@ class FileCache:
         without a place in the order of eviction (`put_back`). Not cancelled halfway.
         """
         self._order.leave(file)
-        self._from_catalog.discard(file)
+        self.residency.leave(file)
         if file.is_opening:
             return -1  # a rename has waited for the eviction before, and goes on next
         let_go = self.on_evict(file)

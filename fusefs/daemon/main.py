@@ -196,7 +196,7 @@ class Daemon:
             self.downloader.proves_versions = False
             nursery.start_soon(self.cluster_cache.run)
         self.scrub = Scrub(
-            self.cache.pages,
+            self.cache.residency.pages,
             self.cache.measure,
             self.cache.integrity,
             is_on=self.settings.scrub == Scrubbing.ON,

@@ -87,7 +87,9 @@ async def scrubbed(parts: Parts, monkeypatch: pytest.MonkeyPatch, *, was_unclean
     """The scrub of a cache, after its first round."""
     monkeypatch.setattr(scrub, "START_AFTER_S", 0.0)
     cache = parts.cache
-    made = Scrub(cache.pages, cache.measure, cache.integrity, is_on=False, was_unclean=was_unclean)
+    made = Scrub(
+        cache.residency.pages, cache.measure, cache.integrity, is_on=False, was_unclean=was_unclean
+    )
     made._state = "waiting"
     with trio.fail_after(60):
         await made.run()

@@ -214,7 +214,7 @@ async def test_a_dropped_file_is_not_learned_from_the_catalog(tmp_path: Path) ->
         file = parts.cache.find(A)
         assert file is not None
         parts.cache.discard(file)
-        await parts.cache.load_oldest()
+        await parts.cache.residency.load_oldest()
         assert parts.cache.find(theirs) is not None
         assert parts.cache.find(A) is None
 

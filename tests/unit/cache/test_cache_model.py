@@ -89,9 +89,9 @@ class Model:
         await parts.evictor.tend()
         assert parts.quota.reserved == 0
         assert all(not file.downloads for file in parts.cache._files.values())
-        await parts.cache._unload()
+        await parts.cache.residency.unload(lambda _file: None)
         present = 0
-        async for files in parts.cache.pages(-1):
+        async for files in parts.cache.residency.pages(-1):
             present += sum(file.present.total for file in files)
         assert parts.quota.used == present
         assert parts.bytes_on_disk() <= present + 4096 * 4 * len(OBJECTS)

@@ -294,7 +294,7 @@ async def test_a_twentieth_of_the_time_is_spent_on_what_other_mounts_keep(
         return False
 
     async with cache_in(tmp_path, limit=0) as parts:
-        monkeypatch.setattr(parts.cache, "load_oldest", load_oldest)
+        monkeypatch.setattr(parts.cache.residency, "load_oldest", load_oldest)
         for pause_s, times in ((0, 1), (59, 1), (2, 2)):
             mock_clock.jump(pause_s)
             assert not await parts.evictor.reserve(MIB)

@@ -24,7 +24,7 @@ async def fill(parts: Parts, versions: list[ObjectVersion]) -> None:
 
 async def settle(parts: Parts) -> None:
     await parts.cache.record()
-    await parts.cache._unload()
+    await parts.cache.residency.unload(lambda _file: None)
 
 
 async def test_few_files_are_in_memory_and_none_is_fetched_again(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
     ):
         await fill(parts, "ab")
         await parts.cache.record()
-        await others.cache.load_oldest()
+        await others.cache.residency.load_oldest()
         await parts.cache.retention.add(["a"])
         await fill(parts, "a")
         await parts.cache.record()

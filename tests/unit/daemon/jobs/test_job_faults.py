@@ -139,7 +139,7 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
         for key in keys:
             await parts.fetch(info(key).version)
         await parts.cache.record()
-        await other.cache.load_oldest()
+        await other.cache.residency.load_oldest()
         file = other.cache.find(info("dir/a").version)
         assert file is not None
         assert await other.evictor.drop(file)

@@ -1,0 +1,148 @@
+"""Which files of a cache are in memory: those that are in use or were lately.
+
+The catalog may have ten million. Whoever opens a file that is not in memory finds it there
+(integrity/opening.py), jobs load what they look for by name or page by page, and the evictor
+loads the oldest. What was used first leaves memory when there is too much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.catalog_writer import CatalogWriter
+from fusefs.cache.eviction_order import EvictionOrder
+from fusefs.cache.name_filter import NameFilter
+from fusefs.cache.quota import Quota
+
+
+class Residency:
+    """The files of one cache that are in memory. Belongs to the event loop.
+
+    `files` has them by name; besides those in use there are `most`.
+    """
+
+    def __init__(
+        self,
+        files: dict[str, CacheFile],
+        catalog: Catalog,
+        writer: CatalogWriter,
+        order: EvictionOrder,
+        quota: Quota,
+        most: int,
+    ) -> None:
+        self._files = files
+        self._catalog = catalog
+        self._writer = writer
+        self._order = order
+        self._quota = quota
+        self._most = most
+        # True if the catalog has files that are not in memory: names that the filter does not have
+        # are not among them. Until the names are read it is not there.
+        self._has_others = quota.files > len(files)
+        self._others = None if self._has_others else NameFilter(most)
+        # Up to where the catalog was read for the evictor, by last use and name, and what it has
+        # got there and not evicted yet.
+        self._read_to = (-math.inf, "")
+        self._from_catalog: set[CacheFile] = set()
+
+    def lacks(self, name: str) -> bool:
+        """True if the catalog surely has no file of this name, which is not in memory."""
+        if self._writer.has_neighbours:
+            return False
+        if not self._has_others:
+            return True
+        return self._others is not None and name not in self._others
+
+    def leave(self, file: CacheFile) -> None:
+        """Note that a file is in use now, or gone."""
+        self._from_catalog.discard(file)
+
+    async def load(self, names: Iterable[str]) -> None:
+        """Have the files of these names in memory that there are."""
+        if self._has_others or self._writer.has_neighbours:
+            unknown = [name for name in names if name not in self._files]
+            if unknown:
+                await self._load(lambda: self._catalog.find_all(unknown))
+
+    async def pages(self, larger_than: int) -> AsyncIterator[list[CacheFile]]:
+        """All files that are larger than so many bytes, page by page."""
+        after = ""
+        while True:
+            files, rows = await self._load(partial(self._catalog.page, after, larger_than))
+            if not rows:
+                return
+            yield files
+            after = rows[-1].name
+
+    async def load_oldest(self) -> bool:
+        """Have in memory what the evictor may take next; False at the end of the catalog."""
+        await self._writer.record()
+        if not (self._has_others or self._writer.has_neighbours):
+            return False
+        files, rows = await self._load(partial(self._catalog.oldest, self._read_to))
+        self._read_to = (rows[-1].used_at, rows[-1].name) if rows else (-math.inf, "")
+        self._from_catalog.update(file for file in files if not file.pins)
+        return bool(rows)
+
+    @property
+    def lacks_oldest(self) -> bool:
+        """True if the catalog has files that were used before all that may be evicted here."""
+        return self._has_others and self._order.oldest not in self._from_catalog
+
+    async def _load(self, read: Callable[[], list[Row]]) -> tuple[list[CacheFile], list[Row]]:
+        """The files of rows that a thread reads from the catalog, made known if they are not."""
+        await self._writer.record()  # it may still have rows of files that were dropped
+
+        def work() -> tuple[list[Row], set[str]]:
+            rows = read()
+            return rows, self._catalog.retained_of(row.name for row in rows)
+
+        rows, retained = await self._writer.in_catalog(work) or ([], set())
+        new = [CacheFile.from_row(row) for row in rows if row.name not in self._files]
+        self._files |= {file.name: file for file in new}
+        for file in new:
+            file.is_retained = file.name in retained
+        self._order.restore(file for file in new if not file.is_retained)
+        return [self._files[row.name] for row in rows], rows
+
+    async def unload(self, let_go: Callable[[CacheFile], None]) -> None:
+        """Have no more files in memory than there may be: those go that were used first.
+
+        `let_go` is called with each of them.
+        """
+        excess = len(self._files) - self._most
+        if excess <= 0:
+            return
+        await self._writer.touch()
+        idle = self._order.least_recent(excess)
+        if len(idle) < excess:
+            idle += [file for file in self._files.values() if file.is_retained and not file.pins]
+        for file in idle[:excess]:
+            if self._writer.is_idle(file) and not file.is_opening:
+                let_go(file)
+                self._order.unload(file)
+                self.leave(file)
+                del self._files[file.name]
+                self._has_others = True
+                if self._others is not None:
+                    self._others.add(file.name)
+        if self._others is not None and self._others.is_full:
+            self._others = None
+            await self.learn_names()
+
+    async def learn_names(self) -> None:
+        """Read the names of the files that are in the catalog, and not in memory, if need be."""
+        if self._others is not None:
+            return
+        await self._writer.record()
+        others, after = NameFilter(2 * self._quota.files), ""
+        while names := await self._writer.in_catalog(self._catalog.names, after):
+            for name in names:
+                others.add(name)
+            after = names[-1]
+        if names is not None:  # else the catalog can't be read
+            self._others = others
