@@ -76,7 +76,9 @@ class Evictor:
     async def tend(self) -> None:
         """Close what the kernel has let go of, and evict what exceeds the limits by now."""
         await self._quota.close_unlinked()
-        await self._cache.remove_obsolete()
+        for version, file in await self._cache.take_obsolete():
+            if not await self.drop(file) and file.present.total:
+                self._cache.obsolete(version)  # with its last user
         if self._quota.excess(0) > 0:
             async with self._evicting:
                 await self._evict(0)

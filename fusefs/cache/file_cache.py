@@ -263,13 +263,6 @@ class FileCache:
         self._drop(file)
 
     def _drop(self, file: CacheFile) -> None:
-        generation = file.generation
-        self._forget(file)
-        if generation:
-            self._unlink(file)
-
-    def _forget(self, file: CacheFile) -> None:
-        """Know nothing more of a file, which is to be unlinked."""
         if self._files.get(file.name) is file:
             del self._files[file.name]
         self._order.forget(file)
@@ -278,6 +271,7 @@ class FileCache:
         if not file.pins:
             self.on_evict(file)  # it may be registered still since programs had it open
         if file.generation:
+            self._unlink(file)
             self._catalog_writer.lost(file)
 
     def _unlink(self, file: CacheFile) -> None:
@@ -626,25 +620,15 @@ class FileCache:
         """Have the copy of a version removed within seconds that the bucket has no more."""
         self._obsolete.append(version)
 
-    async def remove_obsolete(self) -> None:
-        """Remove the copies of versions that the bucket has no more, of those in use later."""
+    async def take_obsolete(self) -> list[tuple[ObjectVersion, CacheFile]]:
+        """Versions that the bucket has no more and their copies, once; none is retained."""
         versions, self._obsolete = self._obsolete, []
-        gone = []
-        for version, file in zip(versions, await self.look_up(versions), strict=True):
-            if file is None:
-                continue
+        found = zip(versions, await self.look_up(versions), strict=True)
+        copies = [(version, file) for version, file in found if file is not None]
+        for _, file in copies:
             if file.is_retained:
                 await self.release_file(file)
-            if file.pins or file.is_opening:
-                self._obsolete.append(version)
-            else:
-                gone.append((file.name, file.generation, file.present.total))
-                self._forget(file)
-        for name, generation, size in gone:
-            unlink = partial(self._disk.unlink, name, generation)
-            with contextlib.suppress(OSError):  # then the next mount's sweep finds it
-                fd = await trio.to_thread.run_sync(unlink, limiter=self._threads)
-                self.quota.unlinked(-1 if fd is None else fd, size)
+        return copies
 
     def close_unused(self) -> None:
         """Close the files that were kept open for a first open that may come."""
