@@ -84,7 +84,8 @@ def test_a_clean_restart_reuses_everything(bucket: Bucket, mount: Callable[..., 
     check_all(one, objects)
     assert (one.path / "d" / "e").read_bytes() == b"deep"
     requests = one.status()["s3"]
-    assert (requests["gets"], requests["heads"], requests["lists"]) == (0, 0, at_rest)
+    assert (requests["gets"], requests["lists"]) == (0, at_rest)
+    assert requests["heads"] <= 2  # of one file of each folder: listings tell no links and modes
 
 
 def remembered_pages(mount: Mount) -> int:

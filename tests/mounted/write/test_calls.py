@@ -14,7 +14,7 @@ import pytest
 from fusefs.linux.libc import allocate
 from tests.support.mounting import Mount
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import SESSIONS, mounted
 from tests.support.waiting import until
@@ -78,6 +78,8 @@ def test_what_is_stored_after_the_close_is_uploaded_after_munmap(
     ctypes.memmove(address + 100, b"stored", 6)
     assert not _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(8192))
     expected = bytes(100) + b"stored" + bytes(8192 - 106)
+    key = mount.source.split("/", 3)[3] + path.name
+    until(lambda: key in keys(shared), "the file is made")
     until(lambda: content_of(shared, mount, path) == expected, "the mapping's bytes go up")
     assert path.read_bytes() == expected
 

@@ -40,6 +40,13 @@ async def opened(process: Process, path: str) -> Inode:
     return await process.node(path)
 
 
+async def rewrite(process: Process) -> None:
+    """Give the file another content."""
+    fh = await process.open("file", os.O_WRONLY | os.O_TRUNC)
+    await process.write(fh, 0, b"another")
+    await process.close(fh)
+
+
 async def change(process: Process, inode: Inode) -> tuple[int, int, int]:
     """Change everything of a node; return what it shows."""
     await mutations(process).setattr(inode.nodeid, CHANGES)
@@ -58,12 +65,12 @@ async def test_what_was_edited_meanwhile_is_still_that_file(mount: MortalMount) 
         inode = await opened(process, "file")
         # As where the kernel reads by passthrough: to be written to, the name gets a new node.
         process.operations.inodes.mark_replaced(inode)
-        await process.close(await process.open("file", os.O_WRONLY | os.O_TRUNC))
+        await rewrite(process)
         await process.save("other", b"x")
         assert await change(process, inode) == (0o600, 7, 9 * 10**9)
         assert await process.node("file") is not inode
         await process.writer.deferred.drain()
-    assert mount.store.contents()["file"] == b""
+    assert mount.store.contents()["file"] == b"another"
     assert CHANGED.items() <= metadata_of(mount, "file").items()
     assert "xattr" in metadata_of(mount, "file")
 
@@ -90,7 +97,7 @@ async def test_what_was_edited_and_renamed_is_changed_under_its_new_name(
     async with mount.serving() as process:
         inode = await opened(process, "file")
         process.operations.inodes.mark_replaced(inode)
-        await process.close(await process.open("file", os.O_WRONLY | os.O_TRUNC))
+        await rewrite(process)
         await process.rename("file", "new")
     async with mount.serving() as process:
         inode = process.operations.inodes.get(inode.nodeid)
@@ -106,7 +113,7 @@ async def test_what_was_edited_and_then_removed_is_no_name_any_more(
     async with mount.serving() as process:
         inode = await opened(process, "file")
         process.operations.inodes.mark_replaced(inode)
-        await process.close(await process.open("file", os.O_WRONLY | os.O_TRUNC))
+        await rewrite(process)
         await process.save("tmp", b"another file")
         if not is_renamed:
             await process.unlink("file")
