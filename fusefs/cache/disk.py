@@ -113,7 +113,7 @@ class Disk:
         os.rename(path, self._path(name, generation))
 
     def is_shared(self, fd: int) -> bool:
-        """Whether another mount uses a file that is open here."""
+        """True if another mount uses a file that is open here."""
         for start, length in ((0, self._byte), (self._byte + 1, 0)):
             asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
             found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)

@@ -1,4 +1,4 @@
-"""Which files of a cache are in memory: those that are in use or were lately.
+"""The files of a cache that are in memory: those that are in use or were lately.
 
 The catalog may have ten million. Whoever opens a file that is not in memory finds it there
 (integrity/opening.py), jobs load what they look for by name or page by page, and the evictor

@@ -47,7 +47,7 @@ class ProcessInspector(Protocol):
         """The PID namespace of requests' processes, which is its own; 0 if it does not look."""
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """What `callers.fate` says there, or with a file's number `callers.holding`."""
+        """The answer of `callers.fate` there, or with a file's number of `callers.holding`."""
 
 
 class Callers:
@@ -66,7 +66,7 @@ class Callers:
         return bool(self._namespace) and not is_elsewhere
 
     def fate(self, pid: int) -> int:
-        """What this process can see."""
+        """The fate of a process, as far as this process can see it."""
         return callers.fate(pid) if self._sees else UNKNOWN
 
     async def find_fate(self, pid: int) -> int:
@@ -79,7 +79,7 @@ class Callers:
         return reported if reported != UNKNOWN else seen
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """Whether a process or a child of it will close a file, once more, that it may write to.
+        """True if a process or a child of it will close a file, once more, that it may write to.
 
         None if that cannot be seen.
         """

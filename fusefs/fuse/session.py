@@ -504,7 +504,7 @@ class Session(KernelNotifications):
         return await self.callers.was_killed(pid)
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """Whether a thread's process will close a file that it may write to; None: not known."""
+        """True if a thread's process will close a file that it may write to; None: not known."""
         return await self.callers.will_close(pid, ino)
 
     def invalidate_attributes(self, nodeid: int) -> None:

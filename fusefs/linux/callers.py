@@ -90,7 +90,7 @@ def fate(pid: int) -> int:
 
 
 def holding(pid: int, ino: int) -> int:
-    """Whether a thread's process or a child of it has a file open for writing, by its st_ino.
+    """True if a thread's process or a child of it has a file open for writing, by its st_ino.
 
     The number may be that of a file of another file system as well. A descriptor that is
     just being closed does not count, nor do any of a process that exits.

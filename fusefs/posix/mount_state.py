@@ -23,7 +23,7 @@ from fusefs.store.interface import ObjectInfo, Store
 
 @dataclass(frozen=True, slots=True)
 class WriteRules:
-    """How a mount writes; see the settings of the same names. Its keys begin with `prefix`."""
+    """Rules of writing; see the settings of the same names. The keys begin with `prefix`."""
 
     durability: DurabilityRules = EVERYWHERE_AUTO
     prefix: str = ""
@@ -32,11 +32,11 @@ class WriteRules:
     reserves_always: bool = False
 
     def durability_of(self, key: str) -> Durability:
-        """Where the file of a key is when fsync and close return."""
+        """The place of a key's file when fsync and close return."""
         return self.durability.of(key[len(self.prefix) :])
 
     def is_local(self, key: str) -> bool:
-        """Whether the local disk is enough for the file of a key."""
+        """True if the local disk is enough for the file of a key."""
         return self.durability_of(key) is Durability.LOCAL
 
 

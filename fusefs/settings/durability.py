@@ -41,7 +41,7 @@ class DurabilityRules:
 
     @property
     def may_be_local(self) -> bool:
-        """Whether some path may have local durability."""
+        """True if some path may have local durability."""
         return Durability.LOCAL in (self.otherwise, *(mode for mode, _ in self.rules))
 
 

@@ -15,12 +15,12 @@ _NOTHING = re.compile(r"(?!)")
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a path has characters of a pattern."""
+    """True if a path has characters of a pattern."""
     return any(character in path for character in "*?[")
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a path, or a directory that it is in, matches a pattern."""
+    """True if a path, or a directory that it is in, matches a pattern."""
     return bool(matched(path.split("/"), [compiled(part) for part in pattern.split("/")]))
 
 

@@ -99,7 +99,7 @@ class HeadPolicy:
         return modified_ns <= self.no_attributes_until(prefix)
 
     def assumed(self, prefix: str) -> Assumed:
-        """What is assumed of the objects of a directory."""
+        """The assumptions about the objects of a directory."""
         until = self.no_attributes_until(prefix)
         directory = self._directories.get(prefix)
         says_something = directory is not None and (
@@ -190,7 +190,7 @@ class HeadPolicy:
         alike.youngest_ns = max(alike.youngest_ns, modified_ns)
 
     def _of_others(self, prefix: str) -> _Directory | None:
-        """What is known of the other directories of one's parent, None if that is too little."""
+        """The knowledge of the other directories of a parent, None if it is too little."""
         alike = self._alike.get(_parent(prefix))
         return alike if alike is not None and alike.without >= ALIKE * SAMPLE else None
 

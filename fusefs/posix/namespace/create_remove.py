@@ -357,7 +357,7 @@ class CreateRemove:
             self._gone(parent, name, UNCOVERED)
 
     def needs_fsync(self, directory: Inode) -> bool:
-        """Whether `fsync` has something to wait for."""
+        """True if `fsync` has something to wait for."""
         pending = self._writer.removals.pending(self._inodes.key(directory))
         return self._rules.durability.may_be_local or bool(pending)
 

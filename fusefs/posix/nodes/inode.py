@@ -169,7 +169,7 @@ class Inode:
         return 1 if self.links is None else len(self.links.nodes)
 
     def part_names(self) -> None:
-        """What the file is under this name is about to be its alone."""
+        """Part this name from the other names of its file, which is about to change."""
         if self.links is not None:
             self.links.part(self)
 
@@ -451,7 +451,7 @@ class StagedFile:
             self.state = FileState.ABANDONED if was_killed else FileState.OPEN
 
     def begin_sending(self) -> int:
-        """What it has now is about to be sent; return its size."""
+        """Note that the present content is about to be sent; return its size."""
         self.sent, self.sent_at = self.changes, trio.current_time()
         return self.size()
 

@@ -44,7 +44,7 @@ def is_expressible(name: str) -> bool:
 
 
 def is_short(key: str) -> bool:
-    """Whether a key is as short as S3 allows."""
+    """True if a key is as short as S3 allows."""
     return len(key) <= SURELY_SHORT or len(key.encode()) <= LONGEST_KEY
 
 

@@ -28,7 +28,7 @@ class KernelNotifications:
         return False
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """Whether a thread's process will close a file that it may write to; None: not known."""
+        """True if a thread's process will close a file that it may write to; None: not known."""
         return None
 
 

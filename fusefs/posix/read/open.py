@@ -47,7 +47,7 @@ class OpensStaged(Protocol):
         """Open a file that is staged."""
 
     def is_preparing(self, inode: Inode) -> bool:
-        """Whether a node's content is on its way into staging."""
+        """True if a node's content is on its way into staging."""
 
 
 class Opener:

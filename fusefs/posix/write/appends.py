@@ -1,4 +1,4 @@
-"""When files are uploaded that change for long: those that stay open, and those appended to.
+"""Upload times of files that change for long: those that stay open or are appended to.
 
 A log that a program keeps open is uploaded once in a while (`pause_s`). So is a file
 that programs open, append to and close again and again: after the first closes of

@@ -452,7 +452,7 @@ class Flusher:
             self._directories.settled(prefix, inode.name)
 
     def _may_settle(self, staged: StagedFile) -> bool:
-        """Whether no program has a staged file open that would miss it."""
+        """True if no program has a staged file open that would miss it."""
         inode = staged.inode
         if staged.backing is None or staged.is_unlinked:
             return not inode.is_open

@@ -193,7 +193,7 @@ def drop_unneeded(writer: Writer) -> None:
 
 
 def _is_ours(directory: Path, source: str) -> bool:
-    """Whether a staging directory is of this bucket; if nothing can tell, the log says so."""
+    """True if a staging directory is of this bucket; if nothing can tell, the log says so."""
     try:
         found = (directory / SOURCE).read_text(errors="replace")
     except FileNotFoundError:

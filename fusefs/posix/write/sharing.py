@@ -63,7 +63,7 @@ class Sharing:
         return self._backing.find(staged.backing)
 
     def is_ready(self, inode: Inode) -> bool:
-        """Whether a node's next handle can be in the mode that it has to be in."""
+        """True if a node's next handle can be in the mode that it has to be in."""
         staged = inode.staged
         return (
             staged is None
@@ -92,7 +92,7 @@ class Sharing:
         return staged.backing
 
     async def is_mapped(self, file: CacheFile) -> bool:
-        """Whether a program has mapped a pinned cache file that none has open any more.
+        """True if a program has mapped a pinned cache file that none has open any more.
 
         The kernel tells once it does not hold the file open itself.
         """
@@ -103,7 +103,7 @@ class Sharing:
         return await self._is_used(file)
 
     async def is_let_go(self, staged: StagedFile) -> bool:
-        """Whether nothing can store into a staged file any more: no program has it open or mapped.
+        """True if nothing can store into a staged file any more: no program has it open or mapped.
 
         What is mapped is registered again, for programs that open it.
         """

@@ -150,7 +150,7 @@ class Staging:
         self._prepared.add(new.nodeid)
 
     def edits(self, file: CacheFile) -> bool:
-        """Whether a staged file is an edit of the object that a cache file has."""
+        """True if a staged file is an edit of the object that a cache file has."""
         return any(one.base is not None and one.base.file is file for one in self._files.values())
 
     def discard(self, inode: Inode, fd: int) -> None:
@@ -412,7 +412,7 @@ class Staging:
         return [int(path.name) for path in staging_record.on_record(self.directory)]
 
     def strays(self) -> list[Path]:
-        """What lies in the directory and no record names: there should be nothing."""
+        """Files in the directory that no record names: there should be none."""
         known = self._files.keys() | self._prepared
         others = [
             path for path in staging_record.on_record(self.directory) if int(path.name) not in known

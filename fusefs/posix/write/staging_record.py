@@ -199,7 +199,7 @@ def remove(fd: int, path: str) -> None:
 
 
 def is_recorded(path: Path) -> bool:
-    """Whether a staged file has a record; one whose attribute can't be read may have one."""
+    """True if a staged file has a record; one whose attribute can't be read may have one."""
     if path.with_suffix(".json").exists():
         return True
     try:

@@ -349,7 +349,7 @@ class Uploader:
         self._staging.rebase(staged, info.version)
 
     async def _is_own(self, staged: StagedFile) -> bool:
-        """Whether the object in the way of a file is its own: a reservation, or an earlier
+        """True if the object in the way of a file is its own: a reservation, or an earlier
         content, by a request of which no process has had the answer."""
         found = await self._steps.find_own(staged)
         if found is None and staged.exclusive is not None:

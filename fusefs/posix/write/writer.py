@@ -288,7 +288,7 @@ class Writer:
                 await self._stage_content(inode, keep, was_current=was_current)
 
     def is_preparing(self, inode: Inode) -> bool:
-        """Whether a node's content is on its way into staging."""
+        """True if a node's content is on its way into staging."""
         lock = self._preparing.get(inode.nodeid)
         return lock is not None and lock.locked()
 

@@ -110,7 +110,7 @@ class Arrived:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing more has come."""
+        """True if nothing more has come."""
         return not self._data
 
     def until(self, mark: bytes) -> Parsing[bytes]:
@@ -160,7 +160,7 @@ class Arrived:
         raise TooLongError
 
     def buffered(self) -> bytes:
-        """What has come already."""
+        """The bytes that have come already."""
         return self._take(len(self._data))
 
     def _take(self, size: int, mark: int = 0) -> bytes:

@@ -242,7 +242,7 @@ class HttpClient:
         return answer
 
     def _is_done(self, answer: Answer, offset_s: float) -> bool:
-        """Whether S3 did it; if not, botocore should send the request.
+        """True if S3 did it; if not, botocore should send the request.
 
         `offset_s` is that of the clock when the request was signed.
 

@@ -76,7 +76,7 @@ class ServerClock:
         _signing.offset_s = 0.0  # other clients may sign in this thread
 
     def _retry(self, response: Any, **_: Any) -> float | None:
-        """How long to wait before the request is sent again; None if it is not."""
+        """Seconds to wait before the request is sent again; None if it is not."""
         if response is None or response[0] is None:
             return None
         answer, parsed = response
@@ -86,7 +86,7 @@ class ServerClock:
 
 
 class _Signing(threading.local):
-    """What a thread signs with at the moment, and what one of these clients last signed with."""
+    """Offsets: of a thread's present signature, and of the last by one of these clients."""
 
     offset_s = 0.0
     last_s = 0.0

@@ -195,7 +195,7 @@ class Fence:
 
 
 def _is_marker(operation: str, key: str) -> bool:
-    """Whether an operation writes the marker of a directory, which has no content."""
+    """True if an operation writes the marker of a directory, which has no content."""
     return operation == "put" and key.endswith("/")
 
 

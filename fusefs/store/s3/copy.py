@@ -117,7 +117,7 @@ async def copy(
 
 
 def _takes_parts(fence: Fence, condition: Condition) -> bool:
-    """Whether a store that ignores what a copy is not to replace honours it for parts."""
+    """True if a store that ignores what a copy is not to replace honours it for parts."""
     is_ignored = condition == IF_ABSENT and not fence.honours("copy_if_none_match")
     return is_ignored and fence.relies_on("complete_if_none_match")
 
