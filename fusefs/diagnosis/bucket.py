@@ -293,9 +293,7 @@ class _Trial:
         ]
 
     async def _put(self) -> ObjectInfo:
-        return await self._store.put_file(
-            f"{self._own}object", self._fd, 1, metadata={}, content_type=None
-        )
+        return await self._store.put_file(f"{self._own}object", self._fd, 1)
 
     async def _get(self) -> None:
         info = await self._store.head(f"{self._own}object")
@@ -308,9 +306,7 @@ class _Trial:
     async def _multipart(self) -> None:
         """Complete one upload, and abort another."""
         for is_completed in (True, False):
-            upload = await self._store.begin_upload(
-                f"{self._own}parts", metadata={}, content_type=None
-            )
+            upload = await self._store.begin_upload(f"{self._own}parts")
             try:
                 await upload.send(self._fd, [1], 1)
                 if is_completed:
@@ -323,7 +319,7 @@ class _Trial:
     async def _list_parts(self) -> None:
         """Go on with an upload as another process would, and abort it."""
         key = f"{self._own}parts"
-        state = (await self._store.begin_upload(key, metadata={}, content_type=None)).state
+        state = (await self._store.begin_upload(key)).state
         try:
             await self._store.resume_upload(state)
         finally:

@@ -18,8 +18,7 @@ To know a change's token before its request is sent, take the next one and pass 
 
     token = store.tokens.next()
     ...  # put (key, token) on record
-    await store.put_file(key, fd, size, metadata=metadata, content_type=None,
-                         condition=Expect(etag), token=token)
+    await store.put_file(key, fd, size, Write(condition=Expect(etag), token=token))
     (await store.head(key)).token == token
 
 Without `token` the store takes the next one by itself. `Expect(None)` repairs

@@ -14,10 +14,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from fusefs.store.fencing import ChangeToken, TokenSource
+from fusefs.store.fencing import ChangeToken, TokenSource, stamped
 
 
 class Priority(enum.IntEnum):
@@ -137,6 +137,40 @@ IF_ABSENT = IfAbsent()
 # A condition that must hold. None writes whatever is there.
 Strict = IfAbsent | IfMatch | None
 Condition = Strict | Expect
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """The properties of an object that a PUT, an upload or a copy makes, and its condition.
+
+    The keys of `metadata` are HTTP tokens in lower case, its values printable ASCII, not empty,
+    without spaces at the ends; S3 takes 2 KiB. None is no metadata, but that of its source for a
+    copy. The object has the `token` in its metadata as well (store/fencing.py), the next one where
+    none is given.
+
+    Two are of copies alone. With `keeps_mtime` the copy says in its metadata when the source was
+    modified, if that does not say so itself. With `is_own` the source, an `ObjectInfo` with its
+    content type, has nothing beside that and its metadata, which spares a HEAD.
+    """
+
+    metadata: Mapping[str, str] | None = None
+    content_type: str | None = None
+    condition: Condition = None
+    token: ChangeToken | None = None
+    keeps_mtime: bool = False
+    is_own: bool = False
+
+    def with_token(self, tokens: TokenSource) -> Write:
+        """The write with a token, the next one of `tokens` if it has none."""
+        return self if self.token is not None else replace(self, token=tokens.next())
+
+    def stamped(self) -> dict[str, str]:
+        """The metadata with the token."""
+        assert self.token is not None
+        return stamped(self.metadata or {}, self.token)
+
+
+PLAIN = Write()
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,17 +417,7 @@ class Store(Source, Protocol):
             NotFoundError: there is no such object.
         """
 
-    async def put_file(
-        self,
-        key: str,
-        fd: int,
-        size: int,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-    ) -> ObjectInfo:
+    async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         """Make the first `size` bytes of a file the object `key`.
 
         One PUT up to `part_size` bytes, beyond it a multipart upload, which is
@@ -401,14 +425,11 @@ class Store(Source, Protocol):
         is sent. Reads with pread; after the return, also by cancellation, `fd`
         is not used any more. A single PUT that is cancelled may come to pass.
 
-        The keys of `metadata` are HTTP tokens in lower case, its values
-        printable ASCII, not empty, without spaces at the ends; S3 takes 2 KiB.
         The `mtime_ns` of the answer is the bucket's, but after a single PUT
         this machine's, to the second: S3 tells it only to a HEAD, which would
         take half as long again as the PUT of a small file.
 
-        The metadata of the object, and of the answer, have the change's `token`
-        as well, which is the next one where none is given. Where an answer was
+        The metadata of the answer have the token as well. Where an answer was
         lost and the next says that the condition does not hold, the write has
         succeeded if that token is there.
 
@@ -423,18 +444,10 @@ class Store(Source, Protocol):
             ValueError: the metadata can't be sent.
         """
 
-    async def begin_upload(
-        self,
-        key: str,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        token: ChangeToken | None = None,
-    ) -> Upload:
+    async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
         """Begin a multipart upload, of whatever size; its state is to be put on record.
 
-        Key, metadata, content type and `token` (as of `put_file`) are what the
-        object will have.
+        The condition is given when it is completed.
 
         Raises:
             ValueError: the metadata can't be sent.
@@ -463,34 +476,23 @@ class Store(Source, Protocol):
         self,
         source: ObjectInfo | ObjectVersion,
         key: str,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        keeps_mtime: bool = False,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-        is_own: bool = False,
+        write: Write = PLAIN,
     ) -> ObjectInfo:
         """Have S3 copy exactly `source` to `key`, however large it is.
 
         Content type, storage class, tags and the like are kept, and so is the
         user metadata, unless another is given. `key` may be the source's if
-        `metadata` is given. The copy may have another ETag than the source.
-        With `keeps_mtime` it says in its metadata when the source was modified,
-        if that does not say so itself.
+        metadata is given. The copy may have another ETag than the source.
 
         An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what
         it does not tell, as a listed one does not, the answer does not either.
 
-        With `is_own` the source, an `ObjectInfo` with its content type, has
-        nothing beside that and its metadata, which spares a HEAD as well.
-
-        `condition` is about what `key` has before. A store that answers that it
-        knows no conditions of copies copies without. A copy with other metadata
-        has `token` in it, as `put_file` says; one that keeps the metadata keeps
-        the token of its source.
+        The condition is about what `key` has before. A store that answers that it
+        knows no conditions of copies copies without. A copy that keeps the metadata
+        keeps the token of its source.
 
         Raises:
-            ConflictError: the strict `condition` does not hold; `ExistsError` of IF_ABSENT.
+            ConflictError: the strict condition does not hold; `ExistsError` of IF_ABSENT.
             NotFoundError: there is no such source.
             StaleVersionError: the source is no longer this version.
         """

@@ -40,7 +40,7 @@ from fusefs.store.errors import (
     StoreError,
     UnsupportedError,
 )
-from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Store, Upload
+from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Store, Upload, Write
 
 if TYPE_CHECKING:
     from fusefs.store.s3.store import S3Store
@@ -264,14 +264,12 @@ class _Probe:
     async def _put(self, name: str, condition: Condition = None) -> ObjectInfo:
         size = 0 if name.endswith("/") else len(_BODY)
         return await self._store.put_file(
-            self._own + name, self._fd, size, metadata={}, content_type=None, condition=condition
+            self._own + name, self._fd, size, Write(condition=condition)
         )
 
     async def _complete(self, name: str, condition: Condition = None) -> ObjectInfo:
         if self._upload is None:
-            self._upload = await self._store.begin_upload(
-                self._own + name, metadata={}, content_type=None
-            )
+            self._upload = await self._store.begin_upload(self._own + name)
             await self._upload.send(self._fd, [1], len(_BODY))
         made = await self._upload.complete(len(_BODY), condition)
         self._upload = None
@@ -280,7 +278,7 @@ class _Probe:
     async def _copy(self, name: str, condition: Condition = None) -> ObjectInfo:
         if self._source is None:
             self._source = await self._put("source")
-        return await self._store.copy(self._source, self._own + name, condition=condition)
+        return await self._store.copy(self._source, self._own + name, Write(condition=condition))
 
     async def _compares_checksums(self) -> bool | None:
         """Whether a body with another CRC32 than its own is refused; None if that stays open."""

@@ -9,7 +9,7 @@ import pytest
 from fusefs.store.errors import ConflictError, ExistsError, StaleVersionError
 from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource, without_token
 from fusefs.store.http.client import HttpClient
-from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo
+from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo, Write
 from fusefs.store.s3 import copy
 from tests.support.machine.local_file import LocalFile
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -40,10 +40,10 @@ async def test_a_change_is_known_by_the_token_that_its_caller_took(
         token = store.tokens.next()
         info = await put(store, "file", make_file(size), Expect(None), token=token)
         assert (await store.head("file")).token == info.token == token
-        described = await store.copy(info.version, "file", metadata={"a": "1"})
+        described = await store.copy(info.version, "file", Write(metadata={"a": "1"}))
         assert described.token == (await store.head("file")).token
         assert described.token not in (None, token)
-        renamed = await store.copy(described, "new", condition=Expect(None))
+        renamed = await store.copy(described, "new", Write(condition=Expect(None)))
         assert (await store.head("new")).token == renamed.token == described.token
 
 
@@ -148,7 +148,7 @@ async def test_a_condition_that_is_not_implemented_is_left_out_from_then_on(
             False,
             False,
         ]
-        await store.copy(info, "c", condition=Expect(None))
+        await store.copy(info, "c", Write(condition=Expect(None)))
         await store.delete("a", info.etag)
         await store.delete("b", '"other"')
     assert keys(bucket) == ["c"]
@@ -171,10 +171,10 @@ async def test_a_copy_goes_over_what_is_there_by_then(
         for expected in (Expect(None), Expect('"0123"')):
             bucket.put("copy", b"theirs")
             for keeps_mtime in (False, True):
-                await store.copy(source, "copy", keeps_mtime=keeps_mtime, condition=expected)
+                await store.copy(source, "copy", Write(keeps_mtime=keeps_mtime, condition=expected))
                 assert stored(bucket, "copy") == file.data
         bucket.delete("copy")
-        await store.copy(source, "copy", condition=Expect('"0123"'))
+        await store.copy(source, "copy", Write(condition=Expect('"0123"')))
         assert stored(bucket, "copy") == file.data
 
 
@@ -187,7 +187,7 @@ async def test_a_copy_over_an_expected_object_still_wants_its_source(
         there = await put(store, "copy", make_file(10))
         for expected in (Expect(None), Expect(there.etag), IfMatch(there.etag)):
             with pytest.raises(StaleVersionError):
-                await store.copy(old, "copy", condition=expected)
+                await store.copy(old, "copy", Write(condition=expected))
         assert (await store.head("copy")).etag == there.etag
 
 
@@ -197,7 +197,7 @@ async def test_changed_attributes_whose_answer_was_lost_are_known_again(
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await put(store, "file", make_file(3 * PART))
         faulty.add("COPY", lose_answer=True, times=1)
-        changed = await store.copy(info.version, "file", metadata={"mode": "1"})
+        changed = await store.copy(info.version, "file", Write(metadata={"mode": "1"}))
         assert (await store.head("file")).token == changed.token
 
 

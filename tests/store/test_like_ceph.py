@@ -381,7 +381,7 @@ async def test_a_copy_is_of_the_named_object_and_not_of_one_with_a_similar_name(
     async with opened(ceph_bucket, ceph_bucket.server.endpoint_url) as store:
         await store.copy(ObjectVersion("a%20b", etag, len(data)), "copy")
         assert stored(ceph_bucket, "copy") == data
-        upload = await store.begin_upload("edited", metadata={}, content_type=None)
+        upload = await store.begin_upload("edited")
         with pytest.raises(UnsupportedError):
             await upload.copy_part(1, ObjectVersion("a%20b", etag, len(data)), 0, PART)
         await upload.abort()

@@ -171,7 +171,7 @@ async def write(store: S3Store) -> None:
     with tempfile.TemporaryFile() as file:
         file.write(BODY)
         file.flush()
-        await store.put_file("new", file.fileno(), len(BODY), metadata={}, content_type=None)
+        await store.put_file("new", file.fileno(), len(BODY))
 
 
 @pytest.mark.parametrize("send", [look, write])

@@ -72,7 +72,7 @@ async def test_a_wrong_clock_costs_one_refusal(ahead_s: float) -> None:
         store = S3Store(S3Settings("bucket", server.endpoint_url, keys=KEYS))
         got = bytearray()
         try:
-            info = await store.put_file("a", file.fileno(), 5, metadata={}, content_type=None)
+            info = await store.put_file("a", file.fileno(), 5)
             assert (await store.head("a")).etag == info.etag
             await store.download(info.version, 0, 5, lambda _, chunk: got.extend(chunk))
             assert [one.key for one in (await store.list_page("")).objects] == ["a"]

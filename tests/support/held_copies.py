@@ -27,8 +27,8 @@ class HeldCopies:
         self.answer = trio.Event()
         store.copy = self.copy  # type: ignore[method-assign]
 
-    async def copy(self, source: ObjectInfo, key: str, **options: Any) -> ObjectInfo:
-        made = await self._copy(source, key, **options)
+    async def copy(self, source: ObjectInfo, key: str, *write: Any) -> ObjectInfo:
+        made = await self._copy(source, key, *write)
         made = replace(made, etag=f'"{next(self._numbers):032x}-2"')
         self._objects[key].info = made
         if self.holds:

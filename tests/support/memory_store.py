@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import trio
 
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
-from fusefs.store.fencing import ChangeToken, TokenSource, stamped
+from fusefs.store.fencing import TokenSource
 from fusefs.store.interface import (
     IF_ABSENT,
+    PLAIN,
     ChunkWriter,
-    Condition,
     DeleteFailure,
     ListPage,
     ObjectInfo,
     ObjectVersion,
     PendingUpload,
+    Write,
 )
 
 SECOND_NS = 1_000_000_000
@@ -141,45 +142,29 @@ class MemoryStore:
                 raise StaleVersionError(version.key)
             await trio.to_thread.run_sync(write, start, memoryview(found.data)[start:stop])
 
-    async def put_file(
-        self,
-        key: str,
-        fd: int,
-        size: int,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-    ) -> ObjectInfo:
+    async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         async with self._request("PUT", key):
-            if condition == IF_ABSENT and key in self.objects:
+            if write.condition == IF_ABSENT and key in self.objects:
                 raise ExistsError(key)
-            self.put(key, os.pread(fd, size, 0), **metadata)
+            self.put(key, os.pread(fd, size, 0), **(write.metadata or {}))
         return self._get(key).info
 
     async def copy(
-        self,
-        source: ObjectInfo | ObjectVersion,
-        key: str,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        keeps_mtime: bool = False,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-        is_own: bool = False,
+        self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
     ) -> ObjectInfo:
         version = source.version if isinstance(source, ObjectInfo) else source
         async with self._request("COPY", key):
             found = self._get(version.key)
             if found.info.version != version:
                 raise StaleVersionError(version.key)
-            if condition == IF_ABSENT and key in self.objects:
+            if write.condition == IF_ABSENT and key in self.objects:
                 raise ExistsError(key)
-            attributes = dict((found.info.metadata if metadata is None else metadata) or {})
-            if token is not None and metadata is not None:
-                attributes = stamped(attributes, token)
-            if keeps_mtime:
+            attributes = dict(write.metadata or {})
+            if write.metadata is None:
+                attributes = dict(found.info.metadata or {})
+            elif write.token is not None:
+                attributes = write.stamped()
+            if write.keeps_mtime:
                 seconds, rest = divmod(found.info.mtime_ns, SECOND_NS)
                 attributes.setdefault("mtime", f"{seconds}.{rest:09}")
             self.put(key, found.data, **attributes)

@@ -15,9 +15,9 @@ from typing import Any
 
 from fusefs.settings.types import ConditionalWrites
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
-from fusefs.store.fencing import ChangeToken, stamped
+from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
-    Condition,
+    PLAIN,
     Expect,
     ObjectInfo,
     ObjectVersion,
@@ -25,6 +25,7 @@ from fusefs.store.interface import (
     PendingUpload,
     Strict,
     UploadState,
+    Write,
 )
 from fusefs.store.s3.conditions import Fence
 from fusefs.store.s3.multipart import S3Upload
@@ -54,45 +55,24 @@ class UploadingStore(MemoryStore):
         if condition is not None and etag != getattr(condition, "etag", None):
             raise ConflictError(key)
 
-    async def put_file(
-        self,
-        key: str,
-        fd: int,
-        size: int,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-    ) -> ObjectInfo:
-        token = token or self.tokens.next()
+    async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
+        write = write.with_token(self.tokens)
 
         async def send(strict: Strict) -> ObjectInfo:
             async with self._request("PUT", key):
                 self.check(key, strict)
-                self.put(key, os.pread(fd, size, 0), **stamped(metadata, token))
+                self.put(key, os.pread(fd, size, 0), **write.stamped())
             return self._info(key)
 
-        if isinstance(condition, Expect):
-            return await self.fence.over(key, condition, token, "put", send)
-        return await send(condition)
+        if isinstance(write.condition, Expect):
+            return await self.fence.over(key, write.condition, write.token, "put", send)
+        return await send(write.condition)
 
-    async def begin_upload(
-        self,
-        key: str,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        token: ChangeToken | None = None,
-    ) -> MemoryUpload:
+    async def begin_upload(self, key: str, write: Write = PLAIN) -> MemoryUpload:
         async with self._request("BEGIN", key):
             self._begun += 1
-            state = UploadState(
-                key,
-                str(self._begun),
-                self.part_size,
-                stamped(metadata, token or self.tokens.next()),
-            )
+            metadata = write.with_token(self.tokens).stamped()
+            state = UploadState(key, str(self._begun), self.part_size, metadata)
             self.uploads[state.upload_id] = {}
         return MemoryUpload(self, state)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.store.interface import Condition, ObjectInfo
+from fusefs.store.interface import Condition, ObjectInfo, Write
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.put import SMALL
 from fusefs.store.s3.store import S3Store
@@ -55,7 +55,7 @@ async def put(
 ) -> ObjectInfo:
     """Send the whole file, with METADATA."""
     chosen: dict[str, Any] = {"metadata": METADATA, "content_type": "text/x-test", **options}
-    return await store.put_file(key, file.fd, file.size, condition=condition, **chosen)
+    return await store.put_file(key, file.fd, file.size, Write(condition=condition, **chosen))
 
 
 def digest(data: bytes) -> str:

@@ -103,7 +103,7 @@ async def test_changes_of_keys_with_open_requests_wait_and_no_others(
         for entry in store.uncertain_keys:
             assert entry.settled_at >= begun + SETTLE_S
             entry.settled_at += 1000.0
-        put = partial(store.put_file, fd=fd, size=10, metadata={}, content_type=None)
+        put = partial(store.put_file, fd=fd, size=10)
         nursery.start_soon(run, "b", partial(put, "b"))
         nursery.start_soon(run, "c", partial(store.copy, source, "c"))
         nursery.start_soon(run, "d", partial(store.delete, "d"))

@@ -30,7 +30,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.operations import Operations
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.interface import ObjectInfo, Write
 from fusefs.store.s3.head import sendable
 
 logger = logging.getLogger("fusefs.late")
@@ -184,8 +184,8 @@ class Repairer:
         change = Change(COPY if has_content else PUT, key, (str(token),))
         with self._store.on_record(change):
             if isinstance(found, ObjectInfo) and has_content:
-                metadata = sendable(expected.metadata or {})
-                made = await self._store.inner.copy(found, key, metadata=metadata, token=token)
+                write = Write(sendable(expected.metadata or {}), token=token)
+                made = await self._store.inner.copy(found, key, write)
             else:
                 made = await self._put_content(entry, expected, found, token)
         self._expect(entry, expected, made, entry.content, change)
@@ -223,14 +223,12 @@ class Repairer:
             raise LookupError(f"its content can't be read: {error}") from error
         try:
             etag = found.etag if isinstance(found, ObjectInfo) else None
-            return await self._store.inner.put_file(
-                entry.key,
-                fd,
-                expected.size,
-                metadata=sendable(expected.metadata or {}),
-                content_type=expected.content_type,
-                token=token,
-                condition=self._store.inner.fence.strict("put", entry.key, etag),
+            write = Write(
+                sendable(expected.metadata or {}),
+                expected.content_type,
+                self._store.inner.fence.strict("put", entry.key, etag),
+                token,
             )
+            return await self._store.inner.put_file(entry.key, fd, expected.size, write)
         finally:
             os.close(fd)

@@ -27,14 +27,15 @@ from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import KeyState, UncertainKey, UncertainKeys, boottime
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
+    PLAIN,
     Condition,
     DeleteFailure,
     ObjectInfo,
     ObjectVersion,
     Upload,
     UploadState,
+    Write,
 )
 from fusefs.store.s3.store import S3Store
 
@@ -114,35 +115,16 @@ class WatchedStore:
 
     # Changes
 
-    async def put_file(
-        self,
-        key: str,
-        fd: int,
-        size: int,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-    ) -> ObjectInfo:
+    async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         """As `Store.put_file`."""
-        token = token or self.tokens.next()
-        change = Change(PUT, key, (str(token),))
-        send = partial(
-            self.inner.put_file,
-            key,
-            fd,
-            size,
-            metadata=metadata,
-            content_type=content_type,
-            condition=condition,
-            token=token,
-        )
+        write = write.with_token(self.tokens)
+        change = Change(PUT, key, (str(write.token),))
+        send = partial(self.inner.put_file, key, fd, size, write)
         if self.uncertain_keys.get(key) is None:
             with self.on_record(change):
                 return await send()
         async with (
-            self._alone(key, is_covered=self._covers(key, condition)) as held,
+            self._alone(key, is_covered=self._covers(key, write.condition)) as held,
             self._copied(held, fd, size) as content,
         ):
             with self.on_record(change):
@@ -151,38 +133,21 @@ class WatchedStore:
             return info
 
     async def copy(
-        self,
-        source: ObjectInfo | ObjectVersion,
-        key: str,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        keeps_mtime: bool = False,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-        is_own: bool = False,
+        self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
     ) -> ObjectInfo:
         """As `Store.copy`."""
-        token = token or self.tokens.next()
-        tokens, etag = [str(token)], ""
-        if metadata is None:
+        write = write.with_token(self.tokens)
+        tokens, etag = [str(write.token)], ""
+        if write.metadata is None:
             etag = source.etag
             if isinstance(source, ObjectInfo) and source.token is not None:
                 tokens.append(str(source.token))
         change = Change(COPY, key, tuple(tokens), etag)
-        send = partial(
-            self.inner.copy,
-            source,
-            key,
-            metadata=metadata,
-            keeps_mtime=keeps_mtime,
-            condition=condition,
-            token=token,
-            is_own=is_own,
-        )
+        send = partial(self.inner.copy, source, key, write)
         if self.uncertain_keys.get(key) is None:
             with self.on_record(change):
                 return await send()
-        is_covered = key != source.key and self._covers(key, condition)
+        is_covered = key != source.key and self._covers(key, write.condition)
         async with self._alone(key, is_covered=is_covered) as held:
             for _ in range(TRIES):
                 with self.on_record(change):
@@ -222,19 +187,9 @@ class WatchedStore:
                     self._acknowledged(entry, ABSENT, None)
             return failures
 
-    async def begin_upload(
-        self,
-        key: str,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        token: ChangeToken | None = None,
-    ) -> Upload:
+    async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
         """As `Store.begin_upload`."""
-        upload = await self.inner.begin_upload(
-            key, metadata=metadata, content_type=content_type, token=token
-        )
-        return _WatchedUpload(upload, self)
+        return _WatchedUpload(await self.inner.begin_upload(key, write), self)
 
     async def resume_upload(self, state: UploadState) -> Upload:
         """As `Store.resume_upload`."""

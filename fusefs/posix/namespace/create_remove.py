@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import trio
@@ -33,7 +32,7 @@ from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import ConflictError, ExistsError, NotFoundError, UnsupportedError
-from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo
+from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, Write
 from fusefs.telemetry.stalls import WaitCause, stage
 
 Made = TypeVar("Made")
@@ -183,16 +182,14 @@ class CreateRemove:
             with tempfile.TemporaryFile() as file:
                 file.write(target)
                 file.flush()
-                put = partial(
-                    self._store.put_file,
-                    prefix + name,
-                    file.fileno(),
-                    len(target),
-                    metadata=meta.as_metadata(),
-                    content_type=None,
-                )
+
+                async def put(condition: Condition) -> ObjectInfo:
+                    write = Write(meta.as_metadata(), condition=condition)
+                    size = len(target)
+                    return await self._store.put_file(prefix + name, file.fileno(), size, write)
+
                 if self._is_repeated(caller):
-                    info = await put(condition=Expect(None))
+                    info = await put(Expect(None))
                 else:
                     info = await self._put_new(parent, name, put)
             self._directories.changed(prefix, name, info)
@@ -202,7 +199,7 @@ class CreateRemove:
             return inode
 
     async def _put_new(
-        self, parent: Inode, name: str, put: Callable[..., Awaitable[ObjectInfo]]
+        self, parent: Inode, name: str, put: Callable[[Condition], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
         """Put an object that replaces no other node's, where the store knows conditions.
 
@@ -210,10 +207,10 @@ class CreateRemove:
             ExistsError: there is one.
         """
         try:
-            return await put(condition=IF_ABSENT)
+            return await put(IF_ABSENT)
         except UnsupportedError:
             await self._look_again(parent, name)
-            return await put(condition=Expect(None))
+            return await put(Expect(None))
         except ExistsError:
             self._directories.correct(self._directories.get(self._inodes.key(parent)), name, None)
             raise
@@ -259,7 +256,7 @@ class CreateRemove:
             return await self._writer.put_marker(prefix, meta, None)
         if not there.size:
             return await self._writer.put_marker(prefix, meta, there.etag)
-        await self._store.copy(there, prefix, metadata=meta.as_metadata())
+        await self._store.copy(there, prefix, Write(meta.as_metadata()))
         return None
 
     # Removing

@@ -23,7 +23,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import Condition, ObjectInfo
+from fusefs.store.interface import Condition, ObjectInfo, Write
 
 # How long the copy of a file waits for what a late request has undone, and between two tries.
 PUT_BACK_S = 10.0
@@ -125,11 +125,10 @@ class LinkChanges(CreateRemove):
         """
         own = self._writer.uploads.own.get(source)
         if own is not None and read(own.metadata or {}, self._owner.file).mtime_ns is not None:
-            return await self._store.copy(
-                own, key, metadata=own.metadata, condition=condition, is_own=True
-            )
-        is_dated = self._mover.is_dated(source)
-        return await self._store.copy(source, key, keeps_mtime=not is_dated, condition=condition)
+            write = Write(own.metadata, condition=condition, is_own=True)
+            return await self._store.copy(own, key, write)
+        write = Write(condition=condition, keeps_mtime=not self._mover.is_dated(source))
+        return await self._store.copy(source, key, write)
 
     async def _copy_expected(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
@@ -146,12 +145,8 @@ class LinkChanges(CreateRemove):
             try:
                 if meta is not None:
                     return source, await self._copy_described(source, key, condition, meta)
-                return source, await self._store.copy(
-                    source,
-                    key,
-                    keeps_mtime=not self._mover.is_dated(source),
-                    condition=condition,
-                )
+                write = Write(condition=condition, keeps_mtime=not self._mover.is_dated(source))
+                return source, await self._store.copy(source, key, write)
             except (NotFoundError, StaleVersionError) as error:
                 expected = await self._put_back(source.key, until)
                 if expected is None or expected.size != source.size:
@@ -188,13 +183,8 @@ class LinkChanges(CreateRemove):
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta
     ) -> ObjectInfo:
         own = self._writer.uploads.own.get(source)
-        copy = await self._store.copy(
-            own or source,
-            key,
-            metadata=meta.as_metadata(),
-            condition=condition,
-            is_own=own is not None,
-        )
+        write = Write(meta.as_metadata(), condition=condition, is_own=own is not None)
+        copy = await self._store.copy(own or source, key, write)
         if own is not None:
             self._writer.uploads.own.note(copy)
         return copy

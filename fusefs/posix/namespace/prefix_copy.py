@@ -29,7 +29,7 @@ from fusefs.store.errors import (
     StoreError,
     UnreachableError,
 )
-from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Store
+from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Store, Write
 from fusefs.store.s3.head import sendable
 
 logger = logging.getLogger("fusefs.renaming")
@@ -283,14 +283,8 @@ class PrefixCopy:
     async def _make_marker(self, source: str, key: str, condition: Condition) -> ObjectInfo:
         """Not every server copies a directory's marker."""
         marker = await self._store.head(source)
-        return await self._store.put_file(
-            key,
-            self._empty,
-            0,
-            metadata=sendable(marker.metadata or {}),
-            content_type=marker.content_type,
-            condition=condition,
-        )
+        write = Write(sendable(marker.metadata or {}), marker.content_type, condition)
+        return await self._store.put_file(key, self._empty, 0, write)
 
     async def undo(self, *, keep: str = "", is_known: bool) -> None:
         """Remove the copies, except the one of the key `keep`.
@@ -366,7 +360,7 @@ class PrefixCopy:
                     if _is_marker(copy):
                         await self._make_marker(copy.key, self.old, Expect(None))
                     else:
-                        await self._store.copy(copy, self.old, condition=Expect(None))
+                        await self._store.copy(copy, self.old, Write(condition=Expect(None)))
         self._may_lack_marker = False
 
     async def delete_sources(self, note: Callable[[int], None]) -> None:
@@ -427,16 +421,15 @@ async def copy_current(
         ExistsError: there is an object under `key`, against `condition`.
         NotFoundError: it is not there any more.
     """
-    keeps_mtime = not is_dated(source)
+    write = Write(condition=condition, keeps_mtime=not is_dated(source))
     for _ in range(TRIES - 1):
         try:
-            copied = await store.copy(source, key, keeps_mtime=keeps_mtime, condition=condition)
-            return source, copied
+            return source, await store.copy(source, key, write)
         except StaleVersionError:
             logger.info("%s has been replaced: what is there now is copied", source.key)
         source = await store.head(source.key)
-        keeps_mtime = True
-    return source, await store.copy(source, key, keeps_mtime=keeps_mtime, condition=condition)
+        write = Write(condition=condition, keeps_mtime=True)
+    return source, await store.copy(source, key, write)
 
 
 async def delete_all(

@@ -16,9 +16,8 @@ from dataclasses import replace
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.store.errors import StoreError
-from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
-    Condition,
+    PLAIN,
     DeleteFailure,
     ListPage,
     ObjectInfo,
@@ -26,6 +25,7 @@ from fusefs.store.interface import (
     Store,
     Upload,
     UploadState,
+    Write,
 )
 
 
@@ -78,44 +78,17 @@ class SettledStore:
         await self._removals.flush_at(key)
         return await self._store.head(key)
 
-    async def put_file(
-        self,
-        key: str,
-        fd: int,
-        size: int,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-    ) -> ObjectInfo:
+    async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         """As `Store.put_file`."""
         await self._settle(key)
-        info = await self._store.put_file(
-            key,
-            fd,
-            size,
-            metadata=metadata,
-            content_type=content_type,
-            condition=condition,
-            token=token,
-        )
+        info = await self._store.put_file(key, fd, size, write)
         self._touched.note([key])
         return info
 
-    async def begin_upload(
-        self,
-        key: str,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        token: ChangeToken | None = None,
-    ) -> Upload:
+    async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
         """As `Store.begin_upload`; what is completed has been begun after the removal."""
         await self._settle(key)
-        return await self._store.begin_upload(
-            key, metadata=metadata, content_type=content_type, token=token
-        )
+        return await self._store.begin_upload(key, write)
 
     async def resume_upload(self, state: UploadState) -> Upload:
         """As `Store.resume_upload`."""
@@ -123,27 +96,11 @@ class SettledStore:
         return await self._store.resume_upload(state)
 
     async def copy(
-        self,
-        source: ObjectInfo | ObjectVersion,
-        key: str,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        keeps_mtime: bool = False,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-        is_own: bool = False,
+        self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
     ) -> ObjectInfo:
         """As `Store.copy`."""
         await self._settle(key)
-        info = await self._store.copy(
-            source,
-            key,
-            metadata=metadata,
-            keeps_mtime=keeps_mtime,
-            condition=condition,
-            token=token,
-            is_own=is_own,
-        )
+        info = await self._store.copy(source, key, write)
         self._touched.note([key])
         return info
 

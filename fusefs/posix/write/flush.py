@@ -41,7 +41,7 @@ from fusefs.posix.write.uploader import Uploader
 from fusefs.settings.durability import Durability
 from fusefs.store.errors import NotFoundError
 from fusefs.store.fencing import ChangeToken
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.interface import ObjectInfo, Write
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.stalls import unattended
 
@@ -305,13 +305,8 @@ class Flusher:
             NotFoundError, StaleVersionError: there is no such version any more.
         """
         own = self.uploads.own.get(info)
-        return await self._store.copy(
-            own or info.version,
-            info.key,
-            metadata=meta.as_metadata(),
-            token=token,
-            is_own=own is not None,
-        )
+        write = Write(meta.as_metadata(), token=token, is_own=own is not None)
+        return await self._store.copy(own or info.version, info.key, write)
 
     def _found_done(self, info: ObjectInfo) -> None:
         """An upload of an earlier process has come to pass: no late request is to undo it."""

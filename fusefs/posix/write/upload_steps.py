@@ -46,6 +46,7 @@ from fusefs.store.interface import (
     Store,
     Upload,
     UploadState,
+    Write,
 )
 
 logger = logging.getLogger("fusefs.uploads")
@@ -106,14 +107,7 @@ class UploadSteps:
             commit()
             staged.sending = size
             try:
-                info = await self._store.put_file(
-                    staged.key,
-                    staged.fd,
-                    size,
-                    metadata=staged.metadata(),
-                    content_type=content_type(staged.key),
-                    condition=self._condition(staged),
-                )
+                info = await self._put(staged, staged.key, size, self._condition(staged))
             finally:
                 staged.sending = None
             self.own.note(info)
@@ -132,14 +126,7 @@ class UploadSteps:
         size = staged.begin_sending()
         if staged.base is not None:
             await self._editor.fill(staged.base, staged.fd, 0, size)
-        info = await self._store.put_file(
-            key,
-            staged.fd,
-            size,
-            metadata=staged.metadata(),
-            content_type=content_type(key),
-            condition=condition,
-        )
+        info = await self._put(staged, key, size, condition)
         if size <= IN_PARTS:
             self.own.note(info)
         return info
@@ -152,14 +139,9 @@ class UploadSteps:
             StoreError: it could not be sent.
         """
         assert staged.exclusive is not None
-        return await self._store.put_file(
-            staged.key,
-            staged.fd,
-            0,
-            metadata=staged.metadata() | {CREATED_BY: staged.exclusive},
-            content_type=content_type(staged.key),
-            condition=IF_ABSENT,
-        )
+        metadata = staged.metadata() | {CREATED_BY: staged.exclusive}
+        write = Write(metadata, content_type(staged.key), IF_ABSENT)
+        return await self._store.put_file(staged.key, staged.fd, 0, write)
 
     async def reserved(self, staged: StagedFile) -> ObjectInfo | None:
         """The reservation of this very file, if that is what the bucket has under its key."""
@@ -181,6 +163,13 @@ class UploadSteps:
         is_own = str(found.token) in staged.tokens and not _is_content_of(found, staged)
         return found if is_own and found.etag != staged.etag else None
 
+    async def _put(
+        self, staged: StagedFile, key: str, size: int, condition: Condition
+    ) -> ObjectInfo:
+        """Send the first `size` bytes of a file and its attributes."""
+        write = Write(staged.metadata(), content_type(key), condition)
+        return await self._store.put_file(key, staged.fd, size, write)
+
     def _condition(self, staged: StagedFile) -> Condition:
         if not self.is_careful(staged):
             return Expect(staged.etag)
@@ -196,12 +185,8 @@ class UploadSteps:
         assert version is not None
         own = self.own.get(version)
         try:
-            info = await self._store.copy(
-                own or version.version,
-                staged.key,
-                metadata=staged.metadata(),
-                is_own=own is not None,
-            )
+            write = Write(staged.metadata(), is_own=own is not None)
+            info = await self._store.copy(own or version.version, staged.key, write)
             if own is not None:
                 self.own.note(info)
             return info
@@ -213,14 +198,7 @@ class UploadSteps:
                 await self._editor.fill(staged.base, staged.fd, 0, staged.size())
             staged.changes += 1
             staged.sent = staged.changes
-            return await self._store.put_file(
-                staged.key,
-                staged.fd,
-                staged.size(),
-                metadata=staged.metadata(),
-                content_type=content_type(staged.key),
-                condition=Expect(staged.etag),
-            )
+            return await self._put(staged, staged.key, staged.size(), Expect(staged.etag))
 
     async def _send_parts(
         self, staged: StagedFile, commit: Callable[[], None], size: int
@@ -230,14 +208,7 @@ class UploadSteps:
             upload = await self.begin(staged, staged.metadata())
         if upload is None:
             commit()
-            return await self._store.put_file(
-                staged.key,
-                staged.fd,
-                0,
-                metadata=staged.metadata(),
-                content_type=content_type(staged.key),
-                condition=self._condition(staged),
-            )
+            return await self._put(staged, staged.key, 0, self._condition(staged))
         for is_last in (False, True):
             try:
                 if staged.base is not None:
@@ -321,7 +292,7 @@ class UploadSteps:
         is_dated = object_metadata.read_time(sent) is not None
         wanted = described if is_dated else described.changed(mtime_ns=None)
         if sent != wanted.as_metadata():
-            info = await self._store.copy(info.version, staged.key, metadata=staged.metadata())
+            info = await self._store.copy(info.version, staged.key, Write(staged.metadata()))
         elif not is_dated:
             # The time that everybody else sees.
             os.utime(staged.fd, ns=(info.mtime_ns, info.mtime_ns))
@@ -333,9 +304,8 @@ class UploadSteps:
         staged.tokens.add(str(token))
         staged.begun_ns = time.time_ns()
         self._staging.record(staged)
-        staged.upload = await self._store.begin_upload(
-            staged.key, metadata=metadata, content_type=content_type(staged.key), token=token
-        )
+        write = Write(metadata, content_type(staged.key), token=token)
+        staged.upload = await self._store.begin_upload(staged.key, write)
         staged.begun_ns = None
         self._staging.record(staged)
         return staged.upload

@@ -40,7 +40,7 @@ from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging_record import may_tell_uploaded
 from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
-from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo
+from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Write
 from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.writing")
@@ -183,14 +183,9 @@ class Writer:
         # tells our object from another node's.
         token = f"{self.staging.directory.name}-{caller.unique}"
         try:
-            return await self._store.put_file(
-                key,
-                self.empty,
-                0,
-                metadata=meta.as_metadata() | {CREATED_BY: token},
-                content_type=content_type(key),
-                condition=IF_ABSENT,
-            )
+            metadata = meta.as_metadata() | {CREATED_BY: token}
+            write = Write(metadata, content_type(key), IF_ABSENT)
+            return await self._store.put_file(key, self.empty, 0, write)
         except ConflictError as error:
             found = await self._store.head(key)
             if found.size or (found.metadata or {}).get(CREATED_BY) != token:
@@ -205,15 +200,8 @@ class Writer:
         Raises:
             ConflictError: an object with content is there.
         """
-        made = await self._store.put_file(
-            prefix,
-            self.empty,
-            0,
-            metadata=meta.as_metadata(),
-            content_type="application/x-directory",
-            condition=Expect(etag),
-        )
-        return made.etag
+        write = Write(meta.as_metadata(), "application/x-directory", Expect(etag))
+        return (await self._store.put_file(prefix, self.empty, 0, write)).etag
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file for writing, or one that is staged."""

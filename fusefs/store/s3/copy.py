@@ -28,7 +28,7 @@ from fusefs.store.errors import (
     UnsupportedError,
     from_body,
 )
-from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT, ChangeToken, stamped
+from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
 from fusefs.store.http.answers import Answer
 from fusefs.store.interface import (
     IF_ABSENT,
@@ -38,6 +38,7 @@ from fusefs.store.interface import (
     ObjectInfo,
     ObjectVersion,
     Strict,
+    Write,
     writing,
 )
 from fusefs.store.s3 import head, multipart
@@ -76,27 +77,21 @@ async def copy(
     fence: Fence,
     source: ObjectInfo | ObjectVersion,
     key: str,
-    metadata: Mapping[str, str] | None,
-    token: ChangeToken,
-    *,
-    keeps_mtime: bool = False,
-    condition: Condition = None,
-    is_own: bool = False,
+    write: Write,
 ) -> ObjectInfo:
     """As `Store.copy`."""
-    if metadata is not None:
-        head.check(metadata)
-        metadata = stamped(metadata, token)
+    condition = write.condition
+    if write.metadata is not None:
+        head.check(write.metadata)
+        write = replace(write, metadata=write.stamped())
 
     in_parts = bool(source.size) and _takes_parts(fence, condition)
 
     async def send(strict: Strict) -> ObjectInfo:
         try:
-            if is_own and not in_parts and metadata is not None and isinstance(source, ObjectInfo):
-                return await _copy_own(requester, source, key, metadata, strict)
-            return await _copy(
-                requester, fence, source, key, metadata, token, keeps_mtime, strict, in_parts
-            )
+            if write.is_own and not in_parts and isinstance(source, ObjectInfo):
+                return await _copy_own(requester, source, key, write, strict)
+            return await _copy(requester, fence, source, key, write, strict, in_parts)
         except NotFoundError as error:
             # S3 does not say which of the two objects is gone.
             if isinstance(strict, IfMatch) and await fence.find(key) is None:
@@ -104,7 +99,7 @@ async def copy(
             raise
 
     if isinstance(condition, Expect):
-        return await fence.over(key, condition, token, "copy", send)
+        return await fence.over(key, condition, write.token, "copy", send)
     if condition != IF_ABSENT or in_parts or fence.honours("copy_if_none_match"):
         try:
             return await send(condition)
@@ -127,23 +122,23 @@ async def _copy(
     fence: Fence,
     source: ObjectInfo | ObjectVersion,
     key: str,
-    metadata: Mapping[str, str] | None,
-    token: ChangeToken,
-    keeps_mtime: bool,
+    write: Write,
     condition: Strict,
     in_parts: bool,
 ) -> ObjectInfo:
+    metadata = write.metadata
     limit = LARGEST_COPY if multipart.is_mistakable(source.key) else COPY_LIMIT
     is_small = source.size <= limit and not in_parts
-    if isinstance(source, ObjectInfo) and is_small and metadata is None and not keeps_mtime:
+    if isinstance(source, ObjectInfo) and is_small and metadata is None and not write.keeps_mtime:
         return await _copy_whole(requester, _Copy(source, key, None, condition))
     info, headers = await head.head(requester, source.key, writing)
     version = source.version if isinstance(source, ObjectInfo) else source
     if info.version != version:
         raise StaleVersionError("the object has been replaced")
-    if metadata is None and keeps_mtime:
-        dated = _dated(info, is_aws=requester.settings.write_options.is_aws_form)
-        metadata = dated if dated is None or not _has_room(dated) else stamped(dated, token)
+    if metadata is None and write.keeps_mtime:
+        metadata = _dated(info, is_aws=requester.settings.write_options.is_aws_form)
+        if metadata is not None and _has_room(metadata):
+            metadata = replace(write, metadata=metadata).stamped()
     if metadata is None and is_small:
         return await _copy_whole(requester, _Copy(info, key, None, condition))
     copied = info if metadata is None else replace(info, metadata=dict(metadata))
@@ -160,14 +155,13 @@ async def _copy_own(
     requester: Requester,
     source: ObjectInfo,
     key: str,
-    metadata: Mapping[str, str],
+    write: Write,
     condition: Strict,
 ) -> ObjectInfo:
     """Copy an object that fits into one request and that has a content type alone."""
     kept = {} if source.content_type is None else {"content-type": source.content_type}
-    return await _copy_whole(
-        requester, _Copy(replace(source, metadata=dict(metadata)), key, kept, condition)
-    )
+    copied = replace(source, metadata=write.metadata)
+    return await _copy_whole(requester, _Copy(copied, key, kept, condition))
 
 
 def _as_boto_takes_it(copied: ObjectInfo, kept: Mapping[str, str]) -> dict[str, Any]:

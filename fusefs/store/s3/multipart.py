@@ -44,6 +44,7 @@ from fusefs.store.interface import (
     PendingUpload,
     Strict,
     UploadState,
+    Write,
     demanded,
     writing,
 )
@@ -531,15 +532,13 @@ async def put(
     key: str,
     fd: int,
     size: int,
-    metadata: Mapping[str, str],
-    content_type: str | None,
-    condition: Condition,
+    write: Write,
 ) -> ObjectInfo:
     """As `Store.put_file`, with a multipart upload."""
-    begun = await begin(requester, fence, key, metadata, content_type)
+    begun = await begin(requester, fence, key, write)
     async with _aborted_on_failure(requester, begun) as upload:
         await upload.send(fd, upload.missing(size), size)
-        return await upload.complete(size, condition)
+        return await upload.complete(size, write.condition)
 
 
 async def copy(
@@ -583,16 +582,11 @@ async def _aborted_on_failure(requester: Requester, upload: S3Upload) -> AsyncIt
     log.ended(upload_id)
 
 
-async def begin(
-    requester: Requester,
-    fence: Fence,
-    key: str,
-    metadata: Mapping[str, str],
-    content_type: str | None,
-) -> S3Upload:
+async def begin(requester: Requester, fence: Fence, key: str, write: Write) -> S3Upload:
     """As `Store.begin_upload`."""
-    head.check(metadata, content_type)
-    kept = head.metadata_parameters(metadata, content_type)
+    metadata = write.stamped()
+    head.check(metadata, write.content_type)
+    kept = head.metadata_parameters(metadata, write.content_type)
     return await _begin(requester, fence, key, requester.settings.part_size, kept)
 
 

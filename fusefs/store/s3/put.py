@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fusefs.store.errors import AttemptError, ConflictError, Failure
-from fusefs.store.fencing import ChangeToken
-from fusefs.store.interface import Condition, Expect, ObjectInfo, Strict, writing
+from fusefs.store.interface import Expect, ObjectInfo, Strict, Write, writing
 from fusefs.store.s3 import head
 from fusefs.store.s3.body import Body, Sums, sums_of
 from fusefs.store.s3.conditions import (
@@ -40,7 +39,7 @@ SMALL = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is to become an object: the first `size` bytes of an open file, and its metadata."""
+    """What is to become an object: the first `size` bytes of an open file, and its properties."""
 
     key: str
     fd: int
@@ -83,22 +82,21 @@ async def put(
     key: str,
     fd: int,
     size: int,
-    metadata: Mapping[str, str],
-    content_type: str | None,
-    condition: Condition,
+    write: Write,
 ) -> ObjectInfo:
     """As `Store.put_file`, with one PUT."""
-    head.check(metadata, content_type)
-    source = _Source(key, fd, size, metadata, content_type, requester.storage_class)
+    metadata = write.stamped()
+    head.check(metadata, write.content_type)
+    source = _Source(key, fd, size, metadata, write.content_type, requester.storage_class)
 
     async def send(strict: Strict) -> ObjectInfo:
         info = await _put(requester, source, strict, sends_md5=fence.sends_md5)
         requester.counted["bytes_sent"] += size
         return info
 
-    if isinstance(condition, Expect):
-        return await fence.over(key, condition, ChangeToken.parse(metadata), "put", send)
-    return await fence.strictly(key, condition, send)
+    if isinstance(write.condition, Expect):
+        return await fence.over(key, write.condition, write.token, "put", send)
+    return await fence.strictly(key, write.condition, send)
 
 
 async def _put(

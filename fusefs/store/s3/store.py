@@ -23,10 +23,10 @@ import trio
 
 from fusefs.store.capabilities import Capabilities
 from fusefs.store.errors import AttemptError, CredentialsError, StoreError
-from fusefs.store.fencing import ChangeToken, TokenSource, stamped
+from fusefs.store.fencing import TokenSource
 from fusefs.store.interface import (
+    PLAIN,
     ChunkWriter,
-    Condition,
     DeleteFailure,
     ListPage,
     ObjectInfo,
@@ -34,6 +34,7 @@ from fusefs.store.interface import (
     PendingUpload,
     UploadState,
     Urgency,
+    Write,
     demanded,
 )
 from fusefs.store.s3 import copy as copying
@@ -174,33 +175,14 @@ class S3Store:
     ) -> None:
         await self.getter.download(version, start, stop, write, priority, in_loop=in_loop)
 
-    async def put_file(
-        self,
-        key: str,
-        fd: int,
-        size: int,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-    ) -> ObjectInfo:
-        metadata = stamped(metadata, token or self.tokens.next())
+    async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         send = putting.put if size <= self.settings.part_size else multipart.put
-        return await send(
-            self.requester, self.fence, key, fd, size, metadata, content_type, condition
-        )
+        write = write.with_token(self.tokens)
+        return await send(self.requester, self.fence, key, fd, size, write)
 
-    async def begin_upload(
-        self,
-        key: str,
-        *,
-        metadata: Mapping[str, str],
-        content_type: str | None,
-        token: ChangeToken | None = None,
-    ) -> S3Upload:
-        metadata = stamped(metadata, token or self.tokens.next())
-        return await multipart.begin(self.requester, self.fence, key, metadata, content_type)
+    async def begin_upload(self, key: str, write: Write = PLAIN) -> S3Upload:
+        write = write.with_token(self.tokens)
+        return await multipart.begin(self.requester, self.fence, key, write)
 
     async def resume_upload(self, state: UploadState) -> S3Upload:
         return await multipart.resume(self.requester, self.fence, state)
@@ -212,27 +194,10 @@ class S3Store:
         return await multipart.pending(self.requester, prefix)
 
     async def copy(
-        self,
-        source: ObjectInfo | ObjectVersion,
-        key: str,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        keeps_mtime: bool = False,
-        condition: Condition = None,
-        token: ChangeToken | None = None,
-        is_own: bool = False,
+        self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
     ) -> ObjectInfo:
-        return await copying.copy(
-            self.requester,
-            self.fence,
-            source,
-            key,
-            metadata,
-            token or self.tokens.next(),
-            keeps_mtime=keeps_mtime,
-            condition=condition,
-            is_own=is_own,
-        )
+        write = write.with_token(self.tokens)
+        return await copying.copy(self.requester, self.fence, source, key, write)
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         await deleting.delete(self.requester, self.fence, key, etag, adopts=adopts)

@@ -9,7 +9,7 @@ import trio
 
 from fusefs.store.errors import ExistsError, StoreError, UnreachableError
 from fusefs.store.fencing import without_token
-from fusefs.store.interface import IF_ABSENT, IfMatch
+from fusefs.store.interface import IF_ABSENT, IfMatch, Write
 from fusefs.store.s3 import copy
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -101,7 +101,7 @@ async def test_a_copy_onto_itself_whose_answer_was_lost_is_done(
     faulty.add("COPY", times=1, lose_answer=True)
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await put(store, "file", make_file(2 * PART))
-        await store.copy(info.version, "file", metadata={"new": "1"})
+        await store.copy(info.version, "file", Write(metadata={"new": "1"}))
         assert without_token((await store.head("file")).metadata or {}) == {"new": "1"}
 
 
@@ -128,7 +128,7 @@ async def test_an_error_with_status_200_is_an_error(
     rule = faulty.add(operation, times=2, status=200, code="InternalError", body=body)
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await put(store, "file", file)
-        await store.copy(info.version, "copy", metadata=metadata)
+        await store.copy(info.version, "copy", Write(metadata=metadata))
     assert rule.used == 2
     assert digest(stored(bucket, "copy")) == digest(file.data)
 

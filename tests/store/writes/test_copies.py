@@ -6,7 +6,7 @@ import pytest
 
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, UnsupportedError
 from fusefs.store.fencing import without_token
-from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion
+from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion, Write
 from fusefs.store.s3 import copy, multipart
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -80,7 +80,9 @@ async def test_a_copy_with_other_metadata_keeps_the_rest(
     kept = {"ContentType": "a/b", "CacheControl": "no-cache", "ContentEncoding": "x"}
     etag = bucket.put("source", file.data, Metadata={"old": "1"}, **kept)
     async with opened(bucket, bucket.server.endpoint_url) as store:
-        await store.copy(ObjectVersion("source", etag, file.size), "copy", metadata={"new": "2"})
+        await store.copy(
+            ObjectVersion("source", etag, file.size), "copy", Write(metadata={"new": "2"})
+        )
         assert without_token((await store.head("copy")).metadata or {}) == {"new": "2"}
     answer = bucket.client.head_object(Bucket=bucket.name, Key="copy")
     assert {name: answer[name] for name in kept} == kept
@@ -92,7 +94,7 @@ async def test_the_metadata_of_an_object_are_replaced_in_place(
     file = make_file(100)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         info = await put(store, "same", file)
-        changed = await store.copy(info.version, "same", metadata={"mode": "33152"})
+        changed = await store.copy(info.version, "same", Write(metadata={"mode": "33152"}))
         seen = await store.head("same")
     assert changed.version == seen.version
     assert without_token(seen.metadata or {}) == {"mode": "33152"}
@@ -131,8 +133,10 @@ async def test_where_there_was_to_be_nothing_nothing_is_replaced(
         await put(store, "there", make_file(5))
         for keeps_mtime in (True, False):
             with pytest.raises(ExistsError):
-                await store.copy(source, "there", keeps_mtime=keeps_mtime, condition=IF_ABSENT)
-        await store.copy(source, "new", condition=IF_ABSENT)
+                await store.copy(
+                    source, "there", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT)
+                )
+        await store.copy(source, "new", Write(condition=IF_ABSENT))
     assert len(stored(bucket, "there")) == 5
     assert stored(bucket, "new") == file.data
 
@@ -144,7 +148,7 @@ async def test_a_source_that_was_replaced_is_no_object_that_is_in_the_way(
         old = await put(store, "source", make_file(100))
         await put(store, "source", make_file(100))
         with pytest.raises(StaleVersionError):
-            await store.copy(old, "copy", condition=IF_ABSENT)
+            await store.copy(old, "copy", Write(condition=IF_ABSENT))
 
 
 @pytest.mark.parametrize("keeps_mtime", [True, False])
@@ -155,10 +159,10 @@ async def test_a_copy_whose_answer_was_lost_is_not_in_its_own_way(
     async with opened(bucket, faulty.endpoint_url) as store:
         faulty.add("COPY", lose_answer=True, times=1)
         source = ObjectInfo("source", 1, etag, 0)
-        await store.copy(source, "copy", keeps_mtime=keeps_mtime, condition=IF_ABSENT)
+        await store.copy(source, "copy", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT))
         assert len(faulty.requests("COPY")) == 2
         with pytest.raises(ExistsError):
-            await store.copy(source, "copy", keeps_mtime=keeps_mtime, condition=IF_ABSENT)
+            await store.copy(source, "copy", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT))
 
 
 async def test_a_store_without_conditions_of_copies_copies(
@@ -167,7 +171,7 @@ async def test_a_store_without_conditions_of_copies_copies(
     etag = bucket.put("source", b"x")
     async with opened(bucket, faulty.endpoint_url) as store:
         faulty.add("COPY", code="NotImplemented", times=1)
-        await store.copy(ObjectInfo("source", 1, etag, 0), "copy", condition=IF_ABSENT)
+        await store.copy(ObjectInfo("source", 1, etag, 0), "copy", Write(condition=IF_ABSENT))
     assert stored(bucket, "copy") == b"x"
 
 

@@ -73,7 +73,7 @@ async def test_the_key_goes_with_each_request_that_reads_or_writes(
         assert await content_of(store, copied.version) == os.pread(file.fd, size, 0)
         assert (await store.head("renamed")).size == size
         if operation == "PART":
-            upload = await store.begin_upload("edited", metadata={}, content_type=None)
+            upload = await store.begin_upload("edited")
             with suppress(UnsupportedError):  # SeaweedFS copies no encrypted parts
                 await upload.copy_part(1, info.version, 0, PART)
             await upload.abort()

@@ -28,7 +28,7 @@ async def begun(
 ) -> AsyncIterator[tuple[S3Store, Upload]]:
     """A store and an upload of "file" that has been begun."""
     async with opened(bucket, faulty.endpoint_url, **settings) as store:
-        yield store, await store.begin_upload("file", metadata={}, content_type=None)
+        yield store, await store.begin_upload("file")
 
 
 @pytest.fixture

@@ -9,7 +9,15 @@ import trio
 
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import without_token
-from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, Upload, UploadState
+from fusefs.store.interface import (
+    IF_ABSENT,
+    Condition,
+    IfMatch,
+    ObjectInfo,
+    Upload,
+    UploadState,
+    Write,
+)
 from fusefs.store.s3.body import Body
 from tests.support.machine.local_file import LocalFile, MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -45,7 +53,9 @@ async def begun(bucket: Bucket, faulty: FaultyS3, file: LocalFile) -> UploadStat
     """Begin an upload and cancel it when two of its parts are there; the others hang."""
     rules = [faulty.add("PART", times=2), faulty.add("PART", **HANG)]
     async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", metadata=METADATA, content_type="text/x-test")
+        upload = await store.begin_upload(
+            "file", Write(metadata=METADATA, content_type="text/x-test")
+        )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send, upload, file)
             await eventually(lambda: len(upload.state.parts) == 2 and rules[1].used == 2)
@@ -90,7 +100,7 @@ async def test_a_part_that_is_on_record_but_not_in_the_bucket_is_sent(
 ) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
         lost = faulty.add("PART", times=1, status=200, body=b"", headers={"etag": '"00"'})
-        upload = await store.begin_upload("file", metadata={}, content_type=None)
+        upload = await store.begin_upload("file")
         await send(upload, file)
         assert lost.used == 1
         resumed = await store.resume_upload(upload.state)
@@ -103,7 +113,7 @@ async def test_an_upload_of_which_only_the_beginning_is_on_record_goes_on(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", metadata={}, content_type=None)
+        upload = await store.begin_upload("file")
         state = upload.state
         await send(upload, file)
         resumed = await store.resume_upload(state)
@@ -116,7 +126,7 @@ async def test_an_upload_that_was_completed_is_not_repeated(
 ) -> None:
     old = bucket.put("file", b"old")
     async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file", metadata=METADATA, content_type=None)
+        upload = await store.begin_upload("file", Write(metadata=METADATA, content_type=None))
         await send(upload, file)
         state = upload.state
         info = await upload.complete(file.size, IfMatch(old))
@@ -154,10 +164,7 @@ async def test_uploads_are_listed_until_they_end(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
-        uploads = [
-            await store.begin_upload(key, metadata={}, content_type=None)
-            for key in ("a/1", "a/2", "b/1")
-        ]
+        uploads = [await store.begin_upload(key) for key in ("a/1", "a/2", "b/1")]
         listed = await store.list_uploads("a/")
         assert {(one.key, one.upload_id) for one in listed} == {
             (upload.state.key, upload.state.upload_id) for upload in uploads[:2]
@@ -203,7 +210,7 @@ async def test_unchanged_parts_are_copied_on_the_server(
         old = await put(store, "file", file)
         file.change(PART + 5, b"changed")
         before = store.counters()["bytes_sent"]
-        upload = await store.begin_upload("file", metadata=METADATA, content_type=None)
+        upload = await store.begin_upload("file", Write(metadata=METADATA, content_type=None))
         await upload.send(file.fd, [2], file.size)
         for number, start in ((1, 0), (3, 2 * PART), (4, 3 * PART)):
             stop = min(start + PART, file.size)
@@ -220,7 +227,7 @@ async def test_copied_parts_are_not_copied_again_after_a_restart(
 ) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
         old = await put(store, "file", file)
-        upload = await store.begin_upload("new", metadata={}, content_type=None)
+        upload = await store.begin_upload("new")
         for number, start in ((1, 0), (2, PART), (3, 2 * PART)):
             await upload.copy_part(number, old.version, start, start + PART)
         resumed = await store.resume_upload(upload.state)
@@ -238,7 +245,7 @@ async def test_parts_of_another_version_are_not_copied(
     async with opened(bucket, faulty.endpoint_url) as store:
         old = await put(store, "file", file)
         bucket.put("file", b"another")
-        upload = await store.begin_upload("file", metadata={}, content_type=None)
+        upload = await store.begin_upload("file")
         with pytest.raises(StaleVersionError):
             await upload.copy_part(1, old.version, 0, PART)
         await store.abort_upload("file", upload.state.upload_id)
@@ -250,7 +257,7 @@ async def test_a_copied_range_must_fit_into_its_part(
 ) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
         old = await put(store, "file", file)
-        upload = await store.begin_upload("new", metadata={}, content_type=None)
+        upload = await store.begin_upload("new")
         with pytest.raises(ValueError, match=f"part 3 has {PART} bytes"):
             await upload.copy_part(3, old.version, 0, PART + 1)
 

@@ -103,7 +103,7 @@ async def test_an_upload_does_not_hold_the_file_in_memory(
 async def test_only_the_first_bytes_of_a_file_are_sent(bucket: Bucket, make_file: MakeFile) -> None:
     file = make_file(PART)
     async with opened(bucket, bucket.server.endpoint_url) as store:
-        await store.put_file("short", file.fd, 1000, metadata={}, content_type=None)
+        await store.put_file("short", file.fd, 1000)
     assert stored(bucket, "short") == file.data[:1000]
 
 
@@ -114,7 +114,7 @@ async def test_a_file_that_is_too_short_becomes_no_object(
     file = make_file(size - 1)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         with pytest.raises(StoreError, match="became shorter"):
-            await store.put_file("short", file.fd, size, metadata={}, content_type=None)
+            await store.put_file("short", file.fd, size)
         assert await store.list_uploads("") == []
     assert keys(bucket) == []
 
@@ -126,7 +126,7 @@ async def test_a_file_that_cannot_be_read_becomes_no_object(
     fd = os.open(tmp_path / "unreadable", os.O_WRONLY | os.O_CREAT)
     async with opened(bucket, bucket.server.endpoint_url) as store:
         with pytest.raises(OSError, match="Bad file descriptor"):
-            await store.put_file("unreadable", fd, size, metadata={}, content_type=None)
+            await store.put_file("unreadable", fd, size)
     os.close(fd)
     assert keys(bucket) == []
 

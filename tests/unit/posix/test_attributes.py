@@ -36,8 +36,8 @@ class OtherEtags(MemoryStore):
 
     _copies = itertools.count()
 
-    async def copy(self, source: Any, key: str, **options: Any) -> ObjectInfo:
-        info = await super().copy(source, key, **options)
+    async def copy(self, source: Any, key: str, *write: Any) -> ObjectInfo:
+        info = await super().copy(source, key, *write)
         copied = replace(info, etag=f'"{next(self._copies)}"')
         self.objects[key].info = copied
         return copied

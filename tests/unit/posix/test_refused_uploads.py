@@ -19,7 +19,7 @@ from fusefs.store.errors import (
     UnreachableError,
     UnsupportedError,
 )
-from fusefs.store.interface import ObjectInfo, PendingUpload, UploadState
+from fusefs.store.interface import ObjectInfo, PendingUpload, UploadState, Write
 from tests.support.memory_store import MemoryStore
 from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.support.waiting import eventually
@@ -56,8 +56,8 @@ class RefusingStore(MemoryStore):
         self.aborted: list[str] = []
         self.refusals: list[StoreError] = []
 
-    async def begin_upload(self, key: str, *, metadata: dict[str, str], **_: object) -> Any:
-        return InOnePart(self, UploadState(key, "new", 8 << 20, metadata))
+    async def begin_upload(self, key: str, write: Write) -> Any:
+        return InOnePart(self, UploadState(key, "new", 8 << 20, write.metadata or {}))
 
     async def resume_upload(self, _state: UploadState) -> Any:
         raise self.error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -20,7 +19,7 @@ from fusefs.store.errors import (
     UnreachableError,
     UnsupportedError,
 )
-from fusefs.store.interface import IF_ABSENT, Condition, ObjectInfo
+from fusefs.store.interface import IF_ABSENT, ObjectInfo, Write
 from fusefs.store.s3 import head
 from tests.support.memory_store import MemoryStore
 from tests.support.semantics import states
@@ -203,8 +202,8 @@ async def test_copies_whose_answers_are_not_there_are_taken_back(mount: MortalMo
     tree = fill(mount.store, "old/")
     copy, is_failing = mount.store.copy, trio.Event()
 
-    async def lose(source: ObjectInfo, key: str, **options: Any) -> ObjectInfo:
-        made = await copy(source, key, **options)
+    async def lose(source: ObjectInfo, key: str, write: Write) -> ObjectInfo:
+        made = await copy(source, key, write)
         if key == "new/4":
             is_failing.set()
             raise UnreachableError(key)
@@ -266,9 +265,9 @@ async def test_a_marker_takes_along_what_can_be_sent_of_its_metadata(mount: Mort
     mount.store.put("old/f", b"f")
     put_file = mount.store.put_file
 
-    async def checked(*args: Any, metadata: dict[str, str], **options: Any) -> ObjectInfo:
-        head.check(metadata)
-        return await put_file(*args, metadata=metadata, **options)
+    async def checked(key: str, fd: int, size: int, write: Write) -> ObjectInfo:
+        head.check(write.metadata or {})
+        return await put_file(key, fd, size, write)
 
     mount.store.put_file = checked  # type: ignore[method-assign, assignment]
     async with mount.serving() as process:
@@ -496,10 +495,10 @@ async def test_a_link_replaces_nothing_that_another_node_has_just_made(mount: Mo
 async def test_a_link_is_made_where_the_store_knows_no_conditions(mount: MortalMount) -> None:
     put_file = mount.store.put_file
 
-    async def put_without(*args: Any, condition: Condition, **options: Any) -> ObjectInfo:
-        if condition == IF_ABSENT:
+    async def put_without(key: str, fd: int, size: int, write: Write) -> ObjectInfo:
+        if write.condition == IF_ABSENT:
             raise UnsupportedError("If-None-Match")
-        return await put_file(*args, condition=condition, **options)
+        return await put_file(key, fd, size, write)
 
     mount.store.put_file = put_without  # type: ignore[method-assign, assignment]
     async with mount.serving() as process:

@@ -14,7 +14,7 @@ from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import sparse_edit, upload_steps, writer
 from fusefs.store.errors import StaleVersionError, StoreError
-from fusefs.store.interface import ObjectInfo, ObjectVersion, Part, UploadState
+from fusefs.store.interface import ObjectInfo, ObjectVersion, Part, UploadState, Write
 from fusefs.store.s3.multipart import S3Upload
 from tests.support.memory_store import MemoryStore
 from tests.support.survival.mortal_mount import MortalMount, Process
@@ -59,8 +59,8 @@ class StoreInParts(MemoryStore):
 
     fails_once = True
 
-    async def begin_upload(self, key: str, *, metadata: dict[str, str], **_: object) -> Any:
-        return InParts(self, UploadState(key, "id", PART, metadata))
+    async def begin_upload(self, key: str, write: Write) -> Any:
+        return InParts(self, UploadState(key, "id", PART, write.metadata or {}))
 
 
 @pytest.fixture
