@@ -47,6 +47,9 @@ MOST_SCANS = 64
 MOST_REMEMBERED = 200_000
 # How long after its attributes have expired a question of the kernel may still be about them.
 DOUBT_S = 1.0
+# The kernel asks at once for what it was told while it dropped another inode (`evict_ctr` in its
+# fs/fuse/inode.c): so soon after a FORGET its questions are no doubt.
+EVICTING_S = 0.1
 # S3 has times in whole seconds, and by a clock of its own.
 SETTLED_NS = 5 * SECOND_NS
 
@@ -147,7 +150,10 @@ class HeadCache:
         """
         if not self._policy.asks_less or inode.info is None or not inode.is_current:
             return False
-        return inode.valid_until + DOUBT_S > time.monotonic() and self.lacks(inode)
+        now = time.monotonic()
+        if now < self._inodes.forgotten_at + EVICTING_S or now > inode.valid_until + DOUBT_S:
+            return False
+        return self.lacks(inode)
 
     def lacks(self, inode: Inode) -> bool:
         """Whether the attributes of an inode's object are not known."""

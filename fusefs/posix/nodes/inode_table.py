@@ -17,6 +17,7 @@ The table belongs to the event loop; nothing here waits.
 from __future__ import annotations
 
 import errno
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -117,6 +118,8 @@ class InodeTable:
         # By directory and name, nodes of linked files that were replaced, and not looked up since.
         self._unresolved_links: dict[tuple[int, str], Inode] = {}
         self._notifier = notifier or Notifier()
+        # When the kernel last dropped a node, by the monotonic clock.
+        self.forgotten_at = -math.inf
         self._most = sys.maxsize
         self._on_crossing: Callable[[], None] = lambda: None
 
@@ -427,6 +430,7 @@ class InodeTable:
         inode = self.by_id.get(nodeid)
         if inode is None or nodeid == ROOT_ID:
             return
+        self.forgotten_at = time.monotonic()
         inode.nlookup = max(0, inode.nlookup - nlookup)
         self._log.count(inode)
         self.drop_unknown(inode)

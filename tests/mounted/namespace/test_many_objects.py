@@ -21,9 +21,12 @@ from tests.support.servers.simulated_bucket import SIZE, Shape, body_of, serving
 from tests.support.sharing import mounted
 from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
+from tests.support.writing import cost
 
 SHAPE = Shape(folders=40, per_folder=500, flat=50_000)
 LIMIT = "112MiB"
+# Of a walk: of the folders that tell about all others, and where the kernel asks twice.
+MOST_HEADS = 50
 NAMES = [f"object-{number:07d}.bin" for number in range(SHAPE.flat)]
 
 
@@ -120,9 +123,14 @@ def test_a_place_in_a_large_directory_is_found_by_the_next_daemon(mount: Mount) 
 
 def test_a_walk_through_all_folders_takes_a_bounded_memory(mount: Mount) -> None:
     count = 0
-    for path, _, files in os.walk(mount.path):
-        if not path.endswith("flat"):
-            count += sum(os.stat(Path(path) / name).st_size == SIZE for name in files)
+
+    def walk() -> None:
+        nonlocal count
+        for path, _, files in os.walk(mount.path):
+            if not path.endswith("flat"):
+                count += sum(os.stat(Path(path) / name).st_size == SIZE for name in files)
+
+    assert cost(mount, walk).get("heads", 0) <= MOST_HEADS
     assert count == SHAPE.folders * SHAPE.per_folder
     assert nodes(mount) <= most_listed(mount)
     # Each folder has a segment, of which there is room for some.
