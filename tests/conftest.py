@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -123,14 +123,6 @@ def make_file(tmp_path: Path) -> Iterator[MakeFile]:
         os.close(file.fd)
 
 
-@pytest.fixture(params=["kernel", "pyfuse3"])
-def session(request: pytest.FixtureRequest) -> str:
-    """Each of the two sessions in turn."""
-    skip_without_fuse()
-    name: str = request.param
-    return name
-
-
 @pytest.fixture
 def mounter(bucket: Bucket, tmp_path: Path) -> Iterator[Mounter]:
     """Mounts the bucket: `mounter("--option", …, prefix="a/", endpoint_url=…)`."""
@@ -176,12 +168,6 @@ def passthrough(mounter: Mounter) -> Mounter:
         return made
 
     return mount
-
-
-@pytest.fixture
-def mount(mounter: Mounter, session: str) -> Callable[..., Mount]:
-    """As `mounter`, under each session."""
-    return lambda *options, **places: mounter("--session", session, *options, **places)
 
 
 @pytest.fixture

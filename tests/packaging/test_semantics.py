@@ -10,7 +10,7 @@ import ast
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.listing_server import ListingServer
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import SESSIONS, content, drop_caches, mounted, read_all, stamped
+from tests.support.sharing import content, drop_caches, mounted, read_all, stamped
 from tests.support.writing import WRITABLE
 
 TESTS = Path(__file__).parents[1]
@@ -70,16 +70,12 @@ def objects(s3: S3Server) -> Bucket:
     return bucket
 
 
-@pytest.fixture(scope="module", params=SESSIONS)
+@pytest.fixture(scope="module")
 def still(
-    request: pytest.FixtureRequest,
-    s3: S3Server,
-    objects: Bucket,
-    tmp_path_factory: pytest.TempPathFactory,
+    s3: S3Server, objects: Bucket, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mount]:
     """A mount of a bucket that does not change."""
-    directory = tmp_path_factory.mktemp(request.param)
-    with mounted(s3, f"s3://{objects.name}", directory, "--session", request.param) as mount:
+    with mounted(s3, f"s3://{objects.name}", tmp_path_factory.mktemp("still")) as mount:
         yield mount
 
 
@@ -99,10 +95,10 @@ def test_size_and_times_are_the_objects(still: Mount, objects: Bucket) -> None:
     "A directory's times are those of the last change that this mount made to its entries,"
     " else what was set, else the time of the mount, for S3 keeps none."
 )
-def test_a_directory_is_as_old_as_the_mount(mount: Callable[..., Mount], bucket: Bucket) -> None:
+def test_a_directory_is_as_old_as_the_mount(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("d/file", b"")
     before = time.time_ns()
-    root = mount().path
+    root = mounter().path
     after = time.time_ns()
     shown = [
         moment
@@ -168,22 +164,20 @@ def test_extended_attributes_tell_of_the_object(still: Mount, objects: Bucket) -
     }
 
 
-def test_a_bucket_with_versions_tells_the_version(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> None:
+def test_a_bucket_with_versions_tells_the_version(mounter: Mounter, bucket: Bucket) -> None:
     bucket.client.put_bucket_versioning(
         Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"}
     )
     answer = bucket.client.put_object(Bucket=bucket.name, Key="file", Body=b"x")
-    path = mount().path / "file"
+    path = mounter().path / "file"
     assert os.getxattr(path, "user.s3.version_id") == answer["VersionId"].encode()
     read_all(path)
 
 
 @states("`user.s3.key` is the full key, also below a mounted prefix; a directory has no other.")
-def test_the_key_attribute_is_the_full_key(mount: Callable[..., Mount], bucket: Bucket) -> None:
+def test_the_key_attribute_is_the_full_key(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("data/d/file", b"x")
-    root = mount(prefix="data/").path
+    root = mounter(prefix="data/").path
     assert os.getxattr(root / "d" / "file", "user.s3.key") == b"data/d/file"
     assert os.getxattr(root / "d", "user.s3.key") == b"data/d/"
     with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
@@ -208,20 +202,13 @@ def test_statfs_shows_an_endless_disk(still: Mount) -> None:
     assert shown.f_namemax == 255
 
 
-@states(
-    "Under `--session pyfuse3` a replaced object may get another inode number while its old"
-    " version is in use."
-)
-def test_the_inode_number_of_a_replaced_object(
-    mount: Callable[..., Mount], bucket: Bucket, session: str
-) -> None:
+def test_a_replaced_object_keeps_its_inode_number(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("file", b"old")
-    path = mount("--metadata-ttl", "0s").path / "file"
+    path = mounter("--metadata-ttl", "0s").path / "file"
     with path.open("rb") as held:
         bucket.put("file", b"newer")
         assert read_all(path) == b"newer"
-        is_same = os.fstat(held.fileno()).st_ino == path.stat().st_ino
-    assert is_same == (session == "kernel")
+        assert os.fstat(held.fileno()).st_ino == path.stat().st_ino
 
 
 # Reading
@@ -242,7 +229,7 @@ def test_a_file_has_no_holes_however_little_is_cached(still: Mount) -> None:
 
 
 @contextmanager
-def refusing(s3: S3Server, directory: Path, session: str) -> Iterator[tuple[ListingServer, Mount]]:
+def refusing(s3: S3Server, directory: Path) -> Iterator[tuple[ListingServer, Mount]]:
     """A mount of a server that lists files and refuses to hand them out."""
     with (
         ListingServer(["d/one", "d/two"]).serving() as server,
@@ -250,8 +237,6 @@ def refusing(s3: S3Server, directory: Path, session: str) -> Iterator[tuple[List
             s3,
             "s3://some-bucket",
             directory,
-            "--session",
-            session,
             "--anonymous",
             "--retry-time",
             "1s",
@@ -273,8 +258,8 @@ def outcome(path: Path) -> int | None:
     "A missing object is ENOENT, access denied by S3 is EACCES, a replaced or deleted one ESTALE"
     " on an open file.",
 )
-def test_what_s3_answers_becomes_an_errno(session: str, s3: S3Server, tmp_path: Path) -> None:
-    with refusing(s3, tmp_path, session) as (server, mount):
+def test_what_s3_answers_becomes_an_errno(s3: S3Server, tmp_path: Path) -> None:
+    with refusing(s3, tmp_path) as (server, mount):
         path = mount.path / "d" / "one"
         cases = {
             (403, "AccessDenied"): errno.EACCES,
@@ -292,15 +277,13 @@ def test_what_s3_answers_becomes_an_errno(session: str, s3: S3Server, tmp_path: 
         assert got == cases
 
 
-def test_a_server_that_is_gone_is_eio(session: str, s3: S3Server, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_eio(s3: S3Server, tmp_path: Path) -> None:
     with (
         ListingServer(["d/one", "e/two"]).serving() as server,
         mounted(
             s3,
             "s3://some-bucket",
             tmp_path,
-            "--session",
-            session,
             "--anonymous",
             "--retry-time",
             "1s",
@@ -322,17 +305,15 @@ def test_a_server_that_is_gone_is_eio(session: str, s3: S3Server, tmp_path: Path
     "What has been read is kept, also across mounts, and not downloaded again while the object is"
     " the same."
 )
-def test_what_has_been_read_is_kept_across_mounts(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> None:
+def test_what_has_been_read_is_kept_across_mounts(mounter: Mounter, bucket: Bucket) -> None:
     files = {"small": stamped(1, 50_000), "large": stamped(2, 5 * MIB)}
     for name, data in files.items():
         bucket.put(name, data)
-    first = mount()
+    first = mounter()
     for name, data in files.items():
         assert read_all(first.path / name) == data
     first.end()
-    second = mount()
+    second = mounter()
     for _ in range(2):
         for name, data in files.items():
             assert read_all(second.path / name) == data

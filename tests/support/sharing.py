@@ -22,13 +22,8 @@ from tests.support.servers.s3_server import S3Server
 # How long a test waits for what must happen, on a machine that others use too.
 PATIENCE_S = 60
 BLOCK = 4096
-SESSIONS = ("kernel", "pyfuse3")
-# The three ways in which a file is read, as options of a mount.
-KINDS = {
-    "passthrough": ("--session", "kernel"),
-    "served": ("--session", "kernel", "--passthrough", "off"),
-    "pyfuse3": ("--session", "pyfuse3"),
-}
+# The two ways in which a file is read, as options of a mount.
+KINDS = {"passthrough": (), "served": ("--passthrough", "off")}
 
 
 def content(name: str, size: int) -> bytes:

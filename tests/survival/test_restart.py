@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,10 +67,10 @@ def test_what_was_on_record_is_used_after_a_kill(
     assert one.status()["cache"]["misses"] == 0
 
 
-def test_a_clean_restart_reuses_everything(bucket: Bucket, mount: Callable[..., Mount]) -> None:
+def test_a_clean_restart_reuses_everything(bucket: Bucket, mounter: Mounter) -> None:
     objects = put_many(bucket, 6, MIB // 2)
     bucket.put("d/e", b"deep")
-    one = mount("--metadata-ttl", "indefinite")
+    one = mounter("--metadata-ttl", "indefinite")
     at_rest = one.status()["s3"]["lists"]
     assert sorted(os.listdir(one.path)) == sorted([*objects, "d"])
     assert os.listdir(one.path / "d") == ["e"]
@@ -101,11 +101,9 @@ def remembered_pages(mount: Mount) -> int:
             return 0
 
 
-def test_a_changed_object_is_seen_after_a_restart(
-    bucket: Bucket, mount: Callable[..., Mount]
-) -> None:
+def test_a_changed_object_is_seen_after_a_restart(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("a", b"old" * 1000)
-    one = mount("--metadata-ttl", "0s")
+    one = mounter("--metadata-ttl", "0s")
     assert (one.path / "a").read_bytes() == b"old" * 1000
     one.end()
     bucket.put("a", b"new" * 1000)

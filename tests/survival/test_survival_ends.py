@@ -188,21 +188,6 @@ def test_a_pause_has_an_end(filled: Bucket, mounter_of: Mounter) -> None:
     expect_not_connected(mount)
 
 
-@states("A mount of the pyfuse3 session ends with its daemon.")
-def test_a_mount_of_the_pyfuse3_session_ends_with_its_daemon(
-    filled: Bucket, mounter_of: Mounter
-) -> None:
-    mount = mounter_of(filled, FUSEFS_SESSION="pyfuse3")
-    status = mount.status()
-    assert status["survival"] == {
-        "on": False,
-        "why": "a mount of the pyfuse3 session ends with its daemon",
-    }
-    assert "ends with its daemon" in fusefs("status", mount.path).stdout
-    os.kill(status["daemon"]["pid"], signal.SIGKILL)
-    expect_not_connected(mount)
-
-
 @contextlib.contextmanager
 def mounted_for_nobody(
     filled: Bucket,

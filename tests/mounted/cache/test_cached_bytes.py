@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -61,12 +60,10 @@ def both(path: Path) -> tuple[int, int]:
     " opened after the daemon's start, and what an edit needs before it is copied. What differs is"
     " fetched again from the bucket."
 )
-def test_a_flipped_byte_is_not_read_after_the_next_start(
-    bucket: Bucket, mount: Callable[..., Mount]
-) -> None:
+def test_a_flipped_byte_is_not_read_after_the_next_start(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("small", SMALL)
     bucket.put("large", LARGE[: 9 * MIB])
-    made = mount()
+    made = mounter()
     assert (made.path / "small").read_bytes() == SMALL
     assert (made.path / "large").read_bytes() == LARGE[: 9 * MIB]
     made.end()
@@ -80,11 +77,9 @@ def test_a_flipped_byte_is_not_read_after_the_next_start(
     assert "fetched again" in made.log.read_text()
 
 
-def test_what_did_not_change_is_not_fetched_again(
-    bucket: Bucket, mount: Callable[..., Mount]
-) -> None:
+def test_what_did_not_change_is_not_fetched_again(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("small", SMALL)
-    made = mount()
+    made = mounter()
     assert (made.path / "small").read_bytes() == SMALL
     made.end()
     made.start()
@@ -94,10 +89,10 @@ def test_what_did_not_change_is_not_fetched_again(
 
 @pytest.mark.parametrize("size", [50_000, 20 * MIB + 77])
 def test_a_flipped_byte_does_not_reach_the_bucket_through_an_edit(
-    bucket: Bucket, mount: Callable[..., Mount], size: int
+    bucket: Bucket, mounter: Mounter, size: int
 ) -> None:
     bucket.put("file", LARGE[:size])
-    made = mount(WRITABLE)
+    made = mounter(WRITABLE)
     path = made.path / "file"
     assert path.read_bytes() == LARGE[:size]
     (copy,) = cached(made.cache)
@@ -137,9 +132,9 @@ def test_an_edit_that_needs_damaged_bytes_without_the_store_fails(
 
 @pytest.mark.parametrize("size", [50_000, 3 * MIB])
 def test_what_was_written_here_is_compared_as_well(
-    bucket: Bucket, mount: Callable[..., Mount], size: int
+    bucket: Bucket, mounter: Mounter, size: int
 ) -> None:
-    made = mount(WRITABLE)
+    made = mounter(WRITABLE)
     path = made.path / "file"
     path.write_bytes(LARGE[:size])
     until(lambda: is_summed(made), "checksums of what was written")
@@ -151,9 +146,9 @@ def test_what_was_written_here_is_compared_as_well(
     assert differed(made) == 1
 
 
-def test_sums_go_along_with_a_rename(bucket: Bucket, mount: Callable[..., Mount]) -> None:
+def test_sums_go_along_with_a_rename(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("file", SMALL)
-    made = mount(WRITABLE)
+    made = mounter(WRITABLE)
     assert (made.path / "file").read_bytes() == SMALL
     (made.path / "file").rename(made.path / "renamed")
     made.end()

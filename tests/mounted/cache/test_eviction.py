@@ -6,7 +6,6 @@ import itertools
 import mmap
 import os
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,9 +42,9 @@ def fetched_bytes(mount: Mount) -> int:
 
 
 @states("The cache stays within `--cache-size`.")
-def test_the_cache_stays_within_its_size(mount: Callable[..., Mount], bucket: Bucket) -> None:
+def test_the_cache_stays_within_its_size(mounter: Mounter, bucket: Bucket) -> None:
     contents = put_stamped(bucket, 8, 4 * MIB)
-    here = mount("--cache-size", "18MiB")
+    here = mounter("--cache-size", "18MiB")
     for name, data in contents.items():
         # One file is used again and again, and so is never the one to go.
         assert read_all(here.path / "f0") == contents["f0"]
@@ -154,11 +153,11 @@ def test_readers_of_more_than_fits_never_see_an_error(passthrough: Mounter, buck
 
 @states("A cache directory that can't take more is read past: programs see no error.")
 def test_files_that_do_not_fit_into_the_cache_are_read_all_the_same(
-    mount: Callable[..., Mount], bucket: Bucket
+    mounter: Mounter, bucket: Bucket
 ) -> None:
     data = stamped(1, 20 * MIB)
     bucket.put("file", data)
-    here = mount("--cache-size", "4MiB")
+    here = mounter("--cache-size", "4MiB")
     assert read_all(here.path / "file") == data
     with (
         (here.path / "file").open("rb") as file,

@@ -327,11 +327,3 @@ def test_progress_is_one_line_of_a_terminal(here: Mount, faulty: FaultyS3) -> No
     assert re.search(rb"\r\d+%, .* of 195 KiB.*, \d+ of 41 files", shown)
     assert b"\n" not in shown
     assert shown.endswith(b"\r")
-
-
-def test_the_other_session_warms_as_well(mounter: Mounter, tree: Bucket) -> None:
-    here = mounter("--session", "pyfuse3", bucket=tree)
-    assert warm(here.path / "tree", "--wait").returncode == 0
-    before = fetched(here)
-    assert read_all(here.path / "tree/d2/f2") == SMALL["tree/d2/f2"]
-    assert fetched(here) == before

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,25 +66,25 @@ def reading(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     ],
 )
 def test_an_unmounted_mount_leaves_nothing(
-    bucket: Bucket, mount: Callable[..., Mount], end: list[str]
+    bucket: Bucket, mounter: Mounter, end: list[str]
 ) -> None:
     bucket.put("a", b"x" * 1000)
-    one = mount()
+    one = mounter()
     pid = one.pid
     assert (one.path / "a").read_bytes() == b"x" * 1000
     subprocess.run([*end, str(one.path)], check=True, timeout=LIMIT_S)
     until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
-def test_a_prefix_of_any_characters_is_mounted(bucket: Bucket, mount: Callable[..., Mount]) -> None:
+def test_a_prefix_of_any_characters_is_mounted(bucket: Bucket, mounter: Mounter) -> None:
     prefix = "ü, \n'\"#%20+=&日/"
     bucket.put(prefix + "a", b"x")
-    assert (mount(prefix=prefix).path / "a").read_bytes() == b"x"
+    assert (mounter(prefix=prefix).path / "a").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_mount(mount: Callable[..., Mount], number: int) -> None:
-    one = mount()
+def test_a_signal_ends_the_mount(mounter: Mounter, number: int) -> None:
+    one = mounter()
     pid = one.pid
     os.kill(pid, number)
     until(lambda: nothing_is_left(one, pid), "nothing is left")
@@ -104,11 +104,9 @@ def test_a_mount_in_use_is_not_unmounted(bucket: Bucket, mounter: Mounter) -> No
     assert subprocess.run(command, cwd=one.path, check=False, timeout=LIMIT_S).returncode == 0
 
 
-def test_a_signal_detaches_a_mount_that_is_in_use(
-    bucket: Bucket, mount: Callable[..., Mount]
-) -> None:
+def test_a_signal_detaches_a_mount_that_is_in_use(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("a", os.urandom(3 * MIB))
-    one = mount()
+    one = mounter()
     pid = one.pid
     with (one.path / "a").open("rb") as file:
         os.kill(pid, signal.SIGTERM)
@@ -118,11 +116,9 @@ def test_a_signal_detaches_a_mount_that_is_in_use(
     until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
-def test_force_ends_a_stopped_daemon_and_its_reader(
-    bucket: Bucket, mount: Callable[..., Mount]
-) -> None:
+def test_force_ends_a_stopped_daemon_and_its_reader(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("a", b"x" * MIB)
-    one = mount()
+    one = mounter()
     pid = one.pid
     os.kill(pid, signal.SIGSTOP)
     with reading(one.path / "a") as process:
@@ -174,22 +170,9 @@ def test_force_ends_a_mount_whose_bucket_does_not_answer(
     until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
-def test_the_mount_of_a_killed_daemon_can_be_taken_away(mounter: Mounter) -> None:
-    one = mounter("--session", "pyfuse3")  # which has no process to replace it
-    pid = one.pid
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: registry.start_time(pid) is None, "the daemon is gone")
-    status = json.loads(fusefs("status", one.path, "--json").stdout)
-    assert "died" in status["not_answering"]
-    one.force()
-    assert nothing_is_left(one, pid)
-    one.start()
-    assert os.listdir(one.path) == []
-
-
 @contextlib.contextmanager
 def in_the_foreground(
-    bucket: Bucket, directory: Path, session: str
+    bucket: Bucket, directory: Path
 ) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A mount of a file `a`, once it answers, and the command that stays."""
     path = directory / "mnt"
@@ -202,8 +185,6 @@ def in_the_foreground(
             f"s3://{bucket.name}",
             path,
             "--foreground",
-            "--session",
-            session,
             "--endpoint-url",
             bucket.server.endpoint_url,
             "--cache-dir",
@@ -241,19 +222,17 @@ def end_with(number: int, process: subprocess.Popen[str], path: Path) -> None:
     assert registry.registration_of(path) is None
 
 
-@pytest.mark.parametrize(
-    ("session", "number"), [("kernel", signal.SIGINT), ("pyfuse3", signal.SIGHUP)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_mount_in_the_foreground_ends_with_an_interrupt(
-    bucket: Bucket, tmp_path: Path, session: str, number: int
+    bucket: Bucket, tmp_path: Path, number: int
 ) -> None:
-    with in_the_foreground(bucket, tmp_path, session) as (process, path):
+    with in_the_foreground(bucket, tmp_path) as (process, path):
         assert (path / "a").read_bytes() == b"x"
         end_with(number, process, path)
 
 
 def test_a_mount_in_the_foreground_outlives_its_keeper(bucket: Bucket, tmp_path: Path) -> None:
-    with in_the_foreground(bucket, tmp_path, "kernel") as (process, path), open(path / "a") as file:
+    with in_the_foreground(bucket, tmp_path) as (process, path), open(path / "a") as file:
         first = keeper(path)
         assert first is not None
         os.kill(first, signal.SIGKILL)
@@ -267,11 +246,9 @@ def test_a_mount_in_the_foreground_outlives_its_keeper(bucket: Bucket, tmp_path:
 # What status and log show
 
 
-def test_sigusr2_logs_what_waits(
-    bucket: Bucket, mounter: Mounter, session: str, gate: Gate
-) -> None:
+def test_sigusr2_logs_what_waits(bucket: Bucket, mounter: Mounter, gate: Gate) -> None:
     bucket.put("slow", b"x" * MIB)
-    one = mounter("--session", session, endpoint_url=gate.endpoint_url)
+    one = mounter(endpoint_url=gate.endpoint_url)
     os.listdir(one.path)
     gate.close()
     with reading(one.path / "slow") as process:
@@ -280,18 +257,18 @@ def test_sigusr2_logs_what_waits(
         until(lambda: "downloading 'slow'" in one.log.read_text(), "the log tells of it")
         log = one.log.read_text()
         assert "1 requests wait" in log
-        # libfuse does not tell who reads.
-        who = f" by process {process.pid}" if session == "kernel" or "OPEN" in log else ""
-        assert re.search(rf"(OPEN|READ) of 'slow'{who} waits for [0-9.]+ s", log)
+        assert re.search(
+            rf"(OPEN|READ) of 'slow' by process {process.pid} waits for [0-9.]+ s", log
+        )
         gate.open()
         assert process.communicate(timeout=LIMIT_S)[0] == b"x" * MIB
 
 
 def test_status_answers_while_the_bucket_does_not(
-    bucket: Bucket, mount: Callable[..., Mount], gate: Gate
+    bucket: Bucket, mounter: Mounter, gate: Gate
 ) -> None:
     bucket.put("a", b"x")
-    one = mount(endpoint_url=gate.endpoint_url)
+    one = mounter(endpoint_url=gate.endpoint_url)
     gate.close()
     thread = threading.Thread(target=lambda: os.listdir(one.path))
     thread.start()
@@ -325,10 +302,10 @@ def test_status_counts_what_was_read_and_requested(bucket: Bucket, mounter: Moun
     assert after["read_only"] is True
 
 
-def test_status_tells_about_the_daemon(mount: Callable[..., Mount], session: str) -> None:
-    one = mount()
+def test_status_tells_about_the_daemon(mounter: Mounter) -> None:
+    one = mounter()
     status = one.status()
-    assert status["session"].startswith(session)
+    assert status["session"].startswith("kernel")
     command = Path(f"/proc/{status['daemon']['pid']}/cmdline").read_bytes()
     assert b"fusefs.daemon" in command
     assert 10 * MIB < status["daemon"]["rss_bytes"] < 250 * MIB

@@ -245,7 +245,7 @@ def test_an_upgrade_finds_the_files_that_the_mount_was_made_with(
 
 @pytest.fixture
 def mounted_by(
-    session: str, shared: Bucket, faulty: FaultyS3, tmp_path: Path
+    shared: Bucket, faulty: FaultyS3, tmp_path: Path
 ) -> Iterator[Callable[[Path], Mount]]:
     """Mounts with the keys of a file, as the daemon's own user."""
     made: list[Mount] = []
@@ -257,7 +257,7 @@ def mounted_by(
             for name, value in shared.server.environment.items()
             if name not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
         } | {"AWS_SHARED_CREDENTIALS_FILE": str(credentials)}
-        own = ("--user", "root") if os.geteuid() == 0 and session == "kernel" else ()
+        own = ("--user", "root") if os.geteuid() == 0 else ()
         one = Mount(
             f"s3://{shared.name}",
             tmp_path / "mnt",
@@ -265,7 +265,7 @@ def mounted_by(
             faulty.endpoint_url,
             environment,
             tmp_path / "log",
-            ("--session", session, "--metadata-ttl", "0s", *own),
+            ("--metadata-ttl", "0s", *own),
         )
         made.append(one)
         one.start()

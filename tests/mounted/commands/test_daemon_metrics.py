@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,10 +34,10 @@ def number(metrics: Metrics, name: str, **labels: str) -> float:
     )
 
 
-def test_metrics_are_those_of_the_table(bucket: Bucket, mount: Callable[..., Mount]) -> None:
+def test_metrics_are_those_of_the_table(bucket: Bucket, mounter: Mounter) -> None:
     """Opens and requests are counted, and bytes by where they came from."""
     bucket.put("a", os.urandom(6 * MIB))
-    one = mount("--passthrough", "off")
+    one = mounter("--passthrough", "off")
     for _ in range(3):
         (one.path / "a").read_bytes()
     metrics = metrics_of(one)

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.support.machine.libc import DirectoryStream
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all
+from tests.support.sharing import drop_caches, mounted, read_all
 from tests.support.waiting import until
 
 NOBODY = 65534
 
 
-# A bucket of which nothing changes, mounted once under each session
+# A bucket of which nothing changes, mounted once
 
 KEYS = [
     "readme.txt",
@@ -51,16 +51,10 @@ def still(s3: S3Server) -> Bucket:
     return bucket
 
 
-@pytest.fixture(scope="module", params=SESSIONS)
-def tree(
-    request: pytest.FixtureRequest,
-    s3: S3Server,
-    still: Bucket,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Mount]:
-    directory = tmp_path_factory.mktemp(request.param)
-    options = ("--session", request.param, "--metadata-ttl", "1h")
-    with mounted(s3, f"s3://{still.name}", directory, *options) as mount:
+@pytest.fixture(scope="module")
+def tree(s3: S3Server, still: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+    directory = tmp_path_factory.mktemp("tree")
+    with mounted(s3, f"s3://{still.name}", directory, "--metadata-ttl", "1h") as mount:
         yield mount
 
 
@@ -122,10 +116,10 @@ def test_listing_a_file_is_enotdir(tree: Mount) -> None:
 )
 @pytest.mark.parametrize("ttl", ["0s", "1h"])
 def test_telldir_and_seekdir_go_back_to_any_place(
-    mount: Callable[..., Mount], still: Bucket, ttl: str
+    mounter: Mounter, still: Bucket, ttl: str
 ) -> None:
     """With a TTL of an hour the kernel keeps its answers, with one of 0 it looks up again."""
-    root = mount("--metadata-ttl", ttl, bucket=still).path
+    root = mounter("--metadata-ttl", ttl, bucket=still).path
     with DirectoryStream(root / "many") as stream:
         places, names = [stream.tell()], []
         while (entry := stream.read()) is not None:
@@ -214,11 +208,11 @@ def test_a_missing_name_is_requested_once(tree: Mount) -> None:
 
 @states("The first lookup in a directory asks for a page of its neighbours too.")
 def test_the_lookups_behind_the_first_in_a_directory_cost_no_request(
-    mount: Callable[..., Mount], bucket: Bucket
+    mounter: Mounter, bucket: Bucket
 ) -> None:
     for n in range(50):
         bucket.put(f"d/f{n:02d}", b"x" * n)
-    here = mount()
+    here = mounter()
     directory = here.path / "d"
     assert (directory / "f10").stat().st_size == 10
     before = here.status()["s3"]

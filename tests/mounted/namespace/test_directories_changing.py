@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.support.machine.libc import DirectoryStream
-from tests.support.mounting import Mount
+from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.listing_server import ListingServer
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import SESSIONS, drop_caches, mounted, read_all
+from tests.support.sharing import drop_caches, mounted, read_all
 from tests.support.waiting import until
 
 TTL_S = 2
@@ -30,13 +27,11 @@ def seen(path: Path) -> bytes | None:
 
 
 @states("A change in the bucket is seen when the metadata TTL has passed, at the latest.")
-def test_a_change_is_seen_when_the_ttl_has_passed(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> None:
+def test_a_change_is_seen_when_the_ttl_has_passed(mounter: Mounter, bucket: Bucket) -> None:
     """Also by programs that look all the time, and so renew whatever is kept."""
     bucket.put("d/changes", b"old")
     bucket.put("d/goes", b"old")
-    root = mount("--metadata-ttl", f"{TTL_S}s").path / "d"
+    root = mounter("--metadata-ttl", f"{TTL_S}s").path / "d"
 
     def look() -> tuple[bytes | None, bytes | None, bytes | None, list[str]]:
         files = (seen(root / name) for name in ("changes", "goes", "comes"))
@@ -56,11 +51,9 @@ def test_a_change_is_seen_when_the_ttl_has_passed(
 
 
 @states("A change in the bucket is seen when the metadata TTL has passed, at the latest.")
-def test_listing_a_directory_again_renews_no_attributes(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> None:
+def test_listing_a_directory_again_renews_no_attributes(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("d/file", b"old")
-    root = mount("--metadata-ttl", f"{TTL_S}s").path / "d"
+    root = mounter("--metadata-ttl", f"{TTL_S}s").path / "d"
     assert os.listdir(root) == ["file"]
     assert (root / "file").stat().st_size == 3
     bucket.put("d/file", b"newer")
@@ -73,10 +66,8 @@ def test_listing_a_directory_again_renews_no_attributes(
 
 
 @states("With `--metadata-ttl 0s` every open asks the bucket, and sees a change at once.")
-def test_a_ttl_of_zero_sees_every_change_at_once(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> None:
-    here = mount("--metadata-ttl", "0s")
+def test_a_ttl_of_zero_sees_every_change_at_once(mounter: Mounter, bucket: Bucket) -> None:
+    here = mounter("--metadata-ttl", "0s")
     path = here.path / "d" / "file"
     for number in range(5):
         data = b"%d" % number * (number + 1)
@@ -89,9 +80,9 @@ def test_a_ttl_of_zero_sees_every_change_at_once(
 
 
 @states("With `--metadata-ttl indefinite` what was once listed is used for ever.")
-def test_an_indefinite_ttl_asks_never_again(mount: Callable[..., Mount], bucket: Bucket) -> None:
+def test_an_indefinite_ttl_asks_never_again(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("d/file", b"old")
-    here = mount("--metadata-ttl", "indefinite")
+    here = mounter("--metadata-ttl", "indefinite")
     assert read_all(here.path / "d" / "file") == b"old"
     bucket.put("d/file", b"newer")
     bucket.put("d/new", b"")
@@ -103,8 +94,8 @@ def test_an_indefinite_ttl_asks_never_again(mount: Callable[..., Mount], bucket:
     assert here.status()["s3"] == before
 
 
-def test_a_file_becomes_a_directory_and_back(mount: Callable[..., Mount], bucket: Bucket) -> None:
-    here = mount("--metadata-ttl", "0s")
+def test_a_file_becomes_a_directory_and_back(mounter: Mounter, bucket: Bucket) -> None:
+    here = mounter("--metadata-ttl", "0s")
     name = here.path / "d" / "name"
     for _ in range(3):
         bucket.put("d/name", b"a file")
@@ -116,9 +107,8 @@ def test_a_file_becomes_a_directory_and_back(mount: Callable[..., Mount], bucket
         bucket.delete("d/name/inside")
 
 
-@pytest.mark.parametrize("session", SESSIONS)
 @states("A directory ends with its last object, unless it has a marker.")
-def test_a_directory_ends_with_its_last_object(session: str, s3: S3Server, tmp_path: Path) -> None:
+def test_a_directory_ends_with_its_last_object(s3: S3Server, tmp_path: Path) -> None:
     """On a server that only lists, for SeaweedFS keeps empty directories."""
     with (
         ListingServer(["d/only", "marked/", "marked/only", "other"]).serving() as server,
@@ -126,8 +116,6 @@ def test_a_directory_ends_with_its_last_object(session: str, s3: S3Server, tmp_p
             s3,
             "s3://some-bucket",
             tmp_path,
-            "--session",
-            session,
             "--anonymous",
             "--metadata-ttl",
             "0s",
@@ -143,11 +131,9 @@ def test_a_directory_ends_with_its_last_object(session: str, s3: S3Server, tmp_p
 
 
 @states("A directory that is opened again shows what is there now, within the metadata TTL.")
-def test_a_directory_opened_again_shows_new_names(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> None:
+def test_a_directory_opened_again_shows_new_names(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("d/first", b"")
-    here = mount("--metadata-ttl", "300ms")
+    here = mounter("--metadata-ttl", "300ms")
     with DirectoryStream(here.path / "d") as stream:
         assert "first" in stream.names()
         bucket.put("d/second", b"")
@@ -158,11 +144,9 @@ def test_a_directory_opened_again_shows_new_names(
     "`rewinddir` asks again as well where the metadata TTL is under 10 s;"
     " with a longer one the kernel may repeat what it has."
 )
-def test_rewinddir_shows_new_names_after_the_ttl(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> None:
+def test_rewinddir_shows_new_names_after_the_ttl(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("d/first", b"")
-    here = mount("--metadata-ttl", "300ms")
+    here = mounter("--metadata-ttl", "300ms")
     with DirectoryStream(here.path / "d") as stream:
         assert "first" in stream.names()
         bucket.put("d/second", b"")
@@ -175,12 +159,12 @@ def test_rewinddir_shows_new_names_after_the_ttl(
 
 
 def test_readers_of_a_directory_that_changes_see_each_name_at_most_once(
-    mount: Callable[..., Mount], bucket: Bucket
+    mounter: Mounter, bucket: Bucket
 ) -> None:
     stay = {f"stays-{n:02d}" for n in range(20)}
     for name in stay:
         bucket.put("d/" + name, b"")
-    here = mount("--metadata-ttl", "0s")
+    here = mounter("--metadata-ttl", "0s")
     done = threading.Event()
 
     def change() -> None:

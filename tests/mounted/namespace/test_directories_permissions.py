@@ -18,7 +18,7 @@ from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import SESSIONS, mounted, read_all
+from tests.support.sharing import mounted, read_all
 
 
 def as_nobody(*command: object) -> subprocess.CompletedProcess[str]:
@@ -42,9 +42,9 @@ needs_root = pytest.mark.skipif(
 
 @needs_root
 @states("Only the user who mounted may use the mount, not even root, unless `--allow-other`.")
-def test_another_user_is_refused(mount: Callable[..., Mount], bucket: Bucket) -> None:
+def test_another_user_is_refused(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("file", b"secret")
-    here = mount("--file-mode", "0666", "--dir-mode", "0777")
+    here = mounter("--file-mode", "0666", "--dir-mode", "0777")
     result = as_nobody("cat", here.path / "file")
     assert (result.returncode, "Permission denied" in result.stderr) == (1, True)
 
@@ -52,18 +52,18 @@ def test_another_user_is_refused(mount: Callable[..., Mount], bucket: Bucket) ->
 @needs_root
 @states("With `--allow-other` the permission bits decide who may read.")
 def test_another_user_is_let_in_by_allow_other_as_far_as_the_mode_says(
-    mount: Callable[..., Mount], bucket: Bucket
+    mounter: Mounter, bucket: Bucket
 ) -> None:
     bucket.put("file", b"public")
-    here = mount("--allow-other")
+    here = mounter("--allow-other")
     assert as_nobody("cat", here.path / "file").stdout == "public"
     assert as_nobody("ls", here.path).stdout == "file\n"
 
 
 @needs_root
-def test_mode_bits_are_enforced(mount: Callable[..., Mount], bucket: Bucket) -> None:
+def test_mode_bits_are_enforced(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("d/file", b"private")
-    here = mount("--allow-other", "--file-mode", "0600", "--dir-mode", "0711")
+    here = mounter("--allow-other", "--file-mode", "0600", "--dir-mode", "0711")
     assert "Permission denied" in as_nobody("cat", here.path / "d" / "file").stderr
     assert "Permission denied" in as_nobody("ls", here.path / "d").stderr
     assert as_nobody("stat", here.path / "d" / "file").returncode == 0
@@ -72,11 +72,9 @@ def test_mode_bits_are_enforced(mount: Callable[..., Mount], bucket: Bucket) -> 
 
 @needs_root
 @states("Owner, group and permissions are those of `--uid`, `--gid`, `--file-mode`, `--dir-mode`.")
-def test_uid_gid_and_modes_are_what_the_options_say(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> None:
+def test_uid_gid_and_modes_are_what_the_options_say(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("d/file", b"mine")
-    here = mount(
+    here = mounter(
         "--allow-other", "--uid", NOBODY, "--gid", 4321, "--file-mode", "0400", "--dir-mode", "0500"
     )
     file, directory = (here.path / "d" / "file").stat(), (here.path / "d").stat()
@@ -89,16 +87,13 @@ def test_uid_gid_and_modes_are_what_the_options_say(
     assert as_nobody("cat", here.path / "d" / "file").stdout == "mine"
 
 
-@pytest.fixture(scope="module", params=SESSIONS)
-def tree(
-    request: pytest.FixtureRequest, s3: S3Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
+@pytest.fixture(scope="module")
+def tree(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
     """A file and an empty directory, mounted as without options."""
     bucket = new_bucket(s3)
     bucket.put("readme.txt", b"readme")
     bucket.put("marker/", b"")
-    directory = tmp_path_factory.mktemp(request.param)
-    with mounted(s3, f"s3://{bucket.name}", directory, "--session", request.param) as mount:
+    with mounted(s3, f"s3://{bucket.name}", tmp_path_factory.mktemp("tree")) as mount:
         yield mount
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.survival.mortal_mount import MortalMount, Process
@@ -39,11 +39,11 @@ def moves(call: Callable[[], object], *directories: Path) -> bool:
 
 
 def test_a_directorys_time_is_that_of_the_last_change_to_its_entries(
-    mount: Callable[..., Mount], bucket: Bucket
+    mounter: Mounter, bucket: Bucket
 ) -> None:
     bucket.put("d/file", b"x")
     bucket.put("e/other", b"x")
-    root = mount(WRITABLE).path
+    root = mounter(WRITABLE).path
     d, e = root / "d", root / "e"
     assert moves(lambda: (d / "new").write_bytes(b"x"), d)
     assert not moves(lambda: (d / "new").write_bytes(b"content"), d)

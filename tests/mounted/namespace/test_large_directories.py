@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount
 from tests.support.semantics import states
@@ -16,6 +14,7 @@ from tests.support.sharing import drop_caches, mounted
 from tests.support.waiting import until
 
 COUNT = 100_000
+FOLDERS = 6
 MIB = 1 << 20
 
 
@@ -46,20 +45,17 @@ def have_all_forgotten(mount: Mount) -> None:
     " forgotten.",
     "Listings that are kept take a bounded memory: 200,000 entries of all directories at most.",
 )
-@pytest.mark.parametrize(("session", "folders"), [("kernel", 6), ("pyfuse3", 1)])
 def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(
-    session: str, folders: int, s3: S3Server, tmp_path: Path
+    s3: S3Server, tmp_path: Path
 ) -> None:
     names = [f"object-{number:06d}.jpg" for number in range(COUNT)]
-    keys = [f"d{number}/{name}" for number in range(folders) for name in names]
+    keys = [f"d{number}/{name}" for number in range(FOLDERS) for name in names]
     with (
         ListingServer(keys).serving() as server,
         mounted(
             s3,
             "s3://huge-bucket",
             tmp_path,
-            "--session",
-            session,
             "--anonymous",
             "--metadata-ttl",
             "10m",  # the root's own listing is out of date after a minute otherwise
@@ -72,7 +68,7 @@ def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(
             peak: int = mount.status()["daemon"]["peak_rss_bytes"]
             return peak - at_rest
 
-        for number in range(folders):
+        for number in range(FOLDERS):
             folder = mount.path / f"d{number}"
             before = server.lists
             assert sorted(names_in(folder)) == [".", "..", *names]

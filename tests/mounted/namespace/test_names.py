@@ -14,7 +14,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.listing_server import ListingServer
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import SESSIONS, mounted
+from tests.support.sharing import mounted
 
 # Under each name its own UTF-8 is the content.
 LOOK_ALIKE = ["look", "Look", "LOOK", "e\u0301tage", "\u00e9tage", "stra\u00dfe", "strasse"]
@@ -50,16 +50,12 @@ def objects(s3: S3Server) -> Bucket:
     return bucket
 
 
-@pytest.fixture(scope="module", params=SESSIONS)
+@pytest.fixture(scope="module")
 def names(
-    request: pytest.FixtureRequest,
-    s3: S3Server,
-    objects: Bucket,
-    tmp_path_factory: pytest.TempPathFactory,
+    s3: S3Server, objects: Bucket, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
     """The directory with the names."""
-    directory = tmp_path_factory.mktemp(request.param)
-    with mounted(s3, f"s3://{objects.name}", directory, "--session", request.param) as mount:
+    with mounted(s3, f"s3://{objects.name}", tmp_path_factory.mktemp("names")) as mount:
         yield mount.path / "names"
 
 
@@ -135,17 +131,15 @@ UNUSUAL = [
 HIDDEN = 8 + 1 + 3
 
 
-@pytest.fixture(scope="module", params=SESSIONS)
-def unusual(
-    request: pytest.FixtureRequest, s3: S3Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
-    options = ("--session", request.param, "--anonymous", "--metadata-ttl", "1h")
+@pytest.fixture(scope="module")
+def unusual(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+    options = ("--anonymous", "--metadata-ttl", "1h")
     with (
         ListingServer(UNUSUAL).serving() as server,
         mounted(
             s3,
             "s3://some-bucket",
-            tmp_path_factory.mktemp(request.param),
+            tmp_path_factory.mktemp("unusual"),
             *options,
             endpoint_url=server.endpoint_url,
         ) as mount,
@@ -171,11 +165,8 @@ def test_keys_that_no_file_name_can_express_are_hidden(unusual: Mount) -> None:
 
 
 @states("Hidden keys are counted in `fusefs status` (`metadata.hidden_keys`), and one is logged.")
-@pytest.mark.parametrize("session", SESSIONS)
-def test_hidden_keys_are_counted_once_each_and_one_is_logged(
-    session: str, s3: S3Server, tmp_path: Path
-) -> None:
-    options = ("--session", session, "--anonymous", "--metadata-ttl", "0s")
+def test_hidden_keys_are_counted_once_each_and_one_is_logged(s3: S3Server, tmp_path: Path) -> None:
+    options = ("--anonymous", "--metadata-ttl", "0s")
     with (
         ListingServer(UNUSUAL).serving() as server,
         mounted(
@@ -191,14 +182,12 @@ def test_hidden_keys_are_counted_once_each_and_one_is_logged(
 
 
 @states("A mount of `s3://BUCKET/PREFIX/` shows what is below that prefix, and nothing beside it.")
-@pytest.mark.parametrize("session", SESSIONS)
 def test_a_mount_of_a_prefix_shows_what_is_below_it(
-    session: str, s3: S3Server, shared: Bucket, tmp_path: Path
+    s3: S3Server, shared: Bucket, tmp_path: Path
 ) -> None:
     shared.put("data/set/file", b"inside")
     shared.put("data/settings", b"outside")
-    source = f"s3://{shared.name}/data/set/"
-    with mounted(s3, source, tmp_path, "--session", session) as mount:
+    with mounted(s3, f"s3://{shared.name}/data/set/", tmp_path) as mount:
         assert os.listdir(mount.path) == ["file"]
         assert (mount.path / "file").read_bytes() == b"inside"
 

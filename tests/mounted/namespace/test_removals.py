@@ -544,16 +544,15 @@ async def test_attributes_that_were_to_be_sent_are_given_up(mount: MortalMount) 
 root = pytest.mark.root
 
 
-def filled(mounter: Mounter, bucket: Bucket, *options: str) -> tuple[Mount, Path]:
+def filled(mounter: Mounter, bucket: Bucket) -> tuple[Mount, Path]:
     for name in range(300):
         bucket.put(f"a/b/{name}", b"content")
-    mount = mounter(WRITABLE, *options)
+    mount = mounter(WRITABLE)
     return mount, mount.path / "a"
 
 
-@pytest.mark.parametrize("session", ["kernel", "pyfuse3"])
-def test_a_tree_is_removed(mounter: Mounter, bucket: Bucket, session: str) -> None:
-    _, folder = filled(mounter, bucket, "--session", session)
+def test_a_tree_is_removed(mounter: Mounter, bucket: Bucket) -> None:
+    _, folder = filled(mounter, bucket)
     shutil.rmtree(folder)
     assert not folder.exists()
     assert keys(bucket) == []

@@ -5,16 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import SESSIONS, mounted, python, read_all, stamped
+from tests.support.sharing import mounted, python, read_all, stamped
 
 SMALL = 300_000
 LARGE = 24 << 20
@@ -33,17 +33,14 @@ with open(sys.argv[1], "rb") as file:
 """
 
 
-@pytest.fixture(scope="module", params=SESSIONS)
-def steady(
-    request: pytest.FixtureRequest, s3: S3Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def steady(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One mount for tests with a large file each."""
     bucket = new_bucket(s3)
     for name in ("flock", "fcntl"):
         for is_whole in (True, False):
             bucket.put(f"{name} {is_whole}", stamped(1, LARGE))
-    directory = tmp_path_factory.mktemp(request.param)
-    with mounted(s3, f"s3://{bucket.name}", directory, "--session", request.param) as mount:
+    with mounted(s3, f"s3://{bucket.name}", tmp_path_factory.mktemp("locks")) as mount:
         yield mount.path
 
 
@@ -91,11 +88,9 @@ def test_a_flock_of_a_handle_from_before_the_fetch_does_not_hold_for_later_ones(
     "`flock` locks hold between the programs of one machine, among handles of one version that"
     " were all opened before it was whole in the cache, or all after."
 )
-def test_a_flock_of_one_version_does_not_hold_for_another(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> None:
+def test_a_flock_of_one_version_does_not_hold_for_another(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("file", stamped(1, SMALL))
-    path = mount("--metadata-ttl", "0s").path / "file"
+    path = mounter("--metadata-ttl", "0s").path / "file"
     with path.open("rb", buffering=0) as mine:
         fcntl.flock(mine, fcntl.LOCK_EX)
         assert as_another_sees(path)[0] == "locked"

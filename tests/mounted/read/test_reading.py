@@ -1,7 +1,7 @@
 """Reading files in every way that programs know, compared with the objects' bytes.
 
-Each test runs on a mount whose reads are passthrough once a file is cached, on
-one whose reads the daemon answers, and on one under pyfuse3.
+Each test runs on a mount whose reads are passthrough once a file is cached, and
+on one whose reads the daemon answers.
 """
 
 from __future__ import annotations

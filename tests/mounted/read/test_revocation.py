@@ -16,7 +16,7 @@ import trio
 from trio.testing import MockClock
 
 from fusefs.daemon.access_guard import AccessGuard
-from tests.support.mounting import Mount, fusefs
+from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -161,10 +161,10 @@ def error_of(call: Callable[[], object]) -> int | None:
     "refused every request for that long, until one succeeds."
 )
 def test_what_is_cached_is_refused_while_s3_refuses_everything(
-    bucket: Bucket, failing: FaultyS3, mount: Callable[..., Mount]
+    bucket: Bucket, failing: FaultyS3, mounter: Mounter
 ) -> None:
     bucket.put("a/data", DATA)
-    here = mount("--revoke-after", "1s", endpoint_url=failing.endpoint_url)
+    here = mounter("--revoke-after", "1s", endpoint_url=failing.endpoint_url)
     path = here.path / "a" / "data"
     assert path.read_bytes() == DATA
     assert error_of(path.read_bytes) is None

@@ -2,14 +2,9 @@
 
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-import pytest
-
-from tests.support.mounting import Mount
+from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -50,14 +45,14 @@ int main(int count, char **paths) {
     " a process that is being killed does not wait for the bucket."
 )
 def test_signals_that_a_program_handles_do_not_fail_its_calls(
-    mount: Callable[..., Mount], bucket: Bucket, tmp_path: Path
+    mounter: Mounter, bucket: Bucket, tmp_path: Path
 ) -> None:
     (tmp_path / "signals.c").write_text(SOURCE)
     program = tmp_path / "signals"
     subprocess.run(["cc", "-o", program, tmp_path / "signals.c"], check=True)
     for n in range(16):
         bucket.put(f"f{n}", content(str(n), 200_000 if n % 4 else 5 << 20))
-    here = mount("--passthrough", "off")
+    here = mounter("--passthrough", "off")
     result = subprocess.run(
         [program, *(here.path / f"f{n}" for n in range(16))],
         check=False,
@@ -68,41 +63,22 @@ def test_signals_that_a_program_handles_do_not_fail_its_calls(
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@contextmanager
-def killed_reader(
-    mount: Callable[..., Mount], bucket: Bucket
-) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
-    """A reader that has been killed while it waits for the bucket, and what lets that answer."""
-    data = content("slow", 3 << 20)
-    bucket.put("slow", data)
-    with FaultyS3(bucket.server.endpoint_url) as faulty:
-        here = mount("--retry-time", "10m", endpoint_url=faulty.endpoint_url)
-        rule = faulty.add("GET", "slow", stall=True)
-        reader = subprocess.Popen(["cat", here.path / "slow"], stdout=subprocess.DEVNULL)
-        until(lambda: rule.used > 0, "the request that hangs")
-        reader.kill()
-        yield reader, faulty.clear
-        faulty.clear()
-        assert (here.path / "slow").read_bytes() == data
-
-
 @states(
     "A signal that a program handles fails none of its calls with EINTR;"
     " a process that is being killed does not wait for the bucket."
 )
 def test_a_killed_reader_does_not_wait_for_a_server_that_is_silent(
-    mounter: Callable[..., Mount], bucket: Bucket
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    with killed_reader(mounter, bucket) as (reader, _):
+    data = content("slow", 3 << 20)
+    bucket.put("slow", data)
+    here = mounter("--retry-time", "10m", endpoint_url=faulty.endpoint_url)
+    rule = faulty.add("GET", "slow", stall=True)
+    try:
+        reader = subprocess.Popen(["cat", here.path / "slow"], stdout=subprocess.DEVNULL)
+        until(lambda: rule.used > 0, "the request that hangs")
+        reader.kill()
         assert reader.wait(timeout=30) == -signal.SIGKILL
-
-
-@states("Under `--session pyfuse3` it does wait, for the retry time at most.")
-def test_under_pyfuse3_a_killed_reader_waits_for_the_server(
-    mounter: Callable[..., Mount], bucket: Bucket
-) -> None:
-    with killed_reader(partial(mounter, "--session", "pyfuse3"), bucket) as (reader, let_answer):
-        with pytest.raises(subprocess.TimeoutExpired):
-            reader.wait(timeout=1)
-        let_answer()
-        assert reader.wait(timeout=30) == -signal.SIGKILL
+    finally:
+        faulty.clear()
+    assert (here.path / "slow").read_bytes() == data

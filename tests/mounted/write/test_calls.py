@@ -16,7 +16,7 @@ from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import SESSIONS, mounted
+from tests.support.sharing import mounted
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 
@@ -24,16 +24,12 @@ KEEP_SIZE, PUNCH_HOLE, COLLAPSE_RANGE, ZERO_RANGE, INSERT_RANGE = 0x1, 0x2, 0x8,
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-@pytest.fixture(scope="module", params=SESSIONS)
+@pytest.fixture(scope="module")
 def mount(
-    s3: S3Server,
-    shared: Bucket,
-    tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
+    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mount]:
     directory = tmp_path_factory.mktemp("calls")
-    options = ("--session", request.param, WRITABLE)
-    with mounted(s3, f"s3://{shared.name}/{request.param}/", directory, *options) as mount:
+    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
         yield mount
 
 
@@ -139,7 +135,6 @@ def test_space_is_allocated_and_the_file_is_longer(
 ) -> None:
     with open(path, "wb", buffering=0) as file:
         file.write(b"ab")
-        # Under pyfuse3, which has no such request, the C library writes zeros.
         os.posix_fallocate(file.fileno(), 0, 10_000)
         assert os.fstat(file.fileno()).st_size == 10_000
     assert content_of(shared, mount, path) == b"ab" + bytes(9_998)
@@ -165,10 +160,6 @@ def test_a_range_is_allocated_punched_or_zeroed(
         file.write(b"x" * 20_000)
         os.fsync(file.fileno())
         start, size = (30_000, 5000) if mode == KEEP_SIZE else (100, 10_000)
-        if "pyfuse3" in mount.options:
-            with pytest.raises(OSError, match=os.strerror(errno.EOPNOTSUPP)):
-                allocate(file.fileno(), mode, start, size)
-            return
         allocate(file.fileno(), mode, start, size)
     assert path.read_bytes() == content_of(shared, mount, path) == expected
 

@@ -164,21 +164,6 @@ def test_what_was_written_to_a_new_file_is_kept(mount: Mount, shared: Bucket) ->
     (mount.path / "new").unlink()
 
 
-@states(
-    "Under `--session pyfuse3`, and where the mount cannot see whose a close is, what it wrote is"
-    " kept in both."
-)
-def test_under_pyfuse3_what_was_written_is_kept(
-    s3: S3Server, bucket: Bucket, tmp_path: Path
-) -> None:
-    bucket.put("old", OLD)
-    options = (WRITABLE, "--session", "pyfuse3")
-    with mounted(s3, f"s3://{bucket.name}/", tmp_path / "pyfuse3", *options) as mount:
-        kill(writing(mount.path / "old"))
-        settle(mount)
-        assert stored(bucket, "old") == NEW
-
-
 def test_what_was_synced_is_not_taken_back(mount: Mount, shared: Bucket) -> None:
     shared.put("old", OLD)
     kill(writing(mount.path / "old", end="synced"))

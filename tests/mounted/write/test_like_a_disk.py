@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter
 from tests.support.programs import WRITABLE, in_bucket, rename_to_a_new_name, tree
 from tests.support.servers.buckets import Bucket
 from tests.support.sharing import remembering
@@ -115,8 +115,6 @@ class Disks(RuleBasedStateMachine):
     bucket: Bucket
     scratch: Path
     has_attributes: bool
-    has_fallocate: bool
-    knows_old_nodes: bool
     numbers = itertools.count()
     steps = 0
 
@@ -136,11 +134,10 @@ class Disks(RuleBasedStateMachine):
         expected, got = outcome(call, self.plain), outcome(call, self.mounted)
         assert got == expected
         now = self.numbers_of(paths)
-        if self.knows_old_nodes:
-            assert {number: now[number] for number in before.keys() & now} == {
-                number: before[number] for number in before.keys() & now
-            }
-            assert len(set(now.values())) == len(now)
+        assert {number: now[number] for number in before.keys() & now} == {
+            number: before[number] for number in before.keys() & now
+        }
+        assert len(set(now.values())) == len(now)
         for path in paths:
             expected = outcome(lambda root, path=path: look(root, path), self.plain)
             got = outcome(lambda root, path=path: look(root, path), self.mounted)
@@ -307,7 +304,7 @@ class Disks(RuleBasedStateMachine):
         """All that have one file open see the same of it, whatever was done through which."""
         mine = os.fstat(plain)
         handles = [one for one in self.open if os.fstat(one.plain).st_ino == mine.st_ino]
-        if mine.st_nlink or not self.knows_old_nodes:
+        if mine.st_nlink:
             return
         shown_by = [os.fstat(one.mounted) for one in handles]
         assert {one.st_nlink for one in shown_by} == {0}
@@ -358,7 +355,7 @@ class Disks(RuleBasedStateMachine):
     def truncate_open(self, number: int, size: int) -> None:
         self.both_open(number, lambda fd: os.ftruncate(fd, size))
 
-    @precondition(lambda self: self.open and self.has_fallocate)
+    @precondition(lambda self: self.open)
     @rule(number=st.integers(0, 5), offset=SIZES, size=SIZES)
     def allocate(self, number: int, offset: int, size: int) -> None:
         self.both_open(number, lambda fd: os.posix_fallocate(fd, offset, size + 1))
@@ -384,8 +381,6 @@ class Disks(RuleBasedStateMachine):
     @rule(number=st.integers(0, 5), mode=MODES, time_ns=st.integers(OLDEST_NS, NEWEST_NS))
     def change_open(self, number: int, mode: int, time_ns: int) -> None:
         one = self.open[number % len(self.open)]
-        if one.flags & os.O_ACCMODE == os.O_RDONLY and not self.knows_old_nodes:
-            return
         self.both_open(number, lambda fd: os.fchmod(fd, mode))
         self.both_open(number, lambda fd: os.fchown(fd, mode % 7, -1))
         self.both_open(number, lambda fd: os.utime(fd, ns=(time_ns, time_ns)))
@@ -434,25 +429,14 @@ def can_set_attributes(path: Path) -> bool:
     return True
 
 
-def test_a_mount_behaves_like_a_disk(
-    mounter: Callable[..., Mount], bucket: Bucket, session: str, tmp_path: Path
-) -> None:
+def test_a_mount_behaves_like_a_disk(mounter: Mounter, bucket: Bucket, tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root")
-    try:
-        mount = mounter("--session", session, *WRITABLE)
-    except AssertionError as error:
-        if "is read-only so far" not in str(error):
-            raise
-        pytest.skip("this session is read-only")
+    mount = mounter(*WRITABLE)
     (tmp_path / "plain").mkdir()
 
     class Machine(Disks):
         has_attributes = all(map(can_set_attributes, (mount.path / "x", tmp_path / "x")))
-        # pyfuse3 has none, and glibc's substitute needs a file that can be read.
-        has_fallocate = session == "kernel"
-        # Under pyfuse3 a file that was replaced looks like one that was edited.
-        knows_old_nodes = session == "kernel"
 
     Machine.mount, Machine.bucket, Machine.scratch = mount, bucket, tmp_path / "plain"
     with remembering():

@@ -15,7 +15,7 @@ from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import SESSIONS, mounted, python
+from tests.support.sharing import mounted, python
 from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
@@ -50,16 +50,12 @@ while won < 5:
 """
 
 
-@pytest.fixture(scope="module", params=SESSIONS)
+@pytest.fixture(scope="module")
 def mount(
-    s3: S3Server,
-    shared: Bucket,
-    tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
+    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mount]:
     directory = tmp_path_factory.mktemp("locks")
-    options = ("--session", request.param, WRITABLE)
-    with mounted(s3, f"s3://{shared.name}/{request.param}/", directory, *options) as mount:
+    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
         yield mount
 
 
