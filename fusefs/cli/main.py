@@ -113,6 +113,20 @@ def _paths(texts: Sequence[str]) -> list[Path]:
     return [_path(text) for text in texts]
 
 
+def _duration(option: str, text: str) -> float:
+    """The seconds of a duration of the command line.
+
+    Raises:
+        SettingsError: it can't be read.
+    """
+    from fusefs.settings.types import DURATION
+
+    try:
+        return DURATION.read(text)
+    except ValueError as error:
+        raise _settings_error(f"{option}: {error}") from None
+
+
 # --- streams and signals ------------------------------------------------------
 
 
@@ -150,32 +164,11 @@ def _mount(options: argparse.Namespace) -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     from fusefs.cli import profile, sync
-    from fusefs.settings.types import DURATION
-    from fusefs.telemetry.access_summary import Access
 
-    mountpoint = sync.mountpoint(options.mountpoint)
-    try:
-        seconds = DURATION.read(options.duration)
-    except ValueError as error:
-        raise _settings_error(f"--for: {error}") from None
-    form = profile.json_line if options.json else profile.line
-
-    def begun() -> None:
-        print(f"recording for {options.duration}; Ctrl-C ends it", file=sys.stderr, flush=True)
-
-    def show(access: Access) -> None:
-        if not options.summary:
-            print(form(access))
-
-    summary, took_s, why = profile.profile(mountpoint, seconds, begun, show)
-    around = profile.surroundings(mountpoint)
-    if options.json:
-        print(json.dumps(profile.as_json(summary, took_s, around)))
-    else:
-        print(profile.report(summary, took_s, around))
-    if why:
-        _complain(why)
-    return int(bool(why))
+    seconds = _duration("--for", options.duration)
+    found = profile.profile(sync.mountpoint(options.mountpoint), seconds)
+    print(json.dumps(profile.as_json(found)) if options.json else profile.as_text(found))
+    return 0
 
 
 def _upgrade(options: argparse.Namespace) -> int:
@@ -204,12 +197,7 @@ def _sync(options: argparse.Namespace) -> int:
 
     timeout_s = float("inf")
     if options.timeout is not None:
-        from fusefs.settings.types import DURATION
-
-        try:
-            timeout_s = DURATION.read(options.timeout)
-        except ValueError as error:
-            raise _settings_error(f"--timeout: {error}") from None
+        timeout_s = _duration("--timeout", options.timeout)
     sync.sync(_path(options.path), timeout_s, sync.progress_display())
     return 0
 

@@ -345,10 +345,10 @@ _COMMANDS = (
     ),
     _Command(
         "profile",
-        "log what programs do on a mount, and summarize it",
-        "Log each request that reaches the daemon of a mount (when, how long it took, "
-        "where the answer came from, operation, key, range), and end with a summary and advice. "
-        "Reads of files that are open for passthrough do not reach the daemon. Ctrl-C ends early.",
+        "show what a mount does over some time, with advice",
+        "Count what a mount does over some time: requests, opens, where bytes came from, what "
+        "programs waited for, latencies; and end with advice. Reads of files that are open for "
+        "passthrough do not reach the daemon. Ctrl-C ends early.",
         (
             _MOUNTPOINT,
             _argument(
@@ -358,8 +358,7 @@ _COMMANDS = (
                 default="60s",
                 help="how long (default: 60s)",
             ),
-            _switch("--summary", "show the summary alone"),
-            _switch("--json", "print requests and, last, the summary as JSON lines"),
+            _JSON,
         ),
     ),
     _Command(

@@ -1,205 +1,140 @@
-"""`fusefs profile`: an access log of one mount while it runs, and a summary with advice."""
+"""`fusefs profile`: what a mount did over some time, with advice.
+
+The daemon counts requests, their times and what they waited for anyway (telemetry/metrics.py).
+This command asks for the counters twice; all that it shows is the difference.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fusefs.launch import control
+from fusefs.cli import stall_report
+from fusefs.exporter.queries import MountAnswer, target_at
+from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.settings.display import human_duration, human_size
-from fusefs.telemetry.access_summary import Access, AccessSummary, MountContext
+from fusefs.top import lines
+from fusefs.top.rates import Rates, rates
 
 ANSWER_TIMEOUT_S = 5.0
-POLL_S = 0.25
-MOST_TAKEN = 10
 _LABEL_WIDTH = 12
-# Operations that the summary names, those with the most time first.
+# Operations that the summary names, the most frequent first.
 MOST_OPERATIONS = 6
+# A smaller share of what S3 sent is no reason for a larger cache.
+LEAST_EVICTED = 0.1
+_OUTCOMES = {
+    "refused": "refused",
+    "error": "answered with an error",
+    "interrupted": "interrupted",
+}
 
 
-def profile(
-    mountpoint: Path, seconds: float, begun: Callable[[], None], show: Callable[[Access], None]
-) -> tuple[AccessSummary, float, str]:
-    """Record the requests of a mount; return their summary, how long that was in seconds, and "".
+def profile(mountpoint: Path, seconds: float) -> Rates:
+    """What the mount did in the next `seconds`; SIGINT ends them early.
 
-    `begun` is called once the daemon records, `show` with each request. SIGINT ends it early;
-    so does the end of the daemon, and then the last of the results says so.
+    Of a daemon that is replaced meanwhile only what the last one counted is known.
 
     Raises:
-        ControlError: the mount has ended, or another command records.
+        ControlError: the mount has ended, or its daemon does not answer.
+        CommandError: the daemon's answer can't be read.
     """
-    summary = AccessSummary()
-    number = _ask(mountpoint, {"command": "start profile"})["number"]
-    began, why = time.monotonic(), ""
+    ending = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: ending.set())
     try:
-        with _interrupted() as stopped:
-            begun()
-            try:
-                while not stopped.is_set() and (left := began + seconds - time.monotonic()) > 0:
-                    stopped.wait(min(POLL_S, left))
-                    _take(mountpoint, number, summary, show)
-                _take(mountpoint, number, summary, show)
-            except control.ControlError as error:
-                why = str(error)
-        return summary, time.monotonic() - began, why
-    finally:
-        with contextlib.suppress(control.ControlError):  # else it ends by itself, unheard
-            _ask(mountpoint, {"command": "end profile", "number": number})
-
-
-@contextlib.contextmanager
-def _interrupted() -> Iterator[threading.Event]:
-    """An event that SIGINT sets, in place of an exception in the middle of an answer."""
-    stopped = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: stopped.set())
-    try:
-        yield stopped
+        early = _ask(mountpoint)
+        sentence = f"counting for {human_duration(seconds)}; Ctrl-C ends it"
+        print(sentence, file=sys.stderr, flush=True)
+        ending.wait(seconds)
+        found = rates(early, _ask(mountpoint))
     finally:
         signal.signal(signal.SIGINT, before)
+    if not found.is_up:
+        raise CommandError(f"{mountpoint}: {lines.trouble(found)} ({found.why}); fusefs upgrade")
+    return found
 
 
-def _take(
-    mountpoint: Path, number: int, summary: AccessSummary, show: Callable[[Access], None]
-) -> None:
-    """Take what is on record by now."""
-    # Not for ever: requests may come faster than this takes them.
-    for _ in range(MOST_TAKEN):
-        taken = _ask(mountpoint, {"command": "take profile", "number": number})
-        summary.lost += taken["lost"]
-        # They are on record as they ended; of those that overlapped the first comes first here.
-        for access in sorted(Access(*entry) for entry in taken["entries"]):
-            summary.add(access)
-            show(access)
-        if not taken["has_more"]:
-            break
-
-
-def _ask(mountpoint: Path, message: dict[str, Any]) -> dict[str, Any]:
-    return daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
-
-
-def surroundings(mountpoint: Path) -> MountContext:
-    """What the mount is set to; nothing if its daemon does not answer."""
-    try:
-        status = _ask(mountpoint, {"command": "status"})
-    except control.ControlError:
-        return MountContext()
-    return MountContext(status["cache"]["limit_bytes"], status["metadata"]["ttl_s"])
-
-
-def line(access: Access) -> str:
-    """One request as a line of the log."""
-    where = f" [{access.offset}, {access.offset + access.size})" if access.handle else ""
-    error = f" {os.strerror(access.errno)}" if access.errno else ""
-    took = f"{1e3 * access.seconds:.3f} ms"
-    what = f"{access.operation} {access.key!r}{where}{error}"
-    return f"{access.at_s:10.4f} {took:>12} {access.source:<11} {what}"
-
-
-def json_line(access: Access) -> str:
-    return json.dumps(access._asdict())
-
-
-def report(summary: AccessSummary, seconds: float, around: MountContext) -> str:
-    """The summary and the advice as lines for people."""
-    rows = [("requests", _requests(summary, seconds)), ("files", _files(summary, seconds))]
-    rows += [("reads", sentence) for sentence in _reads(summary)]
-    rows.append(("working set", _working_set(summary, around)))
-    rows += [("latency", sentence) for sentence in _latencies(summary)]
-    advice = list(summary.advice(around))
-    rows += [("advice", sentence) for sentence in advice or ["nothing stands out"]]
-    return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}" for label, text in rows)
-
-
-def _requests(summary: AccessSummary, seconds: float) -> str:
-    text = f"{summary.requests:,} in {human_duration(round(seconds, 1))}"
-    if summary.failed:
-        text += f", {summary.failed:,} answered with an error"
-    if summary.lost:
-        text += f"; {summary.lost:,} more came too fast to be recorded"
-    return text
-
-
-def _files(summary: AccessSummary, seconds: float) -> str:
-    sizes = summary.opened_files
-    if not sizes:
-        return "none was opened"
-    spread = f"{human_size(sizes[0])} to {human_size(sizes[-1])}"
-    return (
-        f"{len(sizes):,} opened in {summary.opens:,} opens ({summary.opens / seconds:.1f} a"
-        f" second), {summary.reopened_files:,} of them again; {spread}, median"
-        f" {human_size(sizes[len(sizes) // 2])}"
+def _ask(mountpoint: Path) -> MountAnswer:
+    answer = daemon_request(mountpoint, {"command": "metrics"}, ANSWER_TIMEOUT_S)
+    return MountAnswer(
+        target_at(mountpoint, str(mountpoint)), answer.get("metrics"), taken=time.monotonic()
     )
 
 
-def _reads(summary: AccessSummary) -> Iterable[str]:
-    if summary.passthrough_opens:
-        yield (
-            f"of {summary.passthrough_opens:,} opens the kernel reads the cache itself, which is"
-            " not seen here"
+def as_text(found: Rates) -> str:
+    """The rates and the advice as lines for people."""
+    rows = [("requests", _requests(found)), ("opens", _opens(found)), ("reads", _reads(found))]
+    rows.append(("S3", f"{lines.transfer_text(found)}; {lines.s3_text(found)}"))
+    rows.append(("cache", _cache(found)))
+    waited = stall_report.sentence(found.stalled, "this time")
+    rows.append(("waits", waited or "programs waited for nothing"))
+    rows += [("latency", sentence) for sentence in _latencies(found)]
+    rows += [("advice", sentence) for sentence in advice(found) or ["nothing stands out"]]
+    return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}" for label, text in rows)
+
+
+def as_json(found: Rates) -> dict[str, Any]:
+    """The same for programs: bytes, seconds and shares, and what happened each second."""
+    return found.as_plain() | {"advice": advice(found)}
+
+
+def _requests(found: Rates) -> str:
+    total = sum(found.outcomes_s.values())
+    parts = [f"{found.count(total):,} in {human_duration(round(found.interval_s, 1))}"]
+    parts += [
+        f"{found.count(rate):,} {_OUTCOMES[outcome]}"
+        for outcome, rate in found.outcomes_s.items()
+        if rate and outcome in _OUTCOMES
+    ]
+    return ", ".join(parts)
+
+
+def _opens(found: Rates) -> str:
+    opens = sum(found.opens.values())
+    text = f"{found.count(opens):,} ({opens:.1f} a second)"
+    if passed := found.opens.get("passthrough"):
+        size = human_size(found.count(found.opened_passthrough_s))
+        text += (
+            f"; for {found.count(passed):,} of them, of {size} in all, the kernel reads the cache"
+            " itself, which is not seen here"
         )
-    if summary.all_reads:
-        total = sum(summary.read_bytes.values())
-        share = summary.sequential_reads / summary.all_reads
-        sources = ", ".join(
-            f"{human_size(size)} from {source}" for source, size in summary.read_bytes.most_common()
-        )
-        yield (
-            f"{summary.all_reads:,} of {human_size(total / summary.all_reads)} on average,"
-            f" {share:.0%} in sequence; {sources}; {human_size(summary.again_bytes)} read again"
-        )
-    if summary.written_bytes:
-        yield f"{human_size(summary.written_bytes)} were written"
+    return text
 
 
-def _working_set(summary: AccessSummary, around: MountContext) -> str:
-    limit = around.cache_limit
-    of_cache = f"; the cache may hold {human_size(limit)}" if limit is not None else ""
-    left_out = summary.left_out_files
-    more = f", and {left_out:,} requests for more files" if left_out else ""
-    return f"{human_size(summary.working_set)} of different bytes{more}{of_cache}"
+def _reads(found: Rates) -> str:
+    return f"{human_size(found.count(found.read_s))}{lines.origins(found)}"
 
 
-def _latencies(summary: AccessSummary) -> Iterable[str]:
-    for operation, count in summary.operations.most_common(MOST_OPERATIONS):
-        median, slow = summary.median_s(operation), summary.percentile_99_s(operation)
-        waits = summary.waits[operation]
-        from_s3 = f", {waits:,} waited for S3" if waits else ""
-        yield f"{operation}: {count:,}, median {_short(median)}, 99% {_short(slow)}{from_s3}"
+def _cache(found: Rates) -> str:
+    used, limit = human_size(found.cache_bytes), human_size(found.cache_limit_bytes)
+    return f"{used} of {limit}, {human_size(found.count(found.evicted_s))} evicted"
+
+
+def _latencies(found: Rates) -> Iterable[str]:
+    for operation, times in list(found.requests.items())[:MOST_OPERATIONS]:
+        slow = f", 99% within {_short(times.within_s)}" if times.within_s is not None else ""
+        yield f"{operation}: {found.count(times.per_s):,}, {_short(times.mean_s)} on average{slow}"
 
 
 def _short(seconds: float) -> str:
     return f"{1e6 * seconds:.0f} us" if seconds < 0.001 else f"{1e3 * seconds:.1f} ms"
 
 
-def as_json(summary: AccessSummary, seconds: float, around: MountContext) -> dict[str, Any]:
-    """The summary for programs: bytes, seconds and counts."""
-    sizes = summary.opened_files
-    return {
-        "seconds": seconds,
-        "requests": summary.requests,
-        "lost": summary.lost,
-        "failed": summary.failed,
-        "operations": dict(summary.operations),
-        "opened_files": len(sizes),
-        "opens": summary.opens,
-        "passthrough_opens": summary.passthrough_opens,
-        "reopened_files": summary.reopened_files,
-        "median_file_bytes": sizes[len(sizes) // 2] if sizes else None,
-        "largest_file_bytes": sizes[-1] if sizes else None,
-        "reads": summary.all_reads,
-        "sequential_reads": summary.sequential_reads,
-        "read_bytes": dict(summary.read_bytes),
-        "read_again_bytes": summary.again_bytes,
-        "written_bytes": summary.written_bytes,
-        "working_set_bytes": summary.working_set,
-        "advice": list(summary.advice(around)),
-    }
+def advice(found: Rates) -> list[str]:
+    """Sentences that say what may be changed, the most useful first; none is possible."""
+    sentences = []
+    from_s3 = found.read_from.get("s3", 0.0)
+    if found.evicted_s > LEAST_EVICTED * found.received_s > 0:
+        sentences.append(
+            "the cache evicts while S3 is read: a larger --cache-size (or disk) reads less twice"
+        )
+    if from_s3 > found.read_s / 2:
+        sentences.append("most of what was read came from S3: fusefs warm fetches it beforehand")
+    if hint := stall_report.advice(found.stalled):
+        sentences.append(hint)
+    return sentences

@@ -65,28 +65,33 @@ _SPANS = {"10": "the last 10 s", "60": "the last minute", "300": "the last 5 min
 
 def sentences(stalls: Mapping[str, Any]) -> Iterable[str]:
     """A sentence for each of the last spans of time in which programs waited."""
-    waited = False
-    for seconds, span in _SPANS.items():
-        shares = stalls["shares"].get(seconds, {})
-        if shares.get("any", 0.0) < LEAST_SHARE:
-            continue
-        waited = True
-        parts = [f"{shares[cause]:.0%} {_CAUSES[cause][0]}" for cause in _causes(shares)]
-        # Of many causes each may be too small to be named.
-        causes = f": {', '.join(parts)}" if parts else ""
-        yield f"programs waited {shares['any']:.0%} of {span}{causes}"
-    if not waited:
-        yield "programs waited for nothing in the last 5 minutes"
+    found = [sentence(stalls["shares"].get(key, {}), span) for key, span in _SPANS.items()]
+    waited = [one for one in found if one is not None]
+    yield from waited or ["programs waited for nothing in the last 5 minutes"]
+
+
+def sentence(shares: Shares, span: str) -> str | None:
+    """How much of a span of time programs waited, and for what; None if they did not."""
+    if shares.get("any", 0.0) < LEAST_SHARE:
+        return None
+    parts = [f"{shares[cause]:.0%} {_CAUSES[cause][0]}" for cause in _causes(shares)]
+    # Of many causes each may be too small to be named.
+    causes = f": {', '.join(parts)}" if parts else ""
+    return f"programs waited {shares['any']:.0%} of {span}{causes}"
 
 
 def hint(stalls: Mapping[str, Any]) -> str | None:
     """What may be changed about the cause that was waited for most, in the latest such span."""
-    for span in _SPANS:
-        shares = stalls["shares"].get(span, {})
-        for cause in _causes(shares)[:1]:
-            if shares[cause] >= LEAST_FOR_HINT:
-                return _CAUSES[cause][1]
-    return None
+    hints = (advice(stalls["shares"].get(key, {})) for key in _SPANS)
+    return next((one for one in hints if one is not None), None)
+
+
+def advice(shares: Shares) -> str | None:
+    """What may be changed about the cause that was waited for most."""
+    causes = _causes(shares)
+    if not causes or shares[causes[0]] < LEAST_FOR_HINT:
+        return None
+    return _CAUSES[causes[0]][1]
 
 
 def slowest(stalls: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:

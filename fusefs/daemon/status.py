@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import trio
@@ -16,7 +16,6 @@ import fusefs
 from fusefs.daemon import metrics, stack_dump
 from fusefs.daemon.jobs.cache_warmer import JobSpec
 from fusefs.daemon.mount_parts import MountParts
-from fusefs.fuse.access_trace import AccessTrace, TraceError
 from fusefs.fuse.session import RunningSession
 from fusefs.launch.control import ControlError
 from fusefs.posix.namespace.mutations import Mutations
@@ -52,13 +51,6 @@ def answer(
             return _collect_all(daemon)
         case {"command": "usage"}:
             return _usage(daemon)
-        case {"command": "start profile"}:
-            return _traced(lambda: {"number": _trace(daemon).start()})
-        case {"command": "take profile", "number": int(number)}:
-            return _traced(lambda: _trace(daemon).take(number))
-        case {"command": "end profile", "number": int(number)}:
-            _trace(daemon).end(number)
-            return {}
         case {"command": "metrics"}:
             return metrics.collect(daemon)
         case {"command": "stacks"}:
@@ -93,19 +85,6 @@ def answer(
                 raise ControlError("the mount has no cluster cache")
             return daemon.cluster_cache.clear(is_new=is_first)
     raise ControlError("no such command")
-
-
-def _trace(daemon: MountParts) -> AccessTrace:
-    if daemon.session is None or daemon.session.trace is None:
-        raise ControlError("requests can be recorded under the kernel session alone")
-    return daemon.session.trace
-
-
-def _traced(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return work()
-    except TraceError as error:
-        raise ControlError(str(error)) from error
 
 
 def _check(path: str) -> None:

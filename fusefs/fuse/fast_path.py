@@ -1,8 +1,8 @@
 """The requests of warm files, answered by compiled code (fast_path.c) where it was built.
 
 A package that was built without a compiler has none of it, and all requests are
-answered by Python, by the same rules. It is left out as well while requests are put on
-record (access_trace.py), and while the journal is off or is being rewritten.
+answered by Python, by the same rules. It is left out as well while the journal is
+off or is being rewritten.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import pyfuse3
 import trio
 
-from fusefs.fuse.access_trace import AccessTrace
 from fusefs.fuse.busy_poll import BusyPoll
 from fusefs.fuse.protocol import Opcode
 from fusefs.fuse.session import OPERATIONS, WaitingRequest, name_request
@@ -54,7 +53,6 @@ class PyfuseSession(KernelNotifications):
         self.busy_poll: BusyPoll | None = None
         self.compiled_requests: int | None = None
         self.slowest = self._handlers.slowest
-        self.trace: AccessTrace | None = None
         operations.notifier.connect(self)
 
     @property

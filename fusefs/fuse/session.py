@@ -44,7 +44,6 @@ from typing import Any, Protocol
 import trio
 
 from fusefs.fuse import protocol
-from fusefs.fuse.access_trace import AccessTrace
 from fusefs.fuse.busy_poll import BusyPoll, polling
 from fusefs.fuse.fast_path import IS_BUILT, FastPathReader
 from fusefs.fuse.interrupts import Callers, Interrupts
@@ -145,10 +144,6 @@ class RunningSession(Protocol):
     slowest: SlowestWaits
 
     @property
-    def trace(self) -> AccessTrace | None:
-        """None where requests can't be put on record."""
-
-    @property
     def requests(self) -> int: ...
     @property
     def compiled_requests(self) -> int | None: ...
@@ -216,7 +211,6 @@ class Session(KernelNotifications):
         }
         if operations.mutations is not None:
             self._handlers |= WriteHandlers(handlers, operations.mutations).table
-        self.trace = AccessTrace(operations, self._handlers)
         self._warm: FastPathReader | None = None
         if IS_BUILT and fast_path is FastPathMode.AUTO:
             reply = _locked_memory(REPLY_SIZE)
@@ -347,7 +341,7 @@ class Session(KernelNotifications):
         """Answer what is there; return how many requests, -1 once unmounted."""
         warm = self._warm
         if warm is not None:
-            if warm.is_usable and not self.trace.is_on:
+            if warm.is_usable:
                 return self._answer_cold(warm, nursery)
             warm.settle()
         return self._answer_all(nursery)

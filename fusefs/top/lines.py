@@ -10,14 +10,13 @@ CAUSES = {
     "throttled": "throttling",
     "s3_first_byte": "first byte",
     "s3_transfer": "transfer",
-    "shared": "another mount",
     "metadata": "metadata",
     "cache_disk": "cache disk",
     "cache_full": "cache room",
     "credentials": "credentials",
     "cluster_cache": "cluster cache",
 }
-SOURCES = {"cache": "cache", "shared": "another mount", "s3": "S3"}
+SOURCES = {"cache": "cache", "s3": "S3"}
 # Less is noise of the clocks.
 LEAST_SHARE = 0.005
 
@@ -27,7 +26,7 @@ def line(mount: Rates) -> str:
     if not mount.is_up:
         return shown(f"{mount.volume}: {trouble(mount)} ({mount.why})")
     parts = [
-        f"read {rate_text(mount.read_s)}{_origins(mount)}",
+        f"read {rate_text(mount.read_s)}{origins(mount)}",
         f"sent to S3 {rate_text(mount.sent_s)}",
     ]
     if mount.opened_passthrough_s:
@@ -61,6 +60,11 @@ def waits(mount: Rates) -> str:
     return f"{mount.waited:.0%}" + (f": {', '.join(causes)}" if causes else "")
 
 
+def transfer_text(mount: Rates) -> str:
+    """Bytes from and to S3."""
+    return f"{rate_text(mount.received_s)} received, {rate_text(mount.sent_s)} sent"
+
+
 def s3_text(mount: Rates) -> str:
     """Requests to S3, and what went wrong with them."""
     text = f"S3 {mount.s3_s:.0f}/s"
@@ -86,7 +90,8 @@ def warm_text(mount: Rates) -> str:
     return f"warming {share:.0%} of {human_size(mount.warm_target_bytes)}"
 
 
-def _origins(mount: Rates) -> str:
+def origins(mount: Rates) -> str:
+    """The shares of what was read by where it came from, in brackets; "" if nothing was."""
     if not mount.read_s:
         return ""
     shares = [

@@ -21,10 +21,14 @@ _Key = tuple[str, frozenset[tuple[str, str]]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """How many there were each second, and how long they took on average."""
+    """Requests of one kind: how many each second, their mean time, and what 99% of them took.
+
+    `within_s` is the bound of the histogram's bucket, None beyond the last one.
+    """
 
     per_s: float
     mean_s: float
+    within_s: float | None
 
 
 @dataclass(slots=True)
@@ -45,6 +49,7 @@ class Rates:
     opens: dict[str, float] = field(default_factory=dict)
     stalled: dict[str, float] = field(default_factory=dict)
     waiting: dict[str, float] = field(default_factory=dict)
+    outcomes_s: dict[str, float] = field(default_factory=dict)
     requests: dict[str, Operation] = field(default_factory=dict)
     s3_requests: dict[str, Operation] = field(default_factory=dict)
     s3_errors_s: float = 0.0
@@ -53,6 +58,7 @@ class Rates:
     connections: dict[str, float] = field(default_factory=dict)
     cache_bytes: float = 0.0
     cache_limit_bytes: float = 0.0
+    evicted_s: float = 0.0
     pending_files: float = 0.0
     pending_bytes: float = 0.0
     oldest_pending_s: float = 0.0
@@ -78,6 +84,10 @@ class Rates:
     @property
     def s3_s(self) -> float:
         return sum(operation.per_s for operation in self.s3_requests.values())
+
+    def count(self, per_s: float) -> int:
+        """What a rate came to in the interval."""
+        return round(per_s * self.interval_s)
 
     def as_plain(self) -> dict[str, Any]:
         """This as a JSON object."""
@@ -123,6 +133,7 @@ def _rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
             for cause, share in change.by("stalled_seconds_total", "cause").items()
         },
         waiting=change.by("wait_seconds_total", "cause"),
+        outcomes_s=change.by("requests_total", "outcome"),
         requests=change.operations("request_duration_seconds"),
         s3_requests=change.operations("s3_request_duration_seconds"),
         s3_errors_s=sum(
@@ -135,6 +146,7 @@ def _rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
         connections=change.totals_by("s3_connections", "state"),
         cache_bytes=change.value("cache_bytes"),
         cache_limit_bytes=change.value("cache_limit_bytes"),
+        evicted_s=change.rate("cache_evicted_bytes_total"),
         pending_files=change.value("upload_pending_files"),
         pending_bytes=change.value("upload_pending_bytes"),
         oldest_pending_s=change.value("upload_oldest_pending_seconds"),
@@ -186,13 +198,26 @@ class _Change:
         return found
 
     def operations(self, name: str) -> dict[str, Operation]:
-        """Rates and mean times of a histogram, for each operation that there was."""
+        """Rates and times of a histogram, for each operation that there was."""
         counts, times = self.by(f"{name}_count", "operation"), self.by(f"{name}_sum", "operation")
         return {
-            operation: Operation(rate, times.get(operation, 0.0) / rate)
+            operation: Operation(
+                rate, times.get(operation, 0.0) / rate, self._within(name, operation, 0.99 * rate)
+            )
             for operation, rate in sorted(counts.items(), key=lambda pair: -pair[1])
             if rate
         }
+
+    def _within(self, name: str, operation: str, rate: float) -> float | None:
+        """The first bound of a histogram's buckets below which so many observations fell."""
+        below: dict[float, float] = {}
+        for key, value in self._now.items():
+            labels = dict(key[1])
+            if key[0] == f"{name}_bucket" and labels.get("operation") == operation:
+                bound = float(labels["le"])
+                below[bound] = below.get(bound, 0.0) + self._rate(key, value)
+        below.pop(math.inf, None)
+        return min((bound for bound, count in below.items() if count >= rate), default=None)
 
     def _rate(self, key: _Key, value: float) -> float:
         if self._interval_s <= 0:
@@ -202,7 +227,7 @@ class _Change:
 
 
 def _flat(metrics: Mapping[str, Any]) -> dict[_Key, float]:
-    """The samples by name and labels; of histograms the counts and the sums.
+    """The samples by name and labels; of histograms the counts, the sums and the buckets.
 
     Raises:
         MALFORMED: they have another form.
@@ -216,6 +241,8 @@ def _flat(metrics: Mapping[str, Any]) -> dict[_Key, float]:
             if metric["type"] == "histogram":
                 found[f"{name}_count", labels] = _finite(sample["count"])
                 found[f"{name}_sum", labels] = _finite(sample["sum"])
+                for bound, count in sample["buckets"]:
+                    found[f"{name}_bucket", labels | {("le", str(bound))}] = _finite(count)
             else:
                 found[name, labels] = _finite(sample["value"])
     return found

@@ -21,7 +21,7 @@ from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top import lines
 from fusefs.top.rates import Operation, Rates
 
-COLOURS = {"cache": "green", "shared": "cyan", "s3": "yellow"}
+COLOURS = {"cache": "green", "s3": "yellow"}
 BAR_WIDTH = 24
 SMALL_BAR_WIDTH = 8
 MOST_OF_PATH = 32
@@ -137,8 +137,7 @@ def _facts(mount: Rates) -> list[tuple[str, RenderableType]]:
         ("opened", f"{opens}; passthrough {lines.rate_text(mount.opened_passthrough_s)}"),
         (
             "S3",
-            f"{lines.rate_text(mount.received_s)} received, "
-            f"{lines.rate_text(mount.sent_s)} sent; {lines.s3_text(mount)}",
+            f"{lines.transfer_text(mount)}; {lines.s3_text(mount)}",
         ),
         ("connections", states.replace("_", " ")),
         ("cache", cache),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console, ConsoleDimensions
 
+from fusefs.cli import profile
 from fusefs.exporter.queries import MountAnswer, Target
 from fusefs.launch.control import CommandError
 from fusefs.top import lines, main, screen
@@ -54,7 +55,7 @@ def answer(taken: float, cached: float, s3: float, stalled: float, requests: int
         "samples": [
             {
                 "labels": {"operation": "read"},
-                "buckets": [],
+                "buckets": [["0.003", requests / 2], ["0.03", requests], ["+Inf", requests]],
                 "sum": requests / 100,
                 "count": requests,
             }
@@ -72,12 +73,23 @@ def test_rates_are_what_happened_in_between() -> None:
     assert found.wasted_share == 0.25
     assert found.requests["read"].per_s == 10
     assert found.requests["read"].mean_s == pytest.approx(0.01)
+    assert found.requests["read"].within_s == 0.03
     assert found.source == "s3://bucket/"
 
 
 def test_counters_of_the_next_daemon_begin_at_zero() -> None:
     found = rates(answer(10, 10_000, 0, 3, 50), answer(12, 500, 0, 0, 0))
     assert found.read_s == 250
+
+
+def test_a_profile_says_what_happened_and_what_may_be_changed() -> None:
+    found = rates(answer(10, 1000, 0, 3, 50), answer(12, 2000, 7000, 4, 70))
+    text = profile.as_text(found)
+    assert "reads       7.8 KiB (12% cache, 88% S3)" in text
+    assert "waits       programs waited 50% of this time: 25% for S3's first byte" in text
+    assert "latency     read: 20, 10.0 ms on average, 99% within 30.0 ms" in text
+    assert len(profile.advice(found)) == 2
+    assert "fusefs warm" in profile.advice(found)[0]
 
 
 def test_the_first_answer_has_no_rates_and_a_silent_mount_a_reason() -> None:
