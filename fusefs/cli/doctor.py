@@ -1,4 +1,4 @@
-"""`fusefs doctor` shows the findings of diagnosis/ as they are made, `fusefs report` writes them.
+"""`fusefs doctor` shows the findings of diagnosis/ as they are made.
 
 Exit status: 0 nothing is wrong, though there may be advice; 1 something is wrong;
 2 the command line or a setting can't be read.
@@ -9,15 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fusefs.cli import sync
 from fusefs.diagnosis import doctor, findings
 from fusefs.diagnosis.findings import Finding
-from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
+from fusefs.settings.mount import Layer, MountSettings, RawValue, build
 from fusefs.settings.sources import from_config, from_environment
 
 SCHEME = "s3://"
@@ -73,19 +71,3 @@ def settings_of(
 def _is_source(target: str) -> bool:
     """Whether it is a bucket, as `fusefs mount` takes one, and no mountpoint."""
     return target[: len(SCHEME)].lower() == SCHEME
-
-
-def report(mountpoint: str | None, output: str | None, *, redacts: bool) -> int:
-    """Write the report of one mount, or of all mounts of this user; return the exit status."""
-    from fusefs.diagnosis import report as archive
-
-    path = Path(output or time.strftime("fusefs-report-%Y%m%d-%H%M%S.tar.gz"))
-    resolved = sync.mountpoint(mountpoint) if mountpoint is not None else None
-    try:
-        settings = settings_of(None, {}, None)
-    except SettingsError as error:  # it is no reason to have no report
-        print(f"fusefs: warning: {error}; the defaults are looked at instead", file=sys.stderr)
-        settings = settings_of(None, {}, None, {})
-    archive.write(path, resolved, settings, redacts=redacts)
-    print(f"{os.path.abspath(path)}: please look through it before it leaves this machine")
-    return 0

@@ -20,6 +20,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -336,9 +337,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fusefs.cli import doctor
+    from fusefs.cli import sync
+    from fusefs.diagnosis import report
 
-    return doctor.report(options.mountpoint, options.output, redacts=options.redact)
+    path = Path(options.output or time.strftime("fusefs-report-%Y%m%d-%H%M%S.tar.gz"))
+    mountpoint = options.mountpoint
+    report.write(path, sync.mountpoint(mountpoint) if mountpoint is not None else None)
+    print(f"{path.absolute()}: please look through it before it leaves this machine")
+    return 0
 
 
 def _top(options: argparse.Namespace) -> int:

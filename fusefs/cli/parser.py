@@ -364,9 +364,8 @@ _COMMANDS = (
     _Command(
         "report",
         "write an archive for a bug report",
-        "Write versions, settings, status, counters, stacks and the end of the log of "
-        "one mount, or of all mounts of this user, to an archive that only you can read. Secrets "
-        "are left out.",
+        "Write versions, settings, status and the end of the log of one mount, or of all mounts "
+        "of this user, to an archive that only you can read. Secrets are left out.",
         (
             _argument(
                 "mountpoint", metavar="MOUNTPOINT", nargs="?", help="a mount (default: all mounts)"
@@ -374,7 +373,6 @@ _COMMANDS = (
             _argument(
                 "--output", metavar="FILE", help="the archive (default: fusefs-report-TIME.tar.gz)"
             ),
-            _switch("--redact", "replace keys, buckets, hosts and paths by hashes as well"),
         ),
     ),
     _Command(

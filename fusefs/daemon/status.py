@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 import fusefs
-from fusefs.daemon import metrics, stack_dump
+from fusefs.daemon import metrics
 from fusefs.daemon.jobs.cache_warmer import JobSpec
 from fusefs.daemon.mount_parts import MountParts
 from fusefs.fuse.session import RunningSession
@@ -53,8 +53,6 @@ def answer(
             return _usage(daemon)
         case {"command": "metrics"}:
             return metrics.collect(daemon)
-        case {"command": "stacks"}:
-            return stack_dump.collect()
         case {"command": "sync", "path": str(path), "start": bool(is_first)}:
             mutations = daemon.operations.mutations
             if mutations is None:

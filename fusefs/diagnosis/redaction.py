@@ -1,32 +1,19 @@
-"""Takes secrets out of texts that leave the machine, and names where that is wanted.
+"""Takes secrets out of texts that leave the machine.
 
-Secrets go always: those that are known (of the environment, of files of keys)
-wherever they stand, and what looks like one: values behind names such as
-`secret` or `token`, signatures, tokens, passwords in URLs, private keys.
-
-Names (keys, buckets, hosts, paths) go on request. They may look like anything,
-so it is the other way round: a word stays if fusefs itself uses it, in its own
-code, or if it is a number; all others become `~` and a hash. The hash has a key
-that is new for each report: equal names stay recognisable within one report, and
-cannot be found by trying. What is left of names are digits, and single words
-that fusefs uses as well.
+Those that are known go (of the environment, of files of keys), wherever they stand, and what
+looks like one: values behind names such as `secret` or `token`, signatures, tokens, passwords
+in URLs, private keys.
 """
 
 from __future__ import annotations
 
 import configparser
-import hashlib
 import json
 import os
 import re
-import secrets
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
-
-import fusefs
 
 REMOVED = "[removed]"
 # Shorter ones would be found within other words.
@@ -142,76 +129,3 @@ def _password(url: str) -> str:
         return urlsplit(url).password or ""
     except ValueError:
         return ""
-
-
-class NameHashes:
-    """Replaces names in text by hashes; see the module's text.
-
-    Words of `known` are names wherever they stand, though fusefs may use them as well.
-    """
-
-    def __init__(self, known: Iterable[str] = ()) -> None:
-        self._key = secrets.token_bytes(16)
-        self._all_words = _vocabulary()
-        self._words = self._all_words - set(known)
-        # Places in the code, in stacks.
-        roots = {str(Path(fusefs.__file__).parent), sys.prefix, sys.base_prefix, os.__file__[:-6]}
-        self._code = tuple(sorted(root.rstrip("/") + "/" for root in roots))
-
-    def remove(self, text: str) -> str:
-        """The text, without any name."""
-        return re.sub(r"\S+", lambda match: self._token(match[0]), text)
-
-    def remove_plain(self, value: Any) -> Any:
-        """The same for a JSON value; what it is called is changed as well."""
-        if isinstance(value, str):
-            return self.remove(value)
-        if isinstance(value, Mapping):
-            return {
-                key if key in self._all_words else self.remove(str(key)): self.remove_plain(item)
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self.remove_plain(item) for item in value]
-        return value
-
-    def _token(self, token: str) -> str:
-        """One piece without blanks: punctuation around it stays."""
-        match = re.fullmatch(r"(\W*)(.*?)(\W*)", token, re.S)
-        assert match is not None
-        before, core, after = match.groups()
-        if not core or self._stays(core):
-            return token
-        # A path or a URL begins and ends with punctuation that is part of it.
-        if "/" in before:
-            before, core = before[: before.index("/")], before[before.index("/") :] + core
-            if self._is_code(core):
-                return token
-        return f"{before}~{self._hash(core)}{after}"
-
-    def _stays(self, core: str) -> bool:
-        return core in self._words or _is_number(core) or self._is_code(core)
-
-    def _is_code(self, core: str) -> bool:
-        path = core.partition(":")[0]
-        return path.endswith(".py") and path.startswith(self._code)
-
-    def _hash(self, name: str) -> str:
-        data = name.encode(errors="surrogateescape")
-        return hashlib.blake2b(data, key=self._key, digest_size=5).hexdigest()
-
-
-def _is_number(core: str) -> bool:
-    """Numbers with their units, times and dates, and numbers joined by punctuation."""
-    return re.fullmatch(r"(?=.*\d)[-+\d.,:%TZeE]+(?:[KMGTP]i?B|B|ms|s|us|d|h)?", core) is not None
-
-
-def _vocabulary() -> frozenset[str]:
-    """The words of fusefs' own code: what its messages and its status are made of."""
-    words: set[str] = set()
-    for path in Path(fusefs.__file__).parent.rglob("*.py"):
-        text = path.read_text(errors="replace")
-        words.update(re.findall(r"[A-Za-z][A-Za-z_']*", text))
-        # What is written with punctuation, such as names of settings and modules.
-        words.update(re.findall(r"--?[a-z][a-z-]+|[a-z_]+(?:\.[a-z_]+)+", text))
-    return frozenset(words)
