@@ -1,12 +1,13 @@
-"""When a GET that is slow to answer is sent again on another connection: a hedged request.
+"""Hedged requests: a small GET that is slow to answer is sent again on another connection.
 
 Of many GETs a few take ten times as long as the others, for reasons of the one
 server that happens to answer them; the same request, sent again, is then
 answered before the first (Dean and Barroso, "The Tail at Scale", CACM 56(2), 2013).
-So the time to the first byte of the latest GETs is kept, of small and of large
-ones apart. A GET that has no first byte after what nearly all of them took, and
-after twice the median, is sent again. The first answer that is a success
-counts, and the other is given up with its connection.
+So the time to the first byte of the latest small GETs is kept. One that has no
+first byte after what nearly all of them took, and after twice the median, is
+sent again (http/async_exchange.py). The first answer that is a success counts,
+and the other is given up with its connection. Large ranges are not hedged: what
+a reader waits for there is the transfer, and most of it was requested ahead.
 
 What it may cost is bounded: hedges are SHARE of the GETs at most, counted from
 the beginning, use connections that nothing else waits for, and stop while the
@@ -35,18 +36,33 @@ RENEW_EVERY = 32  # samples; to sort them takes 40 us
 
 
 class Hedging:
-    """How slow GETs of one store have to be to be sent again. Belongs to the event loop."""
+    """First-byte times of one store's small GETs, and the delay after which another is sent.
+
+    Belongs to the event loop.
+    """
 
     def __init__(self, connections: ConnectionBudget, counted: Counter[str]) -> None:
         self._connections = connections
         self._counted = counted
         self._allowance = 0.0
-        self.small = Hedge(self)
-        self.large = Hedge(self)
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+        self._is_renewed_in = LEAST_SAMPLES
+        # Seconds without a first byte after which another GET is sent; infinite is never.
+        self.wait_s = math.inf
 
     def note_sent(self) -> None:
-        """A first GET was sent: it allows SHARE of a second one."""
+        """Count a first GET that was sent: it allows SHARE of a second one."""
         self._allowance = min(float(MOST_AT_ONCE), self._allowance + SHARE)
+
+    def note_first_byte(self, took_s: float) -> None:
+        """Note the time of a first byte, or for how long it was not there when the second's was."""
+        self._samples.append(took_s)
+        self._is_renewed_in -= 1
+        if not self._is_renewed_in:
+            self._is_renewed_in = RENEW_EVERY
+            ordered = sorted(self._samples)
+            quantile = ordered[int(len(ordered) * QUANTILE)]
+            self.wait_s = max(quantile, MEDIANS * ordered[len(ordered) // 2], LEAST_S)
 
     def take(self) -> bool:
         """Take a connection for a second GET, if the allowance has one and nothing waits for it."""
@@ -58,39 +74,6 @@ class Hedging:
         return True
 
     def give_back(self, *, has_won: bool) -> None:
-        """A second GET has ended; whether its answer came first."""
+        """Give the connection of a second GET back, which has ended or was not sent after all."""
         self._connections.release(Priority.PREFETCH)
         self._counted["hedged_won"] += has_won
-
-
-class Hedge:
-    """How long one kind of GETs takes to the first byte, and when another is sent."""
-
-    def __init__(self, hedging: Hedging) -> None:
-        self._hedging = hedging
-        self._samples: deque[float] = deque(maxlen=SAMPLES)
-        self._is_renewed_in = LEAST_SAMPLES
-        # After how many seconds without a first byte another GET is sent; infinite is never.
-        self.wait_s = math.inf
-
-    def note_sent(self) -> None:
-        """A GET is sent which is no second one."""
-        self._hedging.note_sent()
-
-    def note_first_byte(self, took_s: float) -> None:
-        """The first byte came after so long, or has not come when the second GET's has."""
-        self._samples.append(took_s)
-        self._is_renewed_in -= 1
-        if not self._is_renewed_in:
-            self._is_renewed_in = RENEW_EVERY
-            ordered = sorted(self._samples)
-            quantile = ordered[int(len(ordered) * QUANTILE)]
-            self.wait_s = max(quantile, MEDIANS * ordered[len(ordered) // 2], LEAST_S)
-
-    def take(self) -> bool:
-        """Whether a second GET may be sent now; it has a connection until `give_back`."""
-        return self._hedging.take()
-
-    def give_back(self, *, has_won: bool) -> None:
-        """A second GET has ended, or was not sent after all."""
-        self._hedging.give_back(has_won=has_won)

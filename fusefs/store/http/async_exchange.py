@@ -7,7 +7,7 @@ obstore's thread costs 75 waits for that lock.
 
 This is one attempt, over a connection that is open. Whatever is not a plain
 success is left to a thread, with retries. A request whose answer is slow to begin
-may be sent again on another connection (`HedgeRule`).
+may be sent again on another connection (`Hedging`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self, TypeAlias, cast
+from typing import Self, TypeAlias, cast
 
 import trio
 
+from fusefs.store.admission.hedging import Hedging
 from fusefs.store.http import exchange as wire
 from fusefs.store.http.answers import Answer, Arrived, Parsing, WireError, answer, read_head
 from fusefs.store.http.pool import BorrowedConnection, ConnectionPool
@@ -39,24 +40,6 @@ LEAST_GATHERED = 32 << 10
 # The longest record of TLS (RFC 8446, section 5.1). So much may have been read from the socket
 # without being shown yet, because the rest of its record has not come.
 RECORD = 16 << 10
-
-
-class HedgeRule(Protocol):
-    """When a request that has no answer yet is sent again, on another connection."""
-
-    wait_s: float  # for the first byte; infinite means that no request is sent again
-
-    def note_sent(self) -> None:
-        """A request is sent which is no second one."""
-
-    def note_first_byte(self, took_s: float) -> None:
-        """Its first byte came after so long, or is given up after so long."""
-
-    def take(self) -> bool:
-        """Whether a second request may be sent now."""
-
-    def give_back(self, *, has_won: bool) -> None:
-        """The second request that was taken has ended, or was not sent after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +61,7 @@ async def exchange(
     *,
     is_head: bool,
     size: int = 0,
-    hedge: HedgeRule | None = None,
+    hedge: Hedging | None = None,
     late: Late | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> Answer | None:
@@ -116,7 +99,7 @@ async def exchange(
     raise TimeoutError("the server sent nothing")
 
 
-async def _race(first: _Exchange, head: bytes, hedge: HedgeRule) -> Answer:
+async def _race(first: _Exchange, head: bytes, hedge: Hedging) -> Answer:
     """Send a request again; return the first answer that stands, or else one of two failures.
 
     The connection of the request that is not waited for any more is closed.
@@ -217,7 +200,7 @@ class _Exchange:
             await _send(self._sock, memoryview(head + body))
         self.sent_at = trio.current_time()
 
-    async def has_begun(self, hedge: HedgeRule) -> bool:
+    async def has_begun(self, hedge: Hedging) -> bool:
         """Whether the answer begins before the request may be sent again."""
         hedge.note_sent()
         with trio.CancelScope(deadline=self.sent_at + hedge.wait_s):
@@ -228,7 +211,7 @@ class _Exchange:
             hedge.note_first_byte(trio.current_time() - self.sent_at)
         return has_begun
 
-    async def receive_late(self, hedge: HedgeRule) -> Answer:
+    async def receive_late(self, hedge: Hedging) -> Answer:
         """Receive an answer that is slow, and is not requested again."""
         await self._begin()
         hedge.note_first_byte(trio.current_time() - self.sent_at)

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, urlsplit
 
 from fusefs.store import renewal, unreachable
+from fusefs.store.admission.hedging import Hedging
 from fusefs.store.customer_key import COPY_SOURCE, CustomerKey
 from fusefs.store.errors import AttemptError, Failure, StoreError, UnreachableError, from_body
 from fusefs.store.http import async_exchange, exchange
 from fusefs.store.http.answers import Answer, WireError
-from fusefs.store.http.async_exchange import HedgeRule, Late
+from fusefs.store.http.async_exchange import Late
 from fusefs.store.http.exchange import RequestBody
 from fusefs.store.http.pool import ConnectionPool, Network
 from fusefs.store.http.proxies import PORTS
@@ -196,7 +197,7 @@ class HttpClient:
         headers: Mapping[str, str],
         body: bytes | bytearray | None = None,
         size: int = 0,
-        hedge: HedgeRule | None = None,
+        hedge: Hedging | None = None,
         late: Late | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> Answer | None:

@@ -1,16 +1,13 @@
 """Ranged GETs of exactly one version: checked, counted, resumed where a stream broke.
 
-A small range is read in the event loop; what that can't do, in a thread. A GET that is
-slow to answer may be sent a second time (hedging.py); nothing is written before one of the
-two has its answer, and then that one alone writes.
+A small range is read in the event loop, by a GET that may be sent a second time where its
+answer is slow to begin (hedging.py); what that can't do, in a thread.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,7 +27,7 @@ from fusefs.store.errors import (
     UnsupportedError,
 )
 from fusefs.store.http.answers import LONGEST_SIZE, Answer
-from fusefs.store.http.threads import AbandonedError, Attempt
+from fusefs.store.http.threads import Attempt
 from fusefs.store.interface import ChunkWriter, ObjectInfo, ObjectVersion, Urgency, demanded
 from fusefs.store.object_checksum import ASKING
 from fusefs.store.s3.head import META, head, parse_head
@@ -130,7 +127,7 @@ class Getter:
             headers=part.request_headers(),
             size=part.size,
             priority=priority,
-            hedge=self.hedging.small,
+            hedge=self.hedging,
         )
         if answer is None:
             return False
@@ -150,40 +147,28 @@ class Getter:
                 self.described(parse_head(part.version.key, {**part.headers, **length}))
 
     async def _stream(self, part: RangeDownload, priority: Urgency, budget: RetryBudget) -> None:
-        """One attempt in a thread, and beside it a second request if it is slow to answer.
+        """One attempt in a thread.
 
         Raises:
-            AttemptError: the stream broke, or is not what was requested.
+            AttemptError: the stream broke, hardly gets on, or is not what was requested.
         """
-        key = part.version.key
+        requester, key = self._requester, part.version.key
         if not part.size:  # what was given up brought the last bytes in that moment
             return
-        async with self._requester.connected("GET", priority, key, budget) as clients:
+        async with requester.connected("GET", priority, key, budget) as clients:
             part.begin()
-            race = _Race()
-            if part.size <= SMALL:
-                await race.run(GetStream(part, race), self._requester, clients)
-            else:
-                await self._hedged(part, race, clients)
-        race.raise_error()
-
-    async def _hedged(self, part: RangeDownload, race: _Race, clients: Clients) -> None:
-        hedge = self.hedging.large
-        hedge.note_sent()
-        began = time.monotonic()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(race.run, GetStream(part, race), self._requester, clients)
-            nursery.start_soon(race.watch, part)
-            with trio.move_on_after(hedge.wait_s):
-                await race.is_decided.wait()
-            if not race.is_decided.is_set() and hedge.take():
-                second = GetStream(part, race)
+            stream = GetStream(part)
+            failure: Exception | None = AttemptError(_STALLED)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(part.watch, nursery.cancel_scope)
                 try:
-                    await race.run(second, self._requester, clients)
-                finally:
-                    hedge.give_back(has_won=race.winner is second)
-        if race.winner is not None:
-            hedge.note_first_byte(race.won_at - began)
+                    await requester.in_thread("GET", stream.attempt, partial(stream.run, clients))
+                    failure = None
+                except Exception as error:  # raised below, as the nursery would wrap it
+                    failure = error
+                nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
 
 class RangeDownload:
@@ -316,89 +301,21 @@ class RangeDownload:
         self.position += len(chunk)
         self._counted["bytes_fetched"] += len(chunk)
 
-
-class _Race:
-    """One or two requests for the same bytes: the first with an answer writes them.
-
-    The other is given up, and has written nothing. Belongs to the event loop, but `claim`.
-    """
-
-    def __init__(self) -> None:
-        self.winner: GetStream | None = None
-        self.won_at = 0.0  # as `time.monotonic`
-        # One has an answer, or none will have.
-        self.is_decided = trio.Event()
-        self._has_ended = trio.Event()
-        self._lock = threading.Lock()
-        self._token = trio.lowlevel.current_trio_token()
-        self._scopes: dict[GetStream, trio.CancelScope] = {}
-        self._errors: dict[GetStream | None, Exception] = {}
-
-    async def run(self, stream: GetStream, requester: Requester, clients: Clients) -> None:
-        """Run a request in a thread; its error is kept for `raise_error`."""
-        with trio.CancelScope() as scope:
-            self._scopes[stream] = scope
-            try:
-                await requester.in_thread("GET", stream.attempt, partial(stream.run, clients))
-            except Exception as error:
-                self._errors[stream] = error
-                if isinstance(error, AttemptError) and not error.failure.is_retryable:
-                    self._decide(stream)  # the other would be refused as well
-            finally:
-                del self._scopes[stream]
-        if not self._scopes:
-            self.is_decided.set()
-            self._has_ended.set()
-
-    async def watch(self, part: RangeDownload) -> None:
-        """Give up what brings nothing more."""
-        while not self._has_ended.is_set():
-            before = part.position
-            with trio.move_on_after(STALLED_S):
-                await self._has_ended.wait()
-            if part.position == before:
-                for stream, scope in self._scopes.items():
-                    self._errors[stream] = AttemptError(_STALLED)
-                    scope.cancel()
-
-    def claim(self, stream: GetStream) -> None:
-        """Have a stream write, which has the answer; in its thread.
-
-        Raises:
-            AbandonedError: the other one writes.
-        """
-        if not self._decide(stream):
-            raise AbandonedError
-
-    def _decide(self, stream: GetStream) -> bool:
-        """Have a stream be the one that counts; False if the other one is."""
-        with self._lock:
-            if self.winner is None:
-                self.winner = stream
-                self.won_at = time.monotonic()
-                self._token.run_sync_soon(self._give_up_other)
-            return self.winner is stream
-
-    def raise_error(self) -> None:
-        """Raise the error of the request that counts, if it has one: of both, the first's."""
-        failed = self.winner or next(iter(self._errors), None)
-        if failed in self._errors:
-            raise self._errors[failed]
-
-    def _give_up_other(self) -> None:
-        self.is_decided.set()
-        for stream, scope in self._scopes.items():
-            if stream is not self.winner:
-                scope.cancel()
+    async def watch(self, attempt: trio.CancelScope) -> None:
+        """Give an attempt up that brings nothing more."""
+        before = -1
+        while before < self.position:
+            before = self.position
+            await trio.sleep(STALLED_S)
+        attempt.cancel()
 
 
 class GetStream:
-    """One request for what is missing, in a thread. Nothing is written before `race.claim`."""
+    """One request for what is missing, in a thread."""
 
-    def __init__(self, part: RangeDownload, race: _Race) -> None:
+    def __init__(self, part: RangeDownload) -> None:
         self.attempt = Attempt()
         self._part = part
-        self._race = race
 
     def run(self, clients: Clients) -> None:
         """Stream what is missing. Blocks.
@@ -455,7 +372,7 @@ class GetStream:
             self._part.version.key,
             self._part.request_headers(),
             self._part.size,
-            self._begin,
+            self._part.check,
             self._take,
         )
 
@@ -479,18 +396,12 @@ class GetStream:
         if not clients.direct.download(key, headers, size, begin, content.extend):
             return False
         self._part.verify(shown, content)
-        self._race.claim(self)
         self._take(memoryview(content))
         return True
-
-    def _begin(self, headers: Mapping[str, str]) -> None:
-        self._part.check(headers)
-        self._race.claim(self)
 
     def _compare(self, etag: str | None, start: int, size: int | None) -> None:
         first_byte()
         self._part.compare(etag, start, size)
-        self._race.claim(self)
 
     def _take(self, chunk: memoryview) -> None:
         chunk = chunk[: self._part.size]

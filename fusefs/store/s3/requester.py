@@ -26,6 +26,7 @@ import trio
 
 from fusefs.store import renewal
 from fusefs.store.admission.connection_budget import ConnectionBudget
+from fusefs.store.admission.hedging import Hedging
 from fusefs.store.errors import (
     AttemptError,
     ConflictError,
@@ -38,7 +39,6 @@ from fusefs.store.errors import (
     UnreachableError,
 )
 from fusefs.store.http.answers import Answer
-from fusefs.store.http.async_exchange import HedgeRule
 from fusefs.store.http.exchange import ANSWER_LIMIT_S
 from fusefs.store.http.threads import AbandonedError, Attempt, Progress, Threads, Transfer
 from fusefs.store.interface import (
@@ -200,7 +200,7 @@ class Requester:
         priority: Urgency = demanded,
         condition: Strict = None,
         on_failure: Callable[[], None] = lambda: None,
-        hedge: HedgeRule | None = None,
+        hedge: Hedging | None = None,
     ) -> Answer | None:
         """Send a small PUT, COPY, HEAD, GET or DELETE from the event loop; return its answer.
 
