@@ -25,8 +25,8 @@ the file: only the parts that have changed are written again. Ranges without a
 sum are as good as others: a killed process may not have recorded the last ones. A sum
 that is damaged itself has a cached copy dropped, no more.
 
-Which files are not evicted is in another table, one file for each key of a bucket
-(retention.py).
+Which paths are pinned is in another table, and in one more which files are not evicted for
+that, one for each key of a bucket (retention.py).
 
 All calls block; a lock lets one thread in at a time.
 """
@@ -42,18 +42,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, sleep, time_ns
 from typing import Any, NamedTuple
 
 from fusefs.cache.integrity import checksums
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.damage import alone_in, is_damage, readable_errors, set_aside
 from fusefs.cache.ranges import RangeMap
-from fusefs.cache.retention import KeyRange
 
 logger = logging.getLogger("fusefs.cache")
 
-FORMAT = 3
+FORMAT = 4
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -85,6 +84,13 @@ CREATE TABLE IF NOT EXISTS retained (
     PRIMARY KEY (identity, key)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS retained_names ON retained (name);
+CREATE TABLE IF NOT EXISTS pins (
+    added INTEGER PRIMARY KEY AUTOINCREMENT,
+    identity TEXT NOT NULL,
+    key TEXT NOT NULL,
+    UNIQUE (identity, key)
+);
+CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS total (
     bytes INTEGER NOT NULL, files INTEGER NOT NULL, crc INTEGER NOT NULL
 );
@@ -121,6 +127,8 @@ class Row:
     sums: tuple[Sum, ...] = ()
 
 
+# The first key, and the first behind the last: for SQLite bytes are greater than any text.
+KeyRange = tuple[str, str | bytes]
 # Those of some keys whose files stay retained.
 Stay = Callable[[Collection[str]], Collection[str]]
 
@@ -204,7 +212,7 @@ class Catalog:
             if _inode(path) == st_ino:  # else another mount has done it
                 aside = set_aside(path)
                 logger.warning(
-                    "%s is damaged (%s) and was renamed to %s: the cache starts empty",
+                    "%s is damaged (%s) and was renamed to %s: the cache starts anew",
                     path,
                     why,
                     aside.name,
@@ -212,7 +220,7 @@ class Catalog:
             self._open(path)
 
     def _prepare(self) -> None:
-        with self._transaction():
+        with self.transaction():
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, FORMAT):
                 raise DamagedCatalogError(f"it has format {version}, this is format {FORMAT}")
@@ -220,6 +228,8 @@ class Catalog:
                 self._db.execute(statement)
             if version == 0:
                 self._db.execute("INSERT INTO total VALUES (0, 0, ?)", (_total_checksum(0, 0),))
+                # Another number than in a database before this one.
+                self._db.execute("INSERT INTO removals VALUES (?)", (time_ns() >> 1,))
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
             # What was not on the disk when the machine stopped is not to be trusted.
             unsafe = self._db.execute(
@@ -313,7 +323,7 @@ class Catalog:
 
         A row of another generation is left alone, and the answer for it is False.
         """
-        with self._transaction():
+        with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
             # All at once: half the time of one after the other.
@@ -324,7 +334,7 @@ class Catalog:
 
     def mark_synced(self, rows: Iterable[Row]) -> None:
         """Mark files as synced with these ranges; further ranges make them unsafe again."""
-        with self._transaction():
+        with self.transaction():
             updates = []
             for row in rows:
                 crc = self._checksum_of(row, row.ranges, is_synced=True)
@@ -338,20 +348,20 @@ class Catalog:
 
     def touch(self, times: Iterable[tuple[float, str, str]]) -> None:
         """Set when files were last used: (seconds since the epoch, name, generation) of each."""
-        with self._transaction():
+        with self.transaction():
             self._db.executemany(
                 "UPDATE files SET used_at = ? WHERE name = ? AND generation = ?", times
             )
 
     def remove(self, name: str, generation: str, st_ino: int) -> Total:
         """Remove a row if it is still of this file; return the total."""
-        with self._transaction():
+        with self.transaction():
             self._remove(name, generation, _signed(st_ino))
             return self.total()
 
     def clear(self) -> None:
         """Remove all rows of files."""
-        with self._transaction():
+        with self.transaction():
             self._db.execute("DELETE FROM sums")
             self._db.execute("DELETE FROM files")
             total = self.total()
@@ -360,7 +370,7 @@ class Catalog:
     def rename(self, name: str, generation: str, st_ino: int, new_name: str) -> None:
         """Give a file's row another name; it goes if there is a row of that name."""
         file = (name, generation, st_ino)
-        with self._transaction():
+        with self.transaction():
             row = self.find(name)
             if row is None or (row.generation, row.st_ino) != file[1:]:
                 return
@@ -383,7 +393,7 @@ class Catalog:
         other versions of these keys, which were retained until now.
         """
         replaced = set()
-        with self._transaction():
+        with self.transaction():
             for key, name in names.items():
                 values = self._db.execute(
                     "SELECT name FROM retained WHERE identity = ? AND key = ?", (identity, key)
@@ -404,7 +414,7 @@ class Catalog:
         Those keys stay retained which `stay` returns, and those retained at the time `before` or
         later, in seconds since the epoch.
         """
-        with self._transaction():
+        with self.transaction():
             rows = self._db.execute(
                 "SELECT key, name, since FROM retained"
                 " WHERE identity = ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
@@ -549,16 +559,47 @@ class Catalog:
         )
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The database, for queries."""
         with self._lock, readable_errors():
+            yield self._db
+
+    @contextmanager
+    def transaction(self, *, is_durable: bool = False) -> Iterator[sqlite3.Connection]:
+        """The database, for changes of which all are made or none.
+
+        With `is_durable` they survive a power cut from the end on.
+        """
+        with self._lock, readable_errors():
+            if is_durable:
+                self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("BEGIN IMMEDIATE")
             try:
-                yield
+                yield self._db
                 self._db.execute("COMMIT")
             finally:
                 # Of one that failed; a failure in the database may have ended it by itself.
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
+                if is_durable:
+                    self._db.execute("PRAGMA synchronous=NORMAL")
+
+
+def is_text(path: str) -> bool:
+    """Whether a path can be part of a key: one of a command line may have any bytes."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def key_ranges(path: str) -> list[KeyRange]:
+    """The keys at a path and below it; "" is above all."""
+    if not is_text(path):
+        return []
+    # "0" is the character after "/".
+    return [(path, path + "\0"), (path + "/", path + "0")] if path else [("", b"")]
 
 
 def _check_header(path: Path) -> None:

@@ -18,11 +18,10 @@ from typing import TypeVar
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.catalog import Catalog, Row, Stay, Total
+from fusefs.cache.catalog import Catalog, KeyRange, Row, Stay, Total, key_ranges
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity.damage import is_damage
 from fusefs.cache.quota import Quota
-from fusefs.cache.retention import KeyRange, key_ranges
 from fusefs.linux.clock import steady_time
 
 logger = logging.getLogger("fusefs.cache")

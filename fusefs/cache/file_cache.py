@@ -111,6 +111,12 @@ class FileCache:
             self._disk = disk.Disk(directory / "objects")
             path = directory / "catalog.sqlite3"
             self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
+            self._files: dict[str, CacheFile] = {}
+            noted = self._files, identity, self._released
+            self._catalog_writer = CatalogWriter(
+                self._catalog, self._disk, quota, self.warn, *noted
+            )
+            self.retention = Retention(self._catalog, self._catalog_writer, identity)
             rows = self._newest(most_in_memory)
             if not in_any_case:
                 rows = disk.without_strangers(self._disk, self._catalog, rows)
@@ -119,12 +125,9 @@ class FileCache:
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise disk.CacheDirectoryError(why) from error
-        self._files = {row.name: CacheFile.from_row(row) for row in rows}
+        self._files.update((row.name, CacheFile.from_row(row)) for row in rows)
         self._order = EvictionOrder(quota, min(MOST_LATEST, most_in_memory // 4))
         self._order.restore(self._files.values())
-        self.retention = Retention(directory, identity)
-        noted = self._files, identity, self._released
-        self._catalog_writer = CatalogWriter(self._catalog, self._disk, quota, self.warn, *noted)
         for name in retained:
             self._set_retained(self._files[name], is_retained=True)
         self.residency = Residency(
@@ -162,6 +165,7 @@ class FileCache:
 
     def _newest(self, most: int) -> list[Row]:
         try:
+            self.retention.refresh_now()
             return self._catalog.newest(most)
         except sqlite3.Error as error:
             if not self._catalog.begin_another(error, []):
@@ -526,7 +530,6 @@ class FileCache:
                     os.close(file.fd)
                     file.fd = -1
             await self._catalog_writer.in_catalog(self._catalog.close)
-            self.retention.close()
             self._mark.end()
 
     # What is never evicted (retention.py).

@@ -1,8 +1,8 @@
 """Which cached files are never evicted: those at or below the paths of `fusefs pin`.
 
 A pin names a key of a bucket, or the prefix before a slash, and so every version
-of the objects there. The pins of all mounts that share a directory are in one database,
-`pins.sqlite3`, which nothing else is in, and which so outlives the catalog. What is
+of the objects there. The pins of all mounts that share a directory are in its catalog, and
+are forgotten with it if it is damaged. What is
 pinned is on the disk when the call returns, at a cost that does not grow with the
 number of pins. In memory each mount has 8 bytes of each pin of its bucket, and reads
 only what was added since; after an unpin by another mount it reads all of them again.
@@ -15,45 +15,23 @@ fetched. The row of a newer version replaces it, so one version of each object i
 
 from __future__ import annotations
 
-import logging
-import os
+import errno
 import sqlite3
-import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
+from typing import TypeVar
 
-import trio
+from fusefs.cache.catalog import Catalog, KeyRange, key_ranges
+from fusefs.cache.catalog_writer import CatalogWriter
 
-from fusefs.cache.integrity.damage import is_damage
+Result = TypeVar("Result")
 
-logger = logging.getLogger("fusefs.cache")
-
-RECORD = "pins.sqlite3"
 # Pins that are read or removed at once: 1 MB.
 PAGE = 10_000
-# How long another mount may be in the way.
-BUSY_S = 30.0
-FORMAT = 1
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS buckets (number INTEGER PRIMARY KEY, identity TEXT NOT NULL UNIQUE);
-CREATE TABLE IF NOT EXISTS pins (
-    added INTEGER PRIMARY KEY AUTOINCREMENT,
-    bucket INTEGER NOT NULL,
-    key TEXT NOT NULL,
-    UNIQUE (bucket, key)
-);
-CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
-INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
-"""
 # Whether a pin is one of those that are to be removed.
 Wanted = Callable[[str], bool]
-# The first key, and the first behind the last: for SQLite bytes are greater than any text.
-KeyRange = tuple[str, str | bytes]
-_END = b""
 
 
 class HashSet:
@@ -119,44 +97,23 @@ def covers(pins: Container[str], key: str) -> bool:
     return any(pin in pins for pin in above(key))
 
 
-def is_text(path: str) -> bool:
-    """Whether a path can be part of a key: one of a command line may have any bytes."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def key_ranges(path: str) -> list[KeyRange]:
-    """The keys at a path and below it; "" is above all."""
-    if not is_text(path):
-        return []
-    # "0" is the character after "/".
-    return [(path, path + "\0"), (path + "/", path + "0")] if path else [("", _END)]
-
-
 class Retention:
     """The pins of one bucket in one cache directory: keys and prefixes without their last slash.
 
     `covers` and `pins_above` do not block, `refresh_now` and `covered` do.
     """
 
-    def __init__(self, directory: Path, identity: str) -> None:
-        """Read the record."""
-        self._directory = directory
+    def __init__(self, catalog: Catalog, writer: CatalogWriter, identity: str) -> None:
+        self._catalog = catalog
+        self._in_catalog = writer.in_catalog
         self._identity = identity
-        self._threads = trio.CapacityLimiter(4)
-        # Of what follows `_lock` is held, but for reading `_pins`.
-        self._lock = threading.RLock()
+        # Changed in the catalog's thread, or before there is one.
         self._pins = HashSet()
-        self._db: sqlite3.Connection | None = None
-        self._st_ino = 0
-        # What is known of the record: its version, the latest pin and how many removals.
-        self._version = self._added = self._removals = -1
-        self._counted = ("", -1, -1), 0
-        self._trouble = ""
-        self.refresh_now()
+        # The latest pin of this bucket that is known, and of the record the latest of all
+        # buckets and how many were removed: with these two it has changed.
+        self._added = 0
+        self._record = -1, -1
+        self._counted: tuple[object, int] = None, 0
 
     def covers(self, key: str) -> bool:
         """Whether the files of a key are retained."""
@@ -173,13 +130,13 @@ class Retention:
 
     async def refresh(self) -> bool:
         """See whether another mount has changed the pins, and return whether one has."""
-        return await trio.to_thread.run_sync(self.refresh_now, limiter=self._threads)
+        return bool(await self._in_catalog(self.refresh_now))
 
     async def count(self, path: str) -> int:
         """How many pins are at or below a path ("": all); 0 if they can't be read."""
         if not path or not self._pins:
             return len(self._pins)
-        return await trio.to_thread.run_sync(self._count, path, limiter=self._threads)
+        return await self._in_catalog(lambda: self._count(path)) or 0
 
     async def add(self, pins: Iterable[str]) -> None:
         """Put pins on record; they are on the disk when this returns.
@@ -187,7 +144,8 @@ class Retention:
         Raises:
             OSError: the record can't be written.
         """
-        await trio.to_thread.run_sync(self._add, list(pins), limiter=self._threads)
+        new = list(pins)
+        await self._change(lambda: self._add(new))
 
     async def remove(self, path: str, is_wanted: Wanted) -> int:
         """Take those pins at or below a path off the record that are wanted; return how many.
@@ -201,187 +159,102 @@ class Retention:
         for keys in key_ranges(path):
             left: KeyRange | None = keys
             while left is not None:
-                part, left = await trio.to_thread.run_sync(
-                    self._remove, left, is_wanted, limiter=self._threads
-                )
+                part, left = await self._change(partial(self._remove, left, is_wanted))
                 count += part
         return count
 
     def refresh_now(self) -> bool:
-        """As `refresh`. What is known stays if the record can't be read."""
-        try:
-            with self._lock:
-                has_changed = self._refresh()
-        except (OSError, sqlite3.Error) as error:
-            if str(error) != self._trouble:
-                self._trouble = str(error)
-                logger.warning("the pins can't be read: %s", error)
-            return False
-        self._trouble = ""
-        return has_changed
+        """As `refresh`.
 
-    def _refresh(self) -> bool:
-        db = self._open()
-        if db is None:
-            had_pins, self._pins = len(self._pins) > 0, HashSet()
-            return had_pins
-        version = db.execute("PRAGMA data_version").fetchone()[0]
-        if version == self._version:
-            return False
-        self._read(db)
-        self._version = version
-        return True
+        Raises:
+            sqlite3.Error: the catalog can't be read.
+        """
+        with self._catalog.reading() as db:
+            return self._read(db)
+
+    async def _change(self, change: Callable[[], Result]) -> Result:
+        if self._catalog.is_in_memory:
+            raise OSError(errno.EROFS, "the disk of the cache takes no catalog")
+        found = await self._in_catalog(change)
+        if found is None:
+            raise OSError(errno.EIO, "the catalog of the cache can't be written")
+        return found
 
     def _count(self, path: str) -> int:
-        try:
-            with self._lock:
-                db = self._open()
-                known = (path, self._added, self._removals)
-                if db is not None and self._counted[0] != known:
-                    bucket = self._bucket(db)
-                    counts = [
-                        db.execute(
-                            "SELECT count(*) FROM pins WHERE bucket = ? AND key >= ? AND key < ?",
-                            (bucket, *keys),
-                        ).fetchone()[0]
-                        for keys in key_ranges(path)
-                    ]
-                    self._counted = known, sum(counts)
-                return self._counted[1] if db is not None else 0
-        except (OSError, sqlite3.Error) as error:
-            logger.warning("the pins can't be counted: %s", error)
-            return 0
+        known = path, self._record
+        if self._counted[0] != known:
+            with self._catalog.reading() as db:
+                counts = [
+                    db.execute(
+                        "SELECT count(*) FROM pins WHERE identity = ? AND key >= ? AND key < ?",
+                        (self._identity, *keys),
+                    ).fetchone()[0]
+                    for keys in key_ranges(path)
+                ]
+            self._counted = known, sum(counts)
+        return self._counted[1]
 
-    def _add(self, pins: list[str]) -> None:
-        with self._changing() as db:
-            _insert(db, self._identity, pins)
+    def _add(self, pins: list[str]) -> bool:
+        with self._catalog.transaction(is_durable=True) as db:
+            db.executemany(
+                "INSERT OR IGNORE INTO pins (identity, key) VALUES (?, ?)",
+                ((self._identity, pin) for pin in pins),
+            )
+        with self._catalog.reading() as db:
             self._read(db)
+        return True
 
     def _remove(self, pins: KeyRange, is_wanted: Wanted) -> tuple[int, KeyRange | None]:
         """Remove a page of pins; return how many, and what pins are left to be looked at."""
-        with self._lock:
-            with self._changing() as db:
-                bucket = self._bucket(db)
-                found = db.execute(
-                    "SELECT key FROM pins WHERE bucket = ? AND key >= ? AND key < ?"
-                    " ORDER BY key LIMIT ?",
-                    (bucket, *pins, PAGE),
-                )
-                keys = [str(key) for (key,) in found]
-                gone = [key for key in keys if is_wanted(key)]
-                db.executemany(
-                    "DELETE FROM pins WHERE bucket = ? AND key = ?", [(bucket, key) for key in gone]
-                )
-                db.execute("UPDATE removals SET count = count + ?", (len(gone),))
-            self._pins.remove(gone)
-            self._removals += len(gone)
+        with self._catalog.transaction(is_durable=True) as db:
+            self._read(db)
+            found = db.execute(
+                "SELECT key FROM pins WHERE identity = ? AND key >= ? AND key < ?"
+                " ORDER BY key LIMIT ?",
+                (self._identity, *pins, PAGE),
+            )
+            keys = [str(key) for (key,) in found]
+            gone = [key for key in keys if is_wanted(key)]
+            db.executemany(
+                "DELETE FROM pins WHERE identity = ? AND key = ?",
+                [(self._identity, key) for key in gone],
+            )
+            db.execute("UPDATE removals SET count = count + ?", (len(gone),))
+            record = _record(db)
+        self._pins.remove(gone)
+        self._record = record
         return len(gone), (keys[-1] + "\0", pins[1]) if len(keys) == PAGE else None
 
-    @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction; all of the record is known at its start.
-
-        Raises:
-            OSError: the record can't be written.
-        """
-        with self._lock:
-            try:
-                db = self._open(is_needed=True)
-                assert db is not None
-                db.execute("BEGIN IMMEDIATE")
-                try:
-                    self._read(db)
-                    yield db
-                    db.execute("COMMIT")
-                except BaseException:
-                    self._version = self._removals = -1  # all is read again
-                    raise
-                finally:
-                    if db.in_transaction:
-                        db.execute("ROLLBACK")
-            except sqlite3.Error as error:
-                path = self._directory / RECORD
-                why = (
-                    "is damaged: remove it, and pin again" if is_damage(error) else "is not written"
-                )
-                raise OSError(f"{path} {why} ({error})") from error
-
-    def _read(self, db: sqlite3.Connection) -> None:
-        """Know all pins: those that were added, or all if some were removed."""
-        counts = db.execute("SELECT count FROM removals").fetchall()
-        if len(counts) != 1 or not isinstance(counts[0][0], int):
-            # One changed bit makes it look empty, of which SQLite knows nothing.
-            raise sqlite3.DatabaseError("it has no count of removals")
-        removals = counts[0][0]
-        if removals != self._removals:
+    def _read(self, db: sqlite3.Connection) -> bool:
+        """Know all pins: those that were added, or all if some were removed; tell if any were."""
+        record = _record(db)
+        if record == self._record:
+            return False
+        if record[1] != self._record[1]:
             self._added = 0
             self._pins = HashSet(self._new(db))
-            self._removals = removals
         else:
             for page in self._new(db):
                 self._pins.add(page)
+        self._record = record
+        return True
 
     def _new(self, db: sqlite3.Connection) -> Iterator[list[str]]:
         """The pins that are not known yet, page by page."""
-        bucket = self._bucket(db)
         while rows := db.execute(
             # With "+" SQLite goes by the order in which they were added.
-            "SELECT added, key FROM pins WHERE +bucket = ? AND added > ? ORDER BY added LIMIT ?",
-            (bucket, self._added, PAGE),
+            "SELECT added, key FROM pins WHERE +identity = ? AND added > ? ORDER BY added LIMIT ?",
+            (self._identity, self._added, PAGE),
         ).fetchall():
             self._added = rows[-1][0]
             yield [str(key) for _, key in rows]
 
-    def _bucket(self, db: sqlite3.Connection) -> int | None:
-        found = db.execute("SELECT number FROM buckets WHERE identity = ?", (self._identity,))
-        row = found.fetchone()
-        return None if row is None else int(row[0])
 
-    def _open(self, *, is_needed: bool = False) -> sqlite3.Connection | None:
-        """The record, created if it `is_needed`; None if there is none.
-
-        Raises:
-            OSError, sqlite3.Error: it can't be opened.
-        """
-        path = self._directory / RECORD
-        st_ino = path.stat().st_ino if path.exists() else 0
-        if self._db is not None and st_ino != self._st_ino:
-            self.close()
-        if self._db is None and (st_ino or is_needed):
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._db = _connected(path)
-            self._st_ino = path.stat().st_ino
-        return self._db
-
-    def close(self) -> None:
-        """The record is opened again when it is used. Blocks."""
-        with self._lock:
-            if self._db is not None:
-                self._db.close()
-            self._db = None
-            self._version = self._removals = -1
-
-
-def _connected(path: Path) -> sqlite3.Connection:
-    # Without a write-ahead log: if it is damaged, there is one file to remove.
-    db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
-    try:
-        db.execute("PRAGMA synchronous=EXTRA")
-        if db.execute("PRAGMA user_version").fetchone()[0] != FORMAT:
-            db.execute("BEGIN IMMEDIATE")
-            for statement in _SCHEMA.split(";"):
-                db.execute(statement)
-            db.execute(f"PRAGMA user_version={FORMAT}")
-            db.execute("COMMIT")
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _insert(db: sqlite3.Connection, identity: str, pins: Iterable[str]) -> None:
-    db.execute("INSERT OR IGNORE INTO buckets (identity) VALUES (?)", (identity,))
-    db.executemany(
-        "INSERT OR IGNORE INTO pins (bucket, key) SELECT number, ? FROM buckets WHERE identity = ?",
-        ((pin, identity) for pin in pins),
-    )
+def _record(db: sqlite3.Connection) -> tuple[int, int]:
+    """The number of the latest pin of any bucket, and the count of removals."""
+    found = db.execute("SELECT coalesce(max(added), 0), (SELECT count FROM removals) FROM pins")
+    added, removals = found.fetchone()
+    if not isinstance(removals, int):
+        # One changed bit makes it look empty, of which SQLite knows nothing.
+        raise sqlite3.DatabaseError("it has no count of removals")
+    return added, removals

@@ -19,7 +19,7 @@ from hashlib import blake2b
 
 import trio
 
-from fusefs.cache.retention import is_text
+from fusefs.cache.catalog import is_text
 from fusefs.posix.directory.segment import LAST_CHARACTER
 from fusefs.posix.nodes import names
 from fusefs.settings.patterns import compiled, is_pattern, matched

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,9 @@ from fusefs.cache import catalog, catalog_writer, file_cache
 from fusefs.cache import retention as retention_module
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.catalog import Catalog
-from fusefs.cache.retention import RECORD, Retention, covers
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.quota import Quota
+from fusefs.cache.retention import Retention, covers
 from fusefs.daemon.jobs import local_copies
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
@@ -179,17 +180,17 @@ async def test_a_file_is_retained_by_the_name_it_gets(tmp_path: Path) -> None:
         assert not file.is_retained
 
 
-@contextmanager
-def retention(directory: Path, identity: str = "bucket") -> Iterator[Retention]:
-    found = Retention(directory, identity)
-    yield found
-    found.close()
+@asynccontextmanager
+async def retention(directory: Path, identity: str = "bucket") -> AsyncIterator[Retention]:
+    found = FileCache(directory, identity, Quota(directory, None, lambda _size: 0))
+    yield found.retention
+    await found.aclose(sync=False)
 
 
 async def test_the_record_is_of_all_buckets_and_what_other_mounts_change_is_noticed(
     tmp_path: Path,
 ) -> None:
-    with (
+    async with (
         retention(tmp_path, "one") as one,
         retention(tmp_path, "two") as two,
         retention(tmp_path, "one") as same,
@@ -199,7 +200,7 @@ async def test_the_record_is_of_all_buckets_and_what_other_mounts_change_is_noti
         assert (await same.refresh(), await same.refresh()) == (True, False)
         assert same.covers("b")
         assert await one.remove("b", lambda _pin: True) == 1
-        assert (await same.refresh(), await one.refresh()) == (True, True)  # of "two"
+        assert (await same.refresh(), await two.refresh()) == (True, True)
         pins = [[key for key in "abc" if pinned.covers(key)] for pinned in (one, two, same)]
         assert pins == [["a"], ["c"], ["a"]]
         assert [await pinned.count("") for pinned in (one, two, same)] == [1, 1, 1]
@@ -210,7 +211,7 @@ async def test_many_pins_are_added_page_by_page_and_removed_by_a_path_or_a_patte
 ) -> None:
     monkeypatch.setattr(retention_module, "PAGE", 7)
     keys = [f"dir/{number}" for number in range(100)] + ["dir", "dir-1", "dir.x", "other/0"]
-    with retention(tmp_path) as here, retention(tmp_path) as there:
+    async with retention(tmp_path) as here, retention(tmp_path) as there:
         for at in range(0, len(keys), 10):
             await here.add(keys[at : at + 20])
             await there.refresh()
@@ -229,49 +230,22 @@ async def test_many_pins_are_added_page_by_page_and_removed_by_a_path_or_a_patte
             assert [key for key in keys if pinned.covers(key)] == ["dir-1", "dir.x", "other/0"]
 
 
-async def test_a_process_that_is_killed_while_it_pins_leaves_what_was_pinned_before(
-    tmp_path: Path,
-) -> None:
-    after = tmp_path / "after"
-    with retention(tmp_path) as killed:
-        await killed.add(["a", "b"])
-        with killed._changing() as db:
-            db.execute("PRAGMA cache_size = 1")  # what does not fit goes to the disk at once
-            retention_module._insert(db, "bucket", [f"dir/{number}" for number in range(1000)])
-            shutil.copytree(tmp_path, after)
-    assert (after / RECORD).stat().st_size > 40_000
-    with retention(after) as here:
-        assert await here.count("") == 2
-        await here.add(["c"])
-        assert await here.count("") == 3
-
-
-async def test_a_record_that_is_damaged_or_was_removed_begins_anew(tmp_path: Path) -> None:
-    with retention(tmp_path) as here:
-        await here.add(["a"])
-        (tmp_path / RECORD).write_bytes(b"damaged" * 1000)
-        here.close()
-        await here.refresh()
-        assert here.covers("a")  # what is known stays
-        with pytest.raises(OSError, match="is damaged: remove it"):
-            await here.add(["b"])
-        (tmp_path / RECORD).unlink()
-        await here.add(["b"])
-        assert [key for key in "ab" if here.covers(key)] == ["b"]
-
-
 @pytest.mark.parametrize("change", ["DELETE FROM removals", "UPDATE removals SET count = 'x'"])
-async def test_a_record_without_its_count_of_removals_is_damaged(
-    tmp_path: Path, change: str
-) -> None:
-    with retention(tmp_path) as here:
+async def test_a_damaged_record_begins_anew_with_the_catalog(tmp_path: Path, change: str) -> None:
+    async with retention(tmp_path) as here:
         await here.add(["a"])
-        with closing(sqlite3.connect(tmp_path / RECORD)) as database, database:
+        with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as database, database:
             database.execute(change)
-        assert not await here.refresh()
-        assert here.covers("a")  # what is known stays
-    with retention(tmp_path) as later, pytest.raises(OSError, match="is damaged: remove it"):
-        await later.add(["b"])
+        assert await here.refresh()
+        assert not here.covers("a")
+        await here.add(["b"])
+    async with retention(tmp_path) as later:
+        assert [key for key in "ab" if later.covers(key)] == ["b"]
+        with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as database, database:
+            database.execute(change)
+    async with retention(tmp_path) as later:
+        assert await later.count("") == 0
+        await later.add(["c"])
 
 
 async def test_another_mount_learns_page_by_page_what_is_retained(
