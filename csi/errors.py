@@ -10,17 +10,25 @@ unexpected exceptions included, is UNAVAILABLE.
 from __future__ import annotations
 
 import re
-from typing import ClassVar
 
 import grpc
 
-from fusefs.api import AccessDeniedError, CredentialsError, StoreError, UnsupportedError
+from fusefs.api import ErrorCode, StoreError
+
+# What an error of the store, or of a mount's daemon, means to the caller.
+_STATUSES = {
+    ErrorCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    ErrorCode.CREDENTIALS: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorCode.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+}
 
 
 class CsiError(Exception):
     """A call cannot be answered; `code` says what that means, the message is for people."""
 
-    code: ClassVar[grpc.StatusCode]
+    code: grpc.StatusCode
 
 
 class InvalidArgumentError(CsiError):
@@ -71,10 +79,12 @@ class ResourceExhaustedError(CsiError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-class PermissionDeniedError(CsiError):
-    """The credentials are known and do not allow it."""
+class MountError(CsiError):
+    """A mount could not be made, for a reason that its daemon gives."""
 
-    code = grpc.StatusCode.PERMISSION_DENIED
+    def __init__(self, sentence: str, reason: ErrorCode) -> None:
+        super().__init__(sentence)
+        self.code = _STATUSES[reason]
 
 
 class UnauthenticatedError(CsiError):
@@ -88,7 +98,7 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     if isinstance(error, CsiError):
         return error.code, str(error) or error.code.name
     if isinstance(error, StoreError):
-        return _code_of_store_error(error), str(error)
+        return _STATUSES[error.code], str(error)
     if isinstance(error, NotImplementedError):
         return grpc.StatusCode.UNIMPLEMENTED, str(error)
     return grpc.StatusCode.UNAVAILABLE, f"the driver failed: {type(error).__name__}; see its log"
@@ -126,13 +136,3 @@ def event_text(sentence: str) -> str:
             lambda found: f"{found[0]} (the port may be blocked by a NetworkPolicy)", sentence
         )
     )
-
-
-def _code_of_store_error(error: StoreError) -> grpc.StatusCode:
-    if isinstance(error, CredentialsError):
-        return grpc.StatusCode.UNAUTHENTICATED
-    if isinstance(error, AccessDeniedError):
-        return grpc.StatusCode.PERMISSION_DENIED
-    if isinstance(error, UnsupportedError):
-        return grpc.StatusCode.FAILED_PRECONDITION
-    return grpc.StatusCode.UNAVAILABLE

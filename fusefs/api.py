@@ -14,7 +14,8 @@ All functions block; none of them touches a mount itself, which may be wedged.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from fusefs.exporter.queries import Target as MetricsTarget
 from fusefs.exporter.queries import target_at as metrics_target
 from fusefs.launch import registry
 from fusefs.launch.control import MALFORMED, ControlError, Message, NotAnsweringError
-from fusefs.launch.launcher import SupervisorAddress, resume, start
+from fusefs.launch.launcher import NotUpError, SupervisorAddress, resume, start
 from fusefs.launch.mount_requests import (
     MountEndedError,
     daemon_pid,
@@ -43,7 +44,6 @@ from fusefs.linux.files import replace as replace_file
 from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount
 from fusefs.linux.mountinfo import KernelMount, kernel_mounts
 from fusefs.linux.processes import has_ended
-from fusefs.linux.unmount import UnmountError
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
 from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
@@ -72,6 +72,7 @@ from fusefs.store.errors import (
     NO_CREDENTIALS,
     AccessDeniedError,
     CredentialsError,
+    ErrorCode,
     ExistsError,
     NotFoundError,
     StaleVersionError,
@@ -113,6 +114,7 @@ __all__ = [
     "CredentialsError",
     "CustomerKey",
     "CustomerKeyError",
+    "ErrorCode",
     "ExistsError",
     "KernelMount",
     "LaunchError",
@@ -126,6 +128,7 @@ __all__ = [
     "MountsError",
     "NotAnsweringError",
     "NotFoundError",
+    "NotUpError",
     "OneLineFormatter",
     "RawValue",
     "SettingType",
@@ -133,7 +136,6 @@ __all__ = [
     "StaleVersionError",
     "StoreError",
     "SupervisorAddress",
-    "UnmountError",
     "UnsupportedError",
     "WriteOptions",
     "__version__",
@@ -162,7 +164,7 @@ __all__ = [
     "remove_registration",
     "replace_file",
     "resolve_path",
-    "runtime_environment",
+    "resume_mount",
     "serve_metrics",
     "split_options",
     "start_mount",
@@ -175,28 +177,44 @@ __all__ = [
 # --- mounts -------------------------------------------------------------------
 
 
-def start_mount(settings: MountSettings, supervisor: SupervisorAddress | None) -> None:
-    """Start a mount, or resume one that has lost its keeper and perhaps its daemon.
+def start_mount(
+    settings: MountSettings,
+    supervisor: SupervisorAddress | None,
+    environment: Mapping[str, str],
+    deadline: float,
+) -> subprocess.Popen[bytes]:
+    """Start a mount where nothing is mounted; return its keeper when it answers.
 
-    Returns when the mount answers. After an error nothing of a new mount is left.
+    `environment` is the keeper's and the daemon's, `deadline` of the monotonic clock. After an
+    error nothing of the mount is left.
 
     Raises:
-        LaunchError, MountsError, UnmountError: the mount could not be started.
+        NotUpError: it was not up at `deadline`.
+        LaunchError, MountsError: it could not be started; `LaunchError.code` says why.
         OSError: a directory cannot be used.
     """
-    if not resume(settings, supervisor):
-        check(settings)
-        start(settings, supervisor)
+    check(settings)
+    keeper = start(settings, supervisor, environment=environment, deadline=deadline)
+    assert isinstance(keeper, subprocess.Popen)  # there is no early one
+    return keeper
+
+
+def resume_mount(
+    settings: MountSettings,
+    supervisor: SupervisorAddress | None,
+    environment: Mapping[str, str],
+    deadline: float,
+) -> subprocess.Popen[bytes] | None:
+    """Go on with a mount that has lost its keeper, and perhaps its daemon; return the new keeper.
+
+    None if it is no such mount. Otherwise as `start_mount`.
+    """
+    return resume(settings, supervisor, environment=environment, deadline=deadline)
 
 
 def use_runtime_directory(directory: Path) -> None:
     """Have this process, and those it starts, find and register mounts below `directory`."""
     os.environ[registry.RUNTIME_VARIABLE] = os.fspath(directory)
-
-
-def runtime_environment() -> dict[str, str]:
-    """The environment variable by which another process finds the same mounts."""
-    return {registry.RUNTIME_VARIABLE: os.fspath(registry.runtime_directory())}
 
 
 def remove_registration(mountpoint: Path) -> None:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fusefs.keeper import supervisor_protocol
-from fusefs.keeper.protocol import CANNOT_TAKE_OVER
+from fusefs.keeper.exchange import HOPELESS
 from fusefs.launch import control
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ STATUS_S = 2.0
 # A new daemon checks the bucket, for as long as requests are retried.
 UPGRADE_S = 600.0
 PATIENCE_S = 120.0
-# In what a keeper tells of a new daemon that can't read what the old one knows.
-_HOPELESS = f"exited with {CANNOT_TAKE_OVER}"
 
 
 class Migration:
@@ -79,16 +77,16 @@ class Migration:
         except control.NotAnsweringError as error:
             log.info("%s: %s", keeper.name, error)  # its end, or its keeper's
         except control.ControlError as error:
-            self._insist(keeper, str(error))
+            self._insist(keeper, str(error), is_hopeless=error.code == HOPELESS)
         except control.MALFORMED as error:
             self._insist(keeper, f"its status is of another version: {error!r}")
 
-    def _insist(self, keeper: Path, why: str) -> None:
+    def _insist(self, keeper: Path, why: str, *, is_hopeless: bool = False) -> None:
         now = time.monotonic()
         since = self._since.setdefault(keeper, now)
         if since == now:
             log.warning("%s has not moved yet: %s", keeper.name, why)
-        if now - since >= PATIENCE_S and _HOPELESS not in why:
+        if now - since >= PATIENCE_S and not is_hopeless:
             log.warning("%s moves by force, after %.0f s: %s", keeper.name, now - since, why)
             try:
                 control.exchange(keeper, {"do": "replace"}, STATUS_S)

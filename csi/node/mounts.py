@@ -17,25 +17,16 @@ descriptor store drops it, so that programs get an error, and then it is dead.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from csi.daemons.client import Daemons, FdStoreClient
-from csi.errors import (
-    AbortedError,
-    CsiError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from csi.errors import AbortedError, CsiError, MountError, UnavailableError
 from csi.identities.credentials import CredentialFiles
 from csi.node import bind_mount
 from csi.node.bind_mount import MountTable
@@ -43,22 +34,24 @@ from csi.node.mount_record import MountRecord, MountRecords
 from fusefs.api import (
     ControlError,
     KernelMount,
-    SupervisorAddress,
+    LaunchError,
+    MountsError,
+    MountSettings,
+    NotUpError,
+    SettingsError,
     daemon_pid,
     daemon_request,
     has_ended,
     keeper_pid,
     keeper_status,
     remove_registration,
-    runtime_environment,
+    resume_mount,
+    start_mount,
 )
 
 log = logging.getLogger(__name__)
 
-START = [sys.executable, "-P", "-m", "csi.node.mount_process"]
 ANSWER_TIMEOUT_S = 1.0
-# For a mount process to clean up after SIGTERM.
-STOP_S = 5.0
 # For killed processes of a mount to end.
 KILL_S = 5.0
 POLL_S = 0.05
@@ -66,19 +59,6 @@ POLL_S = 0.05
 NEXT_STORE_S = 60.0
 # As long as a keeper would try (LONGEST_PAUSE in service.py).
 RESUME_S = 900.0
-
-# Words of the daemon's error for a bucket that it cannot list, and the CSI error they mean.
-_REFUSALS: tuple[tuple[tuple[str, ...], type[CsiError]], ...] = (
-    (
-        ("no such bucket", "not a valid name for a bucket", "over TLS alone"),
-        InvalidArgumentError,
-    ),
-    (("access denied",), PermissionDeniedError),
-    (
-        ("access key", "credentials", "session token", "no AWS profile", "IdentityToken"),
-        UnauthenticatedError,
-    ),
-)
 
 
 class Mounts:
@@ -99,6 +79,8 @@ class Mounts:
         self._daemons = daemons
         # Mounts that just can't be resumed, by key and reason, and since when.
         self._stuck: dict[tuple[str, str], float] = {}
+        # Children of this process, which has to wait for them.
+        self._keepers: set[subprocess.Popen[bytes]] = set()
         roots.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # --- what is there ---
@@ -189,7 +171,7 @@ class Mounts:
         if top is None:
             bind_mount.make_directory(root, 0o700)
         try:
-            self._run(record, deadline)
+            self._run(record, deadline, is_mounted=top is not None)
         except CsiError:
             if top is not None:
                 self._drop_if_hopeless(record, top)
@@ -248,18 +230,42 @@ class Mounts:
         for why in ("served", "held"):
             self._stuck.pop((key, why), None)
 
-    def _run(self, record: MountRecord, deadline: float) -> None:
-        """Run the process that starts or resumes a mount.
+    def _run(self, record: MountRecord, deadline: float, *, is_mounted: bool) -> None:
+        """Start a mount, or resume the one that is there.
 
         Raises:
-            CsiError: it could not.
+            CsiError: it could not be.
         """
-        answer = _run_mount_process(record, self._daemons.supervisor, deadline)
-        if "error" in answer:
-            why = str(answer["error"])
-            # The bucket's name and the prefix must not match the words.
-            kind = _refusal(why.replace(record.source.rstrip("/"), ""))
-            raise kind(f"{why}, as {record.who}")
+        inherited = {
+            name: text
+            for name, text in os.environ.items()
+            if not name.startswith(("AWS_", "FUSEFS"))
+        }
+        self._reap()
+        begin = resume_mount if is_mounted else start_mount
+        try:
+            # After a roll-back they may have been written by a newer driver.
+            settings = MountSettings.from_json(record.settings, is_newer=True)
+            environment = inherited | record.environment
+            keeper = begin(settings, self._daemons.supervisor, environment, deadline)
+        except NotUpError:
+            raise AbortedError(f"the mount of {record.source} is not up yet") from None
+        except LaunchError as error:
+            raise MountError(f"{error}, as {record.who}", error.code) from error
+        except (MountsError, SettingsError) as error:
+            raise UnavailableError(f"{error}, as {record.who}") from error
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise UnavailableError(f"{where}{error.strerror}, as {record.who}") from error
+        if keeper is None:
+            raise UnavailableError(f"another keeper may come up for {record.source}")
+        self._keepers.add(keeper)
+
+    def _reap(self) -> None:
+        """Wait for the keepers that have ended."""
+        for keeper in tuple(self._keepers):
+            if keeper.poll() is not None:
+                self._keepers.discard(keeper)
 
     def ensure_held(self, record: MountRecord, deadline: float) -> None:
         """Make sure that the descriptor store holds the connection, and that a daemon serves it.
@@ -322,6 +328,7 @@ class Mounts:
         finally:
             for process in processes:
                 os.close(process)
+        self._reap()
         remove_registration(root)
         self._forget_stuck(key)
         bind_mount.remove_directory(root)
@@ -376,48 +383,6 @@ def _have_ended(processes: list[int], deadline: float) -> bool:
     return all(has_ended(process, deadline - time.monotonic()) for process in processes)
 
 
-def _run_mount_process(
-    record: MountRecord, supervisor: SupervisorAddress | None, deadline: float
-) -> dict[str, Any]:
-    """The answer of the process that starts a record's mount; see `mount_process`.
-
-    Raises:
-        AbortedError: there was no answer at `deadline`.
-    """
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FUSEFS"))
-    }
-    request = {
-        "settings": record.settings,
-        "supervisor": os.fspath(supervisor.socket) if supervisor else None,
-        "is_needed": supervisor is not None and supervisor.is_needed,
-    }
-    with subprocess.Popen(
-        START,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd="/",
-        env=inherited | runtime_environment() | record.environment,
-        start_new_session=True,
-    ) as starter:
-        try:
-            output, _ = starter.communicate(
-                json.dumps(request).encode(), max(0.0, deadline - time.monotonic())
-            )
-        except subprocess.TimeoutExpired:
-            starter.terminate()
-            try:
-                output, _ = starter.communicate(timeout=STOP_S)
-            except subprocess.TimeoutExpired:
-                starter.kill()
-            raise AbortedError(f"the mount of {record.source} is not up yet") from None
-    try:
-        answer: dict[str, Any] = json.loads(output)
-    except ValueError:
-        answer = {"error": f"the process that starts the mount of {record.source} died"}
-    return answer
-
-
 def read_count(answer: dict[str, Any], name: str) -> int:
     """A number of a daemon's answer, which may be a hostile one's.
 
@@ -430,11 +395,3 @@ def read_count(answer: dict[str, Any], name: str) -> int:
     if not 0 <= count < 2**63:
         raise ValueError(f"{name} is out of range")
     return count
-
-
-def _refusal(why: str) -> type[CsiError]:
-    """The CSI error for the reason why a mount could not be made."""
-    for words, kind in _REFUSALS:
-        if any(word in why for word in words):
-            return kind
-    return UnavailableError

@@ -2,7 +2,8 @@
 
 `fusefs mount` starts `python -m fusefs.daemon`, writes the settings as JSON to
 its standard input and reads one line from its standard output:
-`{"ready": true, "pid": …}` once the mount answers, or `{"error": "a sentence"}`. With
+`{"ready": true, "pid": …}` once the mount answers, or `{"error": "a sentence", "code": …}`
+with an `ErrorCode`. With
 `--foreground` the command calls `run_foreground` instead.
 
 The order of starting: ask the bucket (most mistakes show there), open the
@@ -80,7 +81,7 @@ from fusefs.posix.write.staging import Staging
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import Conflict, ResendMode, Scrubbing, SessionKind
-from fusefs.store.errors import StoreError
+from fusefs.store.errors import ErrorCode, StoreError
 from fusefs.store.probing import Prober
 from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.activity import ACTIVITY
@@ -632,7 +633,8 @@ def main() -> int:
         )
     except USER_ERRORS as error:
         logger.error("%s", error)
-        tell({"error": str(error)})
+        code = error.code if isinstance(error, StoreError) else ErrorCode.UNAVAILABLE
+        tell({"error": str(error), "code": code})
         return CANNOT_TAKE_OVER if isinstance(error, TakeoverError) else 1
     except Exception as error:
         logger.exception("a fault in fusefs")

@@ -28,8 +28,19 @@ MAX_ANSWER = 4 << 20
 PEER_TIMEOUT_S = 5.0
 
 
+# In a keeper's refusal of an upgrade: the new daemon can't read what the old one knows.
+HOPELESS = "cannot-take-over"
+
+
 class ControlError(Exception):
-    """The process refused the request, or its answer makes no sense."""
+    """The process refused the request, or its answer makes no sense.
+
+    `code` is that of the answer, if it has one.
+    """
+
+    def __init__(self, sentence: str, code: str = "") -> None:
+        super().__init__(sentence)
+        self.code = code
 
 
 class NotAnsweringError(ControlError):
@@ -106,7 +117,7 @@ def exchange_fds(
                 sock.sendall(remaining)
             answer = parse(_read_line(sock, deadline, received))
         if "error" in answer:
-            raise ControlError(str(answer["error"]))
+            raise ControlError(str(answer["error"]), str(answer.get("code", "")))
         if len(received) > 1:
             raise ControlError("more than one descriptor came")
     except BaseException as error:

@@ -23,6 +23,7 @@ from fusefs.keeper import fd_store, system
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.broker import FAILED, MOUNT_MADE, Broker
 from fusefs.keeper.control import Client, ControlSocket, Listener, Loop
+from fusefs.keeper.exchange import HOPELESS
 from fusefs.keeper.processes import DaemonProcess, ProcessTable, describe
 from fusefs.keeper.standby import Standby
 from fusefs.keeper.state import (
@@ -277,7 +278,10 @@ class Keeper:
         end = daemon.reason or describe_end(daemon.status)
         log(f"{daemon.name} is gone: {end}")
         if daemon.is_incoming:
-            self._answer_upgrade({"error": f"the new daemon is gone: {end}; the old one goes on"})
+            refusal = {"error": f"the new daemon is gone: {end}; the old one goes on"}
+            if cannot_take_over(daemon.status):
+                refusal["code"] = HOPELESS
+            self._answer_upgrade(refusal)
         elif self._is_terminating or not self._state.has_served:
             self._end_mount(0 if self._state.has_served else shell_status(daemon.status))
         elif self._is_over(daemon):

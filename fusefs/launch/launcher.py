@@ -4,8 +4,8 @@ When `preflight` has found no obstacle, `start` runs the keeper (keeper/main.py)
 begin that was started early (early_keeper.py). It starts `python -m fusefs.daemon`, unless it
 has done so early as well; under pyfuse3 there is no keeper. The settings go to the standard
 input as JSON; the daemon answers with one JSON line on the standard output, `{"ready": true}`
-or `{"error": "..."}`, and closes that. Its standard error is the log. If a daemon ends
-without that line, the last line of the log is shown.
+or `{"error": "...", "code": "..."}`, and closes that. Its standard error is the log. If a daemon
+ends without that line, the last line of the log is shown.
 
 After a failure nothing is left: the daemon is ended, and a mount that it had
 already made is unmounted.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import selectors
 import socket
@@ -39,6 +40,7 @@ from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_ar
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
 from fusefs.store import customer_key
+from fusefs.store.errors import ErrorCode
 
 if TYPE_CHECKING:
     from fusefs.launch.forked_keeper import KeeperProcess
@@ -75,12 +77,17 @@ def start(
     settings: MountSettings,
     supervisor: SupervisorAddress | None = None,
     keeper: EarlyKeeper | None = None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    deadline: float = math.inf,
 ) -> KeeperProcess:
     """Start the mount and return its process once it answers: the keeper, or pyfuse3's daemon.
 
-    An early keeper is used where there may be one, and else dismissed.
+    An early keeper is used where there may be one, and else dismissed. `environment` is that
+    of a new keeper; at `deadline` (monotonic clock) the mount is given up.
 
     Raises:
+        NotUpError: it was not up in time; nothing is left of it.
         LaunchError: it did not come up; nothing is left of it.
     """
     log_path = log_location.path_of(settings)
@@ -88,8 +95,8 @@ def start(
         log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
         process: KeeperProcess | None = None
         try:
-            process = _spawn(settings, directory, log, supervisor, keeper)
-            _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S)
+            process = _spawn(settings, directory, log, supervisor, keeper, environment)
+            _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S, deadline)
         except _DiedError:
             assert process is not None
             _clean_up(process, settings.mountpoint)
@@ -105,45 +112,61 @@ def start(
     return process
 
 
-def resume(settings: MountSettings, supervisor: SupervisorAddress | None = None) -> bool:
-    """Go on with a mount whose keeper is gone, and perhaps its daemon; tell whether it is one.
+def resume(
+    settings: MountSettings,
+    supervisor: SupervisorAddress | None = None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    deadline: float = math.inf,
+) -> subprocess.Popen[bytes] | None:
+    """Go on with a mount that has lost its keeper, and perhaps its daemon; return its new keeper.
+
+    None if it is no such mount. The other arguments are those of `start`.
 
     Raises:
-        LaunchError: it is, and no daemon came up for it; the descriptor store still holds it.
+        LaunchError: no daemon came up for it; the descriptor store still holds it.
     """
     mountpoint = settings.mountpoint
     mount = mountinfo.find_mount(mountpoint)
     if settings.descriptor_store is None or mount is None or not mount.is_fusefs:
-        return False
+        return None
     if control.peer(registry.keeper_socket(mountpoint)):
-        return False
+        return None
     name = fd_store.name_of(os.fspath(mountpoint), mount.connection)
     try:
         fuse_fd = fd_store.fetch(os.fspath(settings.descriptor_store), name)
     except control.ControlError:
-        return False
+        return None
     with os.fdopen(fuse_fd), log_location.opened(log_location.path_of(settings)) as log:
-        user = _choose_user(settings)
-        configuration = _keeper_configuration(_with_owner(settings), user, supervisor)
+        user = _choose_user(settings, environment)
+        configuration = _keeper_configuration(_with_owner(settings), user, supervisor, environment)
         configuration |= {"fuse_fd": fuse_fd, "table": []}
-        if supervisor is not None and _adopt(configuration, supervisor, log):
-            return True
+        if supervisor is not None and (
+            keeper := _adopt(configuration, supervisor, log, environment, deadline)
+        ):
+            return keeper
         registration = registry.registration_of(mountpoint)
         if registration is not None and registration.is_alive():
-            return False  # it starts another keeper itself
-        process = _popen(KEEPER, json.dumps(configuration), log, pass_fds=(fuse_fd,))
+            return None  # it starts another keeper itself
+        process = _popen(KEEPER, json.dumps(configuration), log, environment, (fuse_fd,))
         assert process.stdout is not None
         with process.stdout:
             try:
-                _wait_until_ready(process, START_TIMEOUT_S)
+                _wait_until_ready(process, START_TIMEOUT_S, deadline)
             except _DiedError:
                 raise LaunchError(f"no daemon came up for the held mount on {mountpoint}") from None
     print(f"fusefs: {mountpoint} had lost its daemon and keeper; it goes on", file=sys.stderr)
-    return True
+    return process
 
 
-def _adopt(configuration: dict[str, Any], supervisor: SupervisorAddress, log: IO[bytes]) -> bool:
-    """Start a keeper for a mount whose daemon goes on without one; False if there is none.
+def _adopt(
+    configuration: dict[str, Any],
+    supervisor: SupervisorAddress,
+    log: IO[bytes],
+    environment: Mapping[str, str],
+    deadline: float,
+) -> subprocess.Popen[bytes] | None:
+    """Start a keeper for a mount whose daemon goes on without one; None if there is none.
 
     Raises:
         LaunchError: there may be one.
@@ -154,7 +177,7 @@ def _adopt(configuration: dict[str, Any], supervisor: SupervisorAddress, log: IO
         try:
             process = supervisor_protocol.adopt(os.fspath(supervisor.socket), number, its.fileno())
         except (ProcessLookupError, FileNotFoundError, ConnectionRefusedError):
-            return False
+            return None
         except OSError as error:
             raise LaunchError(f"{supervisor.socket}: {error}") from error
         connection = process.supervisor
@@ -170,17 +193,18 @@ def _adopt(configuration: dict[str, Any], supervisor: SupervisorAddress, log: IO
                 KEEPER,
                 json.dumps(configuration),
                 log,
-                pass_fds=(configuration["fuse_fd"], *fds.values()),
+                environment,
+                (configuration["fuse_fd"], *fds.values()),
             )
-    _wait_until_listening(keeper, Path(configuration["control"]))
-    return True
+    _wait_until_listening(keeper, Path(configuration["control"]), deadline)
+    return keeper
 
 
-def _wait_until_listening(keeper: subprocess.Popen[bytes], path: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _wait_until_listening(keeper: subprocess.Popen[bytes], path: Path, deadline: float) -> None:
+    deadline = min(deadline, time.monotonic() + START_TIMEOUT_S)
     while control.peer(path) != keeper.pid and keeper.poll() is None:
         if time.monotonic() > deadline:
-            raise LaunchError("no keeper came up for a mount that had lost its own")
+            raise NotUpError("no keeper came up for a mount that had lost its own")
         time.sleep(0.01)
     assert keeper.stdout is not None
     keeper.stdout.close()
@@ -214,6 +238,10 @@ def _claim(mountpoint: Path) -> Iterator[int]:
         os.close(directory)
 
 
+class NotUpError(LaunchError):
+    """The mount takes longer than it may."""
+
+
 class _DiedError(Exception):
     """The daemon closed its answer without having given one."""
 
@@ -224,16 +252,17 @@ def _spawn(
     log: IO[bytes],
     supervisor: SupervisorAddress | None,
     keeper: EarlyKeeper | None,
+    environment: Mapping[str, str],
 ) -> KeeperProcess:
     if settings.session == SessionKind.PYFUSE3:
         if keeper is not None:
             keeper.dismiss()
-        return _popen(DAEMON, daemon_input(settings, users.current_user()), log)
-    user = _choose_user(settings)
+        return _popen(DAEMON, daemon_input(settings, users.current_user()), log, environment)
+    user = _choose_user(settings, environment)
     settings = _with_owner(settings)
     registry.hand_over(settings.mountpoint, user.uid, user.gid)
     _prepare_cache(settings.cache_dir, user)
-    configuration = _keeper_configuration(settings, user, supervisor)
+    configuration = _keeper_configuration(settings, user, supervisor, environment)
     if mountinfo.has_automount(settings.mountpoint):
         # Whoever comes by the path waits for this mount; only processes of the automounter's
         # process group do not, of which this one may be and a keeper never is.
@@ -242,11 +271,15 @@ def _spawn(
         if process := keeper.configure(json.dumps(configuration), log):
             return process
         keeper.dismiss()
-    return _popen(KEEPER, json.dumps(configuration), log)
+    return _popen(KEEPER, json.dumps(configuration), log, environment)
 
 
 def _popen(
-    command: Sequence[str], configuration: str, log: IO[bytes], pass_fds: tuple[int, ...] = ()
+    command: Sequence[str],
+    configuration: str,
+    log: IO[bytes],
+    environment: Mapping[str, str],
+    pass_fds: tuple[int, ...] = (),
 ) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         command,
@@ -256,7 +289,7 @@ def _popen(
         cwd="/",
         start_new_session=True,
         pass_fds=pass_fds,
-        env=os.environ | runtime_environment(),
+        env={**environment, **runtime_environment()},
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
@@ -264,9 +297,9 @@ def _popen(
     return process
 
 
-def _choose_user(settings: MountSettings) -> users.User:
+def _choose_user(settings: MountSettings, environment: Mapping[str, str]) -> users.User:
     try:
-        user = users.choose(settings)
+        user = users.choose(settings, environment)
     except users.UserError as error:
         raise LaunchError(str(error)) from None
     if user.why and not user.is_own:
@@ -331,7 +364,10 @@ def mount_number(mountpoint: Path) -> int:
 
 
 def _keeper_configuration(
-    settings: MountSettings, user: users.User, supervisor: SupervisorAddress | None = None
+    settings: MountSettings,
+    user: users.User,
+    supervisor: SupervisorAddress | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
     """The configuration of a keeper; see keeper/main.py."""
     flags, data = mount_arguments(
@@ -350,7 +386,7 @@ def _keeper_configuration(
         "gid": user.gid,
         "groups": list(user.groups),
         "command": DAEMON,
-        "settings": daemon_input(settings, user),
+        "settings": daemon_input(settings, user, environment),
         "cache_dir": os.fspath(settings.cache_dir),
         "control": os.fspath(registry.new_keeper_socket(settings.mountpoint)),
         "descriptor_store": os.fspath(settings.descriptor_store)
@@ -396,18 +432,26 @@ def revive_keeper(
         process.stdin.write(json.dumps(configuration).encode())
 
 
-def _wait_until_ready(daemon: KeeperProcess, timeout_s: float) -> None:
+def _wait_until_ready(daemon: KeeperProcess, timeout_s: float, deadline: float) -> None:
     assert daemon.stdout is not None
-    line = _read_line(daemon.stdout, timeout_s)
+    line = _read_line(daemon.stdout, min(timeout_s, deadline - time.monotonic()))
     daemon.stdout.close()
     try:
         answer = json.loads(line)
     except ValueError:
         raise LaunchError(f"the daemon answered {line!r} instead of JSON") from None
     if "error" in answer:
-        raise LaunchError(str(answer["error"]))
+        raise LaunchError(str(answer["error"]), _code_in(answer))
     for warning in answer.get("warnings", ()):
         print(f"fusefs: warning: {warning}", file=sys.stderr)
+
+
+def _code_in(answer: dict[str, Any]) -> ErrorCode:
+    """The code of an answer; one that is missing or of another version says nothing."""
+    try:
+        return ErrorCode(answer.get("code", ErrorCode.UNAVAILABLE))
+    except ValueError:
+        return ErrorCode.UNAVAILABLE
 
 
 def _read_line(answer: IO[bytes], timeout_s: float) -> bytes:
@@ -418,7 +462,7 @@ def _read_line(answer: IO[bytes], timeout_s: float) -> bytes:
         selector.register(answer, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
             if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise LaunchError(f"the mount did not come up within {timeout_s:.0f} s")
+                raise NotUpError(f"the mount did not come up within {timeout_s:.0f} s")
             chunk = os.read(answer.fileno(), 1 << 16)
             if not chunk:
                 raise _DiedError

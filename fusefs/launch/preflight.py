@@ -19,6 +19,7 @@ from fusefs.linux import mountinfo, unmount
 from fusefs.linux.mount import may_mount
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
+from fusefs.store.errors import ErrorCode
 
 FUSE_DEVICE = Path("/dev/fuse")
 FUSE_NUMBER = os.makedev(10, 229)  # as Linux has it in Documentation/admin-guide/devices.txt
@@ -29,6 +30,10 @@ DEAD_TIMEOUT_S = 2.0
 
 class LaunchError(Exception):
     """The mount cannot be made; the message is one line for the user."""
+
+    def __init__(self, sentence: str, code: ErrorCode = ErrorCode.UNAVAILABLE) -> None:
+        super().__init__(sentence)
+        self.code = code
 
 
 # Longer than the pauses that a mount is to survive.

@@ -62,8 +62,8 @@ class User:
         return self.uid == os.geteuid()
 
 
-def choose(settings: MountSettings) -> User:
-    """The user that a mount's daemon is to run as.
+def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ) -> User:
+    """The user that a mount's daemon is to run as, whose environment names AWS's files.
 
     Raises:
         UserError: the user of the settings cannot.
@@ -76,12 +76,12 @@ def choose(settings: MountSettings) -> User:
         user = _look_up(settings.user)
         if user is None:
             raise UserError(f"--user: there is no user {settings.user}")
-        if not user.is_own and (why := _obstacle(user, settings)):
+        if not user.is_own and (why := _obstacle(user, settings, environment)):
             raise UserError(f"--user {user.name}: {why}")
         return user
     why = "no number is free for a user of its own"
     for user in filter(None, (_look_up(DEFAULT_USER), _user_of_cache(settings.cache_dir))):
-        why = _obstacle(user, settings) or _default_obstacle(settings)
+        why = _obstacle(user, settings, environment) or _default_obstacle(settings, environment)
         if not why:
             return user
     return _own(why)
@@ -143,13 +143,13 @@ def _is_mapped(number: int, table: str) -> bool:
     return any(first <= number < first + count for first, _, count in lines)
 
 
-def _obstacle(user: User, settings: MountSettings) -> str:
+def _obstacle(user: User, settings: MountSettings, environment: Mapping[str, str]) -> str:
     """What keeps a user from serving this mount, or nothing."""
     owner = _owner_of_content(settings.cache_dir)
     if owner not in (None, user.uid):
         return f"the cache directory {settings.cache_dir} belongs to user {owner}"
     needed = [*_program(), (_existing(settings.cache_dir.parent), os.X_OK)]
-    token = os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE")
+    token = environment.get("AWS_WEB_IDENTITY_TOKEN_FILE")
     needed += [(Path(path), os.R_OK) for path in (settings.ca_bundle, token) if path]
     for path, mode in needed:
         if not _may(user, path, mode):
@@ -175,8 +175,8 @@ def _program() -> Iterator[tuple[Path, int]]:
             yield Path(spec.origin), os.R_OK
 
 
-def _default_obstacle(settings: MountSettings) -> str:
-    for variable, path in aws_files():
+def _default_obstacle(settings: MountSettings, environment: Mapping[str, str]) -> str:
+    for variable, path in aws_files(environment):
         text = path.read_text(errors="replace")
         if any(word in text for word in _HOME_BOUND) and not settings.anonymous:
             return f"{variable}'s {path} renews credentials in the home directory"

@@ -7,20 +7,32 @@ training job, a time-out that looks like a missing file is a lost sample.
 
 from __future__ import annotations
 
+import enum
 import errno
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fusefs.store import unreachable
+
+
+class ErrorCode(enum.StrEnum):
+    """Meaning of an error for programs. It travels beside the sentence, which is for people."""
+
+    INVALID = "invalid"  # as it is configured, no attempt can succeed
+    DENIED = "denied"
+    CREDENTIALS = "credentials"
+    UNSUPPORTED = "unsupported"
+    UNAVAILABLE = "unavailable"  # another attempt may succeed
 
 
 class StoreError(Exception):
     """A request failed; `errno` says how a system call answers."""
 
     errno = errno.EIO
+    code: ClassVar[ErrorCode] = ErrorCode.UNAVAILABLE
 
 
 class NotFoundError(StoreError):
@@ -33,10 +45,19 @@ class AccessDeniedError(StoreError):
     """The credentials do not allow it, or there are none (401, 403)."""
 
     errno = errno.EACCES
+    code = ErrorCode.DENIED
 
 
 class CredentialsError(AccessDeniedError):
     """The credentials have expired or are rejected: other ones will do."""
+
+    code = ErrorCode.CREDENTIALS
+
+
+class MisconfiguredError(StoreError):
+    """There is no such bucket, or no request is sent with these settings."""
+
+    code = ErrorCode.INVALID
 
 
 class StaleVersionError(StoreError):
@@ -61,6 +82,7 @@ class UnsupportedError(StoreError):
     """This store does not implement the request (501)."""
 
     errno = errno.EOPNOTSUPP
+    code = ErrorCode.UNSUPPORTED
 
 
 class ArchivedError(StoreError):
@@ -190,6 +212,8 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
         )
     if code in _REJECTED:
         return failure(CredentialsError, "the credentials are rejected")
+    if code == "InvalidBucketName":
+        return failure(MisconfiguredError, "the name is refused")
     if code == "InvalidPart":
         return failure(PartsError, "the parts are refused")
     if code in _COLLIDED:
@@ -283,7 +307,7 @@ def _from_botocore(error: Exception) -> Failure | None:
     ):
         return Failure(CredentialsError, f"no credentials: {_one_line(error)}", is_retryable=True)
     if isinstance(error, exceptions.ParamValidationError) and "bucket name" in str(error):
-        return Failure(StoreError, _SENTENCES["InvalidBucketName"])
+        return Failure(MisconfiguredError, _SENTENCES["InvalidBucketName"])
     if isinstance(error, exceptions.BotoCoreError):
         return Failure(StoreError, f"the AWS configuration can't be used: {_one_line(error)}")
     return None

@@ -25,6 +25,7 @@ from csi.identity import IdentityService
 from csi.node import config
 from csi.server import DRIVER_NAME, MAX_CALLS, Server
 from fusefs import __version__
+from fusefs.api import ErrorCode
 from fusefs.store import errors as store_errors
 from fusefs.store import unreachable
 from tests.support.csi.calls import DEADLINE_S, Driver, mount_capability, refusal, serving
@@ -114,7 +115,7 @@ def test_a_probe_finds_it_ready(served: tuple[StandIn, Driver]) -> None:
         (errors.OutOfRangeError("why"), Code.OUT_OF_RANGE),
         (errors.AbortedError("why"), Code.ABORTED),
         (errors.UnavailableError("why"), Code.UNAVAILABLE),
-        (errors.PermissionDeniedError("why"), Code.PERMISSION_DENIED),
+        (errors.MountError("why", ErrorCode.DENIED), Code.PERMISSION_DENIED),
         (errors.UnauthenticatedError("why"), Code.UNAUTHENTICATED),
         (store_errors.AccessDeniedError("why"), Code.PERMISSION_DENIED),
         (store_errors.CredentialsError("why"), Code.UNAUTHENTICATED),

@@ -32,6 +32,7 @@ from fusefs.store.errors import (
     ConflictError,
     CredentialsError,
     Failure,
+    MisconfiguredError,
     NotFoundError,
     StaleVersionError,
     StoreError,
@@ -503,7 +504,7 @@ def classify(operation: str, failure: Failure) -> Failure:
     """What a failure means to a certain operation."""
     if operation == "LIST" and failure.kind is NotFoundError:
         # A LIST asks for no object.
-        return replace(failure, kind=StoreError, sentence="there is no such bucket")
+        return replace(failure, kind=MisconfiguredError, sentence="there is no such bucket")
     if operation == "DELETE" and failure.code == "NoSuchBucket":
         return replace(failure, kind=StoreError)  # which does not say that it is deleted
     if operation in _WRITES and failure.kind is CredentialsError:

@@ -12,7 +12,7 @@ import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from fusefs.store.errors import Failure, UnsupportedError
+from fusefs.store.errors import Failure, MisconfiguredError, UnsupportedError
 
 # AWS gives no other bucket, and no other access point, a name with one of these ends.
 DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
@@ -58,7 +58,7 @@ def customer_key_obstacle(url: str, proxy: str | None) -> Failure | None:
     address = urlsplit(url)
     if address.scheme == "https" or (proxy is None and _is_loopback(address.hostname or "")):
         return None
-    return Failure(UnsupportedError, f"a customer key is sent over TLS alone, and {url} has none")
+    return Failure(MisconfiguredError, f"a customer key is sent over TLS alone, and {url} has none")
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from csi.daemons import migration
 from fusefs.keeper import supervisor_protocol
+from fusefs.keeper.exchange import HOPELESS
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
@@ -22,9 +23,12 @@ OLD, NEW = 1, 2
 class PlayedKeeper(threading.Thread):
     """Answers as a keeper whose daemon is with the old supervisor; `why` it can't be upgraded."""
 
-    def __init__(self, path: Path, why: str, *, is_replaceable: bool = True) -> None:
+    def __init__(
+        self, path: Path, why: str, code: str = "", *, is_replaceable: bool = True
+    ) -> None:
         super().__init__(daemon=True)
         self._why = why
+        self._code = code
         self._is_replaceable = is_replaceable
         self.supervisor = OLD
         self.requests: list[str] = []
@@ -44,7 +48,7 @@ class PlayedKeeper(threading.Thread):
         if what == "status":
             return {"supervisor": self.supervisor, "is_serving": True, "mountpoint": "/mnt"}
         if what == "upgrade" and self._why:
-            return {"error": self._why}
+            return {"error": self._why, "code": self._code}
         if what == "replace" and not self._is_replaceable:
             return {"error": "the mount would end"}
         if what in ("upgrade", "replace"):
@@ -100,7 +104,7 @@ def test_a_mount_whose_new_daemon_is_refused_for_long_is_replaced(tmp_path: Path
 def test_a_mount_that_the_new_daemon_cannot_take_over_stays_with_the_old_one(
     tmp_path: Path,
 ) -> None:
-    keeper = PlayedKeeper(tmp_path / "0.keeper", "the new daemon is gone: exited with 3")
+    keeper = PlayedKeeper(tmp_path / "0.keeper", "the new daemon is gone", HOPELESS)
     assert not move(tmp_path, [keeper], 1.0)
     assert keeper.requests.count("upgrade") > 1
     assert "replace" not in keeper.requests

@@ -200,7 +200,7 @@ def test_a_pod_reads_on_though_a_publish_could_not_resume_its_mount(
             [root] = node.roots()
             node.kill()
             node.kill_all()
-            with running(node, ["false"]), pytest.raises(grpc.RpcError) as refused:
+            with resuming_by(node, "None"), pytest.raises(grpc.RpcError) as refused:
                 node.publish("volume", target, bucket=shared.name)
             assert code_of(refused) is grpc.StatusCode.UNAVAILABLE
             assert [one.connection for one in node.roots()] == [root.connection]
@@ -267,9 +267,10 @@ def without_reconciler(node: Node) -> AbstractContextManager[None]:
     )
 
 
-def running(node: Node, mount_process: list[str]) -> AbstractContextManager[None]:
-    """A driver that starts this in place of mount processes, ended afterwards."""
-    return _changed_by(node, f"from csi.node import mounts; mounts.START = {mount_process}")
+def resuming_by(node: Node, expression: str) -> AbstractContextManager[None]:
+    """A driver that evaluates this in place of resuming a mount, ended afterwards."""
+    resuming = f"mounts.resume_mount = lambda *_: {expression}"
+    return _changed_by(node, f"import time; from csi.node import mounts; {resuming}")
 
 
 @contextmanager
@@ -309,10 +310,11 @@ def test_a_driver_resumes_a_mount_whose_record_is_a_newer_drivers(
 
 def answer_while_stuck(node: Node) -> None:
     """Have a driver answer, which can't go on with any mount for ever, and end it."""
-    with running(node, ["sleep", "600"]):
-        until(lambda: "sleep" in str(node.processes()), "it is about to go on with the mount")
+    stuck = node.directory / "stuck"
+    stuck.unlink(missing_ok=True)
+    with resuming_by(node, f"(open({str(stuck)!r}, 'w'), time.sleep(600))"):
+        until(stuck.exists, "it is about to go on with the mount")
         node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
-    node.kill_all("sleep")
 
 
 def is_kept(node: Node) -> bool:

@@ -36,7 +36,7 @@ PUBLISHING = (
     "CredentialFiles.store",
     "MountRecords.write",
     "make_directory",
-    "_run_mount_process",
+    "start_mount",
     "Warmups.blocks_publish",
     "bind",
     "Drains.reset",

@@ -21,6 +21,8 @@ from csi.errors import AbortedError, UnavailableError
 from csi.node import mounts
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import NEXT_STORE_S, RESUME_S, Mounts
+from csi.volume.options import anywhere
+from fusefs.api import LaunchError, build
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.keeper.exchange import ControlError
 from fusefs.launch.launcher import SupervisorAddress
@@ -52,9 +54,11 @@ class PlayedNode:
     def monotonic(self) -> float:
         return self.now
 
-    def run(self, *_: Any) -> dict[str, Any]:
+    def start(self, *_: object) -> Any:
         self.done.append("start")
-        return {"error": self.cannot_start} if self.cannot_start else {}
+        if self.cannot_start:
+            raise LaunchError(self.cannot_start)
+        return type("Keeper", (), {"poll": lambda _self: None})()
 
 
 @pytest.fixture
@@ -65,7 +69,8 @@ def node() -> PlayedNode:
 @pytest.fixture
 def record(tmp_path: Path) -> MountRecord:
     root = str(tmp_path / "roots/key")
-    return MountRecord("key", "volume", root, "s3://b", "me", 1, "", "", 0.0)
+    settings = build({}, anywhere()).to_json()
+    return MountRecord("key", "volume", root, "s3://b", "me", 1, "", settings, 0.0)
 
 
 @pytest.fixture
@@ -74,7 +79,8 @@ def made(node: PlayedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
     table: Any = type("Table", (), {"top": lambda _self, _path: object()})
     monkeypatch.setattr(mounts, "MountTable", table)
     monkeypatch.setattr(mounts, "time", node)
-    monkeypatch.setattr(mounts, "_run_mount_process", node.run)
+    for begin in ("start_mount", "resume_mount"):
+        monkeypatch.setattr(mounts, begin, node.start)
     monkeypatch.setattr(mounts.bind_mount, "pop_all", lambda _root: node.done.append("unmount"))
     monkeypatch.setattr(Mounts, "_kill", lambda _self, _root: node.done.append("kill"))
     played.supervisor = None

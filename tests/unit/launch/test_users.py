@@ -51,7 +51,7 @@ def without_fusefs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pwd, "getpwnam", unknown)
     monkeypatch.setattr(users, "_program", lambda: iter(()))
-    monkeypatch.setattr(users, "aws_files", list)
+    monkeypatch.setattr(users, "aws_files", lambda _environment: [])
 
 
 def chosen(cache: Path) -> users.User:
