@@ -2,7 +2,8 @@
 # make demo    mount a real S3 server's bucket and read it, in under two minutes
 # make test    style, types and tests
 # make lint    style, types and imports alone
-# make storm   daemons killed, stopped and upgraded by the hundred, for ten minutes and more
+# make storm   daemons killed, stopped and upgraded by the hundred, property tests with a thousand
+#              examples: for ten minutes and more
 # make test-ceph  the tests that use a server, against Ceph's gateway (ceph-mon, ceph-osd, radosgw)
 # make share   manual pages and shell completions, in build/share
 # make deb     a Debian package, in build/
@@ -85,11 +86,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 storm: $(STAMP)
-	SURVIVAL_ROUNDS=100 SURVIVAL_KILLS=300 SURVIVAL_UPGRADES=20 SURVIVAL_TREE=20000 WRITING_ROUNDS=200 \
-	DISK_EXAMPLES=100 CSI_EXAMPLES=20 CSI_STEPS=20 CSI_VOLUMES=20 CSI_ROUNDS=10 CSI_CUTS=all \
-	LATE_ROUNDS=500 LATE_HOLD_S=30 LATE_PROGRAMS=4 LATE_MOUNTS=16 \
-	CATALOG_FLIPS=all \
-	$(BIN)/python -m pytest -m storm
+	$(BIN)/python -m pytest -m "storm or hypothesis" --hypothesis-profile storm
 
 scale: $(STAMP)
 	$(INSTALL) -e '.[draw]'

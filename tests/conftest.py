@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support.machine.local_file import LocalFile, MakeFile
@@ -27,6 +30,20 @@ LOG_CHARS = 4000
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 STORES = {"seaweedfs": S3Server, "ceph": CephServer}
 
+# A shell has background jobs ignore SIGINT, and nohup has its program ignore SIGHUP. Programs
+# inherit that, and a daemon would miss the signal that ends it. Handlers are not inherited: with
+# one here, whatever the tests start has the default. (Python itself sees to SIGPIPE.)
+for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+# A failure is printed with what repeats it; `make storm` looks for more of them.
+_ORDINARY = hypothesis.settings(max_examples=25, deadline=None, print_blob=True, database=None)
+hypothesis.settings.register_profile("ordinary", _ORDINARY)
+hypothesis.settings.register_profile("storm", _ORDINARY, max_examples=1000)
+hypothesis.settings.load_profile("ordinary")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -35,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="seaweedfs",
         help="the S3 server; with another one than the first, only tests that use it run",
     )
+    parser.addoption("--seed", type=int, help="the seed of random tests, from a failure's output")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -107,6 +125,16 @@ def as_owner(s3: S3Server, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     yield
     faulty.clear()
+
+
+@pytest.fixture
+def dice(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers that differ from run to run; a failure shows the seed."""
+    seed = request.config.getoption("--seed")
+    if seed is None:
+        seed = random.randrange(1 << 32)
+    print(f"--seed {seed}")
+    return random.Random(seed)
 
 
 @pytest.fixture

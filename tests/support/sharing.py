@@ -44,6 +44,11 @@ def version_of(data: bytes) -> int:
     return version
 
 
+def in_storms(name: str, ordinary: object, storm: object) -> pytest.MarkDecorator:
+    """Run the test with a value of the argument `name`, and with another under `make storm`."""
+    return pytest.mark.parametrize(name, [ordinary, pytest.param(storm, marks=pytest.mark.storm)])
+
+
 def skip_without_fuse() -> None:
     if not os.path.exists("/dev/fuse"):
         pytest.skip("there is no /dev/fuse here")

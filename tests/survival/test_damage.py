@@ -81,18 +81,18 @@ def expect_damage(mount: Mount, path: Path) -> None:
 )
 @pytest.mark.parametrize("place", ["any", "last"])
 def test_a_changed_byte_in_the_journal_ends_the_mount(
-    mount: Mount, bucket: Bucket, place: str
+    mount: Mount, bucket: Bucket, place: str, dice: random.Random
 ) -> None:
     path = journal(mount)
     pid = serving_pid(mount)
     os.kill(pid, signal.SIGSTOP)  # so that no record comes behind the last one
     end = end_of(path)
-    at = end - 1 if place == "last" else random.randrange(records.HEADER_SIZE, end)
+    at = end - 1 if place == "last" else dice.randrange(records.HEADER_SIZE, end)
     with path.open("r+b") as file:
         file.seek(at)
         [byte] = file.read(1)
         file.seek(at)
-        file.write(bytes([byte ^ random.randrange(1, 256)]))
+        file.write(bytes([byte ^ dice.randrange(1, 256)]))
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(OSError):  # while it ends; what is read is right
         read(mount)
@@ -101,13 +101,15 @@ def test_a_changed_byte_in_the_journal_ends_the_mount(
 
 
 @pytest.mark.parametrize("is_at_first_record", [False, True])
-def test_a_journal_that_is_cut_ends_the_mount(mount: Mount, is_at_first_record: bool) -> None:
+def test_a_journal_that_is_cut_ends_the_mount(
+    mount: Mount, is_at_first_record: bool, dice: random.Random
+) -> None:
     """The daemon itself dies of it: the file is mapped, and no longer there."""
     path = journal(mount)
     pid = serving_pid(mount)
     os.kill(pid, signal.SIGSTOP)
     first, end = records.HEADER_SIZE, end_of(path)
-    os.truncate(path, first if is_at_first_record else random.randrange(first, end))
+    os.truncate(path, first if is_at_first_record else dice.randrange(first, end))
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(OSError):
         read(mount)

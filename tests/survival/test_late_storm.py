@@ -3,10 +3,6 @@
 A round: programs write, rename, remove, make directories and change modes; some
 of their requests lose their connection and are executed later. When the programs
 rest, the bucket has to come to what was acknowledged, and to stay so.
-
-LATE_ROUNDS is how many rounds there are, LATE_HOLD_S how long a request is held
-back at most, in seconds, LATE_PROGRAMS how many programs a mount has, and
-LATE_MOUNTS how many mounts are at work at a time.
 """
 
 from __future__ import annotations
@@ -36,10 +32,12 @@ from tests.survival.test_writing_survives import kill_everything
 
 pytestmark = pytest.mark.storm
 
-ROUNDS = int(os.environ.get("LATE_ROUNDS", "4"))
-HOLD_S = float(os.environ.get("LATE_HOLD_S", "2"))
-PROGRAMS = int(os.environ.get("LATE_PROGRAMS", "3"))
-MOUNTS = int(os.environ.get("LATE_MOUNTS", "1"))
+ROUNDS = 500
+# How long a request is held back at most.
+HOLD_S = 30.0
+# Programs of a mount, and mounts that are at work at a time.
+PROGRAMS = 4
+MOUNTS = 16
 LIMIT_S = 180.0
 # Requested here, while nothing else runs.
 UMASK = os.umask(0o022)
@@ -355,8 +353,7 @@ def test_nothing_that_was_acknowledged_stays_undone(
                 lane.round(number)
                 with lock:
                     done += 1
-                    if ROUNDS > 20:
-                        print(f"{done} rounds, {lane.held} held, {lane.kills} kills", flush=True)
+                    print(f"{done} rounds, {lane.held} held, {lane.kills} kills", flush=True)
 
     with ThreadPoolExecutor(MOUNTS) as pool:
         for ended in [pool.submit(run, lane) for lane in lanes]:

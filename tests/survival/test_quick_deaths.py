@@ -12,23 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.tls import tls_door
+from tests.support.sharing import in_storms
 from tests.support.survival import survival_data as data
 from tests.support.survival.surviving import filled as filled
 from tests.support.survival.surviving import keeper_status, serving_pid
 from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.storm
-
 APART_S = 0.3
-# `make storm` has more.
-KILLS = int(os.environ.get("SURVIVAL_KILLS", "12"))
 MOST_KILLS = 400
 SIZE = 64 << 10
 
@@ -122,13 +117,14 @@ def uncached(mount: Mount) -> Callable[[], None]:
     " 10 s a process waits that has only to take over. Where the machine needs longer for that,"
     " they go on in longer gaps."
 )
-def test_reads_go_on_between_kills(survival: Mount) -> None:
+@in_storms("at_least", 6, 300)
+def test_reads_go_on_between_kills(survival: Mount, at_least: int) -> None:
     with Reader(cached(survival)) as small, Reader(uncached(survival)) as large:
         expect_standby(survival)
         apart_s = max(APART_S, 2 * time_to_go_on(survival, small, large))
         kills, gaps = 0, {small: 0, large: 0}
-        while kills < KILLS or min(gaps.values()) < 3:
-            assert kills < max(KILLS, MOST_KILLS), {"gaps with reads": list(gaps.values())}
+        while kills < at_least or min(gaps.values()) < 3:
+            assert kills < MOST_KILLS, {"gaps with reads": list(gaps.values())}
             before = {reader: reader.count for reader in gaps}
             time.sleep(apart_s)
             for reader in gaps:

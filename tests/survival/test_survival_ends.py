@@ -38,8 +38,6 @@ from tests.support.survival.surviving import filled as filled
 from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.storm
-
 
 @pytest.fixture
 def mounter_of(tmp_path: Path) -> Iterator[Mounter]:

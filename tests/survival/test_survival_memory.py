@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from tests.support.machine.cgroup import memory_group
 from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states
+from tests.support.sharing import in_storms
 from tests.support.survival.surviving import filled as filled
 from tests.support.survival.surviving import (
     keeper_status,
@@ -21,19 +21,15 @@ from tests.support.survival.surviving import (
 from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.storm
-
-# `make storm` has more.
-UPGRADES = int(os.environ.get("SURVIVAL_UPGRADES", "3"))
-
 
 @states(
     "An upgrade replaces the daemon without an error, and a new daemon that can't start leaves the"
     " old one in place."
 )
-def test_upgrades_go_unnoticed(survival: Mount) -> None:
+@in_storms("upgrades", 1, 20)
+def test_upgrades_go_unnoticed(survival: Mount, upgrades: int) -> None:
     with survivors(survival):
-        for _ in range(UPGRADES):
+        for _ in range(upgrades):
             before = serving_pid(survival)
             fusefs("upgrade", survival.path, environment=survival.environment)
             assert serving_pid(survival) != before
@@ -52,6 +48,7 @@ def test_upgrades_go_unnoticed(survival: Mount) -> None:
         assert serving_pid(survival) == before
 
 
+@pytest.mark.storm
 def test_daemons_that_the_kernel_kills_for_memory_are_replaced(survival: Mount) -> None:
     with survivors(survival):
         for number in range(3):
@@ -66,6 +63,7 @@ def test_daemons_that_the_kernel_kills_for_memory_are_replaced(survival: Mount) 
     assert "signal 9" in keeper_status(survival)["last_reason"]
 
 
+@pytest.mark.storm
 def test_daemons_that_are_killed_under_memory_pressure_go_unnoticed(survival: Mount) -> None:
     with memory_group("fusefs-test-pressure") as group, survivors(survival):
         if group is None:
@@ -76,6 +74,6 @@ def test_daemons_that_are_killed_under_memory_pressure_go_unnoticed(survival: Mo
             group.add(serving_pid(survival))
             group.limit(24 << 20)
 
-        storm(blow)
+        storm(blow, 100)
         group.limit(1 << 40)
         serving_pid(survival)

@@ -1,11 +1,7 @@
-"""A driver that is killed in the middle of a call, at each of its steps: the next call goes on.
-
-CSI_CUTS=all takes every pair of steps, else a few.
-"""
+"""A driver that is killed in the middle of a call, at each of its steps: the next call goes on."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +13,6 @@ from tests.support.servers.buckets import Bucket, keys
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.storm
 
 # The driver, which kills itself when a call comes to the function that CUT_AT names.
 DYING = f"""
@@ -51,8 +45,15 @@ UNPUBLISHING = (
     "CredentialFiles.remove",
     "MountRecords.remove",
 )
-PAIRS = list(zip(PUBLISHING, UNPUBLISHING, strict=True))
-FEW = [pair for pair in PAIRS if pair[0] in ("MountRecords.write", "Warmups.blocks_publish")]
+PAIRS = [
+    pytest.param(
+        *pair,
+        marks=()
+        if pair[0] in ("MountRecords.write", "Warmups.blocks_publish")
+        else pytest.mark.storm,
+    )
+    for pair in zip(PUBLISHING, UNPUBLISHING, strict=True)
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,7 @@ def cut_off(node: Node, step: str, call: Any, *arguments: Any, **options: Any) -
     node.start()
 
 
-@pytest.mark.parametrize(
-    ("publishing", "unpublishing"), PAIRS if os.environ.get("CSI_CUTS") == "all" else FEW
-)
+@pytest.mark.parametrize(("publishing", "unpublishing"), PAIRS)
 def test_a_call_that_is_cut_off_is_finished_by_the_next(
     node: Node, shared: Bucket, publishing: str, unpublishing: str
 ) -> None:

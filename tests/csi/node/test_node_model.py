@@ -7,7 +7,6 @@ identity's; no object is lost; and when all have gone, nothing is left.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,13 +26,9 @@ from tests.support.csi.node import Node, running_node, until_final
 from tests.support.csi.rights import allow, reboot, retire
 from tests.support.servers.buckets import Bucket, keys, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S
+from tests.support.sharing import PATIENCE_S, in_storms
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.storm
-
-EXAMPLES = int(os.environ.get("CSI_EXAMPLES", "1"))
-STEPS = int(os.environ.get("CSI_STEPS", "6"))
 PODS = ("pod-0", "pod-1", "pod-2")
 IDENTITIES = ("x", "y")
 
@@ -172,18 +167,18 @@ def read(target: Path) -> str:
         return ""
 
 
+@in_storms("examples_and_steps", (1, 6), (20, 20))
 def test_a_node_keeps_its_promises_in_any_order_of_events(
-    s3: S3Server, node: Node, data: Bucket
+    s3: S3Server, node: Node, data: Bucket, examples_and_steps: tuple[int, int]
 ) -> None:
+    examples, steps = examples_and_steps
     run_state_machine_as_test(
         lambda: NodeModel(s3, node, data),
         settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            deadline=None,
+            max_examples=examples,
+            stateful_step_count=steps,
             database=None,
             phases=[Phase.generate, Phase.shrink],
-            print_blob=True,
             suppress_health_check=list(HealthCheck),
         ),
     )

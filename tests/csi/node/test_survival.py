@@ -25,13 +25,8 @@ from tests.support.csi.pod import pod_reading
 from tests.support.csi.rights import reboot
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S
+from tests.support.sharing import PATIENCE_S, in_storms
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.storm
-
-VOLUMES = int(os.environ.get("CSI_VOLUMES", "8"))
-ROUNDS = int(os.environ.get("CSI_ROUNDS", "1"))
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +78,9 @@ def holding(node: Node) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def test_many_volumes_come_and_go_at_once(node: Node, data: Bucket) -> None:
-    volumes = {f"volume-{number}": node.target(f"pod-{number}") for number in range(VOLUMES)}
+@in_storms("rounds", 1, 10)
+def test_many_volumes_come_and_go_at_once(node: Node, data: Bucket, rounds: int) -> None:
+    volumes = {f"volume-{number}": node.target(f"pod-{number}") for number in range(8)}
 
     def live(name: str) -> bytes:
         node.publish(name, volumes[name], bucket=data.name, prefix="a")
@@ -92,9 +88,9 @@ def test_many_volumes_come_and_go_at_once(node: Node, data: Bucket) -> None:
         node.unpublish(name, volumes[name])
         return content
 
-    for _ in range(ROUNDS):
-        with ThreadPoolExecutor(VOLUMES) as threads:
-            assert list(threads.map(live, volumes)) == [b"hello"] * VOLUMES
+    for _ in range(rounds):
+        with ThreadPoolExecutor(len(volumes)) as threads:
+            assert list(threads.map(live, volumes)) == [b"hello"] * len(volumes)
         assert node.leftovers() == []
 
 

@@ -1,7 +1,6 @@
 """A damaged catalog is set aside, and the cache starts empty; what it still tells is right.
 
-CATALOG_FLIPS=all flips each byte of a small catalog, CATALOG_FLIPS=bits each
-bit; a run without it takes some that differ from run to run.
+`make storm` changes each byte of a small catalog, other runs a random sample.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from fusefs.cache.ranges import RangeMap
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
+from tests.support.sharing import in_storms
 from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 
-pytestmark = pytest.mark.storm
-
 BOOT = "boot-1"
-FLIPS = os.environ.get("CATALOG_FLIPS", "")
-SAMPLE = 250
+SAMPLE = 80
+everywhere = in_storms("is_everywhere", ordinary=False, storm=True)
 
 
 def catalog(directory: Path, boot_id: str = BOOT) -> Catalog:
@@ -68,12 +66,11 @@ def aside(directory: Path) -> list[Path]:
     )
 
 
-def positions(size: int) -> list[tuple[int, int]]:
+def positions(
+    size: int, dice: random.Random, *, is_everywhere: bool = False
+) -> list[tuple[int, int]]:
     """Which bytes are changed, and what is added to each by exclusive or."""
-    if FLIPS == "bits":
-        return [(at, 1 << bit) for at in range(size) for bit in range(8)]
-    dice = random.Random()
-    if FLIPS == "all":
+    if is_everywhere:
         return [(at, dice.randrange(1, 256)) for at in range(size)]
     # The header and the schema matter most.
     places = dice.sample(range(1024), SAMPLE // 4) + dice.sample(range(size), SAMPLE)
@@ -110,9 +107,13 @@ def rows_of(table: Catalog) -> list[Row]:
         return table.newest(1000)
 
 
-def test_a_changed_byte_never_tells_a_wrong_row(tmp_path: Path) -> None:
+@everywhere
+def test_a_changed_byte_never_tells_a_wrong_row(
+    tmp_path: Path, dice: random.Random, *, is_everywhere: bool
+) -> None:
     whole = filled(tmp_path)
-    for number, (at, change) in enumerate(positions(len(whole))):
+    changes = positions(len(whole), dice, is_everywhere=is_everywhere)
+    for number, (at, change) in enumerate(changes):
         directory = tmp_path / str(number)
         directory.mkdir()
         damaged = bytearray(whole)
@@ -126,9 +127,13 @@ def test_a_changed_byte_never_tells_a_wrong_row(tmp_path: Path) -> None:
         shutil.rmtree(directory)
 
 
-def test_a_row_of_another_boot_is_never_made_safe_by_a_changed_byte(tmp_path: Path) -> None:
+@everywhere
+def test_a_row_of_another_boot_is_never_made_safe_by_a_changed_byte(
+    tmp_path: Path, dice: random.Random, *, is_everywhere: bool
+) -> None:
     whole = filled(tmp_path)
-    for number, (at, change) in enumerate(positions(len(whole))[::3]):
+    changes = positions(len(whole), dice, is_everywhere=is_everywhere)
+    for number, (at, change) in enumerate(changes):
         directory = tmp_path / str(number)
         directory.mkdir()
         damaged = bytearray(whole)
@@ -140,9 +145,13 @@ def test_a_row_of_another_boot_is_never_made_safe_by_a_changed_byte(tmp_path: Pa
         shutil.rmtree(directory)
 
 
-def test_a_catalog_cut_anywhere_is_a_beginning_or_set_aside(tmp_path: Path) -> None:
+@everywhere
+def test_a_catalog_cut_anywhere_is_a_beginning_or_set_aside(
+    tmp_path: Path, *, is_everywhere: bool
+) -> None:
     whole = filled(tmp_path)
-    cuts = range(len(whole)) if FLIPS else [*range(0, len(whole), 97), 1, 99, 100, 4095, 4096, 8192]
+    edges = [1, 99, 100, 4095, 4096, 8192]
+    cuts = range(len(whole)) if is_everywhere else [*range(0, len(whole), 997), *edges]
     for cut in cuts:
         directory = tmp_path / f"cut{cut}"
         directory.mkdir()
@@ -154,7 +163,10 @@ def test_a_catalog_cut_anywhere_is_a_beginning_or_set_aside(tmp_path: Path) -> N
         shutil.rmtree(directory)
 
 
-def test_a_damaged_write_ahead_log_only_forgets(tmp_path: Path) -> None:
+@everywhere
+def test_a_damaged_write_ahead_log_only_forgets(
+    tmp_path: Path, dice: random.Random, *, is_everywhere: bool
+) -> None:
     """It has checksums of its own (https://sqlite.org/walformat.html)."""
     directory = tmp_path / "killed"
     directory.mkdir()
@@ -163,7 +175,8 @@ def test_a_damaged_write_ahead_log_only_forgets(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
     log = files["catalog.sqlite3-wal"]
     assert len(log) > 4096
-    for number, (at, change) in enumerate(positions(len(log))[::2]):
+    changes = positions(len(log), dice, is_everywhere=is_everywhere)
+    for number, (at, change) in enumerate(changes):
         again = tmp_path / str(number)
         again.mkdir()
         for name, data in files.items():
@@ -236,10 +249,9 @@ def garbage(mount: Mount) -> None:
                 file.write(os.urandom(part.stat().st_size))
 
 
-def some_bytes(mount: Mount) -> None:
+def some_bytes(mount: Mount, dice: random.Random) -> None:
     """Change some bytes of the catalog."""
     [path] = mount.cache.glob("*/catalog.sqlite3")
-    dice = random.Random()
     with path.open("r+b") as file:
         for _ in range(40):
             file.seek(dice.randrange(max(1, path.stat().st_size)))
@@ -279,7 +291,7 @@ def test_a_mount_begins_with_garbage_as_its_catalog(bucket: Bucket, mounter: Mou
 
 
 def test_a_mount_begins_with_some_wrong_bytes_in_its_catalog(
-    bucket: Bucket, mounter: Mounter
+    bucket: Bucket, mounter: Mounter, dice: random.Random
 ) -> None:
     """Noticed at once, later, or not at all."""
     put_all(bucket)
@@ -287,7 +299,7 @@ def test_a_mount_begins_with_some_wrong_bytes_in_its_catalog(
     for _ in range(2):
         read_all(mount)
         mount.end()
-        some_bytes(mount)
+        some_bytes(mount, dice)
         mount.start()
     read_all(mount)
 

@@ -2,8 +2,7 @@
 
 Each operation is done on both, and what it returns, or the error, has to be the
 same. What its names show is compared after each, everything now and then and
-at the end: by the mount, by the mount made again, and by S3 alone. DISK_EXAMPLES
-and DISK_STEPS make it longer.
+at the end: by the mount, by the mount made again, and by S3 alone.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from tests.support.mounting import Mount, Mounter
 from tests.support.programs import WRITABLE, in_bucket, rename_to_a_new_name, tree
 from tests.support.servers.buckets import Bucket
-from tests.support.sharing import remembering
-
-pytestmark = pytest.mark.storm
+from tests.support.sharing import in_storms, remembering
 
 NAMES = st.sampled_from(["a", "b", "b.x"])
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
@@ -36,21 +33,16 @@ SIZES = st.one_of(st.integers(0, 10), st.integers(0, 70_000))
 CONTENTS = st.builds(lambda size, byte: bytes([byte]) * size, SIZES, st.integers(0, 255))
 MODES = st.sampled_from([0o600, 0o644, 0o755, 0o1777, 0o400])
 ACCESS = st.sampled_from([os.O_RDONLY, os.O_WRONLY, os.O_RDWR])
-EXAMPLES = int(os.environ.get("DISK_EXAMPLES", "8"))
-STEPS = int(os.environ.get("DISK_STEPS", "200"))
 # Times that are set are older than any that a write or the server gives.
 OLDEST_NS, NEWEST_NS = 10**17, 10**18
 ATTRIBUTES = ["user.a", "user.b"]
 OPEN_AT_MOST = 6
 
 SETTINGS = settings(
-    deadline=None,
-    max_examples=EXAMPLES,
-    stateful_step_count=STEPS,
+    stateful_step_count=200,
     suppress_health_check=list(HealthCheck),
     # A failure is worth the minutes that it takes to make the example smaller.
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
-    print_blob=True,
 )
 
 
@@ -429,7 +421,10 @@ def can_set_attributes(path: Path) -> bool:
     return True
 
 
-def test_a_mount_behaves_like_a_disk(mounter: Mounter, bucket: Bucket, tmp_path: Path) -> None:
+@in_storms("examples", 2, 100)
+def test_a_mount_behaves_like_a_disk(
+    mounter: Mounter, bucket: Bucket, tmp_path: Path, examples: int
+) -> None:
     if os.geteuid():
         pytest.skip("needs root")
     mount = mounter(*WRITABLE)
@@ -440,7 +435,7 @@ def test_a_mount_behaves_like_a_disk(mounter: Mounter, bucket: Bucket, tmp_path:
 
     Machine.mount, Machine.bucket, Machine.scratch = mount, bucket, tmp_path / "plain"
     with remembering():
-        run_state_machine_as_test(Machine, settings=SETTINGS)
+        run_state_machine_as_test(Machine, settings=settings(SETTINGS, max_examples=examples))
     before = attributes_of(mount.path)
     mount.end()
     mount.start()

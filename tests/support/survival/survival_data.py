@@ -5,7 +5,6 @@ Imports nothing of ours: the checking programs start by the dozen.
 
 from __future__ import annotations
 
-import os
 import random
 
 LARGE_FILES = 3
@@ -13,11 +12,7 @@ LARGE_SIZE = 24 << 20
 HELD = LARGE_FILES  # one more large file, that somebody always has open
 SMALL_FILES = 600
 FOLDER = 200
-
-
-def tree_files() -> int:
-    return int(os.environ.get("SURVIVAL_TREE", "1500"))
-
+TREE_FILES = 1500
 
 _PATTERN = random.Random("survival").randbytes(1 << 20)
 

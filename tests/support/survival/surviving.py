@@ -28,8 +28,6 @@ from tests.support.waiting import until
 
 LIMIT_S = 60.0
 ROLES = ("stream", "stream", "small", "small", "walk", "walk", "mapped", "served", "passthrough")
-# `make storm` has more of each.
-ROUNDS = int(os.environ.get("SURVIVAL_ROUNDS", "8"))
 
 
 def keeper_status(mount: Mount) -> dict[str, Any]:
@@ -67,7 +65,7 @@ def filled(s3: S3Server) -> Bucket:
     """A bucket with what `survivor.py` expects."""
     bucket = Bucket(s3, s3.new_bucket(), s3.client())
     small = ((data.small_name(n), data.small(n)) for n in range(data.SMALL_FILES))
-    tree = ((data.tree_name(n), b"x" * data.tree_size(n)) for n in range(data.tree_files()))
+    tree = ((data.tree_name(n), b"x" * data.tree_size(n)) for n in range(data.TREE_FILES))
     with ThreadPoolExecutor(16) as pool:
         for number in range(data.LARGE_FILES + 1):
             bucket.put(data.large_name(number), data.large(number, 0, data.LARGE_SIZE))
@@ -197,9 +195,9 @@ def survivors(mount: Mount) -> Iterator[None]:
             program.kill()
 
 
-def storm(blow: Callable[[], object]) -> None:
+def storm(blow: Callable[[], object], rounds: int) -> None:
     """Do something to the mount again and again, at random moments."""
     dice = random.Random(7)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         time.sleep(dice.uniform(0.3, 0.9))
         blow()

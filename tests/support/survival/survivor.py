@@ -58,7 +58,7 @@ def walk(root: Path, _dice: random.Random) -> int:
             return 1
     expected = {
         str(root / data.tree_name(number)): data.tree_size(number)
-        for number in range(data.tree_files())
+        for number in range(data.TREE_FILES)
     }
     assert found == expected, sorted(found.items() ^ expected.items())[:5]
     return 1

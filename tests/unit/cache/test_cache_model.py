@@ -100,7 +100,7 @@ class Model:
 
 
 @given(st.lists(st.lists(STEP, min_size=1, max_size=4), max_size=12), st.sampled_from([1, 1000]))
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_programs_do_bytes_are_right_and_room_is_accounted_for(
     rounds: list[list[tuple]], most_in_memory: int
 ) -> None:

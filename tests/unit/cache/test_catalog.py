@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.cache.catalog import Catalog, Row
@@ -191,7 +191,6 @@ STEP = st.one_of(
 
 
 @given(st.lists(STEP, max_size=30))
-@settings(deadline=None, max_examples=50)
 def test_the_total_is_the_sum_of_all_ranges(steps: list[tuple[str, str, str, tuple]]) -> None:
     table = Catalog(Path(":memory:"), BOOT)
     model: dict[str, tuple[str, set[int]]] = {}

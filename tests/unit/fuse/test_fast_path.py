@@ -516,9 +516,7 @@ async def take(side: Side, step: str, number: int) -> object:
     return None
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_both_answer_alike(
     tmp_path_factory: pytest.TempPathFactory, taken: list[tuple[str, int]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.posix.directory import listings as directories_module
@@ -79,7 +79,6 @@ WITH_MARKERS = PREFIXED.map(
 
 
 @given(PREFIXED, st.integers(1, 7))
-@settings(deadline=None)
 def test_a_stream_tells_each_name_once_in_order(keys: set[str], page_size: int) -> None:
     async def check() -> None:
         async with listings(Bucket(keys, page_size)) as directories:
@@ -91,7 +90,6 @@ def test_a_stream_tells_each_name_once_in_order(keys: set[str], page_size: int) 
 
 
 @given(PREFIXED, st.integers(1, 7), st.lists(NAME, min_size=1, max_size=12), st.data())
-@settings(deadline=None)
 def test_lookups_and_streams_in_any_order_tell_what_is_there(
     keys: set[str], page_size: int, looked_up: list[str], data: st.DataObject
 ) -> None:
@@ -115,7 +113,6 @@ def test_lookups_and_streams_in_any_order_tell_what_is_there(
 
 
 @given(WITH_MARKERS, st.integers(1, 12), st.sampled_from([0, 3, walk.MOST_BEGUN]))
-@settings(deadline=None)
 def test_a_walk_from_folder_to_folder_tells_what_is_there(
     keys: set[str], page_size: int, most_begun: int
 ) -> None:
@@ -239,7 +236,6 @@ def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyP
 
 
 @given(KEYS, st.integers(1, 7))
-@settings(max_examples=200, deadline=None)
 def test_a_stream_tells_each_name_once_where_no_segment_is_kept_for_the_next(
     keys: set[str], page_size: int
 ) -> None:

@@ -273,7 +273,7 @@ class Kernel(RuleBasedStateMachine):
 
 
 TestKernel = Kernel.TestCase
-TestKernel.settings = settings(deadline=None, max_examples=40, stateful_step_count=30)
+TestKernel.settings = settings(stateful_step_count=30)
 
 
 def test_an_inode_that_goes_twice_takes_no_other_with_it() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
@@ -148,7 +148,6 @@ def test_closing_loses_interest_in_everything_under_way() -> None:
         max_size=60,
     ),
 )
-@settings(deadline=None, max_examples=200)
 def test_a_window_asks_for_each_byte_once_and_for_none_behind_the_end(
     size: int, reads: list[tuple[int, int, bool]]
 ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.posix.journal import journal, records
@@ -127,7 +127,6 @@ def filled(path: Path, count: int = 40) -> KernelState:
 
 
 @given(st.lists(EVENT, max_size=60))
-@settings(deadline=None, max_examples=100)
 def test_what_is_read_back_is_what_was_written(events: list[tuple]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "journal")
@@ -140,7 +139,6 @@ def test_what_is_read_back_is_what_was_written(events: list[tuple]) -> None:
 
 
 @given(st.lists(EVENT, max_size=40), st.lists(EVENT, max_size=40), st.lists(EVENT, max_size=10))
-@settings(deadline=None, max_examples=100)
 def test_compaction_while_it_is_written_keeps_the_state(
     before: list[tuple], meanwhile: list[tuple], after: list[tuple]
 ) -> None:
@@ -197,7 +195,6 @@ def test_a_log_of_another_format_is_refused(
 
 
 @given(st.lists(EVENT, max_size=40), st.lists(EVENT, max_size=40), st.binary(max_size=200))
-@settings(deadline=None, max_examples=100)
 def test_a_resumed_log_goes_on_behind_its_last_good_record(
     before: list[tuple], after: list[tuple], torn: bytes
 ) -> None:
