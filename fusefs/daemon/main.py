@@ -64,7 +64,7 @@ from fusefs.linux.unmount import UnmountError, umount_path
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal, NoJournal
 from fusefs.posix.journal.restore import restore
-from fusefs.posix.late.repair import Repairer, show_repaired
+from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.metadata.head_policy import HeadPolicy
@@ -82,6 +82,7 @@ from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import Conflict, ResendMode, Scrubbing, SessionKind
 from fusefs.store.errors import ErrorCode, StoreError
+from fusefs.store.interface import UnansweredChanges
 from fusefs.store.probing import Prober
 from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.activity import ACTIVITY
@@ -122,6 +123,7 @@ class Daemon:
         self.backing: PassthroughFiles | NoPassthrough = NoPassthrough("not mounted yet")
         # None on a read-only mount.
         self.watched: WatchedStore | None = None
+        self.unanswered = UnansweredChanges()
         self.cluster_cache: ClusterCache | None = None
         self._takeover: Takeover | None = None
         self._is_unmounted = False
@@ -320,8 +322,8 @@ class Daemon:
                         probing = partial(self.prober.run, fails_on_conflict=self._is_strict)
                         nursery.start_soon(probing)
                     if self.watched is not None:
-                        repaired = partial(show_repaired, self.operations, self.directories)
-                        nursery.start_soon(Repairer(self.watched, repaired).run)
+                        repairer = Repairer(self.watched, self.operations.show_repaired)
+                        nursery.start_soon(repairer.run)
                     serving.start_soon(self._compact)
             finally:
                 if self._is_unmounted or self._takeover is None:
@@ -447,11 +449,10 @@ class Daemon:
             staging = Staging(staged, identity, settings.staging_size, self.cache, late)
             self.cache.handover.lock_as(str(staged))
             renames = renames_directory(settings)
-        self.watched = WatchedStore(self.store, late)
+        self.watched, self.unanswered = WatchedStore(self.store, late), late
         self.directories.settled_at = time.monotonic() + late.unsettled_s
-        return Writing(
-            staging, renames, self._nursery, setup.writing_rules(settings), self.evictor.tend, late
-        )
+        rules = setup.writing_rules(settings)
+        return Writing(staging, renames, self._nursery, rules, self.evictor.tend)
 
     @asynccontextmanager
     async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:

@@ -14,10 +14,10 @@ from fusefs.daemon.jobs.verifier import Verifier
 from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.nodes.name_pruner import NamePruner
 from fusefs.posix.operations import Operations
 from fusefs.settings.mount import MountSettings
+from fusefs.store.interface import UnansweredChanges
 from fusefs.store.s3.store import S3Store
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class MountParts(Protocol):
     directories: Directories
     operations: Operations
     name_pruner: NamePruner
-    watched: WatchedStore | None
+    unanswered: UnansweredChanges
     cluster_cache: ClusterCache | None
     scrub: Scrub
     verifier: Verifier

@@ -217,15 +217,9 @@ def _writing(daemon: MountParts) -> dict[str, Any] | None:
         "staged": len(writer.staging),
         "staged_bytes": writer.staging.charged,
         "staged_strays": len(writer.staging.strays()),
-        "late_requests": _late_requests(daemon),
+        "late_requests": daemon.unanswered.counters(),
         **pending(writer, ""),
     }
-
-
-def _late_requests(daemon: MountParts) -> dict[str, int]:
-    """How many keys are uncertain, and how many changes were repaired."""
-    late = daemon.watched.uncertain_keys if daemon.watched is not None else None
-    return {"uncertain": len(late or ()), "repairs": late.repairs if late is not None else 0}
 
 
 def pending(writer: Writer, prefix: str) -> dict[str, Any]:

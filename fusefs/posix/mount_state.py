@@ -11,7 +11,6 @@ import trio
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.file_cache import FileCache
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
 from fusefs.posix.nodes.notifier import Notifier
@@ -46,8 +45,7 @@ class Writing:
 
     Uploads, and changes whose caller was killed, run in `nursery`. Renames of
     directories are on record in the directory `renames`. `make_room` has the
-    cache give up what the disk needs. `uncertain_keys` are the keys that requests without
-    an answer may still change.
+    cache give up what the disk needs.
     """
 
     staging: Staging
@@ -55,7 +53,6 @@ class Writing:
     nursery: trio.Nursery
     rules: WriteRules
     make_room: Callable[[], Awaitable[None]]
-    uncertain_keys: UncertainKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,9 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.directory.listings import Absent, Directory, Entry
 from fusefs.posix.directory.readdir import DirectoryStreams
+from fusefs.posix.directory.segment import ABSENT, UNCOVERED
 from fusefs.posix.journal.journal import Journal
+from fusefs.posix.metadata import object_metadata
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.metadata.xattrs import Xattrs
@@ -67,9 +69,7 @@ class Operations:
         self.is_shut = False
         settled, writer = state, None
         if writing is not None:
-            removals = Removals(
-                state.store, writing.staging.directory, writing.nursery, writing.uncertain_keys
-            )
+            removals = Removals(state.store, writing.staging.directory, writing.nursery)
             touched = TouchedKeys()
             removals.is_renaming = touched.covers
             settled = replace(state, store=SettledStore(state.store, removals, touched))
@@ -99,6 +99,26 @@ class Operations:
             self.mutations = Mutations(
                 settled, writing.nursery, writer, changes, self.head_cache, self.release
             )
+
+    def show_repaired(self, key: str, made: ObjectInfo | None) -> None:
+        """Have names and attributes show what the store has made of a key again, or removed."""
+        stem = key.removesuffix("/")
+        cut = stem.rfind("/") + 1
+        prefix, name = key[:cut], stem[cut:]
+        if not key.startswith(self.inodes.prefix) or not name:
+            return
+        if self._directories.pending_changes.get(prefix, name) is not None:
+            return  # a newer content is on its way
+        entry: Entry | Absent = made or ABSENT
+        if key.endswith("/"):
+            entry = UNCOVERED if made is None else None
+        self._directories.changed(prefix, name, entry)
+        inode: Inode | None = self.inodes.root
+        for part in stem[len(self.inodes.prefix) :].split("/"):
+            inode = (inode.children or {}).get(part) if inode is not None else None
+        if inode is not None and inode.staged is None and made is not None:
+            inode.meta = object_metadata.read(made.metadata or {}, inode.default_meta(self.owner))
+            inode.packed = None
 
     # Names
 

@@ -384,13 +384,65 @@ class Source(Protocol):
         """Look again at who waits for a connection: a priority has risen."""
 
 
+class UnansweredChanges:
+    """Changes that were sent and got no answer, so that S3 may carry them out later.
+
+    Here none are known: of a store that keeps no record of them. A store that does so
+    (posix/late) overrides all of it.
+    """
+
+    def concerns(self, key: str) -> bool:
+        """True if such a change of a key is known."""
+        return False
+
+    def tokens(self, key: str) -> list[str]:
+        """The tokens that an object has if one of them has made it."""
+        return []
+
+    def may_have_made(self, found: ObjectInfo) -> bool:
+        """True if one of them may have made an object."""
+        return False
+
+    def has_undone(self, key: str, found: ObjectInfo | None) -> bool:
+        """True if one has undone an acknowledged change, as what is found under the key shows."""
+        return False
+
+    def may_have_undone(self, key: str) -> bool:
+        """True if one of them may have removed or replaced an object that is expected."""
+        return False
+
+    def expected_below(self, prefix: str) -> list[ObjectInfo]:
+        """The objects below a prefix which one of them may have removed or replaced."""
+        return []
+
+    def unconfirmed_below(self, prefix: str) -> list[str]:
+        """The keys below a prefix of which no change was acknowledged since."""
+        return []
+
+    def confirm(self, key: str, found: ObjectInfo | None) -> None:
+        """Expect what was found under a key: a repeated request has found its change done."""
+
+    def renamed_below(self, prefix: str) -> None:
+        """Expect nothing below a prefix any more: the directory was renamed."""
+
+    async def restored(self, key: str) -> ObjectInfo | None:
+        """Have a key checked now, and what was undone put back; return the expected object."""
+        return None
+
+    def counters(self) -> dict[str, int]:
+        """The number of keys that they concern, and of changes that were put back."""
+        return {"uncertain": 0, "repairs": 0}
+
+
 class Store(Source, Protocol):
     """One bucket. All methods raise `StoreError` (see store/errors.py).
 
-    `tokens` are those of the changes; see store/fencing.py.
+    `tokens` are those of the changes; see store/fencing.py. Callers that find out what became
+    of an earlier change look at the `unanswered` ones, too.
     """
 
     tokens: TokenSource
+    unanswered: UnansweredChanges
 
     async def list_page(
         self,

@@ -23,6 +23,7 @@ from fusefs.store.interface import (
     ObjectInfo,
     ObjectVersion,
     PendingUpload,
+    UnansweredChanges,
     Write,
 )
 
@@ -49,6 +50,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.objects: dict[str, Stored] = {}
         self.tokens = TokenSource()
+        self.unanswered = UnansweredChanges()
         self.requests: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda _what, _key: None
         self.after: Callable[[str, str], None] = lambda _what, _key: None

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 import trio
 
-from fusefs.posix.directory.listings import Directories
-from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
+from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import (
     CheckResult,
@@ -25,9 +24,6 @@ from fusefs.posix.late.uncertain_keys import (
     boottime,
 )
 from fusefs.posix.late.watched_store import WatchedStore
-from fusefs.posix.metadata import object_metadata
-from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.operations import Operations
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Write
@@ -42,35 +38,15 @@ RETRY_S = 5.0
 TRIES = 3
 
 
-def show_repaired(
-    operations: Operations, directories: Directories, key: str, state: KeyState
-) -> None:
-    """Have names and attributes show what a repair has made of a key."""
-    stem = key.removesuffix("/")
-    cut = stem.rfind("/") + 1
-    prefix, name = key[:cut], stem[cut:]
-    if not key.startswith(operations.inodes.prefix) or not name:
-        return
-    if directories.pending_changes.get(prefix, name) is not None:
-        return  # a newer content is on its way
-    entry: Entry | Absent = state
-    if key.endswith("/"):
-        entry = UNCOVERED if isinstance(state, Absent) else None
-    directories.changed(prefix, name, entry)
-    inode: Inode | None = operations.inodes.root
-    for part in stem[len(operations.inodes.prefix) :].split("/"):
-        inode = (inode.children or {}).get(part) if inode is not None else None
-    if inode is not None and inode.staged is None and isinstance(state, ObjectInfo):
-        inode.meta = object_metadata.read(
-            state.metadata or {}, inode.default_meta(operations.owner)
-        )
-        inode.packed = None
-
-
 class Repairer:
-    """Checks one mount's uncertain keys; calls `changed` with what a repair made of a key."""
+    """Checks one mount's uncertain keys.
 
-    def __init__(self, store: WatchedStore, changed: Callable[[str, KeyState], None]) -> None:
+    `changed` is called with a key and what a repair made of it, None if it was removed.
+    """
+
+    def __init__(
+        self, store: WatchedStore, changed: Callable[[str, ObjectInfo | None], None]
+    ) -> None:
         self._store = store
         self._uncertain_keys: UncertainKeys = store.uncertain_keys
         self._changed = changed
@@ -149,7 +125,7 @@ class Repairer:
             self._uncertain_keys.expect(entry, None, None)
             return True
         self._uncertain_keys.repairs += 1
-        what = "is removed again" if isinstance(made, Absent) else "is put back"
+        what = "is removed again" if made is None else "is put back"
         logger.warning("%s was undone by a late request of this mount, and %s", entry.key, what)
         self._changed(entry.key, made)
         return True
@@ -161,8 +137,8 @@ class Repairer:
         page = await self._store.list_page(key, delimiter="", max_keys=2)
         return any(info.key != key for info in page.objects)
 
-    async def _put_back(self, entry: UncertainKey, found: KeyState) -> KeyState:
-        """Have an uncertain key, whose lock is held, be as expected; return what it is then.
+    async def _put_back(self, entry: UncertainKey, found: KeyState) -> ObjectInfo | None:
+        """Have an uncertain key, whose lock is held, be as expected; return the object, if any.
 
         Raises:
             LookupError: the content is not here any more.
@@ -177,7 +153,7 @@ class Repairer:
             with self._store.on_record(change):
                 await self._store.inner.delete(key, found.etag)
             self._expect(entry, expected, ABSENT, None, change)
-            return ABSENT
+            return None
         assert expected is not None
         token = self._store.tokens.next()
         has_content = isinstance(found, ObjectInfo) and found.etag == expected.etag

@@ -42,7 +42,7 @@ from fusefs.linux import clock, files
 from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.late import request_log
 from fusefs.posix.late.request_log import DELETE, PUT, Change
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.interface import ObjectInfo, UnansweredChanges
 
 logger = logging.getLogger("fusefs.late")
 
@@ -180,7 +180,7 @@ class UncertainKey:
             for kind, tokens, etag, is_newer in plain["unanswered"]
         ]
         expected = ABSENT if state == "absent" else None if state is None else ObjectInfo(**state)
-        settled_at = plain.get("settled_at")  # which earlier versions do not write
+        settled_at = plain["settled_at"]
         return UncertainKey(
             key,
             number,
@@ -218,7 +218,14 @@ def matches_expected(found: KeyState, expected: KeyState) -> bool:
     return (found.etag, found.token) == (expected.etag, expected.token)
 
 
-class UncertainKeys:
+def _undone_object(entry: UncertainKey | None) -> ObjectInfo | None:
+    """The object that is expected under a key, if a late request may have undone it."""
+    if entry is None or entry.is_harmless or not isinstance(entry.expected, ObjectInfo):
+        return None
+    return entry.expected
+
+
+class UncertainKeys(UnansweredChanges):
     """The uncertain keys of one mount, and their records. Belongs to the event loop.
 
     `checks` are the seconds after which a key is checked.
@@ -265,13 +272,6 @@ class UncertainKeys:
         now = boottime()
         return max((one.settled_at - now for one in self._entries.values()), default=0.0)
 
-    def may_have_undone(self, key: str) -> bool:
-        """Whether a late request may have removed or replaced an object that is expected."""
-        entry = self._entries.get(key)
-        if entry is None or entry.is_harmless:
-            return False
-        return isinstance(entry.expected, ObjectInfo)
-
     def note_unanswered(self, change: Change, settled_at: float = -math.inf) -> UncertainKey:
         """Note that a request got no answer: its key is uncertain from now on.
 
@@ -297,18 +297,6 @@ class UncertainKeys:
         self.record(entry)
         if old is not None and old != content:
             self.remove(old)
-
-    def found_done(self, key: str, state: KeyState) -> None:
-        """A request that is repeated has found done what an earlier process had sent."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            self.expect(entry, state, None)
-
-    def renamed_below(self, prefix: str) -> None:
-        """A directory was renamed: what a late request makes of its old keys is not to stay."""
-        for entry in self:
-            if entry.key.startswith(prefix) and not isinstance(entry.expected, Absent):
-                self.expect(entry, ABSENT, None)
 
     def note_unwanted(self, entry: UncertainKey, change: Change) -> None:
         """Have what a repair has just made undone: another change was acknowledged meanwhile."""
@@ -354,14 +342,6 @@ class UncertainKeys:
             return 0.0
         return entry.since + self.checks[min(entry.checks_done, len(self.checks) - 1)]
 
-    async def check_now(self, entry: UncertainKey) -> None:
-        """Have a key checked before its time, and wait for that."""
-        if entry.is_over:
-            return
-        wanted = entry.wanted = entry.wanted or trio.Event()
-        self.woken.set()
-        await wanted.wait()
-
     def _wake_waiter(self, entry: UncertainKey) -> None:
         if entry.wanted is not None:
             entry.wanted.set()
@@ -388,6 +368,58 @@ class UncertainKeys:
             except OSError as error:
                 logger.warning("%s is kept: %s", self.directory, error.strerror)
         os.close(self._lock)
+
+    # The interface of `UnansweredChanges`
+
+    def concerns(self, key: str) -> bool:
+        return key in self._entries
+
+    def tokens(self, key: str) -> list[str]:
+        entry = self._entries.get(key)
+        return [t for one in entry.unanswered for t in one.change.tokens] if entry else []
+
+    def may_have_made(self, found: ObjectInfo) -> bool:
+        entry = self._entries.get(found.key)
+        return entry is not None and bool(entry.possible_makers(found))
+
+    def has_undone(self, key: str, found: ObjectInfo | None) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.check(found or ABSENT) is CheckResult.UNDONE
+
+    def may_have_undone(self, key: str) -> bool:
+        return _undone_object(self._entries.get(key)) is not None
+
+    def expected_below(self, prefix: str) -> list[ObjectInfo]:
+        found = [_undone_object(entry) for entry in self._below(prefix)]
+        return [info for info in found if info is not None]
+
+    def unconfirmed_below(self, prefix: str) -> list[str]:
+        return [entry.key for entry in self._below(prefix) if not entry.is_known]
+
+    def confirm(self, key: str, found: ObjectInfo | None) -> None:
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.expect(entry, found or ABSENT, None)
+
+    def renamed_below(self, prefix: str) -> None:
+        for entry in self._below(prefix):
+            if not isinstance(entry.expected, Absent):
+                self.expect(entry, ABSENT, None)
+
+    async def restored(self, key: str) -> ObjectInfo | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        wanted = entry.wanted = entry.wanted or trio.Event()
+        self.woken.set()
+        await wanted.wait()
+        return entry.expected if isinstance(entry.expected, ObjectInfo) else None
+
+    def counters(self) -> dict[str, int]:
+        return {"uncertain": len(self._entries), "repairs": self.repairs}
+
+    def _below(self, prefix: str) -> list[UncertainKey]:
+        return [entry for entry in self if entry.key.startswith(prefix)]
 
     # What earlier processes have left
 

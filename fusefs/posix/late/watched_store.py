@@ -33,6 +33,7 @@ from fusefs.store.interface import (
     DeleteFailure,
     ObjectInfo,
     ObjectVersion,
+    UnansweredChanges,
     Upload,
     UploadState,
     Write,
@@ -91,6 +92,7 @@ class WatchedStore:
         self.inner = store
         self.uncertain_keys = uncertain_keys
         self.tokens = store.tokens
+        self.unanswered: UnansweredChanges = uncertain_keys
         self._open: set[_ChangeUnderWay] = set()
         self._copying = trio.CapacityLimiter(4)
         store.requester.on_unanswered = self._unanswered

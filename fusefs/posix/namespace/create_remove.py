@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import trio
 
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
-from fusefs.posix.late.uncertain_keys import KeyState
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.prefix_lock import PrefixLock
@@ -52,7 +51,7 @@ class CreateRemove:
         self._writer = writer
         self._may_delete = writing.rules.may_delete
         self._rules = writing.rules
-        self._uncertain_keys = writing.uncertain_keys
+        self._unanswered = state.store.unanswered
         self._prefix_lock = PrefixLock(state.inodes.key)
         # Requests that an earlier process had begun, and those that this one has not ended.
         self.begun: set[int] = set()
@@ -94,7 +93,7 @@ class CreateRemove:
         The last upload of a process that was killed may have taken effect, and a
         request without an answer may do so yet.
         """
-        if self._uncertain_keys is not None and self._uncertain_keys.get(staged.key) is not None:
+        if self._unanswered.concerns(staged.key):
             return True
         return staged.etag is not None or staged.inode.nodeid in (self._inherited or ())
 
@@ -106,11 +105,6 @@ class CreateRemove:
     def _is_repeated(self, caller: Caller) -> bool:
         """Whether a request may have been done before."""
         return caller.unique in self.begun
-
-    def _found_done(self, key: str, state: KeyState) -> None:
-        """A repeated request is answered without a change: what is there is what is expected."""
-        if self._uncertain_keys is not None:
-            self._uncertain_keys.found_done(key, state)
 
     async def _find(self, parent: Inode, name: str) -> Entry | Absent:
         directory = self._directories.get(self._inodes.key(parent))
@@ -291,7 +285,7 @@ class CreateRemove:
             entry = await self._find(parent, name)
             if isinstance(entry, Absent):
                 if self._is_repeated(caller):
-                    self._found_done(self._inodes.key(parent) + name, ABSENT)
+                    self._unanswered.confirm(self._inodes.key(parent) + name, None)
                     self._gone(parent, name)
                     return
                 raise OSError(errno.ENOENT, name)
@@ -333,7 +327,7 @@ class CreateRemove:
             entry = await self._find(parent, name)
             if isinstance(entry, Absent):
                 if self._is_repeated(caller):
-                    self._found_done(prefix, ABSENT)
+                    self._unanswered.confirm(prefix, None)
                     self._gone(parent, name, UNCOVERED)
                     return
                 raise OSError(errno.ENOENT, name)

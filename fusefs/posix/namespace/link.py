@@ -60,7 +60,7 @@ class LinkChanges(CreateRemove):
             if self._is_repeated(caller):
                 made = await self._made_before(inode, prefix + name)
             if made is not None:
-                self._found_done(prefix + name, made)
+                self._unanswered.confirm(prefix + name, made)
             else:
                 copy = partial(self._copy_as_is, inode, staged, prefix + name)
                 made = await self._put_new(to, name, copy)
@@ -80,9 +80,8 @@ class LinkChanges(CreateRemove):
             found = await self._store.head(key)
         except NotFoundError:
             return None
-        entry = self._uncertain_keys.get(key) if self._uncertain_keys is not None else None
-        if entry is not None:
-            is_own = bool(entry.possible_makers(found))
+        if self._unanswered.concerns(key):
+            is_own = self._unanswered.may_have_made(found)
         else:
             is_own = await self._says_as(inode, found)
         return found if is_own else None
@@ -107,7 +106,7 @@ class LinkChanges(CreateRemove):
         assert source is not None
         if staged is not None and (staged.is_content_dirty or staged.etag != source.etag):
             return await self._writer.uploads.put_new(staged, key, condition)
-        if self._may_be_undone(source.key):
+        if self._unanswered.may_have_undone(source.key):
             return (await self._copy_expected(source, key, condition, _said(inode)))[1]
         try:
             if staged is not None and staged.is_meta_dirty:
@@ -158,17 +157,10 @@ class LinkChanges(CreateRemove):
 
         `until` is in seconds of trio's clock.
         """
-        entry = self._uncertain_keys.get(key) if self._uncertain_keys is not None else None
-        if self._uncertain_keys is None or entry is None:
-            return None
         with trio.move_on_at(until):
             await trio.sleep(PUT_BACK_PAUSE_S)
-            await self._uncertain_keys.check_now(entry)
-            return entry.expected if isinstance(entry.expected, ObjectInfo) else None
+            return await self._unanswered.restored(key)
         return None
-
-    def _may_be_undone(self, key: str) -> bool:
-        return self._uncertain_keys is not None and self._uncertain_keys.may_have_undone(key)
 
     def _refuse_undone(self, key: str) -> None:
         """See that no late request may be why an object is not what it should be.
@@ -176,7 +168,7 @@ class LinkChanges(CreateRemove):
         Raises:
             StoreError: one may; what is expected is put back soon.
         """
-        if self._may_be_undone(key):
+        if self._unanswered.may_have_undone(key):
             raise _undone(key)
 
     async def _copy_described(

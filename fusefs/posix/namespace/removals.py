@@ -28,7 +28,6 @@ from pathlib import Path
 import trio
 
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
-from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.nodes.names import split_key
 from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError
 from fusefs.store.interface import Store
@@ -91,17 +90,10 @@ class Removal:
 class Removals:
     """The removals of one mount. Belongs to the event loop; its tasks live in `nursery`."""
 
-    def __init__(
-        self,
-        store: Store,
-        directory: Path,
-        nursery: trio.Nursery,
-        uncertain_keys: UncertainKeys | None,
-    ) -> None:
+    def __init__(self, store: Store, directory: Path, nursery: trio.Nursery) -> None:
         self._store = store
         self._log = LineLog(directory / NAME)
         self._nursery = nursery
-        self._uncertain_keys = uncertain_keys
         # Called with the keys that are gone.
         self.landed: Callable[[str], None] = lambda _key: None
         # Whether a key is below a directory that is being renamed; set by who renames.
@@ -175,7 +167,7 @@ class Removals:
             and self._has_batches
             and key not in self._by_key
             and len(self._by_key) < MOST
-            and (self._uncertain_keys is None or self._uncertain_keys.get(key) is None)
+            and not self._store.unanswered.concerns(key)
             and not self.is_renaming(key)
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import trio
 
-from fusefs.posix.directory.segment import ABSENT, Absent, Entry
+from fusefs.posix.directory.segment import Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.mount_state import MountState, Writing
@@ -231,7 +231,7 @@ class NameChanges(LinkChanges):
             condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
             if isinstance(entry, Absent):
                 if inode is None or inode.info is None:
-                    self._found_done(old_key, ABSENT)
+                    self._unanswered.confirm(old_key, None)
                     return
                 copied = inode.info, await self._copied_before(inode.info, new_key)
             elif staged is None:
@@ -284,8 +284,8 @@ class NameChanges(LinkChanges):
         made = await self._store.head(key)
         if made.etag != source.etag:
             self._refuse_undone(source.key)
-        self._found_done(source.key, ABSENT)
-        self._found_done(key, made)
+        self._unanswered.confirm(source.key, None)
+        self._unanswered.confirm(key, made)
         return made
 
     def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
@@ -340,7 +340,7 @@ class NameChanges(LinkChanges):
         prefix = self._inodes.key(to)
         key = prefix + name
         try:
-            if self._may_be_undone(source.key):
+            if self._unanswered.may_have_undone(source.key):
                 return await self._copy_expected(source, key, condition, meta)
             if meta is not None:
                 with suppress(StaleVersionError):
@@ -359,7 +359,7 @@ class NameChanges(LinkChanges):
             was_there = isinstance(condition, Expect) and made.etag == condition.etag
             if made.size != source.size or (was_there and made.etag != source.etag):
                 raise
-            self._found_done(key, made)
+            self._unanswered.confirm(key, made)
             return source, made
 
     async def _delete_copied(
@@ -385,13 +385,13 @@ class NameChanges(LinkChanges):
         except (StoreError, OSError):
             is_there = copied is None or await self._is_there(copied[0])
             if is_there is False:
-                self._found_done(key, ABSENT)
+                self._unanswered.confirm(key, None)
                 return
             if rival is not None and state is not None:
                 rival.state = state
             if copied is not None:
                 # Where it may be deleted yet, the copy may soon be all that there is.
-                may_go = is_new and is_there is True and not self._is_uncertain(key)
+                may_go = is_new and is_there is True and not self._unanswered.concerns(key)
                 await self._take_back(copied[1], rival, may_go=may_go)
             raise
 
@@ -403,9 +403,6 @@ class NameChanges(LinkChanges):
             return False
         except (StoreError, OSError):
             return None
-
-    def _is_uncertain(self, key: str) -> bool:
-        return self._uncertain_keys is not None and self._uncertain_keys.get(key) is not None
 
     async def _take_back(self, made: ObjectInfo, rival: StagedFile | None, *, may_go: bool) -> None:
         """Remove a copy if it `may_go`; else it is shown.
@@ -445,8 +442,7 @@ class NameChanges(LinkChanges):
         """Give what the kernel knows the names that a killed process was just giving it."""
         for renaming in self._renames.switches():
             self._mover.finish_move(renaming.old, renaming.new)
-            if self._uncertain_keys is not None:
-                self._uncertain_keys.renamed_below(renaming.old)
+            self._unanswered.renamed_below(renaming.old)
 
     async def _switch(
         self, copies: PrefixCopy, switching: Callable[[], AbstractContextManager[None]]
@@ -491,8 +487,7 @@ class NameChanges(LinkChanges):
                 elif self._is_settled(copies, held):
                     with switching():
                         self._mover.move_directory(copies, uncached)
-                    if self._uncertain_keys is not None:
-                        self._uncertain_keys.renamed_below(copies.old)
+                    self._unanswered.renamed_below(copies.old)
                     return
 
     def _staged_keys(self) -> list[str]:
@@ -504,19 +499,17 @@ class NameChanges(LinkChanges):
         Raises:
             StoreError: one may have undone what was to be copied.
         """
-        if self._uncertain_keys is None:
-            return
-        for entry in self._uncertain_keys:
-            if entry.key.startswith(copies.old) and isinstance(entry.expected, ObjectInfo):
-                source = copies.sources.get(entry.key)
-                if source is None or source.etag != entry.expected.etag:
-                    self._refuse_undone(entry.key)
-            made = copies.made.get(copies.old + entry.key.removeprefix(copies.new))
-            if made is None or made.key != entry.key or entry.is_known:
+        for expected in self._unanswered.expected_below(copies.old):
+            source = copies.sources.get(expected.key)
+            if source is None or source.etag != expected.etag:
+                self._refuse_undone(expected.key)
+        for key in self._unanswered.unconfirmed_below(copies.new):
+            made = copies.made.get(copies.old + key.removeprefix(copies.new))
+            if made is None or made.key != key:
                 continue
-            found = await self._store.head(entry.key)
+            found = await self._store.head(key)
             if found.etag == made.etag:
-                self._found_done(entry.key, found)
+                self._unanswered.confirm(key, found)
 
     def _is_settled(self, copies: PrefixCopy, held: set[StagedFile]) -> bool:
         """Whether nothing below a prefix has changed since it was copied."""

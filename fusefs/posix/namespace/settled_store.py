@@ -43,6 +43,7 @@ class SettledStore:
         # Empty for what renames send themselves.
         self._touched = touched or TouchedKeys()
         self.tokens = store.tokens
+        self.unanswered = store.unanswered
         # What concerns versions and uploads is the store's.
         self.download = store.download
         self.abort_upload = store.abort_upload

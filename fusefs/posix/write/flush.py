@@ -22,7 +22,6 @@ import trio
 
 from fusefs.linux.libc import begin_writing
 from fusefs.posix.directory.segment import ABSENT, Absent
-from fusefs.posix.late.uncertain_keys import CheckResult
 from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttributes
 from fusefs.posix.metadata.object_metadata import Meta
@@ -74,7 +73,6 @@ class Flusher:
         self._store = state.store
         self._staging = writing.staging
         self._nursery = writing.nursery
-        self._uncertain_keys = writing.uncertain_keys
         self._inodes = state.inodes
         self._handles = state.handles
         self._rules = writing.rules
@@ -89,7 +87,6 @@ class Flusher:
             self.landed,
             self._kept_apart,
             self._set_aside,
-            self._found_done,
             fails_on_conflict=self._rules.fails_on_conflict,
             is_local=self._rules.is_local,
         )
@@ -308,27 +305,20 @@ class Flusher:
         write = Write(meta.as_metadata(), token=token, is_own=own is not None)
         return await self._store.copy(own or info.version, info.key, write)
 
-    def _found_done(self, info: ObjectInfo) -> None:
-        """An upload of an earlier process has come to pass: no late request is to undo it."""
-        if self._uncertain_keys is not None:
-            self._uncertain_keys.found_done(info.key, info)
-
     async def _may_come_back(self, info: ObjectInfo) -> bool:
         """Whether a version that is gone may be put back, as a late request has undone it.
 
         Raises:
             StoreError: the bucket could not tell what is there now.
         """
-        entry = self._uncertain_keys.get(info.key) if self._uncertain_keys is not None else None
-        if entry is None:
+        unanswered = self._store.unanswered
+        if not unanswered.concerns(info.key):
             return False
         try:
-            found: ObjectInfo | Absent = await self._store.head(info.key)
+            found = await self._store.head(info.key)
         except NotFoundError:
-            found = ABSENT
-        if isinstance(found, ObjectInfo) and found.etag == info.etag:
-            return True
-        return entry.check(found) is CheckResult.UNDONE
+            return unanswered.has_undone(info.key, None)
+        return found.etag == info.etag or unanswered.has_undone(info.key, found)
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
         """A version's object has other attributes, and is another version for that."""

@@ -32,13 +32,12 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cache.ranges import RangeMap
 from fusefs.linux import files
 from fusefs.linux.descriptors import check_unreserved
-from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, FileState, Inode, StagedFile
 from fusefs.posix.write import staged_sums, staging_record
-from fusefs.store.interface import ObjectVersion, UploadState
+from fusefs.store.interface import ObjectVersion, UnansweredChanges, UploadState
 from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.staging")
@@ -87,7 +86,7 @@ class Staging:
 
     `source` says which bucket they are for; `limit` is the most bytes to hold,
     and `charged` how many are held. `cache` has the objects that are edited.
-    `uncertain_keys` tells of changes without an answer, which are on record with the files.
+    The tokens of `unanswered` changes are on record with the files.
     """
 
     def __init__(
@@ -96,12 +95,12 @@ class Staging:
         source: str,
         limit: int | None = None,
         cache: FileCache | None = None,
-        uncertain_keys: UncertainKeys | None = None,
+        unanswered: UnansweredChanges | None = None,
     ) -> None:
         self.directory = directory
         self.source = source
         self.cache = cache
-        self._uncertain_keys = uncertain_keys
+        self._unanswered = unanswered or UnansweredChanges()
         self._limit = limit
         self._files: dict[int, StagedFile] = {}
         # Nodes with a file that is of no meaning yet.
@@ -263,10 +262,7 @@ class Staging:
 
     def _note_unanswered(self, staged: StagedFile) -> None:
         """Have a file know the changes of its object that may have been executed."""
-        late = self._uncertain_keys
-        entry = late.get(staged.key) if late is not None and len(late) else None
-        if entry is not None:
-            staged.tokens.update(*(one.change.tokens for one in entry.unanswered))
+        staged.tokens.update(self._unanswered.tokens(staged.key))
 
     def _record_in_attribute(self, staged: StagedFile) -> bool:
         """Have a file's record in its attribute; False if it is to be in a file of its own."""

@@ -87,8 +87,7 @@ class Uploader:
 
     `landed` is called with what the bucket has of a file, `kept_apart` with what it was
     kept as because somebody else's object (or nothing) is under its key.
-    `set_aside` is called with an edited file whose rest is lost, and `found_done` with an
-    object that an earlier process has made of a file.
+    `set_aside` is called with an edited file whose rest is lost.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class Uploader:
         landed: Callable[[StagedFile, ObjectInfo], None],
         kept_apart: Callable[[StagedFile, ObjectInfo, ObjectInfo | None], None],
         set_aside: Callable[[StagedFile, ObjectInfo | None], None],
-        found_done: Callable[[ObjectInfo], None],
         *,
         fails_on_conflict: bool,
         is_local: Callable[[str], bool],
@@ -117,7 +115,7 @@ class Uploader:
         self._landed = landed
         self._kept_apart = kept_apart
         self._set_aside = set_aside
-        self._found_done = found_done
+        self._unanswered = store.unanswered
         self._is_local = is_local
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, StreamingUpload] = {}
@@ -322,7 +320,7 @@ class Uploader:
             theirs, info = await self._steps.store_beside(staged)
             self.note_uploaded(staged, info, described)
             if theirs is info:
-                self._found_done(info)
+                self._unanswered.confirm(info.key, info)
                 self._landed(staged, info)
                 return
             self._kept_apart(staged, info, theirs)

@@ -32,6 +32,7 @@ from fusefs.store.interface import (
     ObjectInfo,
     ObjectVersion,
     PendingUpload,
+    UnansweredChanges,
     UploadState,
     Urgency,
     Write,
@@ -61,6 +62,7 @@ class S3Store:
         self.settings = settings
         self.requester = Requester(settings, requests)
         self.tokens = TokenSource()
+        self.unanswered = UnansweredChanges()
         self.fence = Fence(self.head, settings.conditional_writes)
         # Whether `check` found nothing.
         self.is_prefix_empty = False

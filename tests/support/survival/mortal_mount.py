@@ -28,7 +28,6 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.journal.restore import restore
-from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.mount_state import MountState, WriteRules, Writing
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
@@ -203,7 +202,6 @@ class MortalMount:
         self.store = MemoryStore()
         # What of the bucket the next process mounts.
         self.prefix = ""
-        self.uncertain_keys: UncertainKeys | None = None
         self.backing: BackingFiles = NoPassthrough("no kernel")
         self._mounted_ns = 1
         self._uniques = itertools.count(2, 2)
@@ -280,7 +278,7 @@ class MortalMount:
             pass
 
         own = Staging(staging, "test", cache=cache)
-        return Writing(own, renames, nursery, rules, make_room, self.uncertain_keys)
+        return Writing(own, renames, nursery, rules, make_room)
 
 
 def close_all(directory: Path) -> None:

@@ -101,7 +101,7 @@ async def test_a_write_waits_for_the_upload_of_its_file(tmp_path: Path) -> None:
 async def removals(store: MemoryStore, directory: Path) -> AsyncIterator[Removals]:
     """Of a program that removes many files of the directory `a/`."""
     async with trio.open_nursery() as nursery:
-        made = Removals(store, directory, nursery, None)
+        made = Removals(store, directory, nursery)
         for number in range(MANY):
             assert not made.try_defer(f"a/{number}", None)
         made.note_allowed("a/0")

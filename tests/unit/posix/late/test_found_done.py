@@ -23,8 +23,8 @@ from tests.support.survival.mortal_mount import DiedError, MortalMount
 def mount(tmp_path: Path) -> Iterator[MortalMount]:
     made = MortalMount(tmp_path)
     yield made
-    if made.uncertain_keys is not None:
-        made.uncertain_keys.close(remove=False)
+    if isinstance(made.store.unanswered, UncertainKeys):
+        made.store.unanswered.close(remove=False)
 
 
 def kill_after(mount: MortalMount, request: str, key: str) -> None:
@@ -38,7 +38,7 @@ def kill_after(mount: MortalMount, request: str, key: str) -> None:
 def make_uncertain(mount: MortalMount, kind: str, key: str) -> UncertainKeys:
     """As the next process finds a key whose last change was sent by the killed one."""
     mount.store.after = lambda _what, _key: None
-    late = mount.uncertain_keys = UncertainKeys(mount.directory / "late", "test", (3600.0,))
+    late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
     late.expect(late.note_unanswered(Change(DELETE, key)), ABSENT, None)
     late.note_unanswered(Change(kind, key, ("token",)))
     return late
@@ -94,7 +94,7 @@ async def test_attributes_are_kept_where_their_object_may_come_back(
 ) -> None:
     """A DELETE without an answer may have removed it, and then it is put back; a PUT has not."""
     mount.store.put("file", b"content")
-    late = mount.uncertain_keys = UncertainKeys(mount.directory / "late", "test", (3600.0,))
+    late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
     late.expect(
         late.note_unanswered(Change(kind, "file", ("token",))),
         mount.store.objects["file"].info,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -105,16 +103,6 @@ def test_a_change_waits_as_long_where_a_second_process_is_killed(
     assert second.settled_at >= before + SETTLE_S
     third, _ = taken_over(tmp_path / "late" / next_one)
     assert third.settled_at == second.settled_at
-
-
-def test_a_record_of_an_earlier_version_delays_nothing(tmp_path: Path) -> None:
-    left_by_a_mount(tmp_path / "late" / "1")
-    (record,) = (tmp_path / "late" / "1").glob("*.json")
-    plain = json.loads(record.read_text())
-    del plain["settled_at"]
-    record.write_text(json.dumps(plain))
-    entry, content = taken_over(tmp_path / "late" / "2")
-    assert (entry.settled_at, content) == (-math.inf, b"expected")
 
 
 def test_a_record_whose_content_is_gone_ends_no_mount(tmp_path: Path) -> None:

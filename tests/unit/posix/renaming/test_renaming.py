@@ -634,7 +634,7 @@ async def test_a_file_whose_old_object_is_deleted_without_an_answer_is_renamed(
 
 async def test_a_copy_stays_while_its_old_object_may_be_deleted_late(mount: MortalMount) -> None:
     """By the request that got no answer."""
-    late = mount.uncertain_keys = UncertainKeys(mount.directory / "late", "test", (3600.0,))
+    late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
     mount.store.put("old", b"moved")
 
     def fail(what: str, key: str) -> None:
