@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from fusefs.fsspec.filesystem import FusefsFileSystem
-from fusefs.fsspec.mounts import VARIABLE, NotMountedError
-from fusefs.fsspec.s3_urls import install, uninstall
+from fusefs.fsspec.mounts import NotMountedError
 
-__all__ = ["VARIABLE", "FusefsFileSystem", "NotMountedError", "install", "uninstall"]
+__all__ = ["FusefsFileSystem", "NotMountedError"]

@@ -1,9 +1,8 @@
-"""Which mount of this machine has a bucket's objects: the kernel's table, or a variable.
+"""Which mount of this machine has a bucket's objects, by the kernel's table of mounts.
 
 The table says what each mount of fusefs shows, also of a part that is mounted elsewhere (a
 volume in a container, its subPath). Only this user's own mounts and root's are believed: any
-user can mount something that says that it is a bucket. Where a program cannot see that,
-FUSEFS_MOUNTS names the places: `s3://bucket=/data,s3://other/prefix=/more`.
+user can mount something that says that it is a bucket.
 """
 
 from __future__ import annotations
@@ -13,23 +12,19 @@ import os
 import select
 import threading
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from fusefs.linux import mountinfo
 
-VARIABLE = "FUSEFS_MOUNTS"
 _SCHEME = "s3://"
 
 
 class NotMountedError(OSError):
     """No mount of this machine has the object. Not a `FileNotFoundError`: it may well exist."""
 
-    def __init__(self, path: str, why: str = "") -> None:
+    def __init__(self, path: str) -> None:
         bucket = path.partition("/")[0]
-        sentence = why or (
-            f"no mount here has it: fusefs mount s3://{bucket} DIRECTORY,"
-            f" or name its place with {VARIABLE}=s3://{bucket}=DIRECTORY"
-        )
+        sentence = f"no mount here has it: fusefs mount s3://{bucket} DIRECTORY, or install s3fs"
         super().__init__(errno.ENODEV, sentence, path)
 
 
@@ -46,7 +41,7 @@ class BucketMount(NamedTuple):
     covered: tuple[str, ...] = ()
 
     def has(self, path: str) -> bool:
-        """Whether `bucket/key` is this place or below it."""
+        """True if `bucket/key` is this place or below it."""
         is_below = f"{path}/".startswith(self.location)
         return is_below and not f"{self.local(path)}/".startswith(self.covered)
 
@@ -62,6 +57,7 @@ class BucketMounts:
     def __init__(self) -> None:
         self._fd = -1  # of the kernel's table, while what is known of it holds
         self._forget()
+        os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         """Know nothing: a child shares the descriptor, and with it who has seen a change."""
@@ -70,31 +66,12 @@ class BucketMounts:
         self._fd = -1
         self._lock = threading.Lock()
         self._known: list[BucketMount] = []
-        self._named = ""
-
-    def forget_in_children(self) -> Self:
-        """Have each child process begin anew."""
-        os.register_at_fork(after_in_child=self._forget)
-        return self
 
     def all(self) -> list[BucketMount]:
-        """The places, in the order in which they were mounted, those of the variable last.
-
-        Raises:
-            ValueError: the variable cannot be read.
-            NotMountedError: it names a directory where nothing is mounted.
-        """
+        """The places, in the order in which they were mounted."""
         with self._lock:
-            named = os.environ.get(VARIABLE, "")
-            if self._has_changed() or named != self._named:
-                try:
-                    self._known = [*_mounted(), *_named(named)]
-                    self._named = named
-                except BaseException:
-                    # The next call looks again, and uses nothing that has gone.
-                    os.close(self._fd)
-                    self._fd = -1
-                    raise
+            if self._has_changed():
+                self._known = _mounted()
             return self._known
 
     def find(self, path: str, *, for_writing: bool = False) -> BucketMount:
@@ -114,7 +91,7 @@ class BucketMounts:
         return max(usable, key=lambda place: (len(place.location), not place.is_read_only))
 
     def _has_changed(self) -> bool:
-        """Whether the kernel's table is another than at the last call (proc(5), mountinfo)."""
+        """True if the kernel's table is another than at the last call (proc(5), mountinfo)."""
         if self._fd < 0:
             self._fd = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
             return True
@@ -154,32 +131,5 @@ def _trusted_owners() -> set[int]:
     return {0, int(Path("/proc/sys/kernel/overflowuid").read_text())}
 
 
-def _named(text: str) -> list[BucketMount]:
-    places = []
-    for one in filter(None, (part.strip() for part in text.split(","))):
-        source, separator, directory = one.rpartition("=")
-        if not separator or not source.startswith(_SCHEME) or not os.path.isabs(directory):
-            raise ValueError(f"{VARIABLE}: {one!r} is not s3://BUCKET[/PREFIX]=/DIRECTORY")
-        location = source.removeprefix(_SCHEME).rstrip("/") + "/"
-        _refuse_own_disk(location, directory)
-        is_read_only = bool(os.statvfs(directory).f_flag & os.ST_RDONLY)
-        places.append(BucketMount(location, directory, is_read_only))
-    return places
-
-
-def _refuse_own_disk(location: str, directory: str) -> None:
-    """See that something is mounted there: what is written to the disk below is in no bucket.
-
-    Raises:
-        NotMountedError: nothing is.
-    """
-    try:
-        is_own = os.stat(directory).st_dev == os.stat("/").st_dev
-    except FileNotFoundError:
-        is_own = True
-    if is_own:
-        raise NotMountedError(location, f"nothing is mounted at {directory} ({VARIABLE})")
-
-
-PLACES = BucketMounts().forget_in_children()
+PLACES = BucketMounts()
 """Those of this process."""

@@ -19,7 +19,7 @@ _PREFIX = "FUSEFS_"
 # With the prefix, which all have in common: a letter or two.
 _NEAR = 0.9
 # What is read elsewhere.
-_OTHERS = (CONFIG_VARIABLE, "FUSEFS_RUNTIME_DIRECTORY", "FUSEFS_FALLBACK", "FUSEFS_MOUNTS")
+_OTHERS = (CONFIG_VARIABLE, "FUSEFS_RUNTIME_DIRECTORY")
 
 
 def split_options(text: str) -> list[str]:

@@ -419,7 +419,6 @@ def test_a_mistyped_variable_is_named_with_a_guess() -> None:
         "FUSEFS_READONLY": "true",
         "FUSEFS_CACHE_DIR": "/x",
         "FUSEFS_CONFIG": "/y",
-        "FUSEFS_MOUNTS": "/z",
         "FUSEFS_SOMETHING_ELSE": "1",
         "CACHE_SIZ": "1",
     }
