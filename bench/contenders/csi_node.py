@@ -21,8 +21,8 @@ import grpc
 from bench import processes
 from bench.contenders.contender import Contender, Place
 from bench.processes import BenchError
+from csi.daemons import forking
 from csi.generated import csi_pb2, csi_pb2_grpc
-from fusefs.keeper import template
 from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
@@ -106,13 +106,12 @@ class CsiNode(Contender):
     # --- what it costs ---
 
     def memory_by_part(self) -> dict[str, int]:
-        """Bytes of all daemons, their template, keepers and brokers; shared pages count once."""
-        found = {"daemon": 0, "template": 0, "keeper": 0, "broker": 0}
+        """Bytes of all daemons, keepers and brokers; shared pages count once."""
+        found = {"daemon": 0, "keeper": 0, "broker": 0}
         parents = {pid: processes.parent_of(pid) for pid in self._mount_processes()}
         for pid, parent in parents.items():
-            if b"fusefs.daemon" in _read(pid, "cmdline"):
-                is_template = b"\nUid:\t0\t" in _read(pid, "status")
-                part = "template" if is_template else "daemon"
+            if b"fusefs.daemon" in _read(pid, "cmdline") or _is_forked(pid):
+                part = "daemon"
             else:
                 part = "broker" if parent in parents else "keeper"
             found[part] += processes.proportional_size(pid)
@@ -121,15 +120,14 @@ class CsiNode(Contender):
     def _mount_processes(self) -> list[int]:
         """Those that the driver has started, or that these have: they know its directory.
 
-        What is forked from the template shows the template's environment.
+        What is forked shows its supervisor's environment.
         """
         found = []
         for pid in processes.all_pids():
             with contextlib.suppress(OSError):
                 environment = _read(pid, "environ")
-                is_forked = template.VARIABLE.encode() in environment
                 is_known = os.fsencode(self._state / "fusefs") in environment
-                if is_known or (is_forked and self._is_of_supervisor(pid)):
+                if is_known or (_is_forked(pid) and self._is_of_supervisor(pid)):
                     found.append(pid)
         return found
 
@@ -193,6 +191,11 @@ def _call(method: Any, request: Any) -> None:
             if failure.code() != grpc.StatusCode.ABORTED or time.monotonic() > deadline:
                 raise BenchError(f"{type(request).__name__}: {failure.details()}") from error
         time.sleep(0.1)
+
+
+def _is_forked(pid: int) -> bool:
+    """True for a daemon that a supervisor has forked."""
+    return _read(pid, "comm").strip() == forking.NAME.encode()
 
 
 def _read(pid: int, name: str) -> bytes:

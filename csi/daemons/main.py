@@ -22,18 +22,18 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from csi.daemons import forking
 from csi.daemons.client import FdStoreClient
 from csi.daemons.migration import Migration
-from csi.daemons.supervisor import Supervisor, own_environment
-from csi.daemons.template import DaemonTemplate
+from csi.daemons.supervisor import Supervisor
 from csi.node.config import CACHE, DESCRIPTOR_STORE, SUPERVISOR, add_host_path_flag, check_disk
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.keeper.exchange import ControlError
-from fusefs.launch import launcher
 from fusefs.linux.processes import close_all_but, die_with_parent
 
 # From the fork to a service that answers: it has only to bind its socket.
@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: the directory of the sockets cannot be used.
         FailedPreconditionError: the cache would be on the system's disk.
     """
+    _forget_variables()
     if arguments.cache_host_path is not None:
         check_disk(arguments.cache_dir, arguments.cache_host_path)
     state: Path = arguments.state_dir
@@ -89,16 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
     service = FdStoreProcess(state / DESCRIPTOR_STORE)
     service.take_over()
     old = running(state / SUPERVISOR)
-    templates = DaemonTemplate(launcher.DAEMON, own_environment())
-    templates.check_process()
     supervisor = Supervisor(
         state / SUPERVISOR,
+        forking.prepare(),
         old=running(state / SUPERVISOR),
         on_tick=service.check_process,
         on_return=service.start_or_retry,
         has_successor_beside=arguments.successor == "beside",
-        daemon_template=templates,
-        other_children=service.pids,
     )
     mover = _fork(lambda: _move(old, state, supervisor.number, ready), old)
     service.helpers.append(mover)
@@ -110,6 +108,20 @@ def run(arguments: argparse.Namespace) -> int:
         if ready is not None:
             ready.unlink(missing_ok=True)
     return 0
+
+
+def _forget_variables() -> None:
+    """Begin again without the variables that a daemon has from its keeper.
+
+    Others, which may be secrets, would stay in the memory that its process is forked with.
+    """
+    own = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(supervisor_protocol.INHERITED)
+    }
+    if own != os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], own)
 
 
 def running(path: Path) -> socket.socket | None:

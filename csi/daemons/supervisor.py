@@ -6,31 +6,30 @@ socket (fusefs/keeper/supervisor_protocol.py has the messages). A daemon gets wh
 works with, /dev/fuse above all, through the socket to its keeper. A daemon whose
 keeper is gone goes on, and is given to the next keeper that adopts it.
 
-Daemons end themselves when this process is gone, and the kernel ends them before it
-where memory is short. This process reads nothing from them, as they may be hostile.
+They are forked from this process (forking.py). They end themselves when it is gone, and the
+kernel ends them before it where memory is short. This process reads nothing from them, as they
+may be hostile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from csi.daemons.template import DaemonTemplate
-from fusefs.keeper import protocol, supervisor_protocol, template
+from csi.daemons import forking
+from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.control import Listener, Loop
 from fusefs.keeper.supervisor_protocol import SupervisorMessage
-from fusefs.launch import launcher
-from fusefs.linux.processes import Credentials, has_ended, spawn
+from fusefs.linux.processes import Credentials, has_ended
 from fusefs.linux.sockets import is_trusted
 
 log = logging.getLogger(__name__)
@@ -72,13 +71,11 @@ class Child:
 
 
 class Supervisor:
-    """Listens at `path`; `command` is what it starts. One process may have one of them.
+    """Listens at `path`; daemons do `serve`. One process may have one of them.
 
     `old` is a connection to the one before it, which may still have daemons.
     `on_tick` is called each second, and `on_return` when it listens again, after
-    another took its place and has gone. `daemon_template` makes daemons in less time.
-    `other_children` are the pids of children that others wait for; with it all further ones,
-    which such a template may leave, are waited for here.
+    another took its place and has gone.
     Without `has_successor_beside` nothing takes the daemons over while this process lives:
     after SIGTERM it ends with them, once each mount has a keeper that holds it until the
     next process is there.
@@ -90,24 +87,20 @@ class Supervisor:
     def __init__(
         self,
         path: Path,
-        command: Sequence[str] = launcher.DAEMON,
+        serve: forking.Serve,
         old: socket.socket | None = None,
         on_tick: Callable[[], None] = lambda: None,
         on_return: Callable[[], None] = lambda: None,
         *,
         has_successor_beside: bool = True,
-        daemon_template: DaemonTemplate | None = None,
-        other_children: Callable[[], Collection[int]] | None = None,
     ) -> None:
         # What tells it from others, for keepers' answers.
         self.number = time.time_ns()
         self._path = path
-        self._command = command
+        self._serve = serve
         self._old = old
         self._on_tick = on_tick
         self._on_return = on_return
-        self._template = daemon_template
-        self._other_children = other_children
         self._loop = Loop()
         self._children: dict[int, Child] = {}
         self._has_successor_beside = has_successor_beside
@@ -125,30 +118,7 @@ class Supervisor:
             if not self._is_ending:
                 self._keep_listening()
                 self._on_tick()
-            if self._template is not None:
-                if self._is_ending:
-                    self._template.end()
-                else:
-                    self._template.check_process()
-                    self._reap_stray(self._template.pid)
         self._listener.remove()
-
-    def _reap_stray(self, template_pid: int) -> None:
-        """Wait for a process that has ended, and that nothing here knows of.
-
-        A template that dies between its second fork and its answer leaves one: it becomes this
-        process' child, and ends as no GO comes.
-        """
-        if self._other_children is None:
-            return
-        try:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        known = {template_pid, *self._children, *self._other_children()}
-        if ended is not None and ended.si_pid not in known:
-            log.info("process %d of a template that died has ended", ended.si_pid)
-            os.waitpid(ended.si_pid, 0)
 
     def _is_over(self) -> bool:
         if not self._is_ending or not self._children:
@@ -274,49 +244,16 @@ class Supervisor:
             raise PermissionError(errno.EPERM, "no daemon is started as root")
         if not message.c and self._retire(message.mount):
             raise BlockingIOError(errno.EAGAIN, "its last daemon is still there")
-        pid, ours = self._fork(uid, gid, message.fds) or self._spawn(uid, gid, message.fds)
+        channel, stdin, stdout, environment = message.fds
+        user = Credentials(uid, gid, [])
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            pid = forking.fork(self._serve, user, channel, its.fileno(), stdin, stdout, environment)
         ours.setblocking(False)
         child = self._children[pid] = Child(pid, message.mount, uid, ours)
         self._loop.watch(child.pidfd, select.POLLIN, lambda: self._on_exit(child))
         log.info("daemon %d is started for mount %016x as uid %d", pid, message.mount, uid)
         return child
-
-    def _fork(self, uid: int, gid: int, fds: Sequence[int]) -> tuple[int, socket.socket] | None:
-        """A daemon from the template, and the socket to it; None if that makes none."""
-        if self._template is None:
-            return None
-        channel, stdin, stdout, given = fds
-        environment = _file_of({**own_environment(), **_given_environment(given)})
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its, open(environment, "rb"):
-            pid = self._template.fork(uid, gid, channel, its.fileno(), stdin, stdout, environment)
-        if not pid:
-            ours.close()
-            return None
-        with contextlib.suppress(OSError):  # it has ended, which its pidfd will show
-            ours.send(template.GO)
-        return pid, ours
-
-    def _spawn(self, uid: int, gid: int, fds: Sequence[int]) -> tuple[int, socket.socket]:
-        """A daemon that is started as a program, and the socket to it."""
-        channel, stdin, stdout, given = fds
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its:
-            pid = spawn(
-                self._command,
-                stdin=stdin,
-                stdout=stdout,
-                kept=[channel, its.fileno()],
-                environment={
-                    **own_environment(),
-                    **_given_environment(given),
-                    protocol.ENVIRONMENT: str(channel),
-                    supervisor_protocol.ENVIRONMENT: str(its.fileno()),
-                },
-                credentials=Credentials(uid, gid, []),
-                yields_memory=True,
-            )
-        return pid, ours
 
     def _give(self, message: SupervisorMessage) -> Child:
         """The mount's daemon that has no keeper, which gets the new one's socket."""
@@ -385,31 +322,3 @@ def _counted(message: SupervisorMessage, count: int) -> bytes:
     return supervisor_protocol.pack(
         supervisor_protocol.COUNTED, message.mount, count, version=message.version
     )
-
-
-def own_environment() -> dict[str, str]:
-    """What of this process's environment is every daemon's."""
-    return {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith(supervisor_protocol.INHERITED)
-    }
-
-
-def _file_of(environment: dict[str, str]) -> int:
-    """A file in memory, to be read from its start."""
-    fd = os.memfd_create("environment")
-    os.write(fd, json.dumps(environment).encode())
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
-def _given_environment(fd: int) -> dict[str, str]:
-    os.lseek(fd, 0, os.SEEK_SET)
-    with open(fd, "rb", closefd=False) as file:
-        given = dict(json.load(file))
-    return {
-        str(name): str(text)
-        for name, text in given.items()
-        if str(name).startswith(supervisor_protocol.INHERITED)
-    }

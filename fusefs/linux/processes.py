@@ -65,7 +65,7 @@ def spawn(
             for fd in kept:
                 os.set_inheritable(fd, True)
             if yields_memory:
-                _volunteer()
+                yield_memory()
             become(credentials)
             close_all_but(sender, *kept)
             os.execvpe(command[0], list(command), environment)
@@ -104,7 +104,7 @@ def become_in_place(credentials: Credentials) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _volunteer() -> None:
+def yield_memory() -> None:
     """Be what the kernel ends first when memory is short, where that can be set."""
     if _ends_with_group():
         return

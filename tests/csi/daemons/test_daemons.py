@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
-from fusefs.keeper import template
 from fusefs.launch import control, registry
 from fusefs.linux import mountinfo
 from tests.support.csi.daemons import daemons_of
@@ -58,17 +57,6 @@ def _runtime(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.RUNTIME_VARIABLE, str(node.state / "fusefs"))
 
 
-def templates() -> list[int]:
-    """Processes from which daemons are forked: they are no daemon, and change users."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            is_one = template.VARIABLE.encode() in (entry / "environ").read_bytes()
-            if is_one and "Uid:\t0\t" in (entry / "status").read_text():
-                found.append(int(entry.name))
-    return found
-
-
 def publish(node: Node, target: Path, shared: Bucket) -> None:
     node.publish("volume", target, bucket=shared.name, prefix="a")
 
@@ -100,26 +88,21 @@ def test_a_daemon_is_a_user_without_rights_in_the_other_container(
         until(lambda: not node.daemons(), "it has ended")
 
 
-def test_daemons_are_forked_from_one_template_that_learns_nothing_of_their_mounts(
+def test_daemons_are_forked_from_a_supervisor_that_learns_nothing_of_their_mounts(
     node: Node, target: Path, shared: Bucket
 ) -> None:
-    with daemons_of(node, "forked") as first:  # with a log of its own
-        until(lambda: "template of the daemons is ready" in first.log.read_text(), "it is up")
-        shared.put("prefix-of-the-first/hello", b"hello")
-        node.publish("first", target, bucket=shared.name, prefix="prefix-of-the-first")
-        [known] = node.daemons()
-        other = node.target("other")
-        shared.put("prefix-of-the-second/hello", b"hello")
-        node.publish("second", other, bucket=shared.name, prefix="prefix-of-the-second")
-        [new] = {*node.daemons()} - {known}
-        assert (target / "hello").read_bytes() == (other / "hello").read_bytes() == b"hello"
-        for pid in (known, new):
-            assert template.VARIABLE.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        assert is_in_memory(known, b"prefix-of-the-first")
-        [origin] = first.children() & set(templates())
-        assert not is_in_memory(origin, b"prefix-of-the-first")
-        for volume, path in (("first", target), ("second", other)):
-            node.unpublish(volume, path)
+    with daemons_of(node, "forked") as first:
+        for name in ("first", "second"):
+            shared.put(f"prefix-of-the-{name}/hello", b"hello")
+            prefix = f"prefix-of-the-{name}"
+            node.publish(name, node.target(name), bucket=shared.name, prefix=prefix)
+            assert (node.target(name) / "hello").read_bytes() == b"hello"
+        assert set(node.daemons()) <= first.children()
+        text = b"prefix-of-the-first"
+        assert any(is_in_memory(pid, text) for pid in node.daemons())
+        assert not is_in_memory(first.process.pid, text)
+        for name in ("first", "second"):
+            node.unpublish(name, node.target(name))
 
 
 def test_a_daemon_is_ended_through_a_supervisor_that_may_not_signal_it_as_root(

@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 import pytest
 
+from csi.daemons import forking
 from csi.generated import csi_pb2, csi_pb2_grpc
-from fusefs.keeper import template
 from fusefs.linux import libc, mountinfo, unmount
 from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
@@ -205,6 +205,8 @@ class Node:
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and self._is_of_mount(entry):
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if command and _is_forked(entry):
+                        command = forking.NAME
                     if command and "csi.main" not in command:
                         found[int(entry.name)] = command
         return found
@@ -214,9 +216,8 @@ class Node:
         environment = (process / "environ").read_bytes()
         if state in environment:
             return True
-        # One that a template has forked shows the template's environment, which names no mount.
-        is_forked = template.VARIABLE.encode() in environment
-        if not is_forked or "0" in _status(process, "Uid"):
+        # It shows the environment of its supervisor, which names no mount.
+        if not _is_forked(process):
             return False
         [parent_pid] = _status(process, "PPid")
         parent = Path("/proc", parent_pid)
@@ -303,6 +304,11 @@ def running_node(*options: str, serves: str = "node", **stores: str) -> Iterator
     finally:
         if not any(one.mountpoint.is_relative_to(directory) for one in mountinfo.kernel_mounts()):
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_forked(process: Path) -> bool:
+    """True for a daemon that a supervisor has forked."""
+    return (process / "comm").read_text().strip() == forking.NAME
 
 
 def _status(process: Path, field: str) -> list[str]:

@@ -20,18 +20,14 @@ import pytest
 from fusefs.daemon import setup as process
 from fusefs.keeper import fd_store, protocol, supervisor_protocol
 from fusefs.linux.processes import has_ended
-from tests.support.machine.ordinary_user import NOBODY, public_python
+from tests.support.machine.ordinary_user import NOBODY
 from tests.support.survival.keeping import LIMIT_S, PROJECT, needs_root
+from tests.support.survival.memory_search import is_in_memory
 from tests.support.waiting import until
 
 pytestmark = needs_root
 
 MOUNT = 0x1122334455667788
-# What is started in place of a daemon: says who it is, and waits to be killed.
-STANDIN = (
-    "import os, time; print(os.getuid(), os.environ['AWS_GIVEN'], 'HOME' in os.environ,"
-    " 'LEFT_OUT' in os.environ, flush=True); time.sleep(600)"
-)
 HOLD = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"
 # One of the next version, as far as that is known now: it begins no conversation in this one.
 NEXT = (
@@ -39,28 +35,28 @@ NEXT = (
     " protocol.SPOKEN = {1, 2}; protocol.VERSION = 2;"
     " protocol.pack.__kwdefaults__['version'] = 2; "
 )
-RUN = (
-    "import sys; from pathlib import Path; from csi.daemons import main, supervisor;"
-    " path = Path(sys.argv[1]); old = main.running(path);"
-    " supervisor.Supervisor(path, sys.argv[2:], old).run()"
-)
+# In place of a daemon: reads its input, says who it is, and waits to be killed.
+RUN = """
+import os, sys, time
+from pathlib import Path
+from csi.daemons import main, supervisor
 
+def serve():
+    read = sys.stdin.read()
+    environ = os.environ
+    print(os.getuid(), environ["AWS_GIVEN"], "HOME" in environ, "LEFT_OUT" in environ, flush=True)
+    time.sleep(600)
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    with public_python() as python:
-        yield python
+path = Path(sys.argv[1])
+supervisor.Supervisor(path, serve, main.running(path)).run()
+"""
 
 
 @contextmanager
-def supervising(directory: Path, python: str, before: str = "") -> Iterator[str]:
+def supervising(directory: Path, before: str = "") -> Iterator[str]:
     """The socket of a supervisor that starts the stand-in, and runs `before` first."""
     path = directory / "daemons.sock"
-    process = subprocess.Popen(
-        [sys.executable, "-c", before + RUN, path, python, "-I", "-S", "-c", STANDIN],
-        cwd=PROJECT,
-        env={**os.environ, "AWS_OWN": "not given"},
-    )
+    process = subprocess.Popen([sys.executable, "-c", before + RUN, path], cwd=PROJECT)
     try:
         until(lambda: listener_at(path) == process.pid, "it listens")
         yield os.fspath(path)
@@ -80,8 +76,8 @@ def listener_at(path: str | Path) -> int:
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path, python: str) -> Iterator[str]:
-    with supervising(tmp_path, python) as path:
+def supervisor(tmp_path: Path) -> Iterator[str]:
+    with supervising(tmp_path) as path:
         yield path
 
 
@@ -94,17 +90,19 @@ def output() -> Iterator[tuple[int, int]]:
 
 
 def launch(
-    path: str, stdout: int, uid: int = NOBODY, *, is_beside: bool = False
+    path: str, stdout: int, uid: int = NOBODY, settings: str = "", *, is_beside: bool = False
 ) -> supervisor_protocol.ProcessHandle:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, its, open(os.devnull) as null:
+    with ours, its, open(os.memfd_create("settings"), "w+b") as stdin:
+        stdin.write(settings.encode())
+        stdin.seek(0)
         return supervisor_protocol.launch(
             path,
             MOUNT,
             uid=uid,
             gid=NOBODY,
             channel=its.fileno(),
-            stdin=null.fileno(),
+            stdin=stdin.fileno(),
             stdout=stdout,
             is_beside=is_beside,
         )
@@ -139,14 +137,55 @@ def test_a_mount_has_one_daemon_unless_another_prepares_itself(
 
 
 def test_a_daemon_of_the_last_supervisor_is_ended_before_the_next_one_starts_its_own(
-    supervisor: str, python: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_GIVEN", "given")
     first = launch(supervisor, output[1])
-    with supervising(Path(supervisor).parent, python):
+    with supervising(Path(supervisor).parent):
         second = launch(supervisor, output[1])
         assert has_ended(first.pidfd)
         assert not has_ended(second.pidfd)
+
+
+def test_a_daemon_has_nothing_of_another_identity_in_its_memory(
+    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = []
+    for name in ("first", "second"):
+        monkeypatch.setenv("AWS_GIVEN", f"key-of-the-{name}")
+        settings = f"setting-of-the-{name}"
+        processes.append(launch(supervisor, output[1], settings=settings, is_beside=True))
+        os.read(output[0], 100)
+    for what in (b"key-of-the-", b"setting-of-the-"):
+        for own, daemon in zip((b"first", b"second"), processes, strict=True):
+            for name in (b"first", b"second"):
+                assert is_in_memory(daemon.pid, what + name) == (name == own)
+            assert not is_in_memory(listener_at(supervisor), what + own)
+
+
+def test_a_daemon_has_no_rights_and_its_own_descriptors_alone(
+    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_GIVEN", "given")
+    for is_beside in (False, True):  # the second has nothing of the first
+        process = Path("/proc", str(launch(supervisor, output[1], is_beside=is_beside).pid))
+        os.read(output[0], 100)
+    assert (process / "comm").read_text() == "fusefs.daemon\n"
+    lines = (process / "status").read_text().splitlines()
+    status = dict(line.split(":\t", 1) for line in lines)
+    assert set(status["Uid"].split()) == set(status["Gid"].split()) == {str(NOBODY)}
+    assert not status["Groups"].split()
+    assert {int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {0}
+    assert status["NoNewPrivs"] == "1"
+    # The files in /proc of a process that may not be inspected are root's.
+    assert (process / "mem").stat().st_uid == 0
+    assert os.getsid(int(process.name)) == int(process.name)
+    # Beside the standard ones, the sockets to its keeper and to the supervisor.
+    assert len(os.listdir(process / "fd")) == 5
+    # What leaves before its answer is an error of a write, as in a daemon that is executed.
+    ignored = int(status["SigIgn"], 16)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        assert ignored & 1 << (number - 1), number
 
 
 def test_no_daemon_is_started_as_root(supervisor: str, output: tuple[int, int]) -> None:
@@ -196,13 +235,13 @@ def test_a_request_of_the_first_version_is_answered_in_it(supervisor: str) -> No
 
 
 def test_a_keeper_of_the_first_version_is_spoken_to_in_it_by_the_next_ones_supervisor(
-    tmp_path: Path, python: str, output: tuple[int, int]
+    tmp_path: Path, output: tuple[int, int]
 ) -> None:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = os.memfd_create("environment")
     os.write(environment, b'{"AWS_GIVEN": "given"}')
     os.lseek(environment, 0, os.SEEK_SET)
-    with ours, its, open(os.devnull) as null, supervising(tmp_path, python, NEXT) as path:
+    with ours, its, open(os.devnull) as null, supervising(tmp_path, NEXT) as path:
         with supervisor_protocol.connect(path) as first:
             given = [its.fileno(), null.fileno(), output[1], environment]
             socket.send_fds(first, [LAUNCH_V1], given)

@@ -1,0 +1,94 @@
+"""Forks the daemons of a node's mounts from the supervisor, which has done their imports.
+
+Imports take most of the time of a daemon's start, and a third of its memory: a node that
+starts many volumes pays for them once.
+
+No mount's process gets anything of another's. The supervisor reads neither settings, keys nor
+the environments that it passes on, so there is no secret in the memory that forked processes
+share. A daemon changes its user, gives up all rights for good, closes what is not its own and
+can't be inspected, before it reads anything. What the daemons of one supervisor have in common
+is where libraries lie in their memory, and the order of hashes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from fusefs.keeper import protocol, supervisor_protocol
+from fusefs.linux.libc import forbid_inspection
+from fusefs.linux.processes import Credentials, become_in_place, close_all_but, yield_memory
+
+# A daemon's life in its process; returns the exit status.
+Serve = Callable[[], int]
+
+# A daemon's in the kernel's list of processes.
+NAME = "fusefs.daemon"
+
+
+def prepare() -> Serve:
+    """Import what daemons need; return what a daemon's process does. Blocks."""
+    from fusefs.daemon.main import main
+    from fusefs.store.s3 import clients
+
+    # What fails here fails again when it is needed, and is reported then.
+    with contextlib.suppress(Exception):
+        clients.prepare()
+    gc.freeze()  # so that less of the shared memory is written to
+    return main
+
+
+def fork(
+    serve: Serve,
+    credentials: Credentials,
+    channel: int,
+    supervisor: int,
+    stdin: int,
+    stdout: int,
+    environment: int,
+) -> int:
+    """Fork a daemon with these sockets and files; return its pid.
+
+    `environment` is a file with the keeper's part of its environment, a JSON object.
+
+    Raises:
+        OSError: no process can be forked.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        close_all_but(channel, supervisor, environment)
+        yield_memory()
+        Path("/proc/self/comm").write_text(NAME)
+        become_in_place(credentials)
+        forbid_inspection()  # a change of the user may have allowed it
+        _take_environment(environment)
+        os.environ[protocol.ENVIRONMENT] = str(channel)
+        os.environ[supervisor_protocol.ENVIRONMENT] = str(supervisor)
+        sys.stdin = os.fdopen(0)
+        logging.getLogger().handlers.clear()  # a daemon logs in its own way
+        status = serve()
+        sys.stdout.flush()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _take_environment(fd: int) -> None:
+    with open(fd, "rb") as file:
+        given = dict(json.load(file))
+    for name, text in given.items():
+        if name.startswith(supervisor_protocol.INHERITED):
+            os.environ[name] = text
