@@ -293,7 +293,12 @@ def _renaming(job: Status) -> str:
     """The progress of a directory's rename."""
     done = f"{job['copied']:,} of {job['files']:,} copied, {job['deleted']:,} deleted"
     age = human_duration(job["since_s"])
-    return f"{job['from']} to {job['to']}: {job['phase']}, {done}, for {age}"
+    text = f"{job['from']} to {job['to']}: {job['phase']}, {done}, for {age}"
+    if not job.get("waiting"):
+        return text
+    more = ", ..." if job["waiting"] > len(job["waiting_keys"]) else ""
+    named = ", ".join(job["waiting_keys"]) + more
+    return f"{text}; {_count(job['waiting'], 'change')} of this mount waiting for it: {named}"
 
 
 def warm_progress(job: Status) -> str:

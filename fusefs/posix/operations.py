@@ -33,10 +33,10 @@ from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.metadata.xattrs import Xattrs
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.mutations import Mutations
+from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.namespace.settled_store import SettledStore
-from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Attributes, Inode, NodeLog
@@ -70,10 +70,9 @@ class Operations:
         settled, writer = state, None
         if writing is not None:
             removals = Removals(state.store, writing.staging.directory, writing.nursery)
-            touched = TouchedKeys()
-            removals.is_renaming = touched.covers
-            settled = replace(state, store=SettledStore(state.store, removals, touched))
-            writer = Writer(settled, writing, removals)
+            settled = replace(state, store=SettledStore(state.store, removals))
+            prefix_lock = PrefixLock(state.inodes.key)
+            writer = Writer(settled, writing, removals, prefix_lock)
         self.writer = writer
         self.head_cache = HeadCache(
             state.store,
@@ -94,8 +93,7 @@ class Operations:
         # None on a read-only mount.
         self.mutations: Mutations | None = None
         if writing is not None and writer is not None:
-            renaming_store = SettledStore(state.store, removals)
-            changes = NameChanges(settled, writing, writer, renaming_store, touched)
+            changes = NameChanges(settled, writing, writer, prefix_lock)
             self.mutations = Mutations(
                 settled, writing.nursery, writer, changes, self.head_cache, self.release
             )

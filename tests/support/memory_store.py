@@ -185,8 +185,8 @@ class MemoryStore:
         self, keys: Iterable[str], etags: Mapping[str, str] | None = None
     ) -> list[DeleteFailure]:
         failures: list[DeleteFailure] = []
-        await trio.lowlevel.checkpoint()
         self.requests.append(("DELETES", ""))
+        await self.pause()
         for key in keys:
             try:
                 self.before("DELETED", key)

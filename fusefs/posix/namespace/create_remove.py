@@ -25,7 +25,7 @@ import trio
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
-from fusefs.posix.namespace.prefix_lock import PrefixLock
+from fusefs.posix.namespace.prefix_lock import Name, PrefixLock
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.types import Caller
@@ -40,7 +40,9 @@ Made = TypeVar("Made")
 class CreateRemove:
     """Makes and removes the names of one mount. Belongs to the event loop."""
 
-    def __init__(self, state: MountState, writing: Writing, writer: Writer) -> None:
+    def __init__(
+        self, state: MountState, writing: Writing, writer: Writer, prefix_lock: PrefixLock
+    ) -> None:
         self._store = state.store
         self._directories = state.directories
         self._cache = state.cache
@@ -52,7 +54,9 @@ class CreateRemove:
         self._may_delete = writing.rules.may_delete
         self._rules = writing.rules
         self._unanswered = state.store.unanswered
-        self._prefix_lock = PrefixLock(state.inodes.key)
+        self._prefix_lock = prefix_lock
+        self.is_open = prefix_lock.is_open
+        self.until_open = prefix_lock.until_open
         # Requests that an earlier process had begun, and those that this one has not ended.
         self.begun: set[int] = set()
         self._under_way: set[int] = set()
@@ -65,19 +69,19 @@ class CreateRemove:
             log.begun(unique)
 
     @asynccontextmanager
-    async def _changing(self, caller: Caller, *directories: Inode) -> AsyncIterator[None]:
-        """Do what a request asks for in these directories."""
+    async def _changing(self, caller: Caller, *names: Name) -> AsyncIterator[None]:
+        """Do what a request asks for with these names."""
         self._note_inherited()
         try:
-            async with self._prefix_lock.change(*directories):
+            async with self._prefix_lock.change(*names):
                 yield
         finally:
             self._under_way.discard(caller.unique)
 
-    async def below(self, directory: Inode, change: Coroutine[Any, Any, Made]) -> Made:
+    async def below(self, name: Name, change: Coroutine[Any, Any, Made]) -> Made:
         """Do what makes a file in a directory, whose key stays as it is meanwhile."""
         try:
-            async with self._prefix_lock.change(directory):
+            async with self._prefix_lock.change(name):
                 return await change
         finally:
             change.close()  # it may not have begun
@@ -145,7 +149,7 @@ class CreateRemove:
     # Making
 
     async def mkdir(self, parent: Inode, name: str, mode: int, caller: Caller) -> Inode:
-        async with self._changing(caller, parent):
+        async with self._changing(caller, (parent, name)):
             if not self._is_repeated(caller):
                 await self._check_absent(parent, name)
             prefix = self._inodes.key(parent)
@@ -166,7 +170,7 @@ class CreateRemove:
             return inode
 
     async def symlink(self, parent: Inode, name: str, target: bytes, caller: Caller) -> Inode:
-        async with self._changing(caller, parent):
+        async with self._changing(caller, (parent, name)):
             if not self._is_repeated(caller):
                 await self._check_absent(parent, name)
             prefix = self._inodes.key(parent)
@@ -231,7 +235,7 @@ class CreateRemove:
 
     async def change_directory(self, inode: Inode, meta: Meta) -> None:
         """Give a directory another mode, owner or time."""
-        async with self._prefix_lock.change(inode):
+        async with self._prefix_lock.change((inode, "")):
             inode.marker_etag = await self._describe(inode, meta)
             inode.meta = meta
 
@@ -262,7 +266,7 @@ class CreateRemove:
         """
         prefix = self._inodes.key(parent)
         key = prefix + name
-        if not self._writer.removals.may_defer(key) or not self._prefix_lock.is_open(parent):
+        if not self._writer.removals.may_defer(key) or not self.is_open((parent, name)):
             return False
         known = self._directories.lookup_now(self._directories.get(prefix), name)
         inode = self._current(parent, name)
@@ -281,7 +285,7 @@ class CreateRemove:
         return True
 
     async def unlink(self, parent: Inode, name: str, caller: Caller) -> None:
-        async with self._changing(caller, parent):
+        async with self._changing(caller, (parent, name)):
             entry = await self._find(parent, name)
             if isinstance(entry, Absent):
                 if self._is_repeated(caller):
@@ -322,7 +326,7 @@ class CreateRemove:
         self._writer.removals.note_allowed(key)
 
     async def rmdir(self, parent: Inode, name: str, caller: Caller) -> None:
-        async with self._changing(caller, parent):
+        async with self._changing(caller, (parent, name)):
             prefix = self._inodes.key(parent) + name + "/"
             entry = await self._find(parent, name)
             if isinstance(entry, Absent):

@@ -17,6 +17,7 @@ import trio
 from fusefs.posix.metadata.object_metadata import Meta, read
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.create_remove import CreateRemove
+from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.relocate import Relocator
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
@@ -33,8 +34,10 @@ PUT_BACK_PAUSE_S = 0.05
 class LinkChanges(CreateRemove):
     """Makes hard links, and the copies that renames need. Belongs to the event loop."""
 
-    def __init__(self, state: MountState, writing: Writing, writer: Writer) -> None:
-        super().__init__(state, writing, writer)
+    def __init__(
+        self, state: MountState, writing: Writing, writer: Writer, prefix_lock: PrefixLock
+    ) -> None:
+        super().__init__(state, writing, writer, prefix_lock)
         self._state = state
         self._mover = Relocator(state, writing.staging)
 
@@ -48,7 +51,8 @@ class LinkChanges(CreateRemove):
             raise OSError(errno.EPERM, "a directory has one name")
         if inode.parent is None or inode.is_removed:
             raise OSError(errno.ENOENT, "the file has no name any more")
-        async with self._changing(caller, inode.parent, to), AsyncExitStack() as stack:
+        names = (inode.parent, inode.name), (to, name)
+        async with self._changing(caller, *names), AsyncExitStack() as stack:
             prefix = self._inodes.key(to)
             if not self._is_repeated(caller):
                 await self._check_absent(to, name)

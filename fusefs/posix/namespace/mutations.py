@@ -1,8 +1,9 @@
 """The requests that change something, on a writable mount.
 
-Each goes on when its request is cancelled (uncancelled.py), so that none is left half
-done. One that must not be applied twice is put on record before it is begun: when it
-is sent again, finding it done is success.
+Each waits until no rename of a directory is in its way (prefix_lock.py), and then goes on
+when its request is cancelled (uncancelled.py), so that none is left half done. One that
+must not be applied twice is put on record before it is begun: when it is sent again,
+finding it done is success.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 import trio
 
@@ -19,6 +22,7 @@ from fusefs.posix.metadata import xattrs
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.object_metadata import MOST_NS, PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState
+from fusefs.posix.namespace.prefix_lock import Name
 from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.namespace.uncancelled import UncancelledRunner
 from fusefs.posix.nodes import names
@@ -29,6 +33,8 @@ from fusefs.posix.write.writer import Writer
 # The kernel takes no longer target of a symbolic link (PATH_MAX without the NUL). Any object may
 # say that it is one.
 LONGEST_TARGET = 4095
+
+Result = TypeVar("Result")
 
 
 class Mutations:
@@ -51,6 +57,19 @@ class Mutations:
         self.writer = writer
         self.changes = changes
 
+    async def _change(
+        self,
+        work: Callable[[], Coroutine[Any, Any, Result]],
+        *names: Name,
+        unwanted: Callable[[Result], None] = lambda _result: None,
+    ) -> Result:
+        """Change some names. Cancelling ends the wait; what has begun goes on.
+
+        What it has made is given to `unwanted` then.
+        """
+        await waiting(self.changes.until_open(*names))
+        return await self._uncancelled.run(waiting(work()), unwanted=unwanted)
+
     # What stat shows, and extended attributes
 
     def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
@@ -63,7 +82,7 @@ class Mutations:
         is_named = inode.is_current or inode.staged is not None
         if not (is_plain and is_named) or self._head_cache.lacks(inode):
             return None
-        if self.writer.deferred.is_full:
+        if self.writer.deferred.is_full or not self.changes.is_open(*_names_of(inode)):
             return None
         mtime_ns = _limited(new.mtime_ns)
         if inode.staged is not None and mtime_ns == self._state.attributes(inode).mtime_ns:
@@ -84,7 +103,7 @@ class Mutations:
         if new.size is None:
             await self.writer.deferred.wait_for_room()
         inode = self._inodes.get(nodeid)
-        await self._uncancelled.run(waiting(self._setattr(inode, new)))
+        await self._change(lambda: self._setattr(inode, new), *_names_of(inode))
         return self._shown(nodeid)
 
     def _shown(self, nodeid: int) -> tuple[Inode, float]:
@@ -157,7 +176,7 @@ class Mutations:
                 self._state.notifier.invalidate_attributes(inode.nodeid)
                 self._inodes.drop_unknown(inode)
 
-        await self._uncancelled.run(waiting(act()))
+        await self._change(act, *_names_of(requested))
 
     async def _keep(self, inode: Inode, meta: Meta) -> None:
         """Have the bucket keep other attributes of an inode."""
@@ -189,13 +208,28 @@ class Mutations:
             handle = self._state.handles.files[known]
             return handle.inode, OpenResult(known, keep_cache=False, may_write=True)
         parent = self._inodes.directory(parent_id)
-        answer = self.writer.create(
-            parent, self._new_name(parent, name), mode, flags, caller, is_reserved=is_reserved
+        text = self._new_name(parent, name)
+        create = partial(
+            self.writer.create, parent, text, mode, flags, caller, is_reserved=is_reserved
         )
-        if isinstance(answer, tuple):
-            return answer
-        return self._uncancelled.run(
-            self.changes.below(parent, answer), unwanted=lambda made: self._forget_opened(*made)
+        if not self.changes.is_open((parent, text)):
+            return self._create_later((parent, text), create)
+        answer = create()
+        return answer if isinstance(answer, tuple) else self._created(answer, (parent, text))
+
+    async def _create_later(
+        self, name: Name, create: Callable[[], Answer[tuple[Inode, OpenResult]]]
+    ) -> tuple[Inode, OpenResult]:
+        """Make a file once no rename of a directory is in its way."""
+        await waiting(self.changes.until_open(name))
+        answer = create()
+        return answer if isinstance(answer, tuple) else await self._created(answer, name)
+
+    async def _created(
+        self, answer: Coroutine[Any, Any, tuple[Inode, OpenResult]], name: Name
+    ) -> tuple[Inode, OpenResult]:
+        return await self._uncancelled.run(
+            self.changes.below(name, answer), unwanted=lambda made: self._forget_opened(*made)
         )
 
     def _forget_opened(self, inode: Inode, opened: OpenResult) -> None:
@@ -219,16 +253,18 @@ class Mutations:
     async def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
         """Make a directory by putting its marker; EEXIST if the name is taken."""
         parent = self._inodes.directory(parent_id)
-        made = self.changes.mkdir(parent, self._new_name(parent, name, "/"), mode, caller)
-        inode = await self._uncancelled.run(waiting(made), unwanted=self._inodes.drop_unknown)
+        text = self._new_name(parent, name, "/")
+        make = partial(self.changes.mkdir, parent, text, mode, caller)
+        inode = await self._change(make, (parent, text), unwanted=self._inodes.drop_unknown)
         self._inodes.count(inode, time.monotonic())
         return inode
 
     async def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Inode:
         """Make a symbolic link: an object that has the target as its content."""
         parent = self._inodes.directory(parent_id)
-        made = self.changes.symlink(parent, self._new_name(parent, name), target, caller)
-        inode = await self._uncancelled.run(waiting(made), unwanted=self._inodes.drop_unknown)
+        text = self._new_name(parent, name)
+        make = partial(self.changes.symlink, parent, text, target, caller)
+        inode = await self._change(make, (parent, text), unwanted=self._inodes.drop_unknown)
         self._inodes.count(inode, time.monotonic())
         return inode
 
@@ -242,7 +278,8 @@ class Mutations:
             await self._learn(inode)
             return await self.changes.link(inode, parent, text, caller)
 
-        linked = await self._uncancelled.run(waiting(act()), unwanted=self._inodes.drop_unknown)
+        names = *_names_of(requested), (parent, text)
+        linked = await self._change(act, *names, unwanted=self._inodes.drop_unknown)
         self._inodes.count(linked, time.monotonic())
         return linked
 
@@ -252,13 +289,13 @@ class Mutations:
         text = self._known_name(name)
         if self.changes.unlink_now(parent, text, caller):
             return None
-        return self._uncancelled.run(waiting(self.changes.unlink(parent, text, caller)))
+        return self._change(partial(self.changes.unlink, parent, text, caller), (parent, text))
 
     async def rmdir(self, parent_id: int, name: bytes, caller: Caller) -> None:
         """Remove a directory; ENOTEMPTY while something is in it."""
         parent = self._inodes.directory(parent_id)
-        removed = self.changes.rmdir(parent, self._known_name(name), caller)
-        await self._uncancelled.run(waiting(removed))
+        text = self._known_name(name)
+        await self._change(partial(self.changes.rmdir, parent, text, caller), (parent, text))
 
     def fsync_directory(self, nodeid: int) -> Answer[None]:
         """Have the bucket be without what was removed below a directory."""
@@ -272,10 +309,9 @@ class Mutations:
     ) -> None:
         """Rename a file or directory; of the flags of renameat2(2) only NOREPLACE is known."""
         parent, to = self._inodes.directory(parent_id), self._inodes.directory(to_id)
-        renamed = self.changes.rename(
-            parent, self._known_name(name), to, self._new_name(to, new_name), flags, caller
-        )
-        await self._uncancelled.run(waiting(renamed))
+        old, new = self._known_name(name), self._new_name(to, new_name)
+        rename = partial(self.changes.rename, parent, old, to, new, flags, caller)
+        await self._change(rename, (parent, old), (to, new))
 
     def _new_name(self, parent: Inode, name: bytes, ending: str = "") -> str:
         """A name that an object may have; what no listing could show again is refused.
@@ -303,6 +339,11 @@ class Mutations:
 def _is_left_behind(inode: Inode) -> bool:
     """Whether a node has neither a name nor a content of its own any more."""
     return not inode.is_current and inode.staged is None
+
+
+def _names_of(inode: Inode) -> tuple[Name, ...]:
+    """The name that a change of a node's attributes changes the object of."""
+    return () if inode.parent is None or inode.is_removed else ((inode.parent, inode.name),)
 
 
 def _check_size(meta: Meta) -> None:

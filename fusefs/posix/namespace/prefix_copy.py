@@ -3,16 +3,14 @@
 What is there already may count as copied, so that an interrupted run can be gone on
 with. An object may be a copy of another if it has its size and is not older, by the
 bucket's own clock; within the same second, if it has its ETag as well. To be copied
-no more it has to have its ETag in any case: it may be of a content that was replaced
-while it was copied. What this mount has changed meanwhile is on record
-(touched_keys.py), and is neither replaced nor removed.
+no more it has to have its ETag in any case: another client may have replaced the
+content while it was copied.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -20,15 +18,8 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.posix.namespace.touched_keys import KeysTouchedMeanwhile
 from fusefs.posix.nodes import names
-from fusefs.store.errors import (
-    ExistsError,
-    NotFoundError,
-    StaleVersionError,
-    StoreError,
-    UnreachableError,
-)
+from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError, UnreachableError
 from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Store, Write
 from fusefs.store.s3.head import sendable
 
@@ -51,36 +42,19 @@ class PrefixCopy:
     """The copies below the prefix `new` of what is below `old`; `empty` is an empty file's fd.
 
     `is_dated` tells of objects whose metadata is known to say when they were modified.
-    `touched` are the keys that are not the rename's any more. A file whose new name is
-    among them before the rename has taken place is left under its old one, or, if it
-    `is_strict`, makes the rename fail.
-
     `sources` are the objects that were copied and `made` the copies, both by
-    the old key. `total` is how many there are to be; they were listed after
-    `listed_at`, in monotonic seconds.
+    the old key. `total` is how many there are to be.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        touched: KeysTouchedMeanwhile,
-        empty: int,
-        is_dated: IsDated,
-        *,
-        is_strict: bool,
-    ) -> None:
+    def __init__(self, store: Store, old: str, new: str, empty: int, is_dated: IsDated) -> None:
         self._store = store
-        self._touched = touched
-        self.old = touched.old
-        self.new = touched.new
+        self.old = old
+        self.new = new
         self._empty = empty
         self._is_dated = is_dated
-        self._is_strict = is_strict
-        self._has_marker = True
         self.sources: dict[str, ObjectInfo] = {}
         self.made: dict[str, ObjectInfo] = {}
         self.total = 0
-        self.listed_at = 0.0
         # Whether the old directory's marker was deleted, or may have been.
         self._may_lack_marker = False
         # What may have been copied by a request that got no answer.
@@ -127,9 +101,6 @@ class PrefixCopy:
             copy = there.get(source.key)
             if copy is not None and copy.etag == source.etag and _is_copy(copy, source):
                 self.sources[source.key], self.made[source.key] = source, copy
-            elif copy is not None and source.key in self._touched.changed:
-                self.made[source.key] = copy  # of what was there before
-        self._recall_removed(listed, there)
         return listed
 
     async def recall_made(self, until_ns: int | None) -> None:
@@ -145,13 +116,9 @@ class PrefixCopy:
                 continue
             if _is_copy(copy, source):
                 self.made[source.key] = copy
-        self._recall_removed(listed, there)
-
-    def _recall_removed(self, listed: list[ObjectInfo], there: dict[str, ObjectInfo]) -> None:
-        """Know the copies of what this mount has removed since it was copied."""
-        removed = self._touched.changed - {source.key for source in listed}
-        removed.discard(self.old)  # that run may have deleted it
-        self.made |= {key: there[key] for key in removed & there.keys()}
+        if self.old in there and self.old not in {info.key for info in listed}:
+            self.made[self.old] = there[self.old]
+            self._may_lack_marker = True
 
     async def recall_sources(self, until_ns: int | None) -> None:
         """Know what an earlier run has copied, to delete it; none was younger than `until_ns`.
@@ -162,135 +129,78 @@ class PrefixCopy:
         listed, there = await self._list_both()
         for source in listed:
             copy = there.get(source.key)
-            # A copy that was changed or removed since the rename had been made then.
-            is_touched = self._touched.has_since(self.target(source.key))
-            is_copied = is_touched or (copy is not None and _is_copy(copy, source))
-            if is_copied and _is_until(source, until_ns):
+            if copy is not None and _is_copy(copy, source) and _is_until(source, until_ns):
                 self.sources[source.key] = source
         self.total = len(self.sources)
         self._left = dict(self.sources)
         self._folders = self.folders() - {info.key for info in listed}
 
     async def _list_both(self) -> tuple[list[ObjectInfo], dict[str, ObjectInfo]]:
-        """What is below the old prefix, and by the old keys what is below the new one.
-
-        Of that what may be the rename's: no program has changed it.
-        """
-        self.listed_at = time.monotonic()
+        """List both prefixes; what is below the new one is given by the old keys."""
         listed = await list_all(self._store, self.old)
         there = {
             self.old + info.key[len(self.new) :]: info
             for info in await list_all(self._store, self.new)
-            if not self._touched.has(info.key)
         }
         return listed, there
 
     async def copy_all(self, listed: Iterable[ObjectInfo] | None = None) -> None:
-        """Have everything that is below the old prefix below the new one, and no more.
+        """Have everything that is below the old prefix below the new one.
 
-        May be called again when something has changed. `listed` is what is
-        below the old prefix, if that is known.
+        `listed` is what is below the old prefix, if that is known.
 
         Raises:
             StoreError: something could not be copied; the rest may be.
             OSError: a copy's key would be too long.
         """
         if listed is None:
-            self.listed_at = time.monotonic()
             listed = await list_all(self._store, self.old)
-        found = {info.key: info for info in listed if not self._is_taken(info)}
-        self._check_length(found)
+        found = {info.key: info for info in listed}
+        self.check_length(found)
         self.total = len(found)
-        gone = self.made.keys() - found.keys()
-        if not self._has_marker:
-            gone.discard(self.old)  # by this rename itself
-        await self._take_back(sorted(gone))
-        todo = [info for info in found.values() if not self._is_copied(info)]
+        todo = [info for info in found.values() if info.key not in self.sources]
         # The markers of directories from the top down, and before what is in them: a server
         # that makes directories for keys would race with them, and both lose by that.
         markers = [info for info in todo if _is_marker(info)]
         for _, level in groupby(sorted(markers, key=_depth), key=_depth):
             await _each(self._copy, list(level))
         await _each(self._copy, [info for info in todo if not _is_marker(info)])
-        await self._take_back([key for key in self.made if key not in self.sources])
 
-    def _is_taken(self, info: ObjectInfo) -> bool:
-        """Whether this mount has changed what there is under the new key of a file."""
-        return not _is_marker(info) and self._touched.has(self.target(info.key))
-
-    @property
-    def are_outdated(self) -> bool:
-        """Whether something was changed since it was copied; of markers listings show nothing."""
-        return any(key in self.sources for key in self._touched.changed)
-
-    def check(self, staged: Iterable[str]) -> bool:
-        """See whether the rename may take place, where files of these keys are only here yet.
-
-        Tells whether that leaves more files under their old names, which `copy_all` sees to.
+    def check_length(self, keys: Iterable[str]) -> None:
+        """See that the keys below the old prefix have none that is too long below the new one.
 
         Raises:
-            ExistsError: programs have made files below the new prefix meanwhile.
-            OSError: a file's new key would be too long; the disk does not take a record.
+            OSError: ENAMETOOLONG, one has.
         """
-        self._check_length(staged)
-        made = [key for key in staged if key.startswith(self.new) and not self._touched.has(key)]
-        for key in made:
-            self._touched.note(key)
-        if self._is_strict and self._touched.has_files():
-            raise ExistsError(f"files were made below {self.new} while it was being renamed to")
-        return bool(made)
-
-    def _check_length(self, keys: Iterable[str]) -> None:
         for key in keys:
             if key.startswith(self.old) and len(self.target(key).encode()) > names.LONGEST_KEY:
                 raise OSError(errno.ENAMETOOLONG, f"{self.target(key)} has more than 1,024 bytes")
 
-    def _is_copied(self, info: ObjectInfo) -> bool:
-        source = self.sources.get(info.key)
-        if source is None or info.key in self._touched.changed:
-            return False
-        return _is_unchanged(info, source)
-
     async def _copy(self, source: ObjectInfo) -> None:
-        target = self.target(source.key)
-        earlier = self.made.get(source.key)
-        condition = Expect(earlier.etag if earlier is not None else None)
-        with self._touched.sending([target]) as own:
-            self._touched.changed.discard(source.key)
-            try:
-                if _is_marker(source):
-                    made = replace(source, key=target)  # a directory that a program has made
-                    if target in own:
-                        made = await self._make_marker(source.key, target, condition)
-                elif target in own:
-                    source, made = await copy_current(
-                        self._store, source, target, self._is_dated, condition
-                    )
-                else:
-                    return  # it stays under its old name
-            except NotFoundError:
-                self.total -= 1
-                self.sources.pop(source.key, None)  # removed meanwhile: `copy_all` sees to a copy
-                return
-            except BaseException as error:
-                self._touched.changed.add(source.key)
-                if isinstance(error, UnreachableError):
-                    self._unanswered[source.key] = source
-                raise
-        self._unanswered.pop(source.key, None)
-        self.sources[source.key], self.made[source.key] = source, made
+        key, target = source.key, self.target(source.key)
+        try:
+            if _is_marker(source):
+                made = await self._make_marker(key, target)
+            else:
+                source, made = await copy_current(
+                    self._store, source, target, self._is_dated, Expect(None)
+                )
+        except NotFoundError:
+            self.total -= 1  # another client has removed it meanwhile
+            return
+        except UnreachableError:
+            self._unanswered[key] = source
+            raise
+        self.sources[key], self.made[key] = source, made
 
-    async def _make_marker(self, source: str, key: str, condition: Condition) -> ObjectInfo:
+    async def _make_marker(self, source: str, key: str) -> ObjectInfo:
         """Not every server copies a directory's marker."""
         marker = await self._store.head(source)
-        write = Write(sendable(marker.metadata or {}), marker.content_type, condition)
+        write = Write(sendable(marker.metadata or {}), marker.content_type, Expect(None))
         return await self._store.put_file(key, self._empty, 0, write)
 
-    async def undo(self, *, keep: str = "", is_known: bool) -> None:
+    async def undo(self, *, keep: str = "") -> None:
         """Remove the copies, except the one of the key `keep`.
-
-        If it `is_known` that the rename has failed, what a program has removed or changed
-        under its old name since may be wanted under the new one.
 
         Raises:
             StoreError, OSError: some are still there.
@@ -298,13 +208,14 @@ class PrefixCopy:
         await self._recall_unanswered()
         if self._may_lack_marker:
             await self._put_marker_back()
-        await self._take_back(
-            [
-                key
-                for key, copy in self.made.items()
-                if copy.key != keep and not (is_known and self._touched.has_since(key))
-            ]
-        )
+        keys = {copy.key: key for key, copy in self.made.items() if copy.key != keep}
+
+        def note(gone: list[str]) -> None:
+            for target in gone:
+                del self.made[keys[target]]
+
+        known = {target: _etag_to_delete(self.made[key]) for target, key in keys.items()}
+        await delete_all(self._store, known, note)
 
     async def _recall_unanswered(self) -> None:
         """Know the copies that requests without an answer have made, or may make yet.
@@ -323,17 +234,6 @@ class PrefixCopy:
                 self.made[key] = found
             del self._unanswered[key]
 
-    async def _take_back(self, keys: list[str]) -> None:
-        by_target = {self.made[key].key: key for key in keys}
-
-        def note(gone: list[str]) -> None:
-            for target in gone:
-                self.sources.pop(by_target[target], None)
-                del self.made[by_target[target]]
-
-        known = {target: _etag_to_delete(self.made[key]) for target, key in by_target.items()}
-        await delete_all(self._store, self._touched, known, note)
-
     async def delete_marker(self) -> None:
         """Delete the old directory's own marker.
 
@@ -343,7 +243,6 @@ class PrefixCopy:
         marker = self.sources.get(self.old)
         self._may_lack_marker = marker is not None
         await self._store.delete(self.old, marker.etag if marker else None)
-        self._has_marker = False
 
     async def _put_marker_back(self) -> None:
         """Have the old directory's marker again, before its copy is removed.
@@ -352,15 +251,14 @@ class PrefixCopy:
             StoreError: the bucket does not take it.
         """
         copy = self.made.get(self.old)
-        with self._touched.sending([self.old]) as own:
-            if copy is not None and self.old in own:
-                try:
-                    await self._store.head(self.old)
-                except NotFoundError:
-                    if _is_marker(copy):
-                        await self._make_marker(copy.key, self.old, Expect(None))
-                    else:
-                        await self._store.copy(copy, self.old, Write(condition=Expect(None)))
+        if copy is not None:
+            try:
+                await self._store.head(self.old)
+            except NotFoundError:
+                if _is_marker(copy):
+                    await self._make_marker(copy.key, self.old)
+                else:
+                    await self._store.copy(copy, self.old, Write(condition=Expect(None)))
         self._may_lack_marker = False
 
     async def delete_sources(self, note: Callable[[int], None]) -> None:
@@ -390,8 +288,8 @@ class PrefixCopy:
                 del left[key]
 
         known = {key: _etag_to_delete(source) for key, source in left.items()}
-        await delete_all(self._store, self._touched, known, note_gone)
-        await delete_all(self._store, self._touched, dict.fromkeys(self._folders))
+        await delete_all(self._store, known, note_gone)
+        await delete_all(self._store, dict.fromkeys(self._folders))
 
 
 def _is_marker(info: ObjectInfo) -> bool:
@@ -434,15 +332,14 @@ async def copy_current(
 
 async def delete_all(
     store: Store,
-    touched: KeysTouchedMeanwhile,
     known: Mapping[str, str | None],
     note: Callable[[list[str]], None] = lambda _gone: None,
 ) -> None:
     """Delete objects, the markers of directories after what is in them.
 
     `known` has their ETags by their keys, None where any is to go: where another
-    client has replaced one since, that stays, and so does what is `touched`. `note` is
-    called with the keys that are done, as it goes on.
+    client has replaced one since, that stays. `note` is called with the keys that are
+    done, as it goes on.
 
     Raises:
         StoreError, OSError: some could not be deleted; all others are.
@@ -454,8 +351,7 @@ async def delete_all(
     errors: list[Exception] = []
 
     async def delete(batch: list[str]) -> None:
-        with touched.sending(batch) as own:
-            failures = await store.delete_many([key for key in batch if key in own], etags)
+        failures = await store.delete_many(batch, etags)
         failed = {failure.key for failure in failures}
         note([key for key in batch if key not in failed])
         errors.extend(failure.error for failure in failures)

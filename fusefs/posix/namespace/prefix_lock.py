@@ -1,13 +1,19 @@
-"""Changes of names that are under way, and directories that are just getting another name.
+"""Changes of names and renames of directories, each in the order of its arrival.
 
-A change reads the prefix that it works below and then waits for the bucket.
-If that prefix became another meanwhile, the change would land where no program
-looks for it. So the moment in which a directory's nodes get their new keys
-waits for the changes below it, and new ones wait for that moment.
+A change reads the key that it works on and then waits for the bucket. If a directory
+above it became another one meanwhile, the change would land where no program looks for
+it, and a rename that goes on after a kill could not tell what is a copy. So the rename of
+a directory *closes* its old and its new prefix. It begins when all changes below them that
+came earlier have ended, and those that come later wait until it is finished, if need be
+by a later process. Everything waits for what came before it alone: never in a circle.
+
+Where the bucket refuses to finish a rename, what waits for it fails with that error; the
+next change has it tried again.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -15,52 +21,173 @@ import trio
 
 from fusefs.posix.nodes.inode_table import Inode
 
+# The keys of names, which change while a directory above them is renamed.
+Keys = Callable[[], tuple[str, ...]]
+Name = tuple[Inode, str]
+
+
+class _Change:
+    """A change that waits or is under way; a lower number came earlier."""
+
+    __slots__ = ("number", "targets")
+
+    def __init__(self, number: int, targets: Keys) -> None:
+        self.number = number
+        self.targets = targets
+
+
+class Closure(_Change):
+    """The two prefixes of a rename. `retry` has one tried again that failed with `error`."""
+
+    __slots__ = ("error", "is_kept", "retry")
+
+    def __init__(self, number: int, targets: Keys, *, is_kept: bool = False) -> None:
+        super().__init__(number, targets)
+        self.error: Exception | None = None
+        # True while the rename is on record.
+        self.is_kept = is_kept
+        self.retry: Callable[[], None] = lambda: None
+
+    def is_before(self, other: _Change) -> bool:
+        """True if another change has to wait for this rename."""
+        if self.number >= other.number:
+            return False
+        return self.covers(*other.targets()) or (
+            isinstance(other, Closure) and other.covers(*self.targets())
+        )
+
+    def covers(self, *keys: str) -> bool:
+        """True if one of the keys is a name of the directory, or below one."""
+        prefixes = tuple(map(_as_prefix, self.targets()))
+        return any(_as_prefix(key).startswith(prefixes) for key in keys)
+
 
 class PrefixLock:
-    """One mount's locks; `key` tells a directory's prefix. Belongs to the event loop."""
+    """One mount's changes; `key` tells a directory's prefix. Belongs to the event loop."""
 
     def __init__(self, key: Callable[[Inode], str]) -> None:
         self._key = key
-        self._under_way: list[tuple[str, ...]] = []
-        self._closed: list[tuple[str, ...]] = []
-        self._changed = trio.Event()
+        self._numbers = itertools.count()
+        self._changes: set[_Change] = set()
+        self._closures: list[Closure] = []
+        self._moved = trio.Event()
 
-    def is_open(self, directory: Inode) -> bool:
-        """Whether `change` of a directory would not have to wait."""
-        prefixes = (self._key(directory),)
-        return not any(_is_below(prefixes, closed) for closed in self._closed)
+    def is_open(self, *names: Name) -> bool:
+        """True if a change of these names would not have to wait."""
+        return not self._closures or all(map(self.is_open_at, self._keys(names)))
+
+    def is_open_at(self, key: str) -> bool:
+        """True if a change of a key would not have to wait."""
+        return not any(closure.covers(key) for closure in self._closures)
 
     @asynccontextmanager
-    async def change(self, *directories: Inode) -> AsyncIterator[None]:
-        """Change something in these directories; their keys stay as they are meanwhile."""
+    async def change(self, *names: Name) -> AsyncIterator[None]:
+        """Change these names; their keys stay as they are meanwhile.
+
+        Raises:
+            StoreError, OSError: a rename of a directory above them can't be finished now.
+        """
+        async with self._changing(lambda: self._keys(names)):
+            yield
+
+    async def until_open(self, *names: Name) -> None:
+        """Wait while a change of these names has to wait. Raises as `change`."""
+        if not self.is_open(*names):
+            async with self._changing(lambda: self._keys(names)):
+                pass
+
+    async def until_open_at(self, key: Callable[[], str]) -> None:
+        """As `until_open`, for a key, which may become another one."""
+        if not self.is_open_at(key()):
+            async with self._changing(lambda: (key(),)):
+                pass
+
+    @asynccontextmanager
+    async def _changing(self, keys: Keys) -> AsyncIterator[None]:
+        change = _Change(next(self._numbers), keys)
+        self._changes.add(change)
+        try:
+            if self._closures:
+                await self.wait_for_turn(change)
+            yield
+        finally:
+            self._changes.remove(change)
+            if self._closures:
+                self._notify()
+
+    @asynccontextmanager
+    async def closed(self, *names: Name) -> AsyncIterator[Closure]:
+        """Close the prefixes of two names, to the end of this or as long as it `is_kept`.
+
+        Raises:
+            StoreError, OSError: another rename that overlaps can't be finished now.
+        """
+        closure = Closure(next(self._numbers), lambda: self._keys(names))
+        self._closures.append(closure)
+        try:
+            await self.wait_for_turn(closure)
+            prefixes = tuple(map(_as_prefix, self._keys(names)))
+            closure.targets = lambda: prefixes
+            yield closure
+        finally:
+            if not closure.is_kept:
+                self.open(closure)
+
+    def close(self, *prefixes: str) -> Closure:
+        """Close the prefixes of a rename that an earlier process has begun."""
+        closure = Closure(next(self._numbers), lambda: prefixes, is_kept=True)
+        self._closures.append(closure)
+        return closure
+
+    def open(self, closure: Closure) -> None:
+        """The rename has ended."""
+        closure.is_kept = False
+        if closure in self._closures:
+            self._closures.remove(closure)
+            self._notify()
+
+    def fail(self, closure: Closure, error: Exception) -> None:
+        """The rename can't be finished now: so fails what waits for it."""
+        closure.error = error
+        self._notify()
+
+    def waiting(self, closure: Closure) -> list[str]:
+        """The keys of the changes that wait for a rename, but for its own request after a kill."""
+        waiting = filter(closure.is_before, [*self._changes, *self._closures])
+        targets = [change.targets() for change in sorted(waiting, key=lambda one: one.number)]
+        own = closure.targets()
+        return [keys[0] for keys in targets if tuple(map(_as_prefix, keys)) != own]
+
+    async def wait_for_turn(self, change: _Change) -> None:
+        """Wait for what came before a change and is in its way.
+
+        Raises:
+            StoreError, OSError: that is a rename which can't be finished now.
+        """
+        for closure in self._closures:
+            if closure.error is not None and closure.is_before(change):
+                closure.retry()
         while True:
-            prefixes = tuple(self._key(directory) for directory in directories)
-            if not any(_is_below(prefixes, closed) for closed in self._closed):
-                break
-            await self._changed.wait()
-        self._under_way.append(prefixes)
-        try:
-            yield
-        finally:
-            self._under_way.remove(prefixes)
-            self._notify()
+            before = next((one for one in self._closures if one.is_before(change)), None)
+            if before is not None and before.error is not None:
+                raise before.error
+            if before is None and not self._has_earlier_changes(change):
+                return
+            await self._moved.wait()
 
-    @asynccontextmanager
-    async def closed(self, *prefixes: str) -> AsyncIterator[None]:
-        """Let nothing below these prefixes change; waits for what is under way."""
-        self._closed.append(prefixes)
-        try:
-            while any(_is_below(changed, prefixes) for changed in self._under_way):
-                await self._changed.wait()
-            yield
-        finally:
-            self._closed.remove(prefixes)
-            self._notify()
+    def _has_earlier_changes(self, change: _Change) -> bool:
+        return isinstance(change, Closure) and any(
+            earlier.number < change.number and change.covers(*earlier.targets())
+            for earlier in self._changes
+        )
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        self._moved.set()
+        self._moved = trio.Event()
+
+    def _keys(self, names: tuple[Name, ...]) -> tuple[str, ...]:
+        return tuple(self._key(directory) + name for directory, name in names)
 
 
-def _is_below(prefixes: tuple[str, ...], closed: tuple[str, ...]) -> bool:
-    return any(prefix.startswith(closed) for prefix in prefixes)
+def _as_prefix(key: str) -> str:
+    return key if key.endswith("/") else key + "/"

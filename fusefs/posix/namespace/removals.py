@@ -96,8 +96,6 @@ class Removals:
         self._nursery = nursery
         # Called with the keys that are gone.
         self.landed: Callable[[str], None] = lambda _key: None
-        # Whether a key is below a directory that is being renamed; set by who renames.
-        self.is_renaming: Callable[[str], bool] = lambda _key: False
         self._by_key: dict[str, Removal] = {}
         # Those of which no request was made yet.
         self._new: dict[str, Removal] = {}
@@ -138,9 +136,8 @@ class Removals:
         """Put a removal on record that is to be sent soon; False if it is to be made now.
 
         That is so until a program removes many, in each directory for the first,
-        for keys that a late request may change, or that are below a directory that is
-        being renamed, where the disk is full, and where S3 deletes no more than one with
-        a request.
+        for keys that a late request may change, where the disk is full, and where S3
+        deletes no more than one with a request.
         """
         may_defer = self.may_defer(key)
         now = trio.current_time()
@@ -168,7 +165,6 @@ class Removals:
             and key not in self._by_key
             and len(self._by_key) < MOST
             and not self._store.unanswered.concerns(key)
-            and not self.is_renaming(key)
         )
 
     def is_removing_from(self, prefix: str) -> bool:

@@ -23,8 +23,8 @@ from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.link import LinkChanges
 from fusefs.posix.namespace.prefix_copy import PrefixCopy, copy_current
+from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.rename_job import RenameJobs
-from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
@@ -33,7 +33,7 @@ from fusefs.posix.types import Caller
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, ObjectVersion, Store
+from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo
 
 logger = logging.getLogger("fusefs.attributes")
 
@@ -44,33 +44,24 @@ class NameChanges(LinkChanges):
     """The changes of one mount's names: `rename`, and those of `LinkChanges`.
 
     Belongs to the event loop.
-
-    `run` takes care of renames that no request waits for. Those of directories send
-    their requests through `renaming_store`, which does not note them in `touched`.
     """
 
     def __init__(
-        self,
-        state: MountState,
-        writing: Writing,
-        writer: Writer,
-        renaming_store: Store,
-        touched: TouchedKeys,
+        self, state: MountState, writing: Writing, writer: Writer, prefix_lock: PrefixLock
     ) -> None:
-        super().__init__(state, writing, writer)
+        super().__init__(state, writing, writer, prefix_lock)
         self._notifier = state.notifier
         self._renames = RenameJobs(
-            renaming_store,
-            touched,
-            writing.renames,
-            writing.staging.source,
+            writing,
             state.inodes.prefix,
-            writing.staging.directory,
-            writer.empty,
-            self._mover.is_dated,
+            prefix_lock,
+            self._copies,
             self._switch,
             self._mover.distrust,
         )
+
+    def _copies(self, old: str, new: str) -> PrefixCopy:
+        return PrefixCopy(self._store, old, new, self._writer.empty, self._mover.is_dated)
 
     async def run(self) -> None:
         """Finish renames that no request waits for, until cancelled."""
@@ -97,42 +88,87 @@ class NameChanges(LinkChanges):
             raise OSError(errno.EINVAL, new_name)
         if (parent, name) == (to, new_name):
             return
+        if await self._find(parent, name) is None:
+            await self._rename_directory(parent, name, to, new_name, flags, caller)
+        else:
+            await self._rename_file(parent, name, to, new_name, flags, caller)
+
+    async def _rename_file(
+        self, parent: Inode, name: str, to: Inode, new_name: str, flags: int, caller: Caller
+    ) -> None:
         is_repeated = self._is_repeated(caller)
-        if await self._finish_others(parent, name, to, new_name, is_repeated=is_repeated):
-            return
-        async with self._changing(caller, parent, to):
+        async with self._changing(caller, (parent, name), (to, new_name)):
             entry, target = await self._find(parent, name), await self._find(to, new_name)
             if isinstance(entry, Absent) and (isinstance(target, Absent) or not is_repeated):
                 raise OSError(errno.ENOENT, name)
+            if entry is None:
+                raise OSError(errno.ESTALE, "another node has made it a directory")
             if not is_repeated:
                 await self._check_target(entry, target, to, new_name, flags)
             self._begin(caller)
             await self._keep_directory(parent, name)
-            if entry is None:
-                await self._rename_directory(parent, name, to, new_name, target)
-                await self._make_safe_below(
-                    self._inodes.key(parent) + name + "/", self._inodes.key(to) + new_name + "/"
-                )
-            elif target is not None:
-                is_new = bool(flags & RENAME_NOREPLACE)
-                if is_new and is_repeated and not isinstance(target, Absent):
-                    inode, key = self._current(parent, name), self._inodes.key(to) + new_name
-                    is_new = inode is None or await self._made_before(inode, key) is None
-                replaced = self._replaced(to, new_name, is_repeated=is_repeated)
-                await self._rename_file(
-                    parent, name, to, new_name, entry, target, replaced, is_strict=is_new
-                )
-                renamed = self._current(to, new_name)
-                if renamed is not None and renamed.staged is not None:
-                    await self._make_safe(renamed.staged, self._inodes.key(parent) + name)
+            if target is None:
+                return  # a directory, by this very request
+            is_new = bool(flags & RENAME_NOREPLACE)
+            if is_new and is_repeated and not isinstance(target, Absent):
+                inode, key = self._current(parent, name), self._inodes.key(to) + new_name
+                is_new = inode is None or await self._made_before(inode, key) is None
+            replaced = self._replaced(to, new_name, is_repeated=is_repeated)
+            await self._move_file(
+                parent, name, to, new_name, entry, target, replaced, is_strict=is_new
+            )
+            old_key = self._inodes.key(parent) + name
+        renamed = self._current(to, new_name)
+        if renamed is not None and renamed.staged is not None:
+            await self._make_safe(renamed.staged, old_key)
 
-    async def _make_safe_below(self, old: str, new: str) -> None:
-        """As `_make_safe`, for the files of a directory; `old` and `new` are its prefixes."""
+    async def _rename_directory(
+        self, parent: Inode, name: str, to: Inode, new_name: str, flags: int, caller: Caller
+    ) -> None:
+        self._note_inherited()
+        try:
+            async with self._prefix_lock.closed((parent, name), (to, new_name)) as closure:
+                old, new = closure.targets()
+                if new.startswith(old):
+                    raise OSError(errno.EINVAL, "a directory cannot be moved below itself")
+                entry, target = await self._find(parent, name), await self._find(to, new_name)
+                if isinstance(entry, Absent) and target is None and self._is_repeated(caller):
+                    return
+                if isinstance(entry, Absent):
+                    raise OSError(errno.ENOENT, name)
+                if entry is not None:
+                    raise OSError(errno.ESTALE, "another node has made it a file")
+                if not self._is_repeated(caller):
+                    await self._check_target(entry, target, to, new_name, flags)
+                self._begin(caller)
+                await self._keep_directory(parent, name)
+                await self._settle_below(old, new)
+                renaming = await self._renames.begin(closure, has_replaced=target is None)
+                if not await self._renames.finish(renaming):
+                    raise OSError(errno.EIO, "the rename could not be done")
+        finally:
+            self._under_way.discard(caller.unique)
         for staged in [file for file in self._writer.staging if file.key.startswith(new)]:
             await self._make_safe(staged, old + staged.key[len(new) :])
 
+    async def _settle_below(self, old: str, new: str) -> None:
+        """Have no request under way that changes something below two closed prefixes.
+
+        Raises:
+            StoreError, OSError: something could not be sent, or the new prefix is too long.
+        """
+        copies = self._copies(old, new)
+        for staged in [file for file in self._writer.staging if file.key.startswith(old)]:
+            copies.check_length([staged.key] if not staged.is_unlinked else [])
+            async with self._writer.uploads.held(staged):
+                pass  # its next upload waits
+        self._writer.exclusive.removed(old)
+        await self._writer.deferred.flush_below(old)
+        await self._writer.removals.flush_below(old)
+        await self._writer.removals.flush_below(new)
+
     async def _make_safe(self, staged: StagedFile, old_key: str) -> None:
-        """Give a closed file of local durability that of its new path.
+        """Give a closed file of local durability that of its new path; no name is locked then.
 
         It survives a power cut under its new name, or the bucket has it.
 
@@ -150,21 +186,6 @@ class NameChanges(LinkChanges):
         except (OSError, StoreError):
             self._notifier.invalidate_names()  # the kernel believes that nothing was renamed
             raise
-
-    async def _finish_others(
-        self, parent: Inode, name: str, to: Inode, new_name: str, *, is_repeated: bool
-    ) -> bool:
-        """Have no unfinished rename in the way of a directory's; tell if it was this very one."""
-        if self._renames.are_finished:
-            return False
-        old = self._inodes.key(parent) + name + "/"
-        new = self._inodes.key(to) + new_name + "/"
-        renaming = self._renames.find(old, new)
-        if renaming is not None and await self._renames.finish(renaming) and is_repeated:
-            return True
-        if await self._find(parent, name) is None:
-            await self._renames.finish_overlapping(old, new)
-        return False
 
     async def _check_target(
         self, entry: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
@@ -197,7 +218,7 @@ class NameChanges(LinkChanges):
                     return staged.inode
         return self._current(to, name)
 
-    async def _rename_file(
+    async def _move_file(
         self,
         parent: Inode,
         name: str,
@@ -422,22 +443,6 @@ class NameChanges(LinkChanges):
             if rival is not None:
                 self._writer.staging.try_record(rival)
 
-    async def _rename_directory(
-        self, parent: Inode, name: str, to: Inode, new_name: str, target: Entry | Absent
-    ) -> None:
-        old = self._inodes.key(parent) + name + "/"
-        new = self._inodes.key(to) + new_name + "/"
-        if new.startswith(old):
-            raise OSError(errno.EINVAL, "a directory cannot be moved below itself")
-        self._writer.exclusive.removed(old)
-        await self._writer.deferred.flush_below(old)
-        await self._writer.removals.flush_below(old)
-        await self._writer.removals.flush_below(new)
-        renaming = await self._renames.begin(old, new, has_replaced=target is None)
-        # Who waits for it, too, may have been faster, and has heard why it was undone.
-        if not await self._renames.finish(renaming):
-            raise OSError(errno.EIO, "the rename could not be done")
-
     def finish_switches(self) -> None:
         """Give what the kernel knows the names that a killed process was just giving it."""
         for renaming in self._renames.switches():
@@ -447,51 +452,23 @@ class NameChanges(LinkChanges):
     async def _switch(
         self, copies: PrefixCopy, switching: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Everything below a prefix has been copied: let it be below the other one from now on.
-
-        What was changed since it was listed is brought after.
-        """
-        uncached: set[ObjectVersion] = set()
-        cached: set[ObjectVersion] = set()
-        local = self._directories.pending_changes
-        async with self._prefix_lock.closed(copies.old, copies.new), AsyncExitStack() as stack:
+        """Everything below a prefix has been copied: let it be below the other one from now on."""
+        uncached = await self._mover.move_cached(copies.by_version())
+        await self._expect(copies)
+        # Where deleting is not allowed at all, nothing has been done yet.
+        await copies.delete_marker()
+        async with AsyncExitStack() as stack:
             held: set[StagedFile] = set()
-            may_delete = False
-            while True:
-                for staged in self._writer.staging:
-                    if staged not in held and staged.key.startswith(copies.old):
-                        file = await self._held(stack, staged.inode)
-                        held |= {file} if file is not None else set()
-                if self._writer.deferred.pending(copies.old):
-                    await self._writer.deferred.flush_below(copies.old)
-                    continue
-                if self._writer.removals.pending(copies.old):
-                    await self._writer.removals.flush_below(copies.old)
-                    continue
-                if local.has_changed(copies.old, copies.listed_at) or copies.are_outdated:
-                    await copies.copy_all()
-                    continue
-                moved = copies.by_version()
-                uncached |= await self._mover.move_cached(
-                    {version: moved[version] for version in moved.keys() - cached}
-                )
-                cached |= moved.keys()
-                if not may_delete:
-                    await self._expect(copies)
-                    # Where deleting is not allowed at all, nothing has been done yet.
-                    if copies.check(self._staged_keys()):
-                        await copies.copy_all()
-                        continue
-                    await copies.delete_marker()
-                    may_delete = True
-                elif self._is_settled(copies, held):
-                    with switching():
-                        self._mover.move_directory(copies, uncached)
-                    self._unanswered.renamed_below(copies.old)
-                    return
+            while files := self._staged_below(copies.old) - held:
+                for staged in files:
+                    await stack.enter_async_context(self._writer.uploads.held(staged))
+                held |= files
+            with switching():
+                self._mover.move_directory(copies, uncached)
+            self._unanswered.renamed_below(copies.old)
 
-    def _staged_keys(self) -> list[str]:
-        return [staged.key for staged in self._writer.staging if not staged.is_unlinked]
+    def _staged_below(self, prefix: str) -> set[StagedFile]:
+        return {file for file in self._writer.staging if file.key.startswith(prefix)}
 
     async def _expect(self, copies: PrefixCopy) -> None:
         """Have no late request undo what an earlier process had copied without an answer.
@@ -510,13 +487,6 @@ class NameChanges(LinkChanges):
             found = await self._store.head(key)
             if found.etag == made.etag:
                 self._unanswered.confirm(key, found)
-
-    def _is_settled(self, copies: PrefixCopy, held: set[StagedFile]) -> bool:
-        """Whether nothing below a prefix has changed since it was copied."""
-        below = {file for file in self._writer.staging if file.key.startswith(copies.old)}
-        return below <= held and not self._directories.pending_changes.has_changed(
-            copies.old, copies.listed_at
-        )
 
 
 def _etag_under(

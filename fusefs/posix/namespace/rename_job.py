@@ -1,7 +1,6 @@
 """Renames of directories: copies, then deletes, on record from the first to the last.
 
     DIRECTORY/NUMBER.json       from where to where, of which bucket, how far it is, and whose
-    DIRECTORY/NUMBER.touched    what was changed meanwhile (touched_keys.py)
 
 - *copying*: the new prefix gets everything. If that fails, the copies are
   removed (*undoing*) and the rename has not taken place.
@@ -14,16 +13,16 @@ the next process gives the new name to what a kill has left out (`switches`).
 At every moment each file is there under its old or its new name. A record that
 no request waits for is finished by the process that finds it: a daemon that gets
 the request again that the last one died over, or, after a crash of the machine,
-the next mount. Then what is copied is not copied again (prefix_copy.py),
-and what came into being under either name meanwhile stays: what this mount has
-changed is on record, and `until_ns` is when the youngest of what may be deleted
-was made, by the bucket's clock. A mount that was detached while programs used it
-finishes its own: two that do would take each other's failure for the end of the
-rename, and remove the only objects that are left.
+the next mount. Then what is copied is not copied again (prefix_copy.py). This mount
+changes nothing below either name until then (prefix_lock.py); `until_ns` is when the
+youngest of what may be deleted was made, by the bucket's clock, for other clients do.
+A mount that was detached while programs used it finishes its own: two that do would take
+each other's failure for the end of the rename, and remove the only objects that are left.
 """
 
 from __future__ import annotations
 
+import enum
 import errno
 import json
 import logging
@@ -38,38 +37,45 @@ from typing import Any
 import trio
 
 from fusefs.linux import files
-from fusefs.posix.namespace.prefix_copy import IsDated, PrefixCopy
-from fusefs.posix.namespace.touched_keys import KeysTouchedMeanwhile, Phase, TouchedKeys
+from fusefs.posix.mount_state import Writing
+from fusefs.posix.namespace.prefix_copy import PrefixCopy
+from fusefs.posix.namespace.prefix_lock import Closure, PrefixLock
 from fusefs.store.errors import StoreError
-from fusefs.store.interface import Store
 
 logger = logging.getLogger("fusefs.renaming")
 
+FORMAT = 2
 # How often what could not be finished is tried again.
 RETRY_S = 5.0
 # The same while there is nothing to be finished.
 IDLE_S = 60.0
-
+# Changes that wait for a rename and are described by name.
+MOST_NAMED = 5
 
 # Has this mount go along with a rename of which everything is copied, in one step of the
 # loop and in the context that is given with it.
 Switch = Callable[[PrefixCopy, Callable[[], AbstractContextManager[None]]], Awaitable[None]]
-TOUCHED = ".touched"
+
+
+class Phase(enum.StrEnum):
+    """The steps of a rename; see the module's text."""
+
+    COPYING = "copying"
+    UNDOING = "undoing"
+    DELETING = "deleting"
 
 
 class RenameJob:
     """The rename of one directory, on record. `since_ns` is when it began; its task holds `lock`.
 
     `has_replaced` says that there was a directory of the new name, an empty
-    one; `is_ours` that this process began it. `until_ns` as in the record; None where
-    an earlier version has written it.
+    one; `is_ours` that this process began it. `until_ns` as in the record.
     """
 
     def __init__(
         self,
         path: Path,
-        old: str,
-        new: str,
+        closure: Closure,
         *,
         phase: Phase = Phase.COPYING,
         has_replaced: bool,
@@ -77,9 +83,9 @@ class RenameJob:
         until_ns: int | None = None,
     ) -> None:
         self.path = path
-        self.old = old
-        self.new = new
-        self.touched = KeysTouchedMeanwhile(path.with_suffix(TOUCHED), old, new, phase)
+        self.closure = closure
+        self.old, self.new = closure.targets()
+        self.phase = phase
         self.has_replaced = has_replaced
         self.is_ours = is_ours
         self.until_ns = until_ns
@@ -88,41 +94,32 @@ class RenameJob:
         self.lock = trio.Lock()
         self.copies: PrefixCopy | None = None
         self.deleted = 0
-        # Why it could not be finished at the last try.
-        self.error: StoreError | OSError | None = None
         self._began = time.monotonic()
-
-    @property
-    def phase(self) -> Phase:
-        return self.touched.phase
 
     @property
     def since_ns(self) -> int:
         return int(self.path.stem)
 
-    def overlaps(self, *prefixes: str) -> bool:
-        """Whether it moves something at, above or below one of the prefixes."""
-        return any(
-            own.startswith(prefix) or prefix.startswith(own)
-            for own in (self.old, self.new)
-            for prefix in prefixes
-        )
+    def overlaps(self, prefix: str) -> bool:
+        """True if it moves something at, above or below a prefix."""
+        return any(own.startswith(prefix) or prefix.startswith(own) for own in (self.old, self.new))
 
     def pending(self) -> dict[str, Any]:
-        """What `fusefs sync` waits for, as for a file that is uploaded.
+        """The entry of `fusefs sync` for it, as for a file that is uploaded.
 
         `since_s` counts from when this process knew of it.
         """
+        error = self.closure.error
         return {
             "key": self.old,
             "bytes": 0,
             "since_s": time.monotonic() - self._began,
             "state": f"being renamed to {self.new}",
-            "error": str(self.error) if self.error is not None else None,
+            "error": str(error) if error is not None else None,
         }
 
-    def describe(self) -> dict[str, Any]:
-        """How far it is, as plain data."""
+    def describe(self, waiting: list[str]) -> dict[str, Any]:
+        """Its progress as plain data, and the keys that are to be changed and wait for it."""
         return {
             "from": self.old,
             "to": self.new,
@@ -131,40 +128,33 @@ class RenameJob:
             "copied": len(self.copies.made) if self.copies is not None else 0,
             "deleted": self.deleted,
             "since_s": max(0.0, (time.time_ns() - self.since_ns) / 1e9),
+            "waiting": len(waiting),
+            "waiting_keys": waiting[:MOST_NAMED],
         }
 
 
 class RenameJobs:
     """The renames of one mount's directories that are not finished. Belongs to the event loop.
 
-    `source` says which bucket the mount is of and `prefix` what of it; `staging` is the
-    directory that its process has locked; `empty` and `is_dated` are for `PrefixCopy`.
-    `touched` gets to know what is renamed; changes through `store` are not noted there.
-    `switch` is called when everything is copied: it has this mount's nodes go along.
-    `ended` is called for what another process had begun.
+    `prefix` is what the mount shows of the bucket. `make_copies` makes the copies of an old
+    prefix under a new one. `switch` is called when everything is copied: it has this mount's
+    nodes go along. `ended` is called for what another process had begun.
     """
 
     def __init__(
         self,
-        store: Store,
-        touched: TouchedKeys,
-        directory: Path,
-        source: str,
+        writing: Writing,
         prefix: str,
-        staging: Path,
-        empty: int,
-        is_dated: IsDated,
+        prefix_lock: PrefixLock,
+        make_copies: Callable[[str, str], PrefixCopy],
         switch: Switch,
         ended: Callable[[str, str], None],
     ) -> None:
-        self._store = store
-        self._touched = touched
-        self._directory = directory
-        self._source = source
+        self._directory = writing.renames
+        self._staging = writing.staging
         self._prefix = prefix
-        self._staging = staging
-        self._empty = empty
-        self._is_dated = is_dated
+        self._prefix_lock = prefix_lock
+        self._make_copies = make_copies
         self._switch = switch
         self._ended = ended
         self._unfinished: list[RenameJob] = []
@@ -172,71 +162,67 @@ class RenameJobs:
         self._others: list[Path] = []
         # Those in whose last step a process was killed: nodes may have the old names still.
         self._switches: list[RenameJob] = []
-        self._load()
         self._is_wanted = trio.Event()
-
-    def _load(self) -> None:
-        """Take up what earlier processes have left unfinished."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        for path in self._directory.glob(f"*{TOUCHED}"):
-            if not path.with_suffix(".json").exists():
-                path.unlink()  # its rename was just finished
         for path in sorted(self._directory.glob("*.json")):
-            self._load_one(path)
+            self._load(path)
 
-    def _load_one(self, path: Path) -> None:
+    def _load(self, path: Path) -> None:
+        """Take up what an earlier process has left unfinished."""
         try:
             record = json.loads(path.read_text())
-            source, mount = record["source"], str(record.get("mount", ""))
-            renaming = RenameJob(
-                path,
-                record["old"],
-                record["new"],
-                phase=Phase(record["phase"]),
-                has_replaced=record["has_replaced"],
-                is_ours=False,
-                until_ns=record.get("until_ns"),
-            )
-            is_switching = record.get("is_switching", False)
-            prefix = self._prefix
-            is_here = renaming.old.startswith(prefix) and renaming.new.startswith(prefix)
+            if record.get("format") != FORMAT:
+                logger.error(
+                    "%s is of another version of fusefs, which is to finish this rename", path
+                )
+                return
+            source, mount = record["source"], record["mount"]
+            old, new, phase = record["old"], record["new"], Phase(record["phase"])
+            has_replaced, until_ns = record["has_replaced"], record["until_ns"]
+            is_switching = record["is_switching"]
+            is_here = old.startswith(self._prefix) and new.startswith(self._prefix)
         except FileNotFoundError:
             return  # another mount has just finished it
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             logger.error("%s is damaged, a rename may be half done: %r", path, error)
             return
-        if source != self._source or not is_here:
+        if source != self._staging.source or not is_here:
             logger.warning("%s: a rename of %s is not finished", path, source)
             return
-        is_inherited = mount == self._staging.name
+        is_inherited = mount == self._staging.directory.name
         if not is_inherited and self._is_served(mount):
             logger.info("%s is left to the mount that has begun it", path)
             self._others.append(path)
             return
-        if is_switching:
-            renaming.touched.phase = Phase.DELETING
-            renaming.is_safe = False
+        job = RenameJob(
+            path,
+            self._prefix_lock.close(old, new),
+            phase=Phase.DELETING if is_switching else phase,
+            has_replaced=has_replaced,
+            is_ours=False,
+            until_ns=until_ns,
+        )
+        job.closure.retry = partial(self._retry, job)
+        job.is_safe = not is_switching
         if is_switching and is_inherited:
-            self._switches.append(renaming)
+            self._switches.append(job)
         elif not is_inherited:
-            self._note(renaming)  # so that the next mount leaves it to this one
-        self._unfinished.append(renaming)
-        self._touched.add(renaming.touched)
+            self._note(job)  # so that the next mount leaves it to this one
+        self._unfinished.append(job)
 
     def switches(self) -> Iterator[RenameJob]:
         """Those in whose last step a process was killed, each until the next one is taken."""
-        for renaming in self._switches:
-            yield renaming
+        for job in self._switches:
+            yield job
             # Else the next process would rename what was made under the old name since.
-            self._note(renaming)
+            self._note(job)
         self._switches = []
 
     def _is_served(self, mount: str) -> bool:
-        """Whether another mount of this mountpoint has a process; "" for an unknown one."""
-        if not mount:
-            return False
+        """True if another mount of this mountpoint has a process."""
         try:
-            fd = os.open(self._staging.parent / mount, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            directory = self._staging.directory.parent / mount
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:
@@ -244,74 +230,54 @@ class RenameJobs:
         finally:
             os.close(fd)
 
-    def _look_at_others(self) -> None:
+    def look_at_others(self) -> None:
         """Take up what mounts that have ended meanwhile left unfinished."""
         others, self._others = self._others, []
         for path in others:
-            self._load_one(path)
+            self._load(path)
 
     def describe(self) -> list[dict[str, Any]]:
         """All that are not finished, as plain data: names, counts and seconds."""
-        return [renaming.describe() for renaming in self._unfinished]
+        return [job.describe(self._prefix_lock.waiting(job.closure)) for job in self._unfinished]
 
     def unfinished(self, prefix: str) -> list[RenameJob]:
         """Those that move something at, above or below a prefix."""
-        return [renaming for renaming in self._unfinished if renaming.overlaps(prefix)]
+        return [job for job in self._unfinished if job.overlaps(prefix)]
 
     def hurry(self, prefix: str) -> None:
         """Have `run` try now what could not be finished."""
-        for renaming in self.unfinished(prefix):
-            renaming.error = None
-        self._is_wanted.set()
+        for job in self.unfinished(prefix):
+            self._retry(job)
 
-    @property
-    def are_finished(self) -> bool:
-        return not self._unfinished
+    def _retry(self, job: RenameJob) -> None:
+        job.closure.error = None
+        self._is_wanted.set()
 
     def find(self, old: str, new: str) -> RenameJob | None:
         """An unfinished rename."""
-        for renaming in self._unfinished:
-            if (renaming.old, renaming.new) == (old, new):
-                return renaming
-        return None
+        return next((job for job in self._unfinished if (job.old, job.new) == (old, new)), None)
 
-    async def finish_overlapping(self, *prefixes: str) -> None:
-        """Have no unfinished rename at, above or below these prefixes.
-
-        Raises:
-            StoreError, OSError: one can't be finished now.
-        """
-        while (renaming := self._overlapping(*prefixes)) is not None:
-            await self.finish(renaming)
-            if renaming in self._unfinished and renaming.error is not None:
-                raise renaming.error
-
-    def _overlapping(self, *prefixes: str) -> RenameJob | None:
-        return next(
-            (renaming for renaming in self._unfinished if renaming.overlaps(*prefixes)), None
-        )
-
-    async def begin(self, old: str, new: str, *, has_replaced: bool) -> RenameJob:
-        """Put a rename on record, safe against a power cut.
+    async def begin(self, closure: Closure, *, has_replaced: bool) -> RenameJob:
+        """Put a rename on record, safe against a power cut; `closure` is kept until it has ended.
 
         Raises:
             OSError: the disk does not take it.
         """
         path = self._directory / f"{time.time_ns()}.json"
-        renaming = RenameJob(path, old, new, has_replaced=has_replaced, is_ours=True)
-        self._unfinished.append(renaming)
-        self._touched.add(renaming.touched)
+        job = RenameJob(path, closure, has_replaced=has_replaced, is_ours=True)
+        closure.is_kept, closure.retry = True, partial(self._retry, job)
+        self._unfinished.append(job)
         self._is_wanted.set()  # `run` waits longer where there is nothing
         # `run` would take it for one that no request waits for.
-        async with renaming.lock:
+        async with job.lock:
             try:
-                await self._record(renaming, Phase.COPYING)
+                await self._record(job)
             except OSError:
-                self._end(renaming)
+                self._end(job)
                 raise
-        return renaming
+        return job
 
-    async def finish(self, renaming: RenameJob) -> bool:
+    async def finish(self, job: RenameJob) -> bool:
         """Take a rename to its end; if another task does already, wait for that.
 
         Tells whether it has taken place; else it was undone. It has when
@@ -319,162 +285,141 @@ class RenameJobs:
         all: those that could not be deleted yet are deleted later (`run`).
 
         Raises:
-            StoreError, OSError: it has not taken place. If this process has begun
-                it, it is undone; else it stays on record.
+            StoreError, OSError: it has not taken place, and is undone.
         """
-        async with renaming.lock:
-            if renaming in self._unfinished:
-                if renaming.phase == Phase.COPYING:
-                    await self._copy(renaming)
-                if renaming.phase == Phase.UNDOING:
-                    await self._undo(renaming, is_known=True)
+        async with job.lock:
+            if job in self._unfinished:
+                await self._prefix_lock.wait_for_turn(job.closure)
+                if job.phase == Phase.COPYING:
+                    await self._copy(job)
+                if job.phase == Phase.UNDOING:
+                    await self._undo(job)
                 else:
-                    await self._delete(renaming)
-            return renaming.phase == Phase.DELETING
+                    await self._delete(job)
+            return job.phase == Phase.DELETING
 
-    def _copies(self, renaming: RenameJob) -> PrefixCopy:
-        return PrefixCopy(
-            self._store,
-            renaming.touched,
-            self._empty,
-            self._is_dated,
-            is_strict=renaming.is_ours,
-        )
-
-    async def _copy(self, renaming: RenameJob) -> None:
-        listed, copies = None, renaming.copies
-        if copies is None:
-            copies = self._copies(renaming)
-            # What an earlier process has copied it has no list of.
-            listed = None if renaming.is_ours else await copies.recall()
-            renaming.copies = copies
+    async def _copy(self, job: RenameJob) -> None:
+        copies = job.copies = self._make_copies(job.old, job.new)
         try:
+            # What an earlier process has copied it has no list of.
+            listed = None if job.is_ours else await copies.recall()
             await copies.copy_all(listed)
-            await self._switch(copies, partial(self._switching, renaming, copies))
+            await self._switch(copies, partial(self._switching, job, copies))
         except (StoreError, OSError):
-            # What another process may have deleted from cannot be taken back.
-            if renaming.is_ours:
-                renaming.until_ns = copies.newest_copy_ns()
-                await self._record_undoing(renaming)
-                await self._undo(renaming, is_known=False)
+            if job.is_ours:
+                job.until_ns = copies.newest_copy_ns()
+            else:
+                job.copies = None  # the copies of both processes are found by a listing
+            job.phase = Phase.UNDOING
+            try:
+                await self._record(job)
+            except OSError as error:
+                logger.error("%s does not say that it is being undone: %s", job.path, error)
+            await self._undo(job)
             raise
 
     @contextmanager
-    def _switching(self, renaming: RenameJob, copies: PrefixCopy) -> Iterator[None]:
+    def _switching(self, job: RenameJob, copies: PrefixCopy) -> Iterator[None]:
         """The rename takes place in this very step: what comes next is changed under the new name.
 
         That is on record before any of it can be acknowledged, and safe against a
         power cut before anything is deleted.
         """
-        renaming.until_ns = copies.newest_source_ns()
-        self._note(renaming, is_switching=True)
+        job.until_ns = copies.newest_source_ns()
+        self._note(job, is_switching=True)
         yield
-        renaming.touched.phase = Phase.DELETING
-        renaming.is_safe = False
-        self._note(renaming)
+        job.phase = Phase.DELETING
+        job.is_safe = False
+        self._note(job)
 
-    async def _record_undoing(self, renaming: RenameJob) -> None:
+    async def _undo(self, job: RenameJob) -> None:
         try:
-            await self._record(renaming, Phase.UNDOING)
-        except OSError as error:
-            logger.error("%s does not say that it is being undone: %s", renaming.path, error)
-
-    async def _undo(self, renaming: RenameJob, *, is_known: bool) -> None:
-        copies = renaming.copies
-        if copies is None:
-            copies = self._copies(renaming)
-            await copies.recall_made(renaming.until_ns)
-            renaming.copies = copies
-        try:
+            if job.copies is None:
+                copies = self._make_copies(job.old, job.new)
+                await copies.recall_made(job.until_ns)
+                job.copies = copies
             with trio.CancelScope(shield=True):
-                keep = renaming.new if renaming.has_replaced else ""
-                await copies.undo(keep=keep, is_known=is_known)
+                await job.copies.undo(keep=job.new if job.has_replaced else "")
         except (StoreError, OSError) as error:
-            logger.warning("copies are left below %s, and removed later: %s", renaming.new, error)
-            renaming.error = error
+            logger.warning("copies are left below %s, and removed later: %s", job.new, error)
+            self._prefix_lock.fail(job.closure, error)
             return
-        self._end(renaming)
+        self._end(job)
 
-    async def _delete(self, renaming: RenameJob) -> None:
+    async def _delete(self, job: RenameJob) -> None:
         def note(count: int) -> None:
-            renaming.deleted += count
+            job.deleted += count
 
         try:
-            if not renaming.is_safe:
-                await self._record(renaming, Phase.DELETING)
-                renaming.is_safe = True
-            if renaming.copies is None:
-                copies = self._copies(renaming)
-                await copies.recall_sources(renaming.until_ns)
-                renaming.copies = copies
-            await renaming.copies.delete_sources(note)
+            if not job.is_safe:
+                await self._record(job)
+                job.is_safe = True
+            if job.copies is None:
+                copies = self._make_copies(job.old, job.new)
+                await copies.recall_sources(job.until_ns)
+                job.copies = copies
+            await job.copies.delete_sources(note)
         except (StoreError, OSError) as error:
-            logger.warning("objects are left below %s, and removed later: %s", renaming.old, error)
-            renaming.error = error
+            logger.warning("objects are left below %s, and removed later: %s", job.old, error)
+            self._prefix_lock.fail(job.closure, error)
             return
-        self._end(renaming)
+        self._end(job)
 
     async def run(self) -> None:
         """Finish renames that no request waits for, until cancelled."""
         while True:
             self._is_wanted = trio.Event()
-            self._look_at_others()
-            for renaming in list(self._unfinished):
-                if not renaming.lock.locked():
-                    await self._finish_later(renaming)
+            self.look_at_others()
+            for job in list(self._unfinished):
+                if not job.lock.locked():
+                    await self._finish_later(job)
             with trio.move_on_after(RETRY_S if self._unfinished else IDLE_S):
                 await self._is_wanted.wait()
 
-    async def _finish_later(self, renaming: RenameJob) -> None:
-        logger.info(
-            "going on with the rename of %s to %s (%s)", renaming.old, renaming.new, renaming.phase
-        )
+    async def _finish_later(self, job: RenameJob) -> None:
+        logger.info("going on with the rename of %s to %s (%s)", job.old, job.new, job.phase)
         try:
-            await self.finish(renaming)
+            await self.finish(job)
         except (StoreError, OSError) as error:
-            logger.warning("the rename of %s to %s waits: %s", renaming.old, renaming.new, error)
-            renaming.error = error
+            logger.warning("the rename of %s to %s is undone: %s", job.old, job.new, error)
         except Exception as error:  # the next process would meet this fault as well
-            logger.exception("a fault in the rename of %s to %s", renaming.old, renaming.new)
-            renaming.error = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
+            logger.exception("a fault in the rename of %s to %s", job.old, job.new)
+            fault = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
+            self._prefix_lock.fail(job.closure, fault)
 
     # Records
 
-    def _note(self, renaming: RenameJob, *, is_switching: bool = False) -> None:
+    def _note(self, job: RenameJob, *, is_switching: bool = False) -> None:
         """Put on record what a rename is, if the disk takes it; not safe against a power cut."""
         try:
-            files.replace(renaming.path, self._as_json(renaming, is_switching=is_switching))
+            files.replace(job.path, self._as_json(job, is_switching=is_switching))
         except OSError as error:
-            logger.error("%s is an old record of a rename: %s", renaming.path, error)
+            logger.error("%s is an old record of a rename: %s", job.path, error)
 
-    async def _record(self, renaming: RenameJob, phase: Phase) -> None:
+    async def _record(self, job: RenameJob) -> None:
         """Put on record how far a rename is, safe against a power cut."""
-        renaming.touched.phase = phase
+        write = partial(files.replace, job.path, self._as_json(job), is_durable=True)
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(self._write, renaming.path, self._as_json(renaming))
+            await trio.to_thread.run_sync(write)
 
-    def _write(self, path: Path, text: str) -> None:
-        """Write a record, whole or not at all. Blocks."""
-        files.replace(path, text, is_durable=True)
-
-    def _as_json(self, renaming: RenameJob, *, is_switching: bool = False) -> str:
+    def _as_json(self, job: RenameJob, *, is_switching: bool = False) -> str:
         return json.dumps(
             {
-                "source": self._source,
-                "mount": self._staging.name,
-                "old": renaming.old,
-                "new": renaming.new,
-                "phase": str(renaming.phase),
-                "has_replaced": renaming.has_replaced,
-                "until_ns": renaming.until_ns,
+                "format": FORMAT,
+                "source": self._staging.source,
+                "mount": self._staging.directory.name,
+                "old": job.old,
+                "new": job.new,
+                "phase": str(job.phase),
+                "has_replaced": job.has_replaced,
+                "until_ns": job.until_ns,
                 "is_switching": is_switching,
             }
         )
 
-    def _end(self, renaming: RenameJob) -> None:
-        self._unfinished.remove(renaming)
-        self._touched.remove(renaming.touched)
-        renaming.path.unlink(missing_ok=True)
-        renaming.touched.end()
-        if not renaming.is_ours:
-            self._ended(renaming.old, renaming.new)
+    def _end(self, job: RenameJob) -> None:
+        self._unfinished.remove(job)
+        job.path.unlink(missing_ok=True)
+        if not job.is_ours:
+            self._ended(job.old, job.new)
+        self._prefix_lock.open(job.closure)

@@ -2,10 +2,6 @@
 
 A change of a key waits until its removal (removals.py) is done, so that none comes
 too late and takes what was made since. Listings lack what is on its way out.
-
-Changes below a directory that is being renamed are on record with that rename
-(touched_keys.py): before they are sent, and once more when they are done, as the
-rename may have begun meanwhile. Renames of directories send their own without that.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fusefs.posix.namespace.removals import Removals
-from fusefs.posix.namespace.touched_keys import TouchedKeys
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import (
     PLAIN,
@@ -35,13 +30,9 @@ class SettledStore:
     Where a removal fails, so does what waits for it.
     """
 
-    def __init__(
-        self, store: Store, removals: Removals, touched: TouchedKeys | None = None
-    ) -> None:
+    def __init__(self, store: Store, removals: Removals) -> None:
         self._store = store
         self._removals = removals
-        # Empty for what renames send themselves.
-        self._touched = touched or TouchedKeys()
         self.tokens = store.tokens
         self.unanswered = store.unanswered
         # What concerns versions and uploads is the store's.
@@ -81,35 +72,30 @@ class SettledStore:
 
     async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         """As `Store.put_file`."""
-        await self._settle(key)
-        info = await self._store.put_file(key, fd, size, write)
-        self._touched.note([key])
-        return info
+        await self._removals.flush_at(key)
+        return await self._store.put_file(key, fd, size, write)
 
     async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
         """As `Store.begin_upload`; what is completed has been begun after the removal."""
-        await self._settle(key)
+        await self._removals.flush_at(key)
         return await self._store.begin_upload(key, write)
 
     async def resume_upload(self, state: UploadState) -> Upload:
         """As `Store.resume_upload`."""
-        await self._settle(state.key)
+        await self._removals.flush_at(state.key)
         return await self._store.resume_upload(state)
 
     async def copy(
         self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
     ) -> ObjectInfo:
         """As `Store.copy`."""
-        await self._settle(key)
-        info = await self._store.copy(source, key, write)
-        self._touched.note([key])
-        return info
+        await self._removals.flush_at(key)
+        return await self._store.copy(source, key, write)
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         """As `Store.delete`."""
-        await self._settle(key)
+        await self._removals.flush_at(key)
         await self._store.delete(key, etag, adopts=adopts)
-        self._touched.note([key])
 
     async def delete_many(
         self, keys: Iterable[str], etags: Mapping[str, str] | None = None
@@ -124,12 +110,4 @@ class SettledStore:
                 failures.append(DeleteFailure(key, error))
         failed = {failure.key for failure in failures}
         remaining = [key for key in wanted if key not in failed]
-        await self._touched.touch(remaining)
-        failures += await self._store.delete_many(remaining, etags)
-        self._touched.note(remaining)
-        return failures
-
-    async def _settle(self, key: str) -> None:
-        """Have nothing else under way that changes a key."""
-        await self._removals.flush_at(key)
-        await self._touched.touch([key])
+        return failures + await self._store.delete_many(remaining, etags)

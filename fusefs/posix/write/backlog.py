@@ -37,6 +37,7 @@ class Backlog:
         self._may_be_written = flusher.may_be_written
         self._is_given_up = flusher.is_given_up
         self._uploads = flusher.uploads
+        self._prefix_lock = flusher.prefix_lock
         self._deferred = flusher.deferred
         self._removals = flusher.removals
 
@@ -59,6 +60,8 @@ class Backlog:
         if isinstance(staged, DeferredChange | Removal):
             return UPLOADING if staged.error is None else "failed"
         if self._uploads.is_under_way(staged):
+            if not self._prefix_lock.is_open_at(staged.key):
+                return "waiting for a rename"
             is_refused = isinstance(staged.error, CredentialsError)
             return "waiting for credentials" if is_refused else UPLOADING
         if staged.error is not None:

@@ -126,7 +126,8 @@ class ExclusiveCreates:
                     await trio.sleep_until(at)
                 self._watched.popleft()
                 if is_undecided(staged) and staged.size() <= LOCK_SIZE:
-                    await self._reserve(staged)
+                    # A rename of the directory may keep it waiting, and not the others.
+                    self._nursery.start_soon(self._reserve, staged)
         finally:
             self._is_watching = False
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 
 import trio
 
@@ -26,6 +27,7 @@ from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttributes
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.mount_state import MountState, Writing
+from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
@@ -38,7 +40,7 @@ from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.uploader import Uploader
 from fusefs.settings.durability import Durability
-from fusefs.store.errors import NotFoundError
+from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Write
 from fusefs.telemetry.activity import ACTIVITY
@@ -52,6 +54,8 @@ WRITING = os.O_WRONLY | os.O_RDWR
 LATER_S = 1.0
 # How often a file is looked at that a program may have mapped and closed.
 MAPPED_S = 2.0
+# How long an undoing waits between two tries where a directory's rename is in its way.
+UNDO_S = 2.0
 # With local durability the disk begins to write after so many bytes: enough for one go.
 DISK_STEP = 8 << 20
 
@@ -66,6 +70,7 @@ class Flusher:
         removals: Removals,
         editor: SparseEditor,
         sharing: Sharing,
+        prefix_lock: PrefixLock,
     ) -> None:
         self._state = state
         self._directories = state.directories
@@ -77,6 +82,7 @@ class Flusher:
         self._handles = state.handles
         self._rules = writing.rules
         self._sharing = sharing
+        self.prefix_lock = prefix_lock
         # Files that are looked at until no program has them mapped.
         self._mapped: set[StagedFile] = set()
         self.uploads = Uploader(
@@ -84,6 +90,7 @@ class Flusher:
             writing.staging,
             editor,
             writing.nursery,
+            prefix_lock,
             self.landed,
             self._kept_apart,
             self._set_aside,
@@ -201,6 +208,10 @@ class Flusher:
     async def _undo(self, staged: StagedFile) -> None:
         """Let the object stay as it is, and forget what a killed program wrote."""
         inode = staged.inode
+        while not self.prefix_lock.is_open_at(staged.key):
+            with suppress(StoreError, OSError):  # the rename is tried again
+                await self.prefix_lock.until_open_at(lambda: staged.key)
+            await trio.sleep(UNDO_S)
         async with self.uploads.held(staged):
             is_wanted = staged.state is not FileState.ABANDONED or self.may_be_written(inode)
             if is_wanted or inode.staged is not staged or not staged.is_dirty:
@@ -287,6 +298,7 @@ class Flusher:
             or staged.etag is None
             or staged.etag != info.etag
             or staged.is_leftover
+            or not self.prefix_lock.is_open_at(staged.key)
         ):
             return False
         self.deferred.put(info, staged.described())

@@ -24,6 +24,7 @@ from typing import Any
 
 import trio
 
+from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import exclusive, staged_sums
 from fusefs.posix.write.aborts import PendingAborts
@@ -96,6 +97,7 @@ class Uploader:
         staging: Staging,
         editor: SparseEditor,
         nursery: trio.Nursery,
+        prefix_lock: PrefixLock,
         landed: Callable[[StagedFile, ObjectInfo], None],
         kept_apart: Callable[[StagedFile, ObjectInfo, ObjectInfo | None], None],
         set_aside: Callable[[StagedFile, ObjectInfo | None], None],
@@ -112,6 +114,7 @@ class Uploader:
         self._staging = staging
         self._editor = editor
         self._nursery = nursery
+        self._prefix_lock = prefix_lock
         self._landed = landed
         self._kept_apart = kept_apart
         self._set_aside = set_aside
@@ -206,7 +209,8 @@ class Uploader:
                     attempt.scope.deadline = trio.current_time() + BACKGROUND_S
                 with attempt.scope, attempt.work.doing():
                     try:
-                        await self._upload_locked(staged, attempt)
+                        async with self._locked_to_send(staged):
+                            await self._upload(staged, attempt)
                         break
                     except CredentialsError as error:
                         staged.error = error
@@ -263,14 +267,25 @@ class Uploader:
                 return
             await self.closes.wait_for_pause(attempt.hurry, last)
 
-    async def _upload_locked(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        # A free lock is taken without giving way, which would be two turns of the loop.
-        if staged.lock.locked():
-            await staged.lock.acquire()
-        else:
-            staged.lock.acquire_nowait()
+    @asynccontextmanager
+    async def _locked_to_send(self, staged: StagedFile) -> AsyncIterator[None]:
+        """Hold a file's lock while no rename of a directory has its key.
+
+        Raises:
+            StoreError, OSError: such a rename can't be finished now.
+        """
+        while True:
+            await self._prefix_lock.until_open_at(lambda: staged.key)
+            # A free lock is taken without giving way, which would be two turns of the loop.
+            if staged.lock.locked():
+                await staged.lock.acquire()
+            else:
+                staged.lock.acquire_nowait()
+            if self._prefix_lock.is_open_at(staged.key):
+                break
+            staged.lock.release()
         try:
-            await self._upload(staged, attempt)
+            yield
         finally:
             staged.lock.release()
 
@@ -362,18 +377,16 @@ class Uploader:
 
         What fails here fails again when the file is closed.
         """
-        async with staged.lock:
-            if not exclusive.is_undecided(staged):
-                return
-            try:
-                info = await self._steps.reserve(staged)
-            except ConflictError:
-                logger.warning("%s was made by another node as well: its close fails", staged.key)
-            except (StoreError, OSError) as error:
-                logger.info("%s could not be reserved: %s", staged.key, error)
-            else:
-                staged.etag, staged.exclusive = info.etag, None
-                self._landed(staged, info)
+        try:
+            async with self._locked_to_send(staged):
+                if exclusive.is_undecided(staged):
+                    info = await self._steps.reserve(staged)
+                    staged.etag, staged.exclusive = info.etag, None
+                    self._landed(staged, info)
+        except ConflictError:
+            logger.warning("%s was made by another node as well: its close fails", staged.key)
+        except (StoreError, OSError) as error:
+            logger.info("%s could not be reserved: %s", staged.key, error)
 
     def abort_later(self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None) -> None:
         """Abort what an earlier process has left of a file that is not to be uploaded."""
@@ -424,6 +437,8 @@ class Uploader:
     def _send_ahead(self, staged: StagedFile) -> None:
         """Have the full parts sent, if no task does that already."""
         if staged in self._aheads or staged.upload_state is not None or staged.is_unlinked:
+            return
+        if not self._prefix_lock.is_open_at(staged.key):
             return
         if staged.upload is None or _full_parts(staged, staged.upload):
             attempt = self._attempts.get(staged)

@@ -25,6 +25,7 @@ from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, PUNCH_HOLE, allocate
 from fusefs.posix.directory.segment import Absent
 from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
+from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.nodes.edit_base import PAGE, EditBase, has_small_holes
 from fusefs.posix.nodes.handles import FileHandle
@@ -54,7 +55,9 @@ ZEROS = 1 << 20
 class Writer:
     """The files of one mount that are written. Belongs to the event loop."""
 
-    def __init__(self, state: MountState, writing: Writing, removals: Removals) -> None:
+    def __init__(
+        self, state: MountState, writing: Writing, removals: Removals, prefix_lock: PrefixLock
+    ) -> None:
         self._state = state
         self._store = state.store
         self._cache = state.cache
@@ -66,7 +69,7 @@ class Writer:
         self.editor = SparseEditor(state.store, state.cache, state.downloader)
         self.sharing = Sharing(state)
         self.removals = removals
-        self.flusher = Flusher(state, writing, removals, self.editor, self.sharing)
+        self.flusher = Flusher(state, writing, removals, self.editor, self.sharing, prefix_lock)
         self.uploads = self.flusher.uploads
         self.exclusive = self.flusher.exclusive
         self.deferred = self.flusher.deferred

@@ -233,11 +233,15 @@ def test_sync_waits_for_the_rename_that_an_earlier_mount_had_begun(
     mount.end()
     (renames,) = mount.cache.glob("mounts/*/renames")
     record = {
+        "format": 2,
+        "mount": "1",
         "source": f"{bucket.server.endpoint_url}/{bucket.name}",
         "old": "old/",
         "new": "new/",
         "phase": "copying",
         "has_replaced": False,
+        "until_ns": None,
+        "is_switching": False,
     }
     (renames / f"{time.time_ns()}.json").write_text(json.dumps(record))
     mount.start()

@@ -131,9 +131,10 @@ class Process:
     async def create(self, path: str, data: bytes) -> int:
         """A new file that is open for writing, with some content."""
         parent, name = await self._split(path)
-        mode = stat.S_IFREG | 0o644
+        mutations, mode = self.operations.mutations, stat.S_IFREG | 0o644
+        assert mutations is not None
         _, opened = await _answered(
-            self.writer.create(parent, name, mode, os.O_RDWR, self.caller())
+            mutations.create(parent.nodeid, name.encode(), mode, os.O_RDWR, self.caller())
         )
         await self.write(opened.fh, 0, data)
         return opened.fh
@@ -248,6 +249,7 @@ class MortalMount:
                     await restore(operations, state, {})
                 else:
                     operations.log_table(journal)
+                nursery.start_soon(operations.mutations.changes.run)
                 try:
                     yield Process(operations, self._uniques)
                 finally:

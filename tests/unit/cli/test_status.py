@@ -236,6 +236,8 @@ def test_what_is_written_and_renamed_is_shown_with_its_age() -> None:
         "copied": 1_200,
         "deleted": 0,
         "since_s": 7.0,
+        "waiting": 6,
+        "waiting_keys": ["old/a", "old/b"],
     }
     writing = {
         "pending": [one],
@@ -247,6 +249,7 @@ def test_what_is_written_and_renamed_is_shown_with_its_age() -> None:
     assert "1 file, 1.0 MiB, not in the bucket yet" in text
     assert "pending     a: failed, 1.0 MiB, for 1 min 5 s (no answer)" in text
     assert "old/ to new/: copying, 1,200 of 10,000 copied, 0 deleted, for 7" in text
+    assert "; 6 changes of this mount waiting for it: old/a, old/b, ..." in text
 
 
 @pytest.mark.parametrize(

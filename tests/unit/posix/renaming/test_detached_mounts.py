@@ -11,7 +11,7 @@ import trio
 from fusefs.store.errors import StoreError
 from tests.support.memory_store import MemoryStore
 from tests.support.survival.mortal_mount import MortalMount, Process
-from tests.unit.posix.renaming.test_renaming_meanwhile import Stop, finish
+from tests.unit.posix.renaming.test_renaming_meanwhile import Stop, finished
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_the_next_mount_leaves_a_rename_to_the_one_that_has_begun_it(
         stop.error = StoreError("archived")
         mount.store.pause = MemoryStore().pause
         async with next_mount(mount).serving() as younger:
-            await finish(younger)
+            await finished(younger)
             stop.go_on.set()
             await failed.wait()
     assert mount.store.contents() == {"a/x": b"x", "a/y": b"y", "a/z": b"z"}
@@ -65,7 +65,7 @@ async def test_the_next_mount_finishes_it_once_the_other_has_ended(mount: Mortal
         mount.store.pause = MemoryStore().pause
         async with next_mount(mount).serving() as younger:
             os.close(process.writer.staging._lock)  # as at its end
-            younger.changes._renames._look_at_others()
-            await finish(younger)
+            younger.changes._renames.look_at_others()
+            await finished(younger)
         nursery.cancel_scope.cancel()
     assert mount.store.contents() == {"b/x": b"x", "b/y": b"y", "b/z": b"z"}

@@ -24,6 +24,7 @@ from fusefs.store.s3 import head
 from tests.support.memory_store import MemoryStore
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import DiedError, MortalMount
+from tests.unit.posix.renaming.test_renaming_meanwhile import finished
 
 NOREPLACE, EXCHANGE, WHITEOUT = 1, 2, 4
 
@@ -145,34 +146,6 @@ async def test_a_file_that_is_written_goes_on_under_the_new_name(mount: MortalMo
         assert mount.store.contents() == {"new/log": b"onetwothree"}
 
 
-async def test_what_changes_while_it_is_copied_comes_along(mount: MortalMount) -> None:
-    fill(mount.store, "old/", 3)
-    store = mount.store
-    async with mount.serving() as process:
-        await process.node("old/0")
-        is_done = False
-
-        def change(what: str, key: str) -> None:
-            nonlocal is_done
-            if (what, key) == ("COPY", "new/2") and not is_done:
-                is_done = True
-                local = process.operations.mutations.changes._directories  # type: ignore[union-attr]
-                store.put("old/late", b"late")
-                store.put("old/1", b"changed")
-                del store.objects["old/0"]
-                local.changed("old/", "late", store.objects["old/late"].info)
-
-        store.after = change
-        await process.rename("old", "new")
-        assert below(store, "new/") == {
-            "1": b"changed",
-            "2": b"2",
-            "late": b"late",
-            "sub/x": b"x",
-        }
-        assert below(store, "old/") == {}
-
-
 @states("If the rename of a directory fails its copies are removed.")
 async def test_copies_that_cannot_be_made_are_taken_back(mount: MortalMount) -> None:
     tree = fill(mount.store, "old/")
@@ -292,11 +265,11 @@ async def test_a_fault_in_one_rename_ends_no_mount(
             raise LookupError(key)
 
     mount.store.before = fail
-    async with mount.serving() as process, trio.open_nursery() as nursery:
+    async with mount.serving() as process:
         await process.rename("old", "new")
         await process.rename("other", "another")
         mount.store.before = trip
-        nursery.start_soon(process.changes.run)
+        process.changes.pending_renames("", hurry=True)
         await wait_all_tasks_blocked(0.01)
         (state,) = process.changes.describe_renames()
         assert state["from"] == "old/"
@@ -306,7 +279,6 @@ async def test_a_fault_in_one_rename_ends_no_mount(
         process.changes.pending_renames("", hurry=True)
         await wait_all_tasks_blocked(0.01)
         assert process.changes.describe_renames() == []
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(mount: MortalMount) -> None:
@@ -340,14 +312,13 @@ async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -
         assert await process.listing() == ["new"]
         (state,) = process.changes.describe_renames()
         assert (state["phase"], state["copied"], state["deleted"]) == ("deleting", 8, 7)
-        # What comes into being under the old name stays.
-        await process.mkdir("old")
-        await process.save("old/1", b"1")
+        # What another client makes under the old name stays.
+        mount.store.put("old/1", b"of another node")
         mount.store.before = lambda _what, _key: None
-        await process.changes._renames.finish(process.changes._renames._unfinished[0])
+        process.changes.pending_renames("", hurry=True)
+        await process.mkdir("old")  # which waits
         assert below(mount.store, "new/") == tree
-        assert below(mount.store, "old/") == {"1": b"1"}
-        assert await process.load("old/1") == b"1"
+        assert below(mount.store, "old/") == {"1": b"of another node"}
 
 
 async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> None:
@@ -381,13 +352,25 @@ async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> N
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("record", [b"{", b"{}", b"[]", b"\xff", b'{"source": "", "phase": ""}'])
-async def test_a_damaged_record_ends_no_mount(mount: MortalMount, record: bytes) -> None:
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (b"{", "damaged"),
+        (b"[]", "damaged"),
+        (b"\xff", "damaged"),
+        (b'{"format": 2, "phase": ""}', "damaged"),
+        (b'{"source": "", "phase": "copying"}', "of another version of fusefs"),
+    ],
+)
+async def test_a_record_that_cannot_be_used_ends_no_mount(
+    mount: MortalMount, record: bytes, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = mount.directory / "renames" / "1.json"
     path.parent.mkdir()
     path.write_bytes(record)
     async with mount.serving() as process:
         assert process.changes.describe_renames() == []
+    assert [why in line for line in caplog.messages] == [True]
     assert path.read_bytes() == record
 
 
@@ -408,9 +391,7 @@ async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: P
         mount.reboot()
         mount.store.requests.clear()
         async with mount.serving() as process:
-            for one in list(process.changes._renames._unfinished):
-                assert await process.changes._renames.finish(one)
-            assert process.changes.describe_renames() == []
+            await finished(process)
             if is_on_record:
                 assert below(mount.store, "new/") == tree
                 assert await process.listing() == ["new"]
@@ -425,7 +406,8 @@ async def test_a_record_of_another_bucket_is_left_alone(mount: MortalMount) -> N
     record = mount.directory / "renames" / "1.json"
     record.parent.mkdir()
     text = (
-        '{"source": "other", "old": "old/", "new": "new/", "phase": "copying",'
+        '{"format": 2, "mount": "1", "until_ns": null, "is_switching": false,'
+        ' "source": "other", "old": "old/", "new": "new/", "phase": "copying",'
         ' "has_replaced": false}'
     )
     record.write_text(text)

@@ -1,4 +1,4 @@
-"""What programs change while a directory's rename is not finished: it stays as they made it.
+"""Changes beside the rename of a directory that is not finished: they wait for its end.
 
 The rename is gone on with later: by the next process after a kill, or by the same
 one where S3 refused something.
@@ -12,20 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs.posix.directory import pending_changes
-from fusefs.posix.journal.line_log import LineLog
-from fusefs.posix.namespace import prefix_copy
-from fusefs.posix.namespace.prefix_copy import PrefixCopy
-from fusefs.posix.namespace.rename_job import RenameJob, RenameJobs
-from fusefs.posix.namespace.touched_keys import KeysTouchedMeanwhile, Phase
 from fusefs.posix.types import NewAttributes
-from fusefs.store.errors import ExistsError, StoreError, UnreachableError
+from fusefs.store.errors import StoreError, UnreachableError
 from tests.support.held_copies import HeldCopies
 from tests.support.memory_store import MemoryStore
 from tests.support.semantics import states
@@ -59,34 +52,6 @@ class Stop:
             if self.error is not None:
                 raise self.error
 
-    async def then(self, act: Callable[..., Awaitable[None]], *args: str) -> None:
-        """Do something once the request is under way."""
-        await self.reached.wait()
-        await act(*args)
-
-    async def end_after(self, made: Made, *keys: str) -> None:
-        """Answer once these keys have been copied to."""
-        await made.wait("COPY", *keys)
-        self.go_on.set()
-
-
-class Made:
-    """Waits for requests that have been executed."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        self._done: set[tuple[str, str]] = set()
-        self._more = trio.Event()
-        store.after = self._note
-
-    def _note(self, what: str, key: str) -> None:
-        self._done.add((what, key))
-        self._more.set()
-        self._more = trio.Event()
-
-    async def wait(self, what: str, *keys: str) -> None:
-        while not {(what, key) for key in keys} <= self._done:
-            await self._more.wait()
-
 
 @asynccontextmanager
 async def killed(mount: MortalMount) -> AsyncIterator[tuple[Process, trio.Nursery]]:
@@ -98,37 +63,35 @@ async def killed(mount: MortalMount) -> AsyncIterator[tuple[Process, trio.Nurser
     except* DiedError:
         pass
     mount.store.pause = trio.lowlevel.checkpoint
-    mount.store.before = mount.store.after = lambda _what, _key: None
+    live_on(mount.store)
 
 
 @asynccontextmanager
 async def killed_while_copying(mount: MortalMount) -> AsyncIterator[Process]:
     """A process that is killed once all but a/z has been copied to b/."""
-    stop, made = Stop(mount.store, "COPY", "b/z"), Made(mount.store)
+    stop = Stop(mount.store, "COPY", "b/z")
     async with killed(mount) as (process, nursery):
         await process.listing("a")
         nursery.start_soon(process.rename, "a", "b")
-        await made.wait("COPY", "b/x", "b/y")
         await stop.reached.wait()
+        await wait_all_tasks_blocked()
         yield process
+
+
+def live_on(store: MemoryStore) -> None:
+    store.before = store.after = lambda _what, _key: None
+
+
+async def finished(process: Process) -> None:
+    """Wait until no rename is on record."""
+    while process.changes.describe_renames():  # noqa: ASYNC110 - there is no event
+        await trio.sleep(0.001)
 
 
 async def overwrite(process: Process, path: str, data: bytes) -> None:
     fh = await process.open(path, os.O_WRONLY | os.O_TRUNC)
     await process.write(fh, 0, data)
     await process.close(fh)
-
-
-async def finish(process: Process) -> None:
-    for one in list(process.changes._renames._unfinished):
-        await process.changes._renames.finish(one)
-
-
-async def touched(process: Process, key: str) -> None:
-    """Wait until a key counts as changed."""
-    (renaming,) = process.changes._renames._unfinished
-    while not renaming.touched.has(key):  # noqa: ASYNC110 - there is no event
-        await trio.sleep(0.001)
 
 
 async def chmod(process: Process, path: str, mode: int) -> None:
@@ -138,162 +101,184 @@ async def chmod(process: Process, path: str, mode: int) -> None:
     await process.writer.deferred.drain()
 
 
-async def remove(process: Process, path: str) -> None:
-    await process.unlink(path)
+XYZ = {"b/x": b"x", "b/y": b"y", "b/z": b"z"}
+YZ = {"b/y": b"y", "b/z": b"z"}
+Act = Callable[[Process, str], Awaitable[None]]
+# Changes below a directory of some name, and what there is once they are done.
+CHANGES: dict[str, tuple[Act, dict[str, bytes]]] = {
+    "create": (lambda process, at: process.save(f"{at}/new", b"new"), XYZ | {"b/new": b"new"}),
+    "close": (lambda process, at: overwrite(process, f"{at}/x", b"2"), XYZ | {"b/x": b"2"}),
+    "unlink": (lambda process, at: process.unlink(f"{at}/x"), YZ),
+    "rename": (lambda process, at: process.rename(f"{at}/x", "c"), YZ | {"c": b"x"}),
+    "chmod": (lambda process, at: chmod(process, f"{at}/x", 0o600), XYZ),
+    "chmod of the directory": (lambda process, at: chmod(process, at, 0o700), XYZ),
+}
+MODES = {"chmod": ("b/x", 0o100600), "chmod of the directory": ("b/", 0o40700)}
 
 
-async def move_away(process: Process, path: str) -> None:
-    await process.rename(path, "elsewhere")
-
-
-async def remove_many(process: Process, path: str) -> None:
-    """Where a program removes many files that is put on record, else."""
-    mutations = process.operations.mutations
-    assert mutations is not None
-    for number in range(10):
-        await process.save(f"other{number}", b"")
-        await process.unlink(f"other{number}")
-    process.writer.removals.note_allowed(path)
-    parent = await process.node("a")
-    answer = mutations.unlink(parent.nodeid, path[2:].encode(), process.caller())
-    if answer is not None:
-        await answer
-
-
-@pytest.mark.parametrize("how", [remove, move_away, remove_many])
-@states(
-    "What this mount changes below the old or the new name of a directory while its rename is"
-    " not finished stays as it was changed, whatever the daemon dies of meanwhile."
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("what", "key", "name"), [("COPY", "b/z", "a"), ("DELETE", "a/", "a"), ("DELETES", "", "b")]
 )
-async def test_what_is_removed_while_it_is_copied_stays_removed(
-    mount: MortalMount, how: Callable[[Process, str], Awaitable[None]]
+async def test_a_change_below_a_directory_waits_for_its_rename(
+    mount: MortalMount, change: str, what: str, key: str, name: str
 ) -> None:
-    async with killed_while_copying(mount) as process:
-        await how(process, "a/x")
-    mount.store.objects.pop("elsewhere", None)
+    stop = Stop(mount.store, what, key)
+    act, expected = CHANGES[change]
     async with mount.serving() as process:
-        await finish(process)
-    assert mount.store.contents() == {"b/y": b"y", "b/z": b"z"}
-
-
-async def test_what_is_removed_while_the_rename_begins_stays_removed(mount: MortalMount) -> None:
-    """Its DELETE is under way by then, and executed after it was copied."""
-    stop, made = Stop(mount.store, "DELETE", "a/x"), Made(mount.store)
-    async with killed(mount) as (process, nursery):
         await process.listing("a")
-        nursery.start_soon(stop.then, process.rename, "a", "b")
-        nursery.start_soon(stop.end_after, made, "b/x", "b/y", "b/z")
-        await process.unlink("a/x")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.rename, "a", "b")
+            await stop.reached.wait()
+            before = mount.store.contents()
+            nursery.start_soon(act, process, name)
+            await wait_all_tasks_blocked()
+            assert mount.store.contents() == before
+            assert await process.load(f"{name}/y") == b"y"
+            assert await process.listing(name) == ["x", "y", "z"]
+            (state,) = process.changes.describe_renames()
+            assert (state["waiting"], state["waiting_keys"][0][0]) == (1, name)
+            stop.go_on.set()
+    assert mount.store.contents() == expected
+    for made, mode in [MODES[change]] if change in MODES else []:
+        assert (mount.store.objects[made].info.metadata or {})["mode"] == str(mode)
+
+
+async def test_the_names_themselves_wait(mount: MortalMount) -> None:
+    stop = Stop(mount.store, "DELETES", "")
     async with mount.serving() as process:
-        await finish(process)
-    assert mount.store.contents() == {"b/y": b"y", "b/z": b"z"}
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-async def test_what_is_overwritten_while_it_is_copied_is_copied_again(
-    mount: MortalMount, is_known: bool
-) -> None:
-    """The copy is of the old content, and younger than the new one."""
-    async with killed_while_copying(mount) as process:
-        if is_known:
-            await overwrite(process, "a/x", b"2")
-        else:
-            mount.store.put("a/x", b"2")
-        mount.store.put("b/x", b"x")
-    async with mount.serving() as process:
-        await finish(process)
-    assert mount.store.contents() == {"b/x": b"2", "b/y": b"y", "b/z": b"z"}
-
-
-async def test_what_is_removed_while_it_is_copied_again_leaves_no_older_copy(
-    mount: MortalMount,
-) -> None:
-    async with killed_while_copying(mount) as process:
-        await overwrite(process, "a/x", b"2")
-    stop = Stop(mount.store, "COPY", "b/x")
-    async with mount.serving() as process, trio.open_nursery() as nursery:
-        nursery.start_soon(finish, process)
-        await stop.reached.wait()
-        await process.unlink("a/x")
-        stop.go_on.set()
-    assert mount.store.contents() == {"b/y": b"y", "b/z": b"z"}
-
-
-async def test_a_mode_that_is_set_while_its_file_is_copied_goes_along(mount: MortalMount) -> None:
-    async with killed_while_copying(mount) as process:
-        await chmod(process, "a/x", 0o600)
-        mount.store.put("b/x", b"x")
-    async with mount.serving() as process:
-        await finish(process)
-    assert (mount.store.objects["b/x"].info.metadata or {})["mode"] == str(0o100600)
-
-
-@pytest.mark.parametrize("path", ["", "/s"])
-async def test_a_mode_that_is_set_of_a_directory_while_it_is_copied_goes_along(
-    mount: MortalMount, path: str
-) -> None:
-    mount.store.put("a/s/")
-    stop, made = Stop(mount.store, "COPY", "b/z"), Made(mount.store)
-    async with mount.serving() as process, trio.open_nursery() as nursery:
         await process.listing("a")
-        nursery.start_soon(process.rename, "a", "b")
-        await made.wait("PUT", f"b{path}/")
-        await stop.reached.wait()
-        await chmod(process, f"a{path}", 0o700)
-        stop.go_on.set()
-    assert (mount.store.objects[f"b{path}/"].info.metadata or {})["mode"] == str(0o40700)
-    assert not [key for key in mount.store.objects if key.startswith("a")]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.rename, "a", "b")
+            await stop.reached.wait()
+            nursery.start_soon(process.mkdir, "a")
+            await wait_all_tasks_blocked()
+            assert "a/" not in mount.store.objects
+            await process.mkdir("c")  # no other name does
+            stop.go_on.set()
+    assert {key for key in mount.store.objects if key.endswith("/")} == {"a/", "b/", "c/"}
 
 
-@states(
-    "What this mount changes below the old or the new name of a directory while its rename is"
-    " not finished stays as it was changed, whatever the daemon dies of meanwhile."
-)
-async def test_what_is_changed_once_a_rename_took_place_stays(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also before the disk has the record of that."""
-    has_switched = trio.Event()
-    record = RenameJobs._record
-
-    async def hang(self: RenameJobs, renaming: RenameJob, phase: Phase) -> None:
-        if phase == Phase.DELETING:
-            has_switched.set()
-            await trio.sleep_forever()
-        await record(self, renaming, phase)
-
-    monkeypatch.setattr(RenameJobs, "_record", hang)
-    async with killed(mount) as (process, nursery):
-        await process.listing("a")
-        nursery.start_soon(process.rename, "a", "b")
-        await has_switched.wait()
-        await overwrite(process, "b/x", b"newer")
-        await process.unlink("b/y")
-        await process.mkdir("a")
-        await process.save("a/z", b"z")
-    monkeypatch.undo()
-    mount.store.put("a/y", b"of another node")
-    async with mount.serving() as process:
-        await finish(process)
-    assert mount.store.contents() == {
-        "a/y": b"of another node",
-        "a/z": b"z",
-        "b/x": b"newer",
-        "b/z": b"z",
-    }
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-@states(
-    "What this mount changes below the old or the new name of a directory while its rename is"
-    " not finished stays as it was changed, whatever the daemon dies of meanwhile."
-)
-async def test_what_is_written_under_the_new_name_is_not_replaced_by_a_later_try(
-    mount: MortalMount, is_killed: bool
-) -> None:
-    """What is under the old name of that file stays as well."""
+async def test_changes_wait_for_the_next_process_as_well(mount: MortalMount) -> None:
     async with killed_while_copying(mount):
         pass
+    stop = Stop(mount.store, "COPY", "b/z")
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await stop.reached.wait()
+        nursery.start_soon(process.unlink, "a/x")
+        nursery.start_soon(overwrite, process, "a/y", b"2")
+        await wait_all_tasks_blocked()
+        assert mount.store.contents().keys() >= {"a/x", "a/y", "a/z", "b/x", "b/y"}
+        stop.go_on.set()
+    assert mount.store.contents() == {"b/y": b"2", "b/z": b"z"}
+
+
+async def test_what_is_staged_is_uploaded_by_the_next_process_after_the_rename(
+    mount: MortalMount,
+) -> None:
+    """Also where all is copied: else its old object could not be told from another client's."""
+    stop = Stop(mount.store, "DELETES", "")
+    async with killed(mount) as (process, nursery):
+        await process.listing("a")
+        fh = await process.open("a/x", os.O_RDWR)
+        await process.write(fh, 0, b"2")
+        nursery.start_soon(process.rename, "a", "b")
+        await stop.reached.wait()
+        nursery.start_soon(process.close, fh)
+        await wait_all_tasks_blocked()
+        assert mount.store.contents()["b/x"] == b"x"
+    async with mount.serving() as process:
+        await process.close(fh)
+        await finished(process)
+    assert mount.store.contents() == XYZ | {"b/x": b"2"}
+
+
+async def test_a_rename_waits_for_what_is_under_way(mount: MortalMount) -> None:
+    stop = Stop(mount.store, "DELETE", "a/x")
+    async with mount.serving() as process:
+        await process.listing("a")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.unlink, "a/x")
+            await stop.reached.wait()
+            nursery.start_soon(process.rename, "a", "b")
+            await wait_all_tasks_blocked()
+            assert mount.store.count("COPY") == 0
+            stop.go_on.set()
+    assert mount.store.contents() == YZ
+
+
+async def test_renames_that_overlap_are_made_in_their_order(mount: MortalMount) -> None:
+    """Each finds its directory where the one before has put it."""
+    mount.store.put("a/s/w", b"w")
+    stop = Stop(mount.store, "COPY", "a/t/w")
+    async with mount.serving() as process:
+        await process.listing("a")
+        directory = await process.node("a")
+        rename = process.changes.rename
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.rename, "a/s", "a/t")
+            await stop.reached.wait()
+            nursery.start_soon(process.rename, "a", "b")
+            await wait_all_tasks_blocked()
+            names = directory, "x", directory, "v"
+            nursery.start_soon(rename, *names, 0, process.caller())
+            await wait_all_tasks_blocked()
+            assert process.changes.describe_renames()[0]["waiting_keys"] == ["a"]
+            stop.go_on.set()
+    assert mount.store.contents() == {"b/t/w": b"w", "b/v": b"x", "b/y": b"y", "b/z": b"z"}
+
+
+async def test_what_waits_for_a_rename_that_is_refused_fails_with_its_error(
+    mount: MortalMount,
+) -> None:
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("DELETED", "a/z"):
+            raise UnreachableError(key)
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        await process.rename("a", "b")
+        fh = await process.open("b/x", os.O_RDWR)
+        await process.write(fh, 0, b"2")
+        for change, *names in (
+            (process.unlink, "b/y"),
+            (process.mkdir, "a"),
+            (process.rename, "b", "c"),
+            (process.close, fh),
+        ):
+            with pytest.raises((UnreachableError, OSError), match="a/z"):
+                await change(*names)
+        assert mount.store.contents() == XYZ | {"a/z": b"z"}
+        live_on(mount.store)
+        await process.unlink("b/y")  # which has it tried again
+        await process.writer.uploads.wait((await process.node("b/x")).staged)  # type: ignore[arg-type]
+    assert mount.store.contents() == {"b/x": b"2", "b/z": b"z"}
+
+
+async def test_what_another_client_replaces_while_it_is_copied_is_copied_again(
+    mount: MortalMount,
+) -> None:
+    """The copy is of the old content, and younger than the new one."""
+    async with killed_while_copying(mount):
+        mount.store.put("a/x", b"2")
+        mount.store.put("b/x", b"x")
+    async with mount.serving() as process:
+        await finished(process)
+    assert mount.store.contents() == XYZ | {"b/x": b"2"}
+
+
+@states("If the rename of a directory fails its copies are removed.")
+async def test_the_copies_of_all_processes_are_removed_if_the_last_one_fails(
+    mount: MortalMount,
+) -> None:
+    """They have ETags of their own, as those of objects in parts; the marker comes back."""
+    HeldCopies(mount.store).holds = False
+    stop = Stop(mount.store, "DELETE", "a/")
+    async with killed(mount) as (process, nursery):
+        await process.listing("a")
+        nursery.start_soon(process.rename, "a", "b")
+        await stop.reached.wait()
+    del mount.store.objects["a/"]
 
     def fail(what: str, key: str) -> None:
         if (what, key) == ("COPY", "b/z"):
@@ -301,85 +286,10 @@ async def test_what_is_written_under_the_new_name_is_not_replaced_by_a_later_try
 
     mount.store.before = fail
     async with mount.serving() as process:
-        with pytest.raises(StoreError):
-            await finish(process)
-        await overwrite(process, "b/x", b"newer")
-        await process.unlink("b/y")
-        with pytest.raises(StoreError):
-            await finish(process)
-        assert mount.store.contents() == {"a/x": b"x", "a/y": b"y", "a/z": b"z", "b/x": b"newer"}
-        mount.store.before = lambda _what, _key: None
-        if not is_killed:
-            await finish(process)
-    async with mount.serving() as process:
-        await finish(process)
-    assert mount.store.contents() == {"a/x": b"x", "a/y": b"y", "b/x": b"newer", "b/z": b"z"}
-
-
-@states(
-    "The rename of a directory fails with EEXIST if programs put files below its new name"
-    " meanwhile."
-)
-async def test_files_that_are_made_under_the_new_name_end_a_rename(mount: MortalMount) -> None:
-    stop = Stop(mount.store, "COPY", "b/z")
-    async with mount.serving() as process, trio.open_nursery() as nursery:
-        await process.listing()
-        refused = trio.Event()
-
-        async def rename() -> None:
-            with pytest.raises(ExistsError):
-                await process.rename("a", "b")
-            refused.set()
-
-        nursery.start_soon(rename)
-        await stop.reached.wait()
-        await process.mkdir("b")
-        nursery.start_soon(process.save, "b/z", b"other")
-        await touched(process, "b/z")
-        await wait_all_tasks_blocked()
-        assert "b/z" not in mount.store.objects, "it did not wait for the copy"
-        stop.go_on.set()
-        await refused.wait()
-    assert mount.store.contents() == {"a/x": b"x", "a/y": b"y", "a/z": b"z", "b/z": b"other"}
-
-
-@states(
-    "The rename of a directory fails with EEXIST if programs put files below its new name"
-    " meanwhile."
-)
-async def test_a_file_that_is_open_under_the_new_name_ends_a_rename(mount: MortalMount) -> None:
-    stop = Stop(mount.store, "COPY", "b/z")
-    async with mount.serving() as process, trio.open_nursery() as nursery:
-        await process.listing()
-
-        async def rename() -> None:
-            with pytest.raises(ExistsError):
-                await process.rename("a", "b")
-            await process.close(fh)
-
-        nursery.start_soon(rename)
-        await stop.reached.wait()
-        await process.mkdir("b")
-        fh = await process.create("b/x", b"other")
-        stop.go_on.set()
-    assert mount.store.contents() == {"a/x": b"x", "a/y": b"y", "a/z": b"z", "b/x": b"other"}
-
-
-async def test_a_file_that_is_open_under_the_new_name_replaces_none_in_a_later_try(
-    mount: MortalMount,
-) -> None:
-    async with killed_while_copying(mount):
-        pass
-    mount.store.objects.pop("b/x")
-    async with mount.serving() as process:
-        await process.node("b")
-        fh = await process.create("b/x", b"other")
-        await process.create("b/new", b"")
-        await finish(process)
-        await process.close(fh)
-        assert sorted(await process.listing("b")) == ["new", "x", "y", "z"]
-    contents = {"a/x": b"x", "b/x": b"other", "b/y": b"y", "b/z": b"z"}
-    assert mount.store.contents() == contents
+        await finished(process)
+        assert await process.listing("a") == ["x", "y", "z"]
+        await process.unlink("a/x")
+    assert set(mount.store.objects) == {"a/", "a/y", "a/z"}
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -405,139 +315,6 @@ async def test_a_directory_whose_files_would_have_too_long_keys_is_not_renamed(
     assert mount.store.contents() == left
 
 
-async def test_what_has_another_etag_is_not_copied_at_each_try(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As what was uploaded in parts has: whether it is a copy can't be seen."""
-    HeldCopies(mount.store).holds = False
-    async with killed_while_copying(mount):
-        pass
-
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("COPY", "b/z"):
-            raise StoreError("archived")
-
-    mount.store.before = fail
-    monkeypatch.setattr(prefix_copy, "AT_ONCE", 1)  # in the order of their names
-    async with mount.serving() as process:
-        for _ in range(3):
-            with pytest.raises(StoreError):
-                await finish(process)
-    assert mount.store.requests.count(("COPY", "b/x")) == 2
-
-
-async def test_what_cannot_be_put_on_record_fails(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("DELETED", "a/z"):
-            raise UnreachableError(key)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    mount.store.before = fail
-    async with mount.serving() as process:
-        await process.rename("a", "b")
-        monkeypatch.setattr(LineLog, "append", full)
-        with pytest.raises(OSError, match=rf"\[Errno {errno.ENOSPC}\]"):
-            await process.unlink("b/x")
-        with pytest.raises(OSError, match=rf"\[Errno {errno.ENOSPC}\]"):
-            await process.rename("b/y", "elsewhere")
-        monkeypatch.undo()
-        assert mount.store.contents() == {"a/z": b"z", "b/x": b"x", "b/y": b"y", "b/z": b"z"}
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-@states(
-    "What this mount changes below the old or the new name of a directory while its rename is"
-    " not finished stays as it was changed, whatever the daemon dies of meanwhile."
-)
-async def test_what_is_made_under_the_old_name_is_not_deleted_by_a_later_try(
-    mount: MortalMount, is_killed: bool
-) -> None:
-    """It has the size of what is under the new one, or is the same, and is older."""
-
-    def fail(what: str, key: str) -> None:
-        if what == "DELETED" and key in ("a/y", "a/z"):
-            raise UnreachableError(key)
-
-    mount.store.before = fail
-    async with killed(mount) as (process, _):
-        await process.rename("a", "b")
-        await process.mkdir("a")
-        await process.save("a/x", b"2")
-        await overwrite(process, "b/x", b"3")
-        mount.store.put("a/z", b"z")
-        mount.store.put("b/z", b"z")
-        with pytest.raises(UnreachableError):
-            await process.rename("b", "c")  # which has to wait
-        if not is_killed:
-            mount.store.before = lambda _what, _key: None
-            await finish(process)
-    if is_killed:
-        async with mount.serving() as process:
-            await finish(process)
-    expected = {"a/x": b"2", "a/z": b"z", "b/x": b"3", "b/y": b"y", "b/z": b"z"}
-    assert mount.store.contents() == expected
-    assert "a/" in mount.store.objects
-
-
-async def test_what_is_made_anew_while_the_old_is_deleted_stays(mount: MortalMount) -> None:
-    """Also what is the same."""
-    go_on, has_request = trio.Event(), trio.Event()
-    delete_many = mount.store.delete_many
-
-    async def held(*args: Any) -> Any:
-        has_request.set()
-        await go_on.wait()
-        return await delete_many(*args)
-
-    mount.store.delete_many = held  # type: ignore[method-assign, assignment]
-    async with mount.serving() as process, trio.open_nursery() as nursery:
-        await process.listing("a")
-        nursery.start_soon(process.rename, "a", "b")
-        await has_request.wait()
-        await process.mkdir("a")
-        await process.mkdir("a/sub")
-        nursery.start_soon(process.save, "a/x", b"x")
-        await touched(process, "a/x")
-        go_on.set()
-    assert set(mount.store.objects) == {"a/", "a/sub/", "a/x", "b/", "b/x", "b/y", "b/z"}
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-async def test_a_rename_that_is_undone_takes_nothing_that_is_wanted(
-    mount: MortalMount, is_killed: bool
-) -> None:
-    """As when a program copies a/x once more, and then removes what it has under b/."""
-    mount.store.put("a/w", b"w")
-
-    def fail(what: str, key: str) -> None:
-        if what == "DELETED" and key.startswith("b/"):
-            raise UnreachableError(key)
-
-    mount.store.before = fail
-    stop, made = Stop(mount.store, "COPY", "b/z"), Made(mount.store)
-    stop.error = UnreachableError("b/z")
-    async with killed(mount) as (process, nursery):
-        await process.listing("a")
-        nursery.start_soon(stop.end_after, made, "b/w", "b/x", "b/y")
-        with pytest.raises(UnreachableError):
-            await process.rename("a", "b")
-        await process.mkdir("b")
-        await process.save("b/x", b"x")
-        await process.unlink("a/x")
-        await process.unlink("a/y")
-        if not is_killed:
-            mount.store.before = lambda _what, _key: None
-            await finish(process)
-    if is_killed:
-        async with mount.serving() as process:
-            await finish(process)
-    assert mount.store.contents() == {"a/w": b"w", "a/z": b"z", "b/x": b"x", "b/y": b"y"}
-
-
 @pytest.mark.parametrize("is_listed", [False, True])
 async def test_what_is_looked_up_while_its_directory_is_renamed_goes_along(
     mount: MortalMount, is_listed: bool
@@ -558,69 +335,28 @@ async def test_what_is_looked_up_while_its_directory_is_renamed_goes_along(
         assert not [key for key in known if key.startswith("a/")]
 
 
-async def test_what_is_created_while_its_directory_is_renamed_goes_along(
+async def test_what_is_created_before_its_directory_is_renamed_goes_along(
     mount: MortalMount,
 ) -> None:
     """Also where the bucket decides first whether it is new."""
-    stop, made = Stop(mount.store, "PUT", "a/new"), Made(mount.store)
+    stop = Stop(mount.store, "PUT", "a/new")
     async with mount.serving(reserves_always=True) as process:
         mutations = process.operations.mutations
         assert mutations is not None
         parent = await process.node("a")
         flags = os.O_RDWR | os.O_EXCL
-
-        async def answer_late() -> None:
-            await made.wait("COPY", "b/x", "b/y", "b/z")
-            await wait_all_tasks_blocked(0.05)  # the rename goes no further
-            stop.go_on.set()
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(stop.then, process.rename, "a", "b")
-            nursery.start_soon(answer_late)
+
+            async def rename() -> None:
+                await stop.reached.wait()
+                nursery.start_soon(process.rename, "a", "b")
+                await wait_all_tasks_blocked()
+                stop.go_on.set()
+
+            nursery.start_soon(rename)
             answer = mutations.create(parent.nodeid, b"new", 0o100644, flags, process.caller())
             assert not isinstance(answer, tuple)
             _, opened = await answer
         await process.write(opened.fh, 0, b"new")
         await process.close(opened.fh)
-    assert mount.store.contents() == {"b/new": b"new", "b/x": b"x", "b/y": b"y", "b/z": b"z"}
-
-
-async def test_what_could_not_be_copied_again_is_copied_by_the_next_try(tmp_path: Path) -> None:
-    """Its attributes were changed within the second in which it had been copied before."""
-    store = MemoryStore()
-    store.put("a/x", b"x")
-    touched = KeysTouchedMeanwhile(tmp_path / "1.touched", "a/", "b/", Phase.COPYING)
-    copies = PrefixCopy(store, touched, -1, lambda _: False, is_strict=False)
-    await copies.copy_all()
-    touched.note("a/x")
-
-    def refuse(what: str, _key: str) -> None:
-        if what == "COPY":
-            raise UnreachableError("not now")
-
-    store.before = refuse
-    with pytest.raises(UnreachableError):
-        await copies.copy_all()
-    store.before = lambda _what, _key: None
-    count = store.count("COPY")
-    await copies.copy_all()
-    assert store.count("COPY") == count + 1
-
-
-async def test_a_rename_that_takes_long_takes_along_what_was_changed_at_its_beginning(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pending_changes, "KEPT_S", -1.0)  # the copies take longer than that
-    mount.store.put("other/f", b"1")
-    stop, made = Stop(mount.store, "COPY", "b/z"), Made(mount.store)
-    async with mount.serving() as process:
-        await process.listing("a")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.rename, "a", "b")
-            await made.wait("COPY", "b/x", "b/y")
-            await process.unlink("a/x")
-            await process.save("a/new", b"new")
-            await process.unlink("other/f")  # all earlier changes are forgotten
-            stop.go_on.set()
-        assert await process.listing("b") == ["new", "y", "z"]
-    assert [key for key in mount.store.objects if key[0] in "ab"] == ["b/", "b/y", "b/z", "b/new"]
+    assert mount.store.contents() == XYZ | {"b/new": b"new"}

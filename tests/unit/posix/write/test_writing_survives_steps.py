@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.posix.namespace.rename_job import RenameJobs
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import backlog, flush
 from fusefs.settings.durability import EVERYWHERE_AUTO
@@ -138,36 +136,6 @@ async def check(process: Process, mount: MortalMount, expected: dict[str, bytes]
     assert mount.store.contents() == expected
     assert sorted(await process.listing()) == sorted(expected)
     assert all(not staged.is_unlinked for staged in process.writer.staging)
-
-
-async def test_a_rename_that_is_just_being_recorded_is_left_to_its_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that no program waits for are looked for at the same time."""
-    mount = MortalMount(tmp_path)
-    mount.store.put("d/a", b"a")
-    is_let_go = threading.Event()
-    write = RenameJobs._write
-
-    def write_late(self: RenameJobs, path: Path, text: str) -> None:
-        assert is_let_go.wait(LIMIT_S)
-        write(self, path, text)
-
-    monkeypatch.setattr(RenameJobs, "_write", write_late)
-    async with mount.serving() as process, trio.open_nursery() as nursery:
-        nursery.start_soon(process.rename, "d", "e")
-        await trio.testing.wait_all_tasks_blocked(0.05)
-        nursery.start_soon(process.changes.run)
-        await trio.testing.wait_all_tasks_blocked(0.05)
-        assert mount.store.contents() == {"d/a": b"a"}
-        is_let_go.set()
-        with trio.fail_after(LIMIT_S):
-            while mount.store.contents() != {"e/a": b"a"}:  # noqa: ASYNC110 - there is no event
-                await trio.sleep(0.001)
-            while process.changes.describe_renames():  # noqa: ASYNC110 - there is no event
-                await trio.sleep(0.001)
-        nursery.cancel_scope.cancel()
-    assert list((tmp_path / "renames").iterdir()) == []
 
 
 @pytest.mark.parametrize("daemons", [1, 2])
