@@ -19,158 +19,96 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusefs import __version__
+from fusefs import __version__ as __version__
 from fusefs.cluster_cache.access import AccessError as ClusterCacheAccessError
 from fusefs.cluster_cache.access import read as check_cluster_cache
-from fusefs.daemon.log_handlers import OneLineFormatter
-from fusefs.exporter.main import address_of
+from fusefs.daemon.log_handlers import OneLineFormatter as OneLineFormatter
+from fusefs.exporter.main import address_of as address_of
 from fusefs.exporter.queries import Target as MetricsTarget
 from fusefs.exporter.queries import target_at as metrics_target
 from fusefs.launch import registry
-from fusefs.launch.control import MALFORMED, ControlError, Message, NotAnsweringError
-from fusefs.launch.launcher import NotUpError, SupervisorAddress, resume, start
-from fusefs.launch.mount_requests import (
-    MountEndedError,
-    daemon_pid,
-    daemon_request,
-    keeper_pid,
-    keeper_request,
-    keeper_status,
-)
-from fusefs.launch.preflight import LaunchError, check
-from fusefs.launch.registry import MountsError
+from fusefs.launch.control import MALFORMED as MALFORMED
+from fusefs.launch.control import ControlError as ControlError
+from fusefs.launch.control import Message as Message
+from fusefs.launch.control import NotAnsweringError as NotAnsweringError
+from fusefs.launch.launcher import NotUpError as NotUpError
+from fusefs.launch.launcher import SupervisorAddress as SupervisorAddress
+from fusefs.launch.launcher import resume, start
+from fusefs.launch.mount_requests import MountEndedError as MountEndedError
+from fusefs.launch.mount_requests import daemon_pid as daemon_pid
+from fusefs.launch.mount_requests import daemon_request as daemon_request
+from fusefs.launch.mount_requests import keeper_pid as keeper_pid
+from fusefs.launch.mount_requests import keeper_status as keeper_status
+from fusefs.launch.preflight import LaunchError as LaunchError
+from fusefs.launch.preflight import check
+from fusefs.launch.registry import MountsError as MountsError
 from fusefs.launch.registry import resolve as resolve_path
 from fusefs.linux.files import replace as replace_file
-from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount
-from fusefs.linux.mountinfo import KernelMount, kernel_mounts
-from fusefs.linux.processes import has_ended
-from fusefs.posix.nodes.names import PRIVATE
+from fusefs.linux.libc import MNT_DETACH as MNT_DETACH
+from fusefs.linux.libc import UMOUNT_NOFOLLOW as UMOUNT_NOFOLLOW
+from fusefs.linux.libc import umount as umount
+from fusefs.linux.mountinfo import KernelMount as KernelMount
+from fusefs.linux.mountinfo import kernel_mounts as kernel_mounts
+from fusefs.linux.processes import has_ended as has_ended
+from fusefs.posix.nodes.names import PRIVATE as PRIVATE
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
-from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
-from fusefs.settings.sources import split_options
-from fusefs.settings.types import (
-    CONNECTIONS,
-    DURATION,
-    MIB,
-    MIN_FREE,
-    SHARE,
-    SIZE,
-    SWITCH,
-    URL,
-    WORD,
-    Addressing,
-    MinFree,
-    MountSource,
-    SettingType,
-    at_least,
-    choice,
-    parse_source,
-)
-from fusefs.store.customer_key import CustomerKey, CustomerKeyError
+from fusefs.settings.mount import Layer as Layer
+from fusefs.settings.mount import MountSettings as MountSettings
+from fusefs.settings.mount import RawValue as RawValue
+from fusefs.settings.mount import SettingsError as SettingsError
+from fusefs.settings.mount import build as build
+from fusefs.settings.sources import split_options as split_options
+from fusefs.settings.types import CONNECTIONS as CONNECTIONS
+from fusefs.settings.types import DURATION as DURATION
+from fusefs.settings.types import MIB as MIB
+from fusefs.settings.types import MIN_FREE as MIN_FREE
+from fusefs.settings.types import SHARE as SHARE
+from fusefs.settings.types import SIZE as SIZE
+from fusefs.settings.types import SWITCH as SWITCH
+from fusefs.settings.types import URL as URL
+from fusefs.settings.types import WORD as WORD
+from fusefs.settings.types import Addressing as Addressing
+from fusefs.settings.types import MinFree as MinFree
+from fusefs.settings.types import MountSource as MountSource
+from fusefs.settings.types import SettingType as SettingType
+from fusefs.settings.types import at_least as at_least
+from fusefs.settings.types import choice as choice
+from fusefs.settings.types import parse_source as parse_source
+from fusefs.store.customer_key import CustomerKey as CustomerKey
+from fusefs.store.customer_key import CustomerKeyError as CustomerKeyError
 from fusefs.store.customer_key import parse as parse_customer_key
-from fusefs.store.errors import (
-    NO_CREDENTIALS,
-    AccessDeniedError,
-    CredentialsError,
-    ErrorCode,
-    ExistsError,
-    NotFoundError,
-    StaleVersionError,
-    StoreError,
-    UnsupportedError,
-    from_code,
-    translate,
-)
-from fusefs.store.s3.special_buckets import AccessPoint, customer_key_obstacle
+from fusefs.store.errors import NO_CREDENTIALS as NO_CREDENTIALS
+from fusefs.store.errors import AccessDeniedError as AccessDeniedError
+from fusefs.store.errors import CredentialsError as CredentialsError
+from fusefs.store.errors import ErrorCode as ErrorCode
+from fusefs.store.errors import ExistsError as ExistsError
+from fusefs.store.errors import NotFoundError as NotFoundError
+from fusefs.store.errors import StaleVersionError as StaleVersionError
+from fusefs.store.errors import StoreError as StoreError
+from fusefs.store.errors import UnsupportedError as UnsupportedError
+from fusefs.store.errors import from_code as from_code
+from fusefs.store.errors import translate as translate
+from fusefs.store.s3.special_buckets import AccessPoint as AccessPoint
+from fusefs.store.s3.special_buckets import customer_key_obstacle as customer_key_obstacle
 from fusefs.store.s3.special_buckets import obstacle as bucket_obstacle
-from fusefs.store.s3.write_options import WriteOptions
+from fusefs.store.s3.write_options import WriteOptions as WriteOptions
 
 if TYPE_CHECKING:
     import argparse
 
     from fusefs.store.http.trust import Trust as Trust
 
+# What is called otherwise here; "X as X" above offers a name as it is.
 __all__ = [
-    "CONNECTIONS",
-    "DURATION",
     "LEAST_MEMORY",
-    "MALFORMED",
-    "MIB",
-    "MIN_FREE",
-    "MNT_DETACH",
-    "NO_CREDENTIALS",
-    "PRIVATE",
-    "SHARE",
-    "SIZE",
-    "SWITCH",
-    "UMOUNT_NOFOLLOW",
-    "URL",
-    "WORD",
-    "AccessDeniedError",
-    "AccessPoint",
-    "Addressing",
     "ClusterCacheAccessError",
-    "ControlError",
-    "CredentialsError",
-    "CustomerKey",
-    "CustomerKeyError",
-    "ErrorCode",
-    "ExistsError",
-    "KernelMount",
-    "LaunchError",
-    "Layer",
-    "Message",
     "MetricsTarget",
-    "MinFree",
-    "MountEndedError",
-    "MountSettings",
-    "MountSource",
-    "MountsError",
-    "NotAnsweringError",
-    "NotFoundError",
-    "NotUpError",
-    "OneLineFormatter",
-    "RawValue",
-    "SettingType",
-    "SettingsError",
-    "StaleVersionError",
-    "StoreError",
-    "SupervisorAddress",
-    "UnsupportedError",
-    "WriteOptions",
-    "__version__",
-    "address_of",
-    "at_least",
     "bucket_obstacle",
-    "build",
-    "certificates_for",
     "check_cluster_cache",
-    "choice",
-    "command_parser",
-    "customer_key_obstacle",
-    "daemon_pid",
-    "daemon_request",
-    "describe_duration",
-    "describe_warming",
-    "from_code",
-    "has_ended",
-    "keeper_pid",
-    "keeper_request",
-    "keeper_status",
-    "kernel_mounts",
     "metrics_target",
     "parse_customer_key",
-    "parse_source",
-    "remove_registration",
     "replace_file",
     "resolve_path",
-    "resume_mount",
-    "serve_metrics",
-    "split_options",
-    "start_mount",
-    "translate",
-    "umount",
-    "use_runtime_directory",
 ]
 
 

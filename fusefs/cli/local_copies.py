@@ -11,7 +11,6 @@ from fusefs.cli.status_report import human_size
 from fusefs.launch.control import CommandError
 from fusefs.settings.display import shown
 
-NAMED = 3
 # What the beginnings of names say of jobs, and not of paths.
 OF_JOBS = ("has_ended", "why", "in_use", "dropped")
 
@@ -28,8 +27,9 @@ def unpin(paths: Sequence[Path]) -> None:
     wrong = []
     for path in paths:
         mountpoint, below = sync.find(path)
-        answer = polling.finish(mountpoint, {"command": "unpin", "path": below}, _unpinning)
-        if answer.get("why"):
+        message = {"command": "unpin", "path": below}
+        answer = polling.finish(mountpoint, message, lambda _: "removing pins")
+        if answer["why"]:
             raise CommandError(f"{path}: {answer['why']}")
         if answer["above"]:
             above = ", ".join(str(mountpoint / pin) for pin in answer["above"])
@@ -37,9 +37,8 @@ def unpin(paths: Sequence[Path]) -> None:
         elif not answer["pins"]:
             wrong.append(f"{path} is not pinned")
     if wrong:
-        raise CommandError(
-            "; ".join(wrong[:3]) + (f" and {len(wrong) - 3:,} more" * (len(wrong) > 3))
-        )
+        more = f" and {len(wrong) - 3:,} more" if len(wrong) > 3 else ""
+        raise CommandError("; ".join(wrong[:3]) + more)
 
 
 def drop(path: Path, *, is_forced: bool) -> bool:
@@ -58,11 +57,9 @@ def drop(path: Path, *, is_forced: bool) -> bool:
     if is_pinned:
         texts.append(f"{_files(job, 'pinned_')} pinned (fusefs unpin, or --force)")
     if job["in_use_files"]:
-        names = ", ".join(job["in_use"])
         more = job["in_use_files"] - len(job["in_use"])
-        texts.append(
-            f"{_files(job, 'in_use_')} in use: {names}" + (f" and {more:,} more" if more else "")
-        )
+        names = ", ".join(job["in_use"]) + (f" and {more:,} more" if more else "")
+        texts.append(f"{_files(job, 'in_use_')} in use: {names}")
     if job["pending_files"]:
         texts.append(f"{_files(job, 'pending_')} not in the bucket yet")
     print(shown(f"{path}: {'; '.join(texts)}"))
@@ -109,10 +106,6 @@ def _pinned(job: Job) -> str:
 def _files(job: Job, kind: str) -> str:
     count = job[f"{kind}files"]
     return f"{count:,} file{'s' * (count != 1)}, {human_size(job[f'{kind}bytes'])}"
-
-
-def _unpinning(_job: Job) -> str:
-    return "removing pins"
 
 
 def _progress(job: Job) -> str:

@@ -39,10 +39,8 @@ def finish(
             job = daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
             last_answer = time.monotonic()
             message["start"] = False
-            # Daemons of earlier versions answered some requests at their end.
-            has_ended = job.get("has_ended", True)
-            show_line("" if has_ended else describe(job))
-            if has_ended:
+            show_line("" if job["has_ended"] else describe(job))
+            if job["has_ended"]:
                 return job
         except control.NotAnsweringError as error:
             if time.monotonic() - last_answer > SILENCE_S:

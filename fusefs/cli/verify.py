@@ -42,7 +42,7 @@ def report(path: Path, job: dict[str, Any]) -> bool:
         f"{shown(str(path))}: {job['files']:,} files with {size} in the cache compared,"
         f" {job['differed_files'] + job['lost_files']:,} differed"
     )
-    skipped = job.get("skipped_files", 0)  # a daemon of an earlier version has none
+    skipped = job["skipped_files"]
     if skipped:
         print(f"{shown(str(path))}: {skipped:,} could not be compared; see the log, and try again")
     return not job["lost_files"] and not skipped

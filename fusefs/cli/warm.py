@@ -167,19 +167,13 @@ def start(requests: Sequence[WarmRequest]) -> Ids:
     """Start the jobs, or join those under way.
 
     Raises:
-        CommandError: a daemon is too old for such a job.
         ControlError: a mount has ended, or its daemon refused the job.
     """
     return {request: _start(request)["id"] for request in requests}
 
 
 def _start(request: WarmRequest) -> Job:
-    job = daemon_request(request.mountpoint, request.message, ANSWER_TIMEOUT_S)
-    if "id" not in job and len(request.message) > 2:
-        raise CommandError(
-            f"the daemon of {request.mountpoint} is older than this command: fusefs upgrade"
-        )
-    return {"id": request.below} | job
+    return daemon_request(request.mountpoint, request.message, ANSWER_TIMEOUT_S)
 
 
 def cancel(paths: Sequence[Path]) -> None:
@@ -247,12 +241,12 @@ def wait(ids: Ids) -> dict[WarmRequest, Job]:
 
 
 def is_complete(job: Job) -> bool:
-    """Whether a job has ended with all of its files in the cache."""
+    """True if a job has ended with all of its files in the cache."""
     return job["state"] == "ended" and not status_report.warming_troubles(job)
 
 
 def has_ended(job: Job) -> bool:
-    """Whether a job is done or was cancelled."""
+    """True if a job is done or was cancelled."""
     return job["state"] in ("ended", "cancelled")
 
 
@@ -261,7 +255,7 @@ def _jobs(ids: Ids) -> dict[WarmRequest, Job]:
     jobs = {}
     for mountpoint in dict.fromkeys(request.mountpoint for request in ids):
         answer = daemon_request(mountpoint, {"command": "warming"}, ANSWER_TIMEOUT_S)
-        known = {job.get("id", job["path"]): job for job in answer["jobs"]}
+        known = {job["id"]: job for job in answer["jobs"]}
         for request, job_id in ids.items():
             if request.mountpoint == mountpoint:
                 jobs[request] = known.get(job_id) or _again(request)

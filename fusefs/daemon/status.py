@@ -69,8 +69,8 @@ def answer(
             return job.describe()
         case {"command": "warming"}:
             return {"jobs": daemon.warmer.describe()}
-        case {"command": "unpin", "path": str(path)}:
-            return _unpin(daemon, path, request.get("start"))
+        case {"command": "unpin", "path": str(path), "start": bool(is_first)}:
+            return _unpin(daemon, path, is_first=is_first)
         case {"command": "path status", "path": str(path), "start": bool(is_first)}:
             _check(path)
             return daemon.local_copies.job(path, is_new=is_first).describe()
@@ -106,17 +106,12 @@ async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dic
     return {}
 
 
-async def _unpin(daemon: MountParts, path: str, is_first: bool | None) -> dict[str, Any]:
-    """Unpin what is pinned at and below a path, and stop fetching it.
-
-    Commands of earlier versions wait for the end, and do not send `is_first`.
-    """
+async def _unpin(daemon: MountParts, path: str, *, is_first: bool) -> dict[str, Any]:
+    """Unpin what is pinned at and below a path, and stop fetching it."""
     _check(path)
-    job = daemon.local_copies.unpinning(path, is_new=is_first is not False)
-    with trio.move_on_after(math.inf if is_first is None else UNPIN_WAIT_S):
+    job = daemon.local_copies.unpinning(path, is_new=is_first)
+    with trio.move_on_after(UNPIN_WAIT_S):
         await job.ended.wait()
-    if is_first is None and job.why:
-        raise ControlError(job.why)
     return job.describe()
 
 

@@ -24,7 +24,6 @@ _COLLAPSE_RANGE = 0x08
 # The others move what is behind, which would be another object altogether.
 ALLOCATION_MODES = KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE
 _SYNC_FILE_RANGE_WRITE = 0x02
-_AT_FDCWD, _RENAME_NOREPLACE = -100, 0x01
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
@@ -52,19 +51,6 @@ def umount(target: str, flags: int) -> None:
         OSError: with the kernel's errno.
     """
     check(_libc.umount2(os.fsencode(target), flags), target)
-
-
-def rename_new(source: str, target: str) -> None:
-    """renameat2(2) of a file to a name that is free.
-
-    Raises:
-        OSError: with the kernel's errno; EEXIST, the name is not.
-    """
-    names = os.fsencode(source), os.fsencode(target)
-    check(
-        _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_NOREPLACE)),
-        target,
-    )
 
 
 def lock_memory(memory: mmap.mmap) -> None:

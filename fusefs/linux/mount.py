@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusefs.linux import fuse_connection, libc, sockets
+from fusefs.linux.capabilities import CAP_SYS_ADMIN
 from fusefs.linux.mountinfo import FILESYSTEM_TYPE, find_mount, kernel_mounts
 
-CAP_SYS_ADMIN = 21
 # What the kernel reads ahead of a sequential reader; a new mount has 128. With
 # 4096 and more, a first read was a fifth slower: requests wait for each other.
 READ_AHEAD_KIB = 1024
@@ -43,7 +43,7 @@ class MountRequest:
 
 
 def may_mount() -> bool:
-    """Whether this process may call mount(2), and register files for passthrough."""
+    """True if this process may call mount(2), and register files for passthrough."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> CAP_SYS_ADMIN & 1)
@@ -76,10 +76,12 @@ def mount_by_helper(request: MountRequest) -> int:
     helper = shutil.which("fusermount3")
     if helper is None:
         raise MountError("an ordinary user's mount needs fusermount3: install the package fuse3")
+    given = ["nosuid", "nodev", "default_permissions", f"max_read={MAX_READ}"]
+    options = ",".join([*given, *helper_options(request, request.source)])
     ours, its = socket.socketpair()
     with ours, its:
         result = subprocess.run(
-            [helper, "-o", _helper_options(request), "--", os.fspath(request.mountpoint)],
+            [helper, "-o", options, "--", os.fspath(request.mountpoint)],
             env={**os.environ, "_FUSE_COMMFD": str(its.fileno())},
             pass_fds=[its.fileno()],
             capture_output=True,
@@ -93,11 +95,6 @@ def mount_by_helper(request: MountRequest) -> int:
         raise MountError(why[-1] if why else "fusermount3 failed without a message")
     os.set_blocking(fds[0], False)
     return fds[0]
-
-
-def _helper_options(request: MountRequest) -> str:
-    given = ["nosuid", "nodev", "default_permissions", f"max_read={MAX_READ}"]
-    return ",".join([*given, *helper_options(request, request.source)])
 
 
 def helper_options(request: MountRequest, source: str) -> list[str]:

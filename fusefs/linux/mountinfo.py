@@ -74,7 +74,7 @@ class KernelMount:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether this mount of it refuses changes; another mount of it may not."""
+        """True if this mount of it refuses changes; another mount of it may not."""
         return "ro" in self.flags.split(",")
 
     @property
@@ -114,27 +114,22 @@ def kernel_mounts() -> list[KernelMount]:
         return parse(file.read())
 
 
-def find_mount(mountpoint: Path) -> KernelMount | None:
+def find_mount(mountpoint: Path | str) -> KernelMount | None:
     """What is mounted at exactly `mountpoint`: the topmost, if several are.
 
     An automounter's own mount there (autofs) only waits for the one that is meant.
     """
-    return _find(str(mountpoint))
-
-
-def _find(path: str) -> KernelMount | None:
-    found = [
-        mount
-        for mount in kernel_mounts()
-        if mount.path == path and mount.filesystem != AUTOMOUNT_TYPE
-    ]
+    found = [mount for mount in _mounts_at(mountpoint) if mount.filesystem != AUTOMOUNT_TYPE]
     return found[-1] if found else None
 
 
 def has_automount(mountpoint: Path) -> bool:
-    """Whether an automounter waits for a mount at exactly `mountpoint` (x-systemd.automount)."""
-    path = str(mountpoint)
-    return any(one.path == path and one.filesystem == AUTOMOUNT_TYPE for one in kernel_mounts())
+    """True if an automounter waits for a mount at exactly `mountpoint` (x-systemd.automount)."""
+    return any(mount.filesystem == AUTOMOUNT_TYPE for mount in _mounts_at(mountpoint))
+
+
+def _mounts_at(mountpoint: Path | str) -> list[KernelMount]:
+    return [mount for mount in kernel_mounts() if mount.path == str(mountpoint)]
 
 
 def mount_above(path: Path) -> KernelMount | None:
@@ -166,12 +161,12 @@ def is_mountpoint(path: Path) -> bool:
 
 def connection_at(path: str) -> int | None:
     """The number of the FUSE connection that is mounted on top at `path`."""
-    mount = _find(path)
+    mount = find_mount(path)
     return mount.connection if mount is not None and mount.is_fuse else None
 
 
 def is_connection_mounted(connection: int) -> bool:
-    """Whether the FUSE connection has a mount in this namespace."""
+    """True if the FUSE connection has a mount in this namespace."""
     return any(
         mount.device == f"0:{connection}" and mount.filesystem.startswith("fuse")
         for mount in kernel_mounts()

@@ -89,11 +89,8 @@ def users_of(mountpoint: Path) -> list[tuple[int, str]]:
     Looks at working directories, roots, programs and descriptors through
     readlink alone; a mapping whose file is closed goes unseen.
     """
-    users = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _uses(entry, mountpoint):
-            users.append((int(entry.name), _command(entry)))
-    return users
+    processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [(int(one.name), _command(one)) for one in processes if _uses(one, mountpoint)]
 
 
 def _uses(process: Path, mountpoint: Path) -> bool:
