@@ -8,6 +8,7 @@ import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,67 +104,48 @@ def attempts(shared: Bucket, tmp_path: Path) -> Iterator[Attempts]:
 # --- the bucket -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "keys", "part"),
+    [
+        (("--anonymous",), {}, "access denied"),
+        (("--profile", "nope"), {}, "there is no AWS profile 'nope'"),
+        (("--ca-bundle", "/nonexistent"), {}, "/nonexistent"),
+        (("--endpoint-url", "http://127.0.0.1:1"), {}, "127.0.0.1:1: connection refused"),
+        ((), {"AWS_ACCESS_KEY_ID": "UNKNOWN"}, "the access key is not known there"),
+        ((), {"AWS_SECRET_ACCESS_KEY": "a wrong one"}, "the secret key does not match"),
+        ((), {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "no AWS credentials were"),
+    ],
+)
+def test_no_access(
+    attempts: Attempts, options: tuple[str, ...], keys: dict[str, str], part: str
+) -> None:
+    environment = attempts.environment | keys
+    attempts.environment = {name: value for name, value in environment.items() if value}
+    line = attempts.refused(*options)
+    assert part in line
+    assert "a wrong one" not in line
+
+
 def test_a_missing_bucket(attempts: Attempts) -> None:
     line = attempts.refused(source="s3://no-such-bucket/a/b")
     assert "s3://no-such-bucket/a/b" in line
     assert "there is no such bucket" in line
 
 
-def test_a_bucket_that_is_not_ours(attempts: Attempts, s3: S3Server) -> None:
+@pytest.mark.parametrize(
+    ("fault", "part"),
+    [
+        ({"code": "AccessDenied"}, "access denied"),
+        ({"code": "ExpiredToken"}, "the credentials have expired"),
+        ({"body": b"<html><body>Welcome</body></html>"}, "the answer is not a listing"),
+    ],
+)
+def test_an_endpoint_that_refuses_or_is_no_s3(
+    attempts: Attempts, s3: S3Server, fault: dict[str, Any], part: str
+) -> None:
     with FaultyS3(s3.endpoint_url) as faulty:
-        faulty.add(code="AccessDenied")
-        assert "access denied" in attempts.refused("--endpoint-url", faulty.endpoint_url)
-
-
-def test_anonymous_access_to_a_bucket_that_is_not_public(attempts: Attempts) -> None:
-    assert "access denied" in attempts.refused("--anonymous")
-
-
-def test_a_key_id_that_is_not_known(attempts: Attempts) -> None:
-    attempts.environment["AWS_ACCESS_KEY_ID"] = "UNKNOWN"
-    assert "the access key is not known there" in attempts.refused()
-
-
-def test_a_wrong_secret(attempts: Attempts) -> None:
-    attempts.environment["AWS_SECRET_ACCESS_KEY"] = "a wrong secret"
-    line = attempts.refused()
-    assert "the secret key does not match" in line
-    assert "a wrong secret" not in line
-
-
-def test_no_credentials(attempts: Attempts) -> None:
-    del attempts.environment["AWS_ACCESS_KEY_ID"]
-    del attempts.environment["AWS_SECRET_ACCESS_KEY"]
-    line = attempts.refused()
-    assert "no AWS credentials were found" in line
-    assert "--anonymous" in line
-
-
-def test_a_missing_profile_is_not_made_up_for_by_the_environment(attempts: Attempts) -> None:
-    assert "there is no AWS profile 'nope'" in attempts.refused("--profile", "nope")
-
-
-def test_expired_credentials(attempts: Attempts, s3: S3Server) -> None:
-    with FaultyS3(s3.endpoint_url) as faulty:
-        faulty.add(code="ExpiredToken")
-        line = attempts.refused("--endpoint-url", faulty.endpoint_url)
-    assert "the credentials have expired" in line
-
-
-def test_an_unreachable_endpoint(attempts: Attempts) -> None:
-    line = attempts.refused("--endpoint-url", "http://127.0.0.1:1")
-    assert line.endswith("no connection to http://127.0.0.1:1: connection refused")
-
-
-def test_an_endpoint_that_is_no_s3(attempts: Attempts, s3: S3Server) -> None:
-    with FaultyS3(s3.endpoint_url) as faulty:
-        faulty.add(body=b"<html><body>Welcome</body></html>")
-        line = attempts.refused("--endpoint-url", faulty.endpoint_url)
-    assert "the answer is not a listing" in line
-
-
-def test_a_missing_ca_bundle(attempts: Attempts) -> None:
-    assert "/nonexistent" in attempts.refused("--ca-bundle", "/nonexistent")
+        faulty.add(**fault)
+        assert part in attempts.refused("--endpoint-url", faulty.endpoint_url)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -201,52 +183,32 @@ def test_a_prefix_with_nothing_below_it_is_mentioned(attempts: Attempts, shared:
         fusefs("umount", attempts.mountpoint)
 
 
-# --- the command line ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("options", "part"),
+    ("options", "source"),
     [
-        (("--cache-size", "lots"), "--cache-size"),
-        (("--cache-size", "-1GiB"), "--cache-size"),
-        (("--metadata-ttl", "soon"), "--metadata-ttl"),
-        (("--max-connections", "0"), "--max-connections"),
-        (("--endpoint-url", "localhost"), "--endpoint-url"),
-        (("--session", "windows"), "--session"),
+        (("--cache-size", "lots"), None),
+        (("--endpoint-url", "localhost"), None),
+        (("--no-such-option",), None),
+        ((), "http://bucket"),
     ],
 )
-def test_a_value_that_cannot_be_read(
-    attempts: Attempts, options: tuple[str, ...], part: str
+def test_a_command_line_that_cannot_be_read(
+    attempts: Attempts, options: tuple[str, ...], source: str | None
 ) -> None:
-    assert part in attempts.refused(*options)
-
-
-@pytest.mark.parametrize("source", ["bucket", "http://bucket", "s3://", "s3:///key", "s3://B_!"])
-def test_a_url_that_cannot_be_read(attempts: Attempts, source: str) -> None:
-    assert source in attempts.refused(source=source)
-
-
-def test_an_option_that_does_not_exist(attempts: Attempts) -> None:
-    assert "--no-such-option" in attempts.refused("--no-such-option")
+    assert (source or options[0]) in attempts.refused(*options, source=source)
 
 
 # --- the mountpoint -------------------------------------------------------------------
 
 
-def test_a_missing_mountpoint(attempts: Attempts) -> None:
-    attempts.mountpoint.rmdir()
-    assert attempts.refused() == f"{attempts.mountpoint} does not exist; create it first"
-
-
-def test_a_mountpoint_that_is_a_file(attempts: Attempts) -> None:
-    attempts.mountpoint.rmdir()
-    attempts.mountpoint.write_text("")
-    assert "is not a directory" in attempts.refused()
-
-
-def test_a_mountpoint_that_is_not_empty(attempts: Attempts) -> None:
+def test_a_mountpoint_that_is_not_an_empty_directory(attempts: Attempts) -> None:
     (attempts.mountpoint / "file").write_text("")
     assert "is not empty" in attempts.refused()
+    (attempts.mountpoint / "file").unlink()
+    attempts.mountpoint.rmdir()
+    assert attempts.refused() == f"{attempts.mountpoint} does not exist; create it first"
+    attempts.mountpoint.write_text("")
+    assert "is not a directory" in attempts.refused()
 
 
 @states("A cache directory, or a directory for sockets, inside a fusefs mount is refused.")
@@ -267,15 +229,8 @@ def test_a_directory_inside_a_mount(attempts: Attempts, mounter: Mounter, by_lin
 def test_a_mountpoint_in_use(mounter: Mounter) -> None:
     first = mounter()
     pid = first.pid
-    result = fusefs(
-        "mount",
-        first.source,
-        first.path,
-        "--endpoint-url",
-        first.endpoint_url,
-        environment=first.environment,
-        check=False,
-    )
+    where = first.source, first.path, "--endpoint-url", first.endpoint_url
+    result = fusefs("mount", *where, environment=first.environment, check=False)
     (line,) = result.stderr.splitlines()
     assert result.returncode == 1
     assert line.startswith(f"fusefs: {first.path} is already a mount")
@@ -286,15 +241,18 @@ def test_a_mountpoint_in_use(mounter: Mounter) -> None:
 # --- the cache directory ------------------------------------------------------------------
 
 
-def test_a_file_in_the_place_of_the_cache(attempts: Attempts) -> None:
+def test_a_cache_directory_that_is_none(attempts: Attempts) -> None:
     attempts.cache.write_text("")
     assert str(attempts.cache) in attempts.refused()
-
-
-def test_a_cache_directory_below_a_file(attempts: Attempts) -> None:
-    (attempts.directory / "file").write_text("")
-    attempts.cache = attempts.directory / "file" / "cache"
-    assert str(attempts.cache) in attempts.refused()
+    below = attempts.cache / "cache"
+    assert str(below) in attempts.refused("--cache-dir", below)
+    attempts.cache.unlink()
+    attempts.cache.mkdir()
+    (attempts.cache / "letter.txt").write_text("dear reader")
+    assert "no cache of fusefs" in attempts.refused()
+    assert (attempts.cache / "letter.txt").read_text() == "dear reader"
+    os.chown(attempts.cache, NOBODY, NOBODY)
+    assert "belongs to another user" in attempts.refused()
 
 
 def test_a_cache_directory_that_cannot_be_written(attempts: Attempts) -> None:
@@ -306,19 +264,6 @@ def test_a_cache_directory_that_cannot_be_written(attempts: Attempts) -> None:
         subprocess.run(["umount", attempts.cache], check=True)
     assert str(attempts.cache) in line
     assert "read-only" in line.lower()
-
-
-def test_a_cache_directory_of_another_user(attempts: Attempts) -> None:
-    attempts.cache.mkdir()
-    os.chown(attempts.cache, NOBODY, NOBODY)
-    assert "belongs to another user" in attempts.refused()
-
-
-def test_a_directory_that_is_no_cache(attempts: Attempts) -> None:
-    attempts.cache.mkdir()
-    (attempts.cache / "letter.txt").write_text("dear reader")
-    assert "no cache of fusefs" in attempts.refused()
-    assert (attempts.cache / "letter.txt").read_text() == "dear reader"
 
 
 def _newer_format(cache: Path) -> str:
@@ -356,14 +301,11 @@ def _in_namespace(command: str) -> tuple[str, ...]:
     return ("unshare", "--mount", "sh", "-ec", f'{command}; exec "$@"', "sh")
 
 
-def test_no_device(attempts: Attempts) -> None:
-    line = attempts.refused(before=_in_namespace("mount --bind /dev/null /dev/fuse"))
-    assert "/dev/fuse" in line
-
-
-def test_no_device_at_all(attempts: Attempts) -> None:
-    line = attempts.refused(before=_in_namespace("mount -t tmpfs none /dev; : > /dev/null"))
-    assert line.startswith("there is no /dev/fuse")
+@pytest.mark.parametrize(
+    "command", ["mount --bind /dev/null /dev/fuse", "mount -t tmpfs none /dev; : > /dev/null"]
+)
+def test_no_device(attempts: Attempts, command: str) -> None:
+    assert "/dev/fuse" in attempts.refused(before=_in_namespace(command))
 
 
 @pytest.mark.parametrize("session", ["kernel", "pyfuse3"])

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,14 +81,6 @@ def test_a_prefix_of_any_characters_is_mounted(bucket: Bucket, mounter: Mounter)
     assert (mounter(prefix=prefix).path / "a").read_bytes() == b"x"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_mount(mounter: Mounter, number: int) -> None:
-    one = mounter()
-    pid = one.pid
-    os.kill(pid, number)
-    until(lambda: nothing_is_left(one, pid), "nothing is left")
-
-
 def test_a_mount_in_use_is_not_unmounted(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("a", b"x")
     one = mounter()
@@ -104,12 +95,15 @@ def test_a_mount_in_use_is_not_unmounted(bucket: Bucket, mounter: Mounter) -> No
     assert subprocess.run(command, cwd=one.path, check=False, timeout=LIMIT_S).returncode == 0
 
 
-def test_a_signal_detaches_a_mount_that_is_in_use(bucket: Bucket, mounter: Mounter) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_detaches_a_mount_that_is_in_use(
+    bucket: Bucket, mounter: Mounter, number: int
+) -> None:
     bucket.put("a", os.urandom(3 * MIB))
     one = mounter()
     pid = one.pid
     with (one.path / "a").open("rb") as file:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
         until(lambda: mountinfo.find_mount(one.path) is None, "the mount is detached")
         assert len(file.read()) == 3 * MIB
         assert registry.start_time(pid) is not None
@@ -246,13 +240,16 @@ def test_a_mount_in_the_foreground_outlives_its_keeper(bucket: Bucket, tmp_path:
 # What status and log show
 
 
-def test_sigusr2_logs_what_waits(bucket: Bucket, mounter: Mounter, gate: Gate) -> None:
+def test_status_and_log_tell_what_waits_while_the_bucket_does_not_answer(
+    bucket: Bucket, mounter: Mounter, gate: Gate
+) -> None:
     bucket.put("slow", b"x" * MIB)
     one = mounter(endpoint_url=gate.endpoint_url)
     os.listdir(one.path)
     gate.close()
     with reading(one.path / "slow") as process:
         until(lambda: one.status()["requests"]["downloads"], "a download")
+        assert one.status()["requests"]["waiting"] == 1
         os.kill(one.pid, signal.SIGUSR2)
         until(lambda: "downloading 'slow'" in one.log.read_text(), "the log tells of it")
         log = one.log.read_text()
@@ -262,24 +259,12 @@ def test_sigusr2_logs_what_waits(bucket: Bucket, mounter: Mounter, gate: Gate) -
         )
         gate.open()
         assert process.communicate(timeout=LIMIT_S)[0] == b"x" * MIB
-
-
-def test_status_answers_while_the_bucket_does_not(
-    bucket: Bucket, mounter: Mounter, gate: Gate
-) -> None:
-    bucket.put("a", b"x")
-    one = mounter(endpoint_url=gate.endpoint_url)
-    gate.close()
-    thread = threading.Thread(target=lambda: os.listdir(one.path))
-    thread.start()
-    until(lambda: one.status()["requests"]["waiting"] == 1, "a request waits")
-    gate.open()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
     assert one.status()["requests"]["waiting"] == 0
 
 
-def test_status_counts_what_was_read_and_requested(bucket: Bucket, mounter: Mounter) -> None:
+def test_status_counts_what_was_read_and_tells_about_the_daemon(
+    bucket: Bucket, mounter: Mounter
+) -> None:
     bucket.put("a", b"x" * 300_000)
     one = mounter("--passthrough", "off")
     before = one.status()
@@ -288,45 +273,40 @@ def test_status_counts_what_was_read_and_requested(bucket: Bucket, mounter: Moun
     after = one.status()
     assert after["mountpoint"] == str(one.path)
     assert after["source"].startswith(f"s3://{bucket.name}")
+    assert after["session"].startswith("kernel")
     assert after["s3"]["gets"] - before["s3"]["gets"] == 1
-    assert after["s3"]["lists"] > 0
     assert after["s3"]["bytes_fetched"] - before["s3"]["bytes_fetched"] == 300_000
-    assert after["cache"]["misses"] == 1
-    assert after["cache"]["miss_bytes"] == 300_000
-    assert after["cache"]["hits"] >= 1
-    assert after["cache"]["hit_bytes"] >= 300_000
-    assert after["cache"]["used_bytes"] == 300_000
-    assert after["cache"]["files"] == 1
-    assert after["cache"]["warning"] is None
+    cache = after["cache"]
+    assert (cache["misses"], cache["miss_bytes"]) == (1, 300_000)
+    assert cache["hits"] >= 1
+    assert cache["hit_bytes"] >= 300_000
+    assert (cache["used_bytes"], cache["files"], cache["warning"]) == (300_000, 1, None)
     assert after["passthrough"] == {"on": False, "why": "turned off by --passthrough off"}
     assert after["read_only"] is True
-
-
-def test_status_tells_about_the_daemon(mounter: Mounter) -> None:
-    one = mounter()
-    status = one.status()
-    assert status["session"].startswith("kernel")
-    command = Path(f"/proc/{status['daemon']['pid']}/cmdline").read_bytes()
-    assert b"fusefs.daemon" in command
-    assert 10 * MIB < status["daemon"]["rss_bytes"] < 250 * MIB
-    assert 10 * MIB < status["daemon"]["peak_rss_bytes"] < 250 * MIB
-    assert status["daemon"]["cpu_s"] > 0
-    text = fusefs("status", one.path).stdout
-    assert str(status["daemon"]["pid"]) in text
-    assert "passthrough" in text
+    daemon = after["daemon"]
+    assert b"fusefs.daemon" in Path(f"/proc/{daemon['pid']}/cmdline").read_bytes()
+    assert 10 * MIB < daemon["rss_bytes"] <= daemon["peak_rss_bytes"] < 250 * MIB
+    assert daemon["cpu_s"] > 0
+    registration = registry.registration_of(one.path)
+    assert registration is not None
+    assert registration.directory.stat().st_mode & 0o777 == 0o700
+    assert registration.socket.stat().st_mode & 0o777 == 0o600
 
 
 def test_status_lists_all_mounts(mounter: Mounter) -> None:
-    several = [mounter("--passthrough", "off", cache=f"cache{number}") for number in range(2)]
-    statuses = {one["mountpoint"]: one for one in json.loads(fusefs("status", "--json").stdout)}
-    for one in several:
-        assert statuses[str(one.path)]["daemon"]["pid"] == one.pid
+    several = [mounter(cache=f"cache{number}") for number in range(2)]
+
+    def listed() -> dict[str, int]:
+        statuses = json.loads(fusefs("status", "--json").stdout)
+        # Other tests of this machine have mounts as well, which may just be ending.
+        return {one["mountpoint"]: one["daemon"]["pid"] for one in statuses if "daemon" in one}
+
+    assert listed().items() >= {str(one.path): one.pid for one in several}.items()
     text = fusefs("status").stdout
     assert all(str(one.path) in text for one in several)
     several[0].end()
-    statuses = {one["mountpoint"] for one in json.loads(fusefs("status", "--json").stdout)}
-    assert str(several[0].path) not in statuses
-    assert str(several[1].path) in statuses
+    assert str(several[0].path) not in listed()
+    assert str(several[1].path) in listed()
 
 
 def test_status_of_a_stopped_daemon_says_so(mounter: Mounter) -> None:
@@ -341,11 +321,3 @@ def test_status_of_a_stopped_daemon_says_so(mounter: Mounter) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     one.end()
-
-
-def test_the_runtime_directory_is_the_owners_alone(mounter: Mounter) -> None:
-    one = mounter()
-    registration = registry.registration_of(one.path)
-    assert registration is not None
-    assert registration.directory.stat().st_mode & 0o777 == 0o700
-    assert registration.socket.stat().st_mode & 0o777 == 0o600

@@ -176,24 +176,17 @@ def given_files(user: users.User | None) -> dict[str, str]:
     return files
 
 
-def test_a_daemon_reads_the_files_that_it_may_read_by_itself(credentials: Path) -> None:
-    assert given_files(users.current_user()) == {}
-
-
-@pytest.mark.parametrize("user", [None, users.User("stranger", 54321, 54321, ())])
-def test_a_daemon_gets_what_it_may_not_read(credentials: Path, user: users.User | None) -> None:
-    credentials.chmod(0o600)
-    assert given_files(user) == {"AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()}
-
-
-def test_a_daemon_gets_what_is_behind_a_relative_path(
+def test_a_daemon_gets_what_it_may_not_read_or_find(
     credentials: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    content = {"AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()}
+    assert given_files(users.current_user()) == {}
+    credentials.chmod(0o600)
+    for user in (None, users.User("stranger", 54321, 54321, ())):
+        assert given_files(user) == content
     monkeypatch.chdir(credentials.parent)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", credentials.name)
-    assert given_files(users.current_user()) == {
-        "AWS_SHARED_CREDENTIALS_FILE": credentials.read_text()
-    }
+    assert given_files(users.current_user()) == content
 
 
 @pytest.mark.root

@@ -99,32 +99,20 @@ def test_what_is_not_allowed_is_a_problem_that_names_the_permission(
 ) -> None:
     bucket.put("a", b"x")
     faults.add("PUT", code="AccessDenied")
-    status, found = examined(
-        f"s3://{bucket.name}",
-        "--endpoint-url",
-        faults.endpoint_url,
-        "--permissions",
-        **bucket.server.environment,
-    )
+    where = f"s3://{bucket.name}", "--endpoint-url", faults.endpoint_url
+    status, found = examined(*where, "--permissions", **bucket.server.environment)
     assert status == 1
     assert found["may put"]["level"] == "problem"
     assert "s3:PutObject" in found["may put"]["advice"]
 
 
-def test_a_server_that_is_away_is_a_problem(bucket: Bucket) -> None:
-    status, found = examined(
-        f"s3://{bucket.name}",
-        "--endpoint-url",
-        "http://127.0.0.1:9",
-        **bucket.server.environment,
-    )
+def test_a_server_that_is_away_is_a_problem_and_text_says_what_to_do(bucket: Bucket) -> None:
+    where = f"s3://{bucket.name}", "--endpoint-url", "http://127.0.0.1:9"
+    status, found = examined(*where, **bucket.server.environment)
     assert status == 1
     assert "refused" in found["connection own"]["text"]
     assert found["list"]["level"] == "skipped"
-
-
-def test_text_says_what_to_do_and_what_is_no_mount_is_refused(bucket: Bucket) -> None:
-    result = fusefs("doctor", "s3://none", "--endpoint-url", "http://127.0.0.1:9", check=False)
+    result = fusefs("doctor", *where, environment=bucket.server.environment, check=False)
     assert result.returncode == 1
     assert "-> " in result.stdout
     assert "problem" in result.stdout.splitlines()[-1]

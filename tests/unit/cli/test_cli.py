@@ -41,30 +41,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, status: int 
     return lines[0]
 
 
-def test_a_mountpoint_that_is_missing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "does not exist" in refusal(capsys, "s3://bucket", tmp_path / "none")
-
-
-def test_a_mountpoint_that_is_a_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert "is not a directory" in refusal(capsys, "s3://bucket", tmp_path / "file")
-
-
-def test_a_mountpoint_that_is_not_empty_is_refused(
-    mountpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (mountpoint / "file").touch()
-    assert "is not empty" in refusal(capsys, "s3://bucket", mountpoint)
-
-
-def test_a_mountpoint_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "/proc is already a mount" in refusal(capsys, "s3://bucket", "/proc")
-
-
 def test_a_mountpoint_that_another_command_is_mounting_is_refused(
     mountpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,13 +63,6 @@ def test_what_pyfuse3_cannot_do_is_refused(
     assert line.startswith(f"fusefs: {option} needs the kernel session")
 
 
-def test_a_missing_device_is_named(
-    mountpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "FUSE_DEVICE", mountpoint / "fuse")
-    assert "there is no /dev/fuse" in refusal(capsys, "s3://bucket", mountpoint)
-
-
 @pytest.mark.parametrize(("seconds", "is_warned"), [("0", False), ("30", True), ("3600", False)])
 def test_a_kernel_that_soon_ends_silent_mounts_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str, is_warned: bool
@@ -103,49 +72,12 @@ def test_a_kernel_that_soon_ends_silent_mounts_is_warned_of(
     assert ["max_request_timeout" in one for one in preflight.warnings()] == [True] * is_warned
 
 
-def test_an_ordinary_user_needs_the_system_s_leave_for_allow_other(
-    mountpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    configuration = tmp_path / "fuse.conf"
-    configuration.write_text("#user_allow_other\n")
-    (tmp_path / "fusermount3").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(preflight, "FUSE_CONFIGURATION", configuration)
-    monkeypatch.setattr(preflight, "may_mount", lambda: False)
-    monkeypatch.setattr(preflight, "check_device", lambda: None)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "user_allow_other" in refusal(capsys, "s3://bucket", mountpoint, "--allow-other")
-
-
-def test_a_value_that_cannot_be_read_is_a_usage_error(
-    mountpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = refusal(capsys, "s3://bucket", mountpoint, "--cache-size", "big", status=2)
-    assert line.startswith("fusefs: --cache-size: 'big' is not a size")
-
-
-def test_a_url_that_cannot_be_read_is_a_usage_error(
-    mountpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "is not an S3 URL" in refusal(capsys, "bucket", mountpoint, status=2)
-
-
-@pytest.mark.parametrize("command", [["mount", "s3://bucket"], ["umount"], ["status"], ["upgrade"]])
-def test_an_empty_mountpoint_is_not_the_working_directory(
-    capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    assert run(*command, "") == 2
-    assert capsys.readouterr().err == "fusefs: the mountpoint: the path is empty\n"
-
-
 @pytest.mark.parametrize(
     "command",
     [
+        *(["mount", "s3://bucket"], ["umount"], ["status"], ["upgrade"], ["doctor"], ["report"]),
         *(["sync"], ["warm"], ["pin"], ["unpin"], ["drop"], ["verify"]),
-        *(["cluster-cache", "status"], ["doctor"], ["report"], ["warm", "--manifest", "list"]),
+        *(["cluster-cache", "status"], ["warm", "--manifest", "list"]),
     ],
     ids=" ".join,
 )

@@ -12,32 +12,22 @@ def flags(text: str, *, is_sloppy: bool = False) -> list[str]:
     return read_options(text.split(","), is_sloppy=is_sloppy)[0]
 
 
-def test_settings_are_given_by_their_names() -> None:
-    assert flags("allow_other,cache_size=100GiB,metadata-ttl=5m") == [
-        "--allow-other",
-        "--cache-size=100GiB",
-        "--metadata-ttl=5m",
-    ]
-    assert flags("ro,config=/etc/fusefs/data.toml") == [
-        "--read-only",
-        "--config",
-        "/etc/fusefs/data.toml",
-    ]
+GIVEN = "--allow-other --cache-size=1GiB --metadata-ttl=5m"
 
 
-def test_switches_are_turned_off_as_well() -> None:
-    assert flags("allow_other=false,no_delete") == [
-        "--no-allow-other",
-        "--no-delete",
-    ]
-
-
-def test_the_daemon_has_the_user_that_is_named() -> None:
-    assert flags("user=svc,ro") == ["--user=svc", "--read-only"]
-
-
-def test_what_mount_and_systemd_handle_is_left_to_them() -> None:
-    assert flags("defaults,_netdev,nofail,rw,noatime,x-systemd.automount,X-mount.mkdir") == []
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("allow_other,cache_size=1GiB,metadata-ttl=5m", GIVEN),
+        ("ro,config=/etc/data.toml", "--read-only --config /etc/data.toml"),
+        ("allow_other=false,no_delete", "--no-allow-other --no-delete"),
+        ("user=svc,ro", "--user=svc --read-only"),
+        # What mount and systemd handle is left to them.
+        ("defaults,_netdev,nofail,rw,noatime,x-systemd.automount,X-mount.mkdir", ""),
+    ],
+)
+def test_options_are_settings_by_their_names(text: str, given: str) -> None:
+    assert flags(text) == given.split()
 
 
 def test_files_of_credentials_are_named_and_never_keys() -> None:

@@ -47,10 +47,6 @@ def test_observations_that_are_sorted_later_are_in_the_same_buckets() -> None:
     assert sample["count"] == histogram.count == sum(weights)
 
 
-def test_bounds_ascend() -> None:
-    assert list(REQUEST_BOUNDS) == sorted(REQUEST_BOUNDS)
-
-
 def test_requests_are_counted_by_operation_and_outcome() -> None:
     times = RequestTimes({1: "lookup", 15: "read"})
     began = time.monotonic()
