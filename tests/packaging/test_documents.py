@@ -56,10 +56,6 @@ def test_our_programs_take_their_command_lines(path: Path) -> None:
             assert fault_of(command) is None, command
 
 
-def test_the_first_page_stays_short() -> None:
-    assert len((PROJECT / "README.md").read_text().splitlines()) < 200
-
-
 def test_there_are_command_lines_to_check() -> None:
     blocks = shell_blocks(PROJECT / "README.md")
     readme = [command for block in blocks for command in own_commands(block)]
@@ -101,10 +97,3 @@ def test_files_that_the_text_names_are_there(path: Path) -> None:
     for code in inline_code(path):
         for name in re.findall(r"[\w./-]+\.(?:py|c|yaml|toml|md)\b", code):
             assert any(f"/{known}".endswith(f"/{name}") for known in there), name
-
-
-@each_document
-def test_helm_names_the_drivers_namespace(path: Path) -> None:
-    text = path.read_text().replace("\\\n", " ")
-    for command in re.findall(r"\bhelm (?:install|upgrade|rollback) [^`\n]*", text):
-        assert "--namespace fusefs-csi" in command, command

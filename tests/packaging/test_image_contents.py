@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import tomllib
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import hcl2
-import pytest
-from packaging.requirements import Requirement
-from packaging.tags import Tag, compatible_tags, cpython_tags
-from packaging.utils import parse_wheel_filename
 
 from tests.support.packaging.image import PROJECT, stages
 from tests.support.packaging.manifests import MANIFESTS, container, read, render, template
@@ -28,8 +19,6 @@ PINNED = PROJECT / "image/requirements.txt"
 # Debian's Python and C library in the image: bookworm's.
 PYTHON, GLIBC = (3, 11), (2, 36)
 ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
-INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
-ANSWER_LIMIT_S = 20
 
 
 def pinned() -> dict[str, tuple[str, set[str]]]:
@@ -42,66 +31,6 @@ def pinned() -> dict[str, tuple[str, set[str]]]:
 
 
 # --- both architectures -----------------------------------------------------------
-
-
-def machine_dependent() -> list[str]:
-    """The pinned packages that are no pure Python, as they are installed here."""
-    names = []
-    for name in pinned():
-        wheel = importlib.metadata.distribution(name).read_text("WHEEL") or ""
-        if "Root-Is-Purelib: true" not in wheel:
-            names.append(name)
-    return names
-
-
-def tags_of(machine: str) -> set[Tag]:
-    platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(GLIBC[1], 4, -1)]
-    platforms += [f"manylinux2014_{machine}"]
-    known = [
-        *cpython_tags(PYTHON, platforms=platforms),
-        *compatible_tags(PYTHON, "cp311", platforms),
-    ]
-    return set(known)
-
-
-def offered(name: str) -> list[Any]:
-    """The files that the index has of a package; skips where there is no index to be reached."""
-    request = urllib.request.Request(
-        f"{INDEX}/{name}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_LIMIT_S) as answer:
-            if "json" not in answer.headers.get("Content-Type", ""):
-                pytest.skip(f"{INDEX} has no JSON")
-            return list(json.load(answer)["files"])
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        pytest.skip(f"{INDEX} cannot be reached: {error}")
-
-
-def test_each_architecture_has_the_wheels_that_are_pinned() -> None:
-    names = machine_dependent()
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        files = dict(zip(names, pool.map(offered, names), strict=True))
-    compiled = set()
-    for machine in ARCHITECTURES.values():
-        tags = tags_of(machine)
-        for name in names:
-            version, hashes = pinned()[name]
-            fitting = [
-                file
-                for file in files[name]
-                if file["hashes"].get("sha256") in hashes
-                and file["filename"].endswith(".whl")
-                and parse_wheel_filename(file["filename"])[3] & tags
-            ]
-            if not fitting:
-                compiled.add((name, machine))
-                sources = [file for file in files[name] if file["filename"].endswith(".tar.gz")]
-                assert any(f"-{version}.tar.gz" in file["filename"] for file in sources), name
-    text = (PROJECT / "image/README.md").read_text()
-    [sentence] = re.findall(r"but ((?:`[\w-]+`(?:, | and )?)+), which is compiled", text)
-    named = re.findall(r"`([\w-]+)`", sentence)
-    assert compiled == {(name, machine) for name in named for machine in ARCHITECTURES.values()}
 
 
 def test_the_bake_file_builds_both_with_attestations() -> None:
@@ -186,22 +115,3 @@ def test_the_sbom_names_every_pinned_package(tmp_path: Path) -> None:
     assert "timestamp" not in listed["metadata"]
     versions = {component["name"]: component["version"] for component in listed["components"]}
     assert versions == {name: version for name, (version, _) in pinned().items()}
-
-
-def test_what_writes_the_sbom_is_pinned_as_well() -> None:
-    lines = (PROJECT / "image/sbom.txt").read_text().replace("\\\n", "").splitlines()
-    assert all("--hash=sha256:" in line for line in lines if "==" in line)
-    [wanted] = (PROJECT / "image/sbom.in").read_text().splitlines()[1:]
-    [version] = re.findall(r"^cyclonedx-bom==(\S+)", "\n".join(lines), re.MULTILINE)
-    assert Requirement(wanted).specifier.contains(version)
-
-
-def test_the_packages_are_small() -> None:
-    """Of 300 MiB for the image; `IMAGE_ROOT=1` measures all of it."""
-    size = sum(
-        path.stat().st_size
-        for name in pinned()
-        for file in importlib.metadata.distribution(name).files or ()
-        if (path := Path(str(file.locate()))).is_file()
-    )
-    assert 20 * MIB < size < 120 * MIB

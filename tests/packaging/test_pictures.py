@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.drawing import command
-from bench.drawing.pictures import Bars, Lines, Picture, load, name_of, pictures
+from bench.drawing.pictures import Bars, Picture, load, name_of, pictures
 
 ROOT = Path(__file__).parents[2]
 MEASUREMENTS = ROOT / "docs" / "measurements"
@@ -79,36 +78,6 @@ def test_a_bar_is_the_median_with_the_single_rounds_ratios_as_its_range() -> Non
     assert fusefs.text == "2,050 MB/s"
 
 
-def test_first_reads_are_shown_against_the_best_peer() -> None:
-    panel = by_name(SAMPLES)["first"].panels[0]
-    assert isinstance(panel, Bars)
-    assert panel.reference == "best peer"
-    ratios = {mark.contender: mark.value for mark in panel.groups[0].marks}
-    assert ratios == {"obstore": 790 / 530, "fusefs-kernel": 745 / 530, "s3fs": 1.0}
-
-
-def test_without_the_bare_disk_cached_reads_are_shown_against_the_best_peer() -> None:
-    panel = by_name({"small_warm": {"fusefs-kernel": [9.0], "juicefs": [6.0]}})["cached"].panels[0]
-    assert isinstance(panel, Bars)
-    assert panel.reference == "best peer"
-    assert [mark.value for mark in panel.groups[0].marks] == [1.5, 1.0]
-
-
-def test_a_line_has_a_point_for_each_number_of_clients() -> None:
-    opens, cpu = by_name(SAMPLES)["clients"].panels
-    assert isinstance(opens, Lines)
-    assert isinstance(cpu, Lines)
-    assert opens.counts == (1, 2)
-    assert [mark.value for line in opens.lines for mark in line] == [90_000, 140_000, 9_250, 10_750]
-    assert (cpu.counts, cpu.axis) == ((2,), "µs")
-
-
-def test_the_note_says_on_what_machine_how_and_when() -> None:
-    note = by_name(SAMPLES)["reads"].note
-    for part in ("local", "median of 2 rounds", "4 processors (a processor)", "2026-01-02"):
-        assert part in note
-
-
 def test_missing_rows_contenders_and_rounds_are_left_out() -> None:
     samples: Samples = {
         "first_small": {"fusefs-kernel": [900.0], "rclone": [800.0, 700.0, 810.0], "s3fs": []},
@@ -137,22 +106,6 @@ def test_each_picture_is_a_small_file_that_names_all_its_contenders(tmp_path: Pa
         assert svg.stat().st_size < LARGEST_FILE
 
 
-def test_the_same_result_is_drawn_with_the_same_bytes(tmp_path: Path) -> None:
-    path = write(tmp_path, {"first_large": SAMPLES["first_large"]})
-    first, again = (
-        [drawn.read_bytes() for drawn in command.draw_result(path, tmp_path / name)]
-        for name in ("first", "again")
-    )
-    assert first == again
-    assert b"<dc:date>" not in first[0]
-
-
-def test_a_single_round_is_drawn(tmp_path: Path) -> None:
-    path = write(tmp_path, {"small_p50_ms": {"fusefs-kernel": [7.5]}})
-    assert command.main([str(path), "--out", str(tmp_path / "out")]) == 0
-    assert "7.50 ms" in texts(tmp_path / "out" / "result-local-latency.svg")
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -173,16 +126,6 @@ def test_a_file_that_cannot_be_drawn_is_named_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"bench draw: {path}")
     assert why in line
-
-
-def test_without_matplotlib_the_command_names_the_extra(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "bench.drawing.svg", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command.main([str(write(tmp_path, SAMPLES))]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install -e '.[draw]'" in line
 
 
 # --- the documents ---

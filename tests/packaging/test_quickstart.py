@@ -36,6 +36,7 @@ from tests.support.packaging.manifests import (
     PROJECT,
     VERSIONS,
     Object,
+    chart,
     check,
     container,
     containers,
@@ -46,6 +47,7 @@ from tests.support.packaging.manifests import (
     pod_templates,
     read,
     render,
+    stores_file,
     template,
 )
 from tests.support.servers.s3_server import free_ports, is_free, spawn
@@ -54,7 +56,6 @@ from tests.support.sharing import PATIENCE_S
 DOCUMENT = PROJECT / "docs/quickstart-kubernetes.md"
 FILES = PROJECT / "examples/kubernetes/quickstart"
 KUSTOMIZATIONS = sorted(path.parent for path in FILES.rglob("kustomization.yaml"))
-CHART = PROJECT / "charts/fusefs-csi"
 # What the reader's own commands find out.
 FOUND = {"ACCOUNT": "123456789012", "OIDC": "oidc.eks.eu-central-1.amazonaws.com/id/EXAMPLE"}
 CREATED = "volume-0b5c6a3e"
@@ -83,22 +84,21 @@ def options_of(command: Command, *names: str) -> list[str]:
     return [value for name, value in itertools.pairwise(command) if name in names]
 
 
-def chart(*files: Path) -> list[Object]:
-    helm = pytest.importorskip("helm_python", reason="Helm's library is for x86-64 alone")
-    values: dict[str, Any] = {"certificates": {"ca.pem": "-----BEGIN CERTIFICATE-----\n"}}
-    for path in files:
-        [own] = read(substituted(path))
-        values |= own
-    parts = helm.Chart.load(str(CHART)).render(values, name="fusefs-csi", namespace="fusefs-csi")
-    texts = [text for path, text in sorted(parts.items()) if not path.endswith("NOTES.txt")]
-    return [document for text in texts for document in read(text)]
-
-
 CHARTS = {
     "eks": [FILES / "eks/values.yaml"],
     "minio": [FILES / "on-premises/values.yaml", FILES / "on-premises/minio.yaml"],
     "ceph": [FILES / "on-premises/values.yaml", FILES / "on-premises/ceph.yaml"],
 }
+
+
+def values_of(*files: Path) -> dict[str, Any]:
+    """The values that the reader gives to the chart, by these files."""
+    values: dict[str, Any] = {"certificates": {"ca.pem": "-----BEGIN CERTIFICATE-----\n"}}
+    for path in files:
+        [own] = read(substituted(path))
+        values |= own
+    return values
+
 
 # --- what it names ----------------------------------------------------------------
 
@@ -116,20 +116,6 @@ def test_every_file_it_names_is_there() -> None:
     assert all(path.name in DOCUMENT.read_text() for path in named)
 
 
-def test_every_variable_is_set_before_it_is_used() -> None:
-    """In each of the three quick starts, from its heading on."""
-    sections = re.split(r"^## ", DOCUMENT.read_text(), flags=re.MULTILINE)
-    checked = set()
-    for section in sections:
-        text = "\n".join(re.findall(r"^```sh\n(.*?)^```$", section, re.DOTALL | re.MULTILINE))
-        for use in re.finditer(r"\$\{?([A-Za-z_]+)", text):
-            name = use[1]
-            ways = rf"(^|\s){name}=|\bfor {name} in\b|\bread -\w+ {name}$"
-            assert re.search(ways, text[: use.start()], re.MULTILINE), name
-            checked.add(name)
-    assert {"BUCKET", "FUSEFS_SECRET", "ADMIN_PASSWORD", "files"} <= checked
-
-
 @pytest.mark.parametrize("directory", KUSTOMIZATIONS, ids=lambda path: path.name)
 def test_every_kustomization_is_valid(directory: Path) -> None:
     parser: argparse.ArgumentParser = main.make_parser()
@@ -145,7 +131,7 @@ def test_every_kustomization_is_valid(directory: Path) -> None:
 
 @pytest.mark.parametrize("name", CHARTS)
 def test_the_charts_values_are_taken_and_understood(name: str, tmp_path: Path) -> None:
-    documents = chart(*CHARTS[name])
+    documents = chart(**values_of(*CHARTS[name]))
     for document in documents:
         for version in VERSIONS:
             check(document, version)
@@ -171,38 +157,6 @@ def own_parameters(storage_class: Object) -> dict[str, str]:
     }
 
 
-def stores_file(documents: list[Object], directory: Path) -> Path:
-    [text] = (
-        each["data"]["stores.toml"]
-        for each in every(documents, "ConfigMap")
-        if "stores.toml" in each["data"]
-    )
-    certificate = directory / "ca.pem"
-    certificate.touch()
-    path = directory / "stores.toml"
-    path.write_text(text.replace("/etc/fusefs-csi/ca.pem", str(certificate)))
-    return path
-
-
-def test_kubectl_names_objects_that_there_are() -> None:
-    there = {
-        (document["kind"].lower(), name_of(document), document["metadata"].get("namespace"))
-        for directory in KUSTOMIZATIONS
-        for document in render(directory)
-    }
-    namespaces = {name for kind, name, _ in there if kind == "namespace"} | {"default"}
-    for command in typed:
-        if command[0] != "kubectl":
-            continue
-        command = command[: command.index("--")] if "--" in command else command
-        [namespace] = options_of(command, "-n") or ["default"]
-        assert namespace in namespaces or namespace.startswith("$")
-        for word in command:
-            kind, separator, name = word.partition("/")
-            if separator and kind in ("deployment", "daemonset", "job"):
-                assert (kind, name, namespace) in there, command
-
-
 def test_secrets_are_those_that_the_classes_name() -> None:
     made = set()
     for command in typed:
@@ -210,7 +164,7 @@ def test_secrets_are_those_that_the_classes_name() -> None:
             made.add(command[command.index("generic") + 1])
             fields = {word.split("=")[1] for word in command if word.startswith("--from-literal")}
             assert fields == {"access_key_id", "secret_access_key"}
-    for documents in (render(FILES / "driver"), chart(*CHARTS["minio"])):
+    for documents in (render(FILES / "driver"), chart(**values_of(*CHARTS["minio"]))):
         for each in every(documents, "StorageClass"):
             for name, value in each["parameters"].items():
                 assert not name.endswith("secret-name") or value in made
@@ -219,31 +173,13 @@ def test_secrets_are_those_that_the_classes_name() -> None:
 # --- EKS and on premises ----------------------------------------------------------
 
 
-def test_envsubst_replaces_what_is_exported_and_nothing_else() -> None:
-    for path in (FILES / "eks/values.yaml", FILES / "eks/cluster.yaml", FILES / "eks/volume.yaml"):
-        expected = substituted(path)
-        assert not re.search(r"\$[A-Z]", expected)
-        try:
-            done = subprocess.run(
-                ["envsubst"],
-                input=path.read_text(),
-                env={**os.environ, **exported()},
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-        except FileNotFoundError:
-            continue
-        assert done.stdout == expected
-
-
 def test_a_roles_trust_policy_names_an_account_that_is_there() -> None:
     subjects = {
         word.partition("=")[2].removeprefix("(")
         for block in shell_blocks(DOCUMENT)
         for word in re.findall(r"SERVICE_ACCOUNT=\S+", block)
     }
-    documents = [*chart(*CHARTS["eks"]), *render(FILES / "eks/training")]
+    documents = [*chart(**values_of(*CHARTS["eks"])), *render(FILES / "eks/training")]
     accounts = {
         f"{each['metadata']['namespace']}:{name_of(each)}"
         for each in every(documents, "ServiceAccount")
@@ -260,15 +196,9 @@ def test_a_roles_trust_policy_names_an_account_that_is_there() -> None:
         assert condition[f"{FOUND['OIDC']}:aud"] == request["audience"]
 
 
-def test_roles_are_made_under_the_names_that_are_used() -> None:
-    made = {options_of(command, "--role-name")[0] for command in typed if "create-role" in command}
-    text = "".join(path.read_text() for path in (FILES / "eks").glob("*.yaml"))
-    assert set(re.findall(r"role/([\w$-]+)", text)) == made
-
-
 def test_the_pods_role_may_what_a_volume_does() -> None:
     policy = json.loads(substituted(FILES / "eks/training-policy.json"))
-    [storage_class] = every(chart(*CHARTS["eks"]), "StorageClass")
+    [storage_class] = every(chart(**values_of(*CHARTS["eks"])), "StorageClass")
     names = {"pvc.namespace": "default", "pvc.name": "training"}
     prefix = location.fill_in(storage_class["parameters"]["prefix"], names)
     name = storage_class["parameters"]["bucket"]
@@ -316,21 +246,9 @@ def test_policies_name_the_permissions_of_every_request() -> None:
         assert set(re.findall(r"s3:[A-Z]\w+", text)) == needed
 
 
-def test_a_missing_key_is_answered_with_404_though_its_request_names_no_prefix() -> None:
-    for path in sorted((FILES / "eks").glob("*-policy.json")):
-        [listing] = (
-            each
-            for each in json.loads(substituted(path))["Statement"]
-            if "s3:ListBucket" in str(each["Action"])
-        )
-        [(operator, condition)] = listing["Condition"].items()
-        assert operator == "StringLikeIfExists"
-        assert list(condition) == ["s3:prefix"]
-
-
 @pytest.mark.parametrize("name", ["minio", "ceph"])
 def test_the_policy_lets_out_the_store(name: str, tmp_path: Path) -> None:
-    documents = chart(*CHARTS[name])
+    documents = chart(**values_of(*CHARTS[name]))
     known = stores.read_stores(stores_file(documents, tmp_path)).named("on-premises")
     assert known is not None
     assert known.endpoint_url is not None

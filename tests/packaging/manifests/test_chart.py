@@ -18,9 +18,11 @@ from csi import main
 from csi.identities.cluster_caches import read_cluster_caches
 from csi.volume import stores
 from tests.support.packaging.manifests import (
+    CHART,
     MANIFESTS,
     VERSIONS,
     Object,
+    chart,
     check,
     container,
     containers,
@@ -34,25 +36,17 @@ from tests.support.packaging.manifests import (
     read,
     render,
     render_with,
+    stores_file,
     template,
 )
 
 helm = pytest.importorskip("helm_python", reason="Helm's library is for x86-64 alone")
 
-CHART = MANIFESTS.parent / "charts/fusefs-csi"
 MINIO = {"endpoint-url": "https://minio.example.com:9000", "addressing": "path"}
 SEAWEEDFS = "http://seaweedfs-s3.fusefs-cache.svc.cluster.local:8333"
 KEYS_FILE = "[default]\naws_access_key_id = a\naws_secret_access_key = b\n"
 GPU = {"name": "gpu", "nodeSelector": {"pool": "gpu"}}
 CACHE = {"url": "s3://cache/p", "secretName": "cache-secret"}
-
-
-def chart(**values: Any) -> list[Object]:
-    """What `helm template` prints with these values."""
-    loaded = helm.Chart.load(str(CHART))
-    parts = loaded.render(values, name="fusefs-csi", namespace="fusefs-csi")
-    texts = [text for path, text in sorted(parts.items()) if not path.endswith("NOTES.txt")]
-    return [document for text in texts for document in read(text)]
 
 
 # Values, and the components that they stand for.
@@ -283,31 +277,10 @@ def test_pools_have_their_own_caches_and_flags(tmp_path: Path) -> None:
         assert flag(container(pod, "driver"), "max-volumes") == "20"
 
 
-def test_pools_are_told_apart_by_labels_without_a_value() -> None:
-    role = "node-role.kubernetes.io"
-    documents = chart(
-        nodes={"selector": {f"{role}/infra": "yes"}},
-        nodePools=[
-            {"name": "infra", "nodeSelector": {f"{role}/infra": ""}},
-            {"name": "worker", "nodeSelector": {f"{role}/worker": "", f"{role}/infra": "no"}},
-            GPU,
-        ],
-    )
-    pod = template(documents, "fusefs-csi-node-infra")
-    assert pod["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux", f"{role}/infra": ""}
-
-
 def test_stores_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
     given = {**MINIO, "audience": 'odd "audience" <'}
     documents = chart(stores={"minio": {**MINIO, "region": "eu-west-9"}})
-    [text] = (
-        each["data"]["stores.toml"]
-        for each in every(documents, "ConfigMap")
-        if "stores.toml" in each["data"]
-    )
-    path = tmp_path / "stores.toml"
-    path.write_text(text)
-    known = stores.read_stores(path).named("minio")
+    known = stores.read_stores(stores_file(documents, tmp_path)).named("minio")
     assert known is not None
     assert (known.endpoint_url, known.region) == (MINIO["endpoint-url"], "eu-west-9")
     odd = find(chart(stores={"minio": given}), "ConfigMap", "fusefs-csi-stores")
@@ -373,21 +346,6 @@ def test_another_cluster_cache_rolls_the_pods_that_read_it() -> None:
         ) == is_rolled
 
 
-def test_the_controller_runs_on_nodes_of_its_own() -> None:
-    tolerated = {"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}
-    pod = template(chart(controller={"tolerations": [tolerated]}), "fusefs-csi-controller")
-    assert tolerated in pod["spec"]["tolerations"]
-    assert len(pod["spec"]["tolerations"]) == 3
-
-
-def test_another_store_rolls_the_pods() -> None:
-    one, other = (
-        template(chart(stores=given), "fusefs-csi-node")["metadata"]["annotations"]
-        for given in ({}, {"minio": MINIO})
-    )
-    assert one["checksum/configuration"] != other["checksum/configuration"]
-
-
 @pytest.mark.parametrize("kind", ["kubernetes", "cilium"])
 def test_the_policy_lets_out_every_store(kind: str) -> None:
     values = copy.deepcopy(EVERYTHING)
@@ -405,13 +363,6 @@ def test_the_policy_lets_out_every_store(kind: str) -> None:
     ):
         assert lets_out(policy, url), url
     assert not lets_out(policy, "https://minio.example.com:9002")
-
-
-def test_kubelets_directory_is_one_value() -> None:
-    documents = chart(kubeletDir="/var/lib/k0s/kubelet")
-    assert "/var/lib/kubelet" not in str(documents)
-    pod = template(documents, "fusefs-csi-node")
-    assert str(host_path(pod, "kubelet-dir")) == "/var/lib/k0s/kubelet"
 
 
 def test_the_program_understands_the_charts_arguments() -> None:
@@ -486,14 +437,6 @@ def test_a_name_that_looks_like_a_number_stays_a_name(name: str, kind: str) -> N
         check(document, VERSIONS[0])
     [named] = every(documents, "StorageClass")
     assert name_of(named) == name
-
-
-@pytest.mark.parametrize("text", ["99.5%", "1.5TB", "4096", "7kB"])
-def test_free_space_that_the_chart_takes_is_taken_by_the_driver(text: str) -> None:
-    for pod in pod_templates(chart(cache={"minFree": text})):
-        for each in containers(pod):
-            if "fusefs-csi:" in each["image"]:
-                main.make_parser().parse_args(each["args"])
 
 
 def test_chart_and_manifests_name_the_same_versions() -> None:

@@ -35,7 +35,6 @@ from tests.support.packaging.manifests import (
     lets_out,
     name_of,
     pod_templates,
-    read,
     render,
     render_with,
     template,
@@ -161,46 +160,6 @@ def test_its_objects_are_valid(seaweedfs: list[Object], version: str) -> None:
         assert document["metadata"].get("namespace", NAMESPACE) == NAMESPACE
 
 
-def test_nothing_of_it_comes_with_the_driver() -> None:
-    for path in MANIFESTS.rglob("kustomization.yaml"):
-        if path.parent != SEAWEEDFS:
-            [kustomization] = read(path.read_text())
-            assert "seaweedfs" not in str(kustomization.get("resources", []))
-
-
-def test_its_services_lead_to_ports_of_its_pods(seaweedfs: list[Object]) -> None:
-    for service in every(seaweedfs, "Service"):
-        selector = service["spec"]["selector"].items()
-        [pod] = (
-            each
-            for each in pod_templates(seaweedfs)
-            if selector <= each["metadata"]["labels"].items()
-        )
-        ports = {
-            port["containerPort"] for each in containers(pod) for port in each.get("ports", [])
-        }
-        assert {each["port"] for each in service["spec"]["ports"]} <= ports
-        for each in containers(pod):
-            served = {port["name"] for port in each["ports"]}
-            assert each["readinessProbe"]["httpGet"]["port"] in served
-
-
-def test_its_selectors_and_volumes_match(seaweedfs: list[Object]) -> None:
-    for name, workload in workloads(seaweedfs).items():
-        spec = workload["spec"]
-        if workload["kind"] != "Job":
-            labels = spec["template"]["metadata"]["labels"]
-            assert spec["selector"]["matchLabels"].items() <= labels.items()
-        if workload["kind"] == "StatefulSet":
-            assert spec["serviceName"] == name
-        claims = {name_of(each) for each in spec.get("volumeClaimTemplates", [])}
-        volumes = {each["name"] for each in spec["template"]["spec"]["volumes"]}
-        used = {
-            mount["name"] for each in containers(spec["template"]) for mount in each["volumeMounts"]
-        }
-        assert used == volumes | claims
-
-
 def test_its_parts_call_each_other_by_the_names_that_they_have(seaweedfs: list[Object]) -> None:
     headless = {
         name_of(each): {port["port"] for port in each["spec"]["ports"]}
@@ -230,41 +189,6 @@ def test_its_pods_have_few_rights(seaweedfs: list[Object]) -> None:
             assert context["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_its_containers_say_what_they_need_and_stay_below_their_limits(
-    seaweedfs: list[Object],
-) -> None:
-    for pod in pod_templates(seaweedfs):
-        for each in containers(pod):
-            assert each["resources"]["requests"].keys() == {"cpu", "memory"}
-            limit = mebibytes(each["resources"]["limits"]["memory"])
-            for variable in each.get("env", []):
-                if variable["name"] == "GOMEMLIMIT":
-                    assert mebibytes(variable["value"]) < 0.9 * limit
-
-
-def mebibytes(text: str) -> int:
-    number, unit = re.findall(r"(\d+)(Mi|Gi)B?", text)[0]
-    return int(number) * {"Mi": 1, "Gi": 1024}[unit]
-
-
-def test_its_only_secret_is_for_root_alone(seaweedfs: list[Object]) -> None:
-    secrets = [
-        volume["secret"]
-        for pod in pod_templates(seaweedfs)
-        for volume in pod["spec"]["volumes"]
-        if "secret" in volume
-    ]
-    assert secrets == [{"secretName": "seaweedfs-s3", "defaultMode": 0o400}]
-    assert not every(seaweedfs, "Secret")
-
-
-def test_a_node_without_the_disk_gets_no_blocks(seaweedfs: list[Object]) -> None:
-    spec = template(seaweedfs, "seaweedfs-volumes")["spec"]
-    assert spec["nodeSelector"] == {"fusefs.dev/cluster-cache": "true"}
-    [path] = (volume["hostPath"] for volume in spec["volumes"] if "hostPath" in volume)
-    assert path["type"] == "Directory"
-
-
 # --- its programs -----------------------------------------------------------------
 
 
@@ -276,17 +200,6 @@ def test_weed_has_each_flag_that_is_used(seaweedfs: list[Object]) -> None:
         known = set(re.findall(r"^  -([\w.]+)", helped.stdout + helped.stderr, re.MULTILINE))
         used = {word[1:].partition("=")[0] for word in command[command.index(name) + 1 :]}
         assert used <= known, name
-
-
-def test_its_image_is_the_one_of_the_quick_start(seaweedfs: list[Object]) -> None:
-    store = PROJECT / "examples/kubernetes/quickstart/store/seaweedfs.yaml"
-    shown = {
-        each["image"]
-        for document in read(store.read_text())
-        for pod in pod_templates(document)
-        for each in containers(pod)
-    }
-    assert {each["image"] for pod in pod_templates(seaweedfs) for each in containers(pod)} == shown
 
 
 def bucket() -> str:

@@ -140,27 +140,6 @@ def test_a_container_that_hangs_is_found_within_a_minute_or_so(directory: Path) 
                 assert start["httpGet"] == probe["httpGet"]
 
 
-def test_an_autoscaler_removes_controllers_and_leaves_drivers_to_the_last(
-    base: list[Object],
-) -> None:
-    autoscaler = "cluster-autoscaler.kubernetes.io"
-    notes = {
-        pod["spec"]["serviceAccountName"]: pod["metadata"]["annotations"]
-        for pod in pod_templates(base)
-    }
-    assert notes["fusefs-csi-controller"][f"{autoscaler}/safe-to-evict"] == "true"
-    for name in ("fusefs-csi-node", "fusefs-csi-daemons"):
-        assert notes[name][f"{autoscaler}/enable-ds-eviction"] == "false"
-
-
-@pytest.mark.parametrize("name", ["fusefs-csi-node", "fusefs-csi-controller"])
-def test_the_liveness_sidecar_serves_the_drivers_port(base: list[Object], name: str) -> None:
-    pod = template(base, name)
-    [port] = container(pod, "driver")["ports"]
-    sidecar = container(pod, "liveness-probe")
-    assert flag(sidecar, "http-endpoint") == f":{port['containerPort']}"
-
-
 @each_kustomization
 def test_accounts_and_roles_that_are_named_exist(directory: Path) -> None:
     documents = render(directory)
@@ -176,12 +155,6 @@ def test_accounts_and_roles_that_are_named_exist(directory: Path) -> None:
             for subject in binding["subjects"]:
                 assert subject["name"] in accounts
                 assert subject["namespace"] == "fusefs-csi"
-
-
-@each_kustomization
-def test_everything_with_a_namespace_is_in_the_drivers_own(directory: Path) -> None:
-    for document in render(directory):
-        assert document["metadata"].get("namespace", "fusefs-csi") == "fusefs-csi"
 
 
 def test_images_are_named_in_one_place_and_pinned(base: list[Object]) -> None:
@@ -228,21 +201,6 @@ def test_of_all_others_one_may_change_its_user_and_none_gains_a_capability(
                 added = {"add": ["SETUID", "SETGID"]} if each["name"] == "daemons" else {}
                 assert context["capabilities"] == {"drop": ["ALL"], **added}
                 assert context["allowPrivilegeEscalation"] is False
-
-
-@pytest.mark.parametrize("path", sorted((MANIFESTS / "base").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_line_of_a_security_context_says_why(path: Path) -> None:
-    """By a comment above it. Each of the `capabilities` is explained by what they drop and add."""
-    context, before = -1, ""
-    for line in path.read_text().splitlines():
-        depth = len(line) - len(line.lstrip())
-        if depth <= context and line.strip():
-            context = -1
-        if context >= 0 and not line.lstrip().startswith("#") and line.strip() != "capabilities:":
-            assert before.lstrip().startswith("#"), line
-        if re.match(r" *securityContext:( &\w+)?$", line):
-            context = depth
-        before = line
 
 
 @each_kustomization
@@ -317,73 +275,6 @@ def test_the_namespace_admits_what_the_pods_need(base: list[Object]) -> None:
     assert used - {name_of(each) for each in every(base, "PriorityClass")} == set(scope["values"])
 
 
-def test_openshift_admits_the_pods() -> None:
-    documents = render(MANIFESTS / "overlays/openshift")
-    constraints = {
-        subject["name"]: binding["roleRef"]["name"].removeprefix("system:openshift:scc:")
-        for binding in every(documents, "RoleBinding")
-        for subject in binding["subjects"]
-        if "scc" in binding["roleRef"]["name"]
-    }
-    assert constraints == {
-        "fusefs-csi-node": "privileged",
-        "fusefs-csi-daemons": "privileged",
-        "fusefs-csi-controller": "nonroot-v2",
-    }
-    assert {pod["spec"]["serviceAccountName"] for pod in pod_templates(documents)} == set(
-        constraints
-    )
-    labels = find(documents, "CSIDriver")["metadata"]["labels"]
-    assert labels["security.openshift.io/csi-ephemeral-volume-profile"] == "restricted"
-    namespace = find(documents, "Namespace")["metadata"]["labels"]
-    assert namespace["security.openshift.io/scc.podSecurityLabelSync"] == "false"
-    assert namespace["pod-security.kubernetes.io/enforce"] == "privileged"
-    dns, *_ = find(documents, "NetworkPolicy")["spec"]["egress"]
-    assert {each["port"] for each in dns["ports"]} == {53, 5353}
-
-
-def test_the_controller_is_what_nonroot_v2_admits() -> None:
-    documents = render(MANIFESTS / "overlays/openshift")
-    pod = template(documents, "fusefs-csi-controller")
-    assert pod["spec"]["securityContext"]["runAsNonRoot"]
-    assert {next(iter(volume.keys() - {"name"})) for volume in pod["spec"]["volumes"]} <= {
-        "configMap",
-        "emptyDir",
-    }
-    for each in containers(pod):
-        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-
-
-def test_apparmor_can_be_left_out(tmp_path: Path) -> None:
-    documents = render_with(tmp_path, "apparmor-unconfined")
-    for name in ("fusefs-csi-node", "fusefs-csi-daemons"):
-        context = template(documents, name)["spec"]["securityContext"]
-        assert context["appArmorProfile"] == {"type": "Unconfined"}
-        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    for document in documents:
-        check(document, VERSIONS[0])
-
-
-def test_no_mesh_puts_a_proxy_into_a_pod(base: list[Object]) -> None:
-    namespace = find(base, "Namespace")["metadata"]
-    assert namespace["labels"]["istio.io/dataplane-mode"] == "none"
-    for pod in pod_templates(base):
-        assert pod["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
-        assert pod["metadata"]["annotations"]["linkerd.io/inject"] == "disabled"
-
-
-def test_pods_on_nodes_run_wherever_others_do(node_pod: Object, daemons_pod: Object) -> None:
-    for pod in (node_pod, daemons_pod):
-        assert pod["spec"]["tolerations"] == [{"operator": "Exists"}]
-        assert pod["spec"]["priorityClassName"] == "system-node-critical"
-
-
-def test_every_container_says_what_it_needs(base: list[Object]) -> None:
-    for pod in pod_templates(base):
-        for each in containers(pod):
-            assert each["resources"]["requests"].keys() == {"cpu", "memory"}, each["name"]
-
-
 def test_nothing_that_serves_mounts_has_a_memory_limit(
     node_pod: Object, daemons_pod: Object
 ) -> None:
@@ -408,19 +299,6 @@ def test_a_roll_out_evicts_no_workload(directory: Path) -> None:
         assert classes[spec["priorityClassName"]]["preemptionPolicy"] == "Never"
 
 
-def test_requests_are_what_four_volumes_take(node_pod: Object, daemons_pod: Object) -> None:
-    volumes = 4
-    assert mebibytes(container(daemons_pod, "daemons")) == 64 + volumes * 72
-    assert mebibytes(container(node_pod, "driver")) >= 100 + volumes * 15
-    # The smallest GPU nodes have 14 GiB.
-    total = sum(mebibytes(each) for pod in (node_pod, daemons_pod) for each in containers(pod))
-    assert total <= 600
-
-
-def mebibytes(where: Object) -> int:
-    return int(where["resources"]["requests"]["memory"].removesuffix("Mi"))
-
-
 def test_nodes_are_chosen_in_one_place(base: list[Object]) -> None:
     keys = ("nodeSelector", "affinity", "tolerations")
     [place] = read((MANIFESTS / "base/nodes.yaml").read_text())
@@ -430,16 +308,6 @@ def test_nodes_are_chosen_in_one_place(base: list[Object]) -> None:
         assert {key: template(base, name)["spec"][key] for key in keys} == chosen
     for path in (MANIFESTS / "base/node.yaml", MANIFESTS / "base/daemons.yaml"):
         assert not any(f"{key}:" in path.read_text() for key in keys)
-
-
-def test_virtual_nodes_get_no_pod(node_pod: Object) -> None:
-    affinity = node_pod["spec"]["affinity"]["nodeAffinity"]
-    [term] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-    excluded = {each["key"]: each["values"] for each in term["matchExpressions"]}
-    assert excluded == {
-        "eks.amazonaws.com/compute-type": ["fargate", "hybrid"],
-        "type": ["virtual-kubelet"],
-    }
 
 
 def test_older_kernels_have_the_next_pod_before_the_old_one_goes(tmp_path: Path) -> None:

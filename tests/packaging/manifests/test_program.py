@@ -47,6 +47,7 @@ from tests.support.packaging.manifests import (
     read,
     render,
     render_with,
+    stores_file,
     template,
 )
 
@@ -155,10 +156,6 @@ def test_commands_in_the_drivers_container_find_its_mounts(node_pod: Object) -> 
     assert Path(value) == Path(flag(driver, "state-dir")) / config.RUNTIME
 
 
-def test_daemons_run_in_the_other_set_alone(node_pod: Object) -> None:
-    assert flag(container(node_pod, "driver"), "daemons") == "there"
-
-
 @each_kustomization
 def test_daemons_find_what_the_driver_names(directory: Path) -> None:
     documents = render(directory)
@@ -169,17 +166,6 @@ def test_daemons_find_what_the_driver_names(directory: Path) -> None:
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         places.append([(volumes[each], mounts[each]) for each in ("state", "cache", "stores")])
     assert places[0] == places[1]
-
-
-def test_the_cache_survives_a_reboot_and_the_state_does_not(node_pod: Object) -> None:
-    driver = container(node_pod, "driver")
-    cache, state = (
-        on_host(node_pod, driver, Path(flag(driver, name))) for name in ("cache-dir", "state-dir")
-    )
-    assert cache is not None
-    assert cache.is_relative_to("/var/lib")
-    assert state is not None
-    assert state.is_relative_to("/run")
 
 
 def test_readiness_looks_at_the_file_that_the_program_writes(daemons_pod: Object) -> None:
@@ -257,10 +243,6 @@ def test_a_pod_is_given_the_time_that_its_end_takes(
     assert grace(daemons_pod) > supervisor.LINGER_S + reconciler.EVERY_S + calls
 
 
-def test_the_daemons_end_as_their_update_strategy_has_it(daemons_pod: Object) -> None:
-    assert flag(container(daemons_pod, "daemons"), "successor") == "after"
-
-
 # --- classes and stores -----------------------------------------------------------
 
 
@@ -285,31 +267,6 @@ def test_shipped_classes_keep_the_data_and_are_understood(directory: Path, tmp_p
         volumes.location_of({**location, "bucket": "bucket", "prefix": prefix}, known)
         own = {name: value for name, value in parameters.items() if name not in location}
         check_attributes(own, storage_class.get("mountOptions", []), is_inline=False)
-
-
-def stores_file(documents: list[Object], directory: Path) -> Path:
-    [text] = (
-        each["data"]["stores.toml"]
-        for each in every(documents, "ConfigMap")
-        if "stores.toml" in each["data"]
-    )
-    path = directory / "stores.toml"
-    path.write_text(text)
-    return path
-
-
-def test_no_stranger_can_own_the_bucket_that_has_to_be_set(base: list[Object]) -> None:
-    for storage_class in every(base, "StorageClass"):
-        assert not volumes.is_bucket(storage_class["parameters"]["bucket"])
-
-
-def test_prefixes_of_different_classes_never_overlap(base: list[Object]) -> None:
-    values = {"pvc.namespace": "same", "pvc.name": "same", "pv.name": "same"}
-    one, other = (
-        volumes.fill_in(storage_class["parameters"]["prefix"], values)
-        for storage_class in every(base, "StorageClass")
-    )
-    assert not volumes.overlap(one, other)
 
 
 def test_the_file_of_stores_shows_a_store_that_can_be_read(tmp_path: Path) -> None:
@@ -341,15 +298,6 @@ def test_pods_have_tokens_for_the_agent_of_pod_identity() -> None:
     way = policy["spec"]["egress"][-1]
     assert policy["spec"]["podSelector"] == {}  # the daemons exchange the tokens
     assert f"http://{way['to'][0]['ipBlock']['cidr'].removesuffix('/32')}/" in POD_IDENTITY_AGENT
-
-
-def test_tenants_never_find_the_files_of_others_before_them(tmp_path: Path) -> None:
-    [storage_class] = every(render_with(tmp_path, "tenants"), "StorageClass")
-    assert "${pv.name}" in storage_class["parameters"]["prefix"]
-    default = storage_class["metadata"]["annotations"][
-        "storageclass.kubernetes.io/is-default-class"
-    ]
-    assert default == "true"
 
 
 def test_a_store_in_the_cluster_is_known_reachable_and_has_its_keys(tmp_path: Path) -> None:
@@ -388,10 +336,6 @@ def test_a_policy_takes_ports_and_knows_a_store_in_the_cluster(
     assert not lets_out(policy, "http://minio.elsewhere.svc.cluster.local:8333")
 
 
-def test_a_policy_is_a_choice() -> None:
-    assert policies(render(MANIFESTS)) == []
-
-
 def policies(documents: list[Object]) -> list[Object]:
     return [each for kind in POLICIES for each in every(documents, kind)]
 
@@ -401,24 +345,6 @@ def called(documents: list[Object], directory: Path) -> list[str]:
     found = stores.read_stores(stores_file(documents, directory)).by_name.values()
     urls = [url for store in found for url in (store.endpoint_url, store.sts_url) if url]
     return ["https://s3.amazonaws.com", *urls]
-
-
-def test_inline_volumes_are_a_choice() -> None:
-    def modes(directory: Path) -> list[str]:
-        return list(find(render(directory), "CSIDriver")["spec"]["volumeLifecycleModes"])
-
-    assert modes(MANIFESTS) == ["Persistent"]
-    assert modes(MANIFESTS / "overlays/ephemeral") == ["Persistent", "Ephemeral"]
-
-
-def test_an_nvme_disk_that_is_not_mounted_is_not_replaced_by_the_systems() -> None:
-    documents = render(MANIFESTS / "overlays/local-nvme")
-    for name in ("driver", "daemons"):
-        pod = template(documents, f"fusefs-csi-{name.replace('driver', 'node')}")
-        [cache] = (volume for volume in pod["spec"]["volumes"] if volume["name"] == "cache")
-        # New nodes of an autoscaler have an empty disk.
-        assert cache["hostPath"]["type"] == "DirectoryOrCreate"
-        assert flag(container(pod, name), "cache-host-path") == cache["hostPath"]["path"]
 
 
 def test_a_cache_that_is_no_mountpoint_is_on_no_disk_of_its_own(
@@ -498,13 +424,6 @@ def test_the_controller_removes_the_startup_taint(
     assert taints.TAINT in (MANIFESTS / "components/startup-taint/kustomization.yaml").read_text()
 
 
-def test_every_pod_pulls_with_the_registrys_secret(tmp_path: Path) -> None:
-    accounts = every(render_with(tmp_path, "pull-secret"), "ServiceAccount")
-    assert len(accounts) == 3
-    for account in accounts:
-        assert account["imagePullSecrets"] == [{"name": "fusefs-csi-registry"}]
-
-
 @each_kustomization
 def test_kubelets_directory_is_changed_in_one_step(directory: Path, tmp_path: Path) -> None:
     """By the command of README.md, over what kustomize renders."""
@@ -527,16 +446,3 @@ def test_kubelets_directory_is_changed_in_one_step(directory: Path, tmp_path: Pa
     assert on_host(pod, driver, server.socket_path(endpoint(pod))) == Path(registered)
     assert host_path(pod, "registration-dir") == Path("/var/lib/k0s/kubelet/plugins_registry")
     assert "/var/lib/kubelet" not in done.stdout
-
-
-def test_link_local_addresses_are_closed_but_for_the_one_that_is_needed() -> None:
-    [policy] = policies(render(MANIFESTS / "overlays/aws-pod-identity"))
-    *_, agent = policy["spec"]["egress"]
-    blocks = [
-        peer["ipBlock"]
-        for way in policy["spec"]["egress"]
-        for peer in way.get("to", [])
-        if way is not agent
-    ]
-    assert {each for block in blocks for each in block["except"]} >= {"169.254.0.0/16", "fe80::/10"}
-    assert agent["to"][0]["ipBlock"]["cidr"] == "169.254.170.23/32"

@@ -18,6 +18,7 @@ import yaml
 
 PROJECT = Path(__file__).parents[3]
 MANIFESTS = PROJECT / "manifests"
+CHART = PROJECT / "charts/fusefs-csi"
 OVERLAYS = sorted((MANIFESTS / "overlays").iterdir())
 # The oldest version that the manifests are for, and the newest whose schemas are known.
 VERSIONS = ("1.31", "1.37")
@@ -61,12 +62,33 @@ def render(directory: Path) -> list[Object]:
     return read(done.stdout)
 
 
+def chart(**values: Any) -> list[Object]:
+    """What `helm template` prints with these values; skips where Helm's library is missing."""
+    helm = pytest.importorskip("helm_python", reason="Helm's library is for x86-64 alone")
+    parts = helm.Chart.load(str(CHART)).render(values, name="fusefs-csi", namespace="fusefs-csi")
+    texts = [text for path, text in sorted(parts.items()) if not path.endswith("NOTES.txt")]
+    return [document for text in texts for document in read(text)]
+
+
+def stores_file(documents: list[Object], directory: Path) -> Path:
+    """The file of stores that the driver reads, with a certificate that is there."""
+    [text] = (
+        each["data"]["stores.toml"]
+        for each in every(documents, "ConfigMap")
+        if "stores.toml" in each["data"]
+    )
+    certificate, path = directory / "ca.pem", directory / "stores.toml"
+    certificate.touch()
+    path.write_text(text.replace("/etc/fusefs-csi/ca.pem", str(certificate)))
+    return path
+
+
 def read(text: str) -> list[Object]:
     return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
 # Resources of operators and plugins, whose schemas are not Kubernetes' own.
-CUSTOM_GROUPS = ("cilium.io/", "monitoring.coreos.com/")
+CUSTOM_GROUPS = ("cilium.io/", "kubeflow.org/", "monitoring.coreos.com/", "ray.io/")
 
 
 def check(document: Object, version: str) -> None:

@@ -10,9 +10,9 @@ import random
 LARGE_FILES = 3
 LARGE_SIZE = 24 << 20
 HELD = LARGE_FILES  # one more large file, that somebody always has open
-SMALL_FILES = 600
-FOLDER = 200
-TREE_FILES = 1500
+SMALL_FILES = 200
+FOLDER = 100
+TREE_FILES = 500
 
 _PATTERN = random.Random("survival").randbytes(1 << 20)
 

@@ -27,7 +27,7 @@ from tests.support.survival import survival_data as data
 from tests.support.waiting import until
 
 LIMIT_S = 60.0
-ROLES = ("stream", "stream", "small", "small", "walk", "walk", "mapped", "served", "passthrough")
+ROLES = ("stream", "small", "walk", "mapped", "served", "passthrough")
 
 
 def keeper_status(mount: Mount) -> dict[str, Any]:
@@ -180,7 +180,6 @@ def survivors(mount: Mount) -> Iterator[None]:
         for program in programs:
             assert program.stdout is not None
             program.stdout.readline()
-        time.sleep(1)
         yield
         for program in programs:
             assert program.stdin is not None
