@@ -16,6 +16,7 @@ from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLo
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.types import BackingFiles, ReadCounters
 from fusefs.posix.write.staging import Staging
+from fusefs.posix.write.temporary_names import is_temporary
 from fusefs.settings.durability import EVERYWHERE_AUTO, Durability, DurabilityRules
 from fusefs.store.interface import ObjectInfo, Store
 
@@ -37,6 +38,14 @@ class WriteRules:
     def is_local(self, key: str) -> bool:
         """True if the local disk is enough for the file of a key."""
         return self.durability_of(key) is Durability.LOCAL
+
+    def is_temporary(self, key: str, *, is_exclusive: bool) -> bool:
+        """True if the local disk is enough for the file of a key until it has its last name.
+
+        `is_exclusive` says that it was created with O_EXCL.
+        """
+        is_auto = self.durability_of(key) is Durability.AUTO
+        return is_auto and is_temporary(key[len(self.prefix) :], is_exclusive=is_exclusive)
 
 
 @dataclass(frozen=True, slots=True)

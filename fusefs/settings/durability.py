@@ -17,7 +17,8 @@ from fusefs.settings.patterns import compiled, matched
 class Durability(enum.StrEnum):
     """Where a file is when fsync and close return.
 
-    AUTO is the bucket, but for closes of a file that is appended to again and again.
+    AUTO is the bucket, but for closes of a temporary file, and of one that is appended to again
+    and again.
     """
 
     AUTO = "auto"

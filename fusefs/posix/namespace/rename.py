@@ -2,14 +2,16 @@
 
 A rename is a copy on the server and then a delete, so that at every moment an
 object is there under its old or its new name; of a directory, all copies come
-before the first delete (rename_job.py). A file that was never uploaded only
-changes its name.
+before the first delete (rename_job.py). A file that is open and was never uploaded only
+changes its name. A closed one that only the local disk has, as a temporary file, is sent under
+its new name.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from functools import partial
@@ -148,7 +150,11 @@ class NameChanges(LinkChanges):
                     raise OSError(errno.EIO, "the rename could not be done")
         finally:
             self._under_way.discard(caller.unique)
-        for staged in [file for file in self._writer.staging if file.key.startswith(new)]:
+        files = [file for file in self._writer.staging if file.key.startswith(new)]
+        for staged in files:
+            if self._is_to_be_sent(staged, old + staged.key[len(new) :]):
+                self._writer.uploads.start(staged).hurry.set()
+        for staged in files:
             await self._make_safe(staged, old + staged.key[len(new) :])
 
     async def _settle_below(self, old: str, new: str) -> None:
@@ -168,7 +174,9 @@ class NameChanges(LinkChanges):
         await self._writer.removals.flush_below(new)
 
     async def _make_safe(self, staged: StagedFile, old_key: str) -> None:
-        """Give a closed file of local durability that of its new path; no name is locked then.
+        """Give a closed file that only the local disk has the durability of its new path.
+
+        No name is locked then.
 
         It survives a power cut under its new name, or the bucket has it.
 
@@ -176,16 +184,29 @@ class NameChanges(LinkChanges):
             OSError, StoreError: the disk does not take it, or the bucket; it is renamed all the
                 same, and its upload is tried again.
         """
-        if not staged.is_closed or not staged.is_dirty or staged.inode.staged is not staged:
-            return
         try:
-            if self._rules.is_local(staged.key):
+            if self._is_to_be_sent(staged, old_key):
+                await self._writer.uploads.wait(staged)
+            elif self._is_on_disk_alone(staged) and self._waits_for_disk(staged, staged.key):
                 await self._writer.staging.make_safe(staged)
-            elif self._rules.is_local(old_key):
-                await self._writer.flusher.upload(staged)
         except (OSError, StoreError):
             self._notifier.invalidate_names()  # the kernel believes that nothing was renamed
             raise
+
+    def _is_on_disk_alone(self, staged: StagedFile) -> bool:
+        return staged.is_closed and staged.is_dirty and staged.inode.staged is staged
+
+    def _is_to_be_sent(self, staged: StagedFile, old_key: str) -> bool:
+        """True if the local disk was enough for a file under its old key, and is no more."""
+        return (
+            self._is_on_disk_alone(staged)
+            and self._waits_for_disk(staged, old_key)
+            and not self._waits_for_disk(staged, staged.key)
+        )
+
+    def _waits_for_disk(self, staged: StagedFile, key: str) -> bool:
+        """True if the close of a file waits for the local disk alone where this is its key."""
+        return self._writer.flusher.delay_s(staged, key) is not None
 
     async def _check_target(
         self, entry: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
@@ -247,54 +268,79 @@ class NameChanges(LinkChanges):
                 entry = self._file_now(parent, name, entry)
             if not isinstance(target, Absent):
                 target = self._file_now(to, new_name, target)
-            copied: tuple[ObjectInfo, ObjectInfo] | None = None
-            put: tuple[ObjectInfo, int] | None = None
+            # What is under the new key and its source, and the `meta_changes` of what was sent.
+            made: tuple[ObjectInfo, ObjectInfo] | None = None
+            sent: int | None = None
             condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
             if isinstance(entry, Absent):
                 if inode is None or inode.info is None:
                     self._unanswered.confirm(old_key, None)
                     return
-                copied = inode.info, await self._copied_before(inode.info, new_key)
+                made = inode.info, await self._copied_before(inode.info, new_key)
             elif staged is None:
                 meta = await self._new_meta(entry, described)
-                copied = await self._copy(entry, to, new_name, condition, meta)
-            elif inode is not None and inode.info is not None and staged.etag == inode.info.etag:
-                copied = await self._copy_staged(staged, inode.info, to, new_name, condition)
-            elif is_strict:
-                put = await self._put_staged(staged, to, new_name)
-            moved = {copied[0].version: copied[1]} if copied is not None else {}
+                made = await self._copy(entry, to, new_name, condition, meta)
+            else:
+                source = staged.inode.info
+                assert source is not None
+                is_there = staged.etag == source.etag
+                # The object of a reserved name is empty (exclusive.py), and so would a copy be.
+                is_reserved = is_there and staged.is_content_dirty and not source.size
+                if self._is_put(staged, new_key, is_reserved=is_reserved) or (
+                    is_strict and not is_there
+                ):
+                    sent = staged.meta_changes
+                    made = source, await self._put_staged(staged, to, new_name, condition)
+                elif is_there and (is_strict or not is_reserved):
+                    made = await self._copy_staged(staged, source, to, new_name, condition)
+            moved = {made[0].version: made[1]} if made is not None else {}
             uncached = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
             if may_be_there and not isinstance(entry, Absent):
                 is_new = _known_etag(rival, target) is None
-                etag = (staged or entry).etag
-                await self._delete_copied(old_key, etag, copied, rival, is_new=is_new)
+                is_copy = made is not None and sent is None
+                etag = made[0].etag if made is not None and is_copy else (staged or entry).etag
+                await self._delete_renamed(old_key, etag or None, made, rival, is_new=is_new)
             if rival is not None and staged is None:
                 self._unlink_staged(rival)
             elif rival is not None:
                 rival.state = FileState.UNLINKED
             if staged is not None:
-                staged.etag = _etag_under(staged, copied, rival, target)
+                staged.etag = _etag_under(staged, made, rival, target)
                 staged.exclusive, staged.described_at = None, trio.current_time()
-                if put is not None:
-                    self._writer.uploads.note_uploaded(staged, *put)
+                if made is not None and sent is not None:
+                    self._writer.uploads.note_uploaded(staged, made[1], sent)
             self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
+            if inode is not None and made is not None:
+                # The kernel opens the new name without a lookup.
+                inode.looked_up = False
+                inode.valid_until = time.monotonic() + self._directories.ttl_s
             self._record_renamed(staged, rival)
-            self._writer.deferred.renamed(old_key, copied[1] if copied is not None else None)
+            self._writer.deferred.renamed(old_key, made[1] if made is not None else None)
         self._let_go(rival)
-        if staged is not None and put is not None:
-            self._writer.flusher.landed(staged, put[0])
+        if staged is not None and made is not None and sent is not None:
+            self._writer.flusher.landed(staged, made[1])
         if inode is not None:
             self._writer.flusher.released(inode)
 
-    async def _put_staged(self, staged: StagedFile, to: Inode, name: str) -> tuple[ObjectInfo, int]:
-        """Upload a held file under the name that it is about to get, if there is nothing.
+    def _is_put(self, staged: StagedFile, key: str, *, is_reserved: bool) -> bool:
+        """True if a file that the bucket lacks is sent under its new key when it is renamed."""
+        is_kept = staged.is_closed and self._waits_for_disk(staged, staged.key)
+        return (
+            (is_kept or is_reserved)
+            and staged.is_content_dirty
+            and staged.base is None
+            and not self._waits_for_disk(staged, key)
+        )
 
-        Return what the bucket has of it, and the `meta_changes` that this has.
-        """
-        changes = staged.meta_changes
+    async def _put_staged(
+        self, staged: StagedFile, to: Inode, name: str, condition: Condition
+    ) -> ObjectInfo:
+        """Upload a held file under the name that it is about to get."""
         put = partial(self._writer.uploads.put_new, staged, self._inodes.key(to) + name)
-        return await self._put_new(to, name, put), changes
+        if condition == IF_ABSENT:
+            return await self._put_new(to, name, put)
+        return await put(condition)
 
     async def _copied_before(self, source: ObjectInfo, key: str) -> ObjectInfo:
         """What an object has become that was renamed by a process that has died over it.
@@ -383,43 +429,43 @@ class NameChanges(LinkChanges):
             self._unanswered.confirm(key, made)
             return source, made
 
-    async def _delete_copied(
+    async def _delete_renamed(
         self,
         key: str,
-        known: str | None,
-        copied: tuple[ObjectInfo, ObjectInfo] | None,
+        etag: str | None,
+        made: tuple[ObjectInfo, ObjectInfo] | None,
         rival: StagedFile | None,
         *,
         is_new: bool,
     ) -> None:
-        """Delete what was renamed under its old key; if that can't be, there shall be no other.
+        """Delete a renamed file's old object; if that can't be, `made` is not to stay beside it.
 
-        What another client has put under the old key since it was copied stays. Where the copy
-        will be all that there is, it is on record before that it replaces `rival`: after a kill
-        the close of that file would put it in place of the copy.
+        What another client has put under the old key since it was copied stays. Where the new
+        object will be all that there is, it is on record before that it replaces `rival`: after
+        a kill the close of that file would put it in place of the new one.
         """
         state = rival.state if rival is not None else None
         try:
-            if rival is not None and copied is not None:
+            if rival is not None and made is not None:
                 self._unlink_staged(rival)
-            await self._store.delete(key, (copied[0].etag if copied is not None else known) or None)
+            await self._store.delete(key, etag)
         except (StoreError, OSError):
-            is_there = copied is None or await self._is_there(copied[0])
+            is_there = made is None or await self._is_there(key, etag)
             if is_there is False:
                 self._unanswered.confirm(key, None)
                 return
             if rival is not None and state is not None:
                 rival.state = state
-            if copied is not None:
-                # Where it may be deleted yet, the copy may soon be all that there is.
+            if made is not None:
+                # Where it may be deleted yet, the new object may soon be all that there is.
                 may_go = is_new and is_there is True and not self._unanswered.concerns(key)
-                await self._take_back(copied[1], rival, may_go=may_go)
+                await self._take_back(made[1], rival, may_go=may_go)
             raise
 
-    async def _is_there(self, source: ObjectInfo) -> bool | None:
+    async def _is_there(self, key: str, etag: str | None) -> bool | None:
         """Whether an object is there still, whose DELETE got no answer; None: that is not known."""
         try:
-            return (await self._store.head(source.key)).etag == source.etag
+            return (await self._store.head(key)).etag == etag
         except NotFoundError:
             return False
         except (StoreError, OSError):
@@ -491,14 +537,14 @@ class NameChanges(LinkChanges):
 
 def _etag_under(
     staged: StagedFile,
-    copied: tuple[ObjectInfo, ObjectInfo] | None,
+    made: tuple[ObjectInfo, ObjectInfo] | None,
     rival: StagedFile | None,
     target: ObjectInfo | Absent,
 ) -> str | None:
     """What the bucket has under the new key of a staged file."""
-    if copied is not None:
+    if made is not None:
         # What somebody else has put there meanwhile is for the upload to find.
-        return copied[1].etag if copied[0].etag == staged.etag else staged.etag
+        return made[1].etag if made[0].etag == staged.etag else staged.etag
     return _known_etag(rival, target)
 
 

@@ -309,7 +309,7 @@ class StagedFile:
 
     `exclusive` is set while the bucket has not decided yet that a file created
     with O_EXCL is new: it marks this file's reservation (exclusive.py).
-    `creator` is the process that created it so, 0 if that is not known.
+    `creator` is the process that created it so, 0 if that is not known, None if it was not.
     `is_rewrite` says that its node stood for an object before it was written to.
     `before` are the attributes that the object had, or was to have, when it was opened to be
     rewritten. `begun_ns` is when an upload in parts was begun whose id is not known yet,
@@ -379,7 +379,7 @@ class StagedFile:
         self.meta = meta
         self.etag = etag
         self.exclusive: str | None = None
-        self.creator = 0
+        self.creator: int | None = None
         self.before: Meta | None = None
         # When its attributes or its name changed last, in trio's seconds.
         self.described_at = 0.0

@@ -12,7 +12,8 @@ then, `close` and `fsync` fail with EEXIST.
 A creation is reserved unless the name is not one of a lock, is not known to
 exist, and either the directory was made by this mount not long ago, or the
 process has just written other files that are larger than a lock's. What stays
-open and small for a second is reserved then, so that other nodes see it.
+open and small for a second is reserved then, so that other nodes see it. A name
+with a random part, as mkstemp(3) chooses it, is never reserved: no other node makes it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.write.temporary_names import has_random_part
 
 # How long a directory that was made here counts as this mount's own.
 MADE_S = 600.0
@@ -91,6 +93,8 @@ class ExclusiveCreates:
         """
         if self._reserves_always or _LOCK_NAME.search(name):
             return True
+        if has_random_part(prefix + name):
+            return False
         now = time.monotonic()
         if now - self._made.get(prefix, -MADE_S) < MADE_S:
             return False
@@ -113,6 +117,8 @@ class ExclusiveCreates:
 
     def watch(self, staged: StagedFile) -> None:
         """Have a file reserved that stays open without becoming larger than a lock's."""
+        if has_random_part(staged.key):
+            return
         self._watched.append((trio.current_time() + OPEN_S, staged))
         if not self._is_watching:
             self._is_watching = True

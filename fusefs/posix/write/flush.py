@@ -2,7 +2,8 @@
 
 FLUSH (close) and FSYNC of a file that has changed return when the bucket has
 it, or where its path has local durability when it and the record of its upload are safe
-on the local disk. That is so for the closes of a process that has written to it.
+on the local disk; so does the close of a temporary file, which its rename sends under its last
+name (temporary_names.py). That is so for the closes of a process that has written to it.
 Those of others, which have merely inherited a descriptor, wait for nothing. A
 shell that redirects (`cmd > file`) opens, duplicates and closes before anybody
 writes: the close of a file to which nobody has written waits, as that of
@@ -38,7 +39,7 @@ from fusefs.posix.write.appends import AppendRuns
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
-from fusefs.posix.write.uploader import Uploader
+from fusefs.posix.write.uploader import AHEAD, Uploader
 from fusefs.settings.durability import Durability
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.fencing import ChangeToken
@@ -52,6 +53,9 @@ WRITING = os.O_WRONLY | os.O_RDWR
 # With local durability a file is uploaded when it has been left alone this
 # long: the rename of a temporary file then costs no copy in the bucket.
 LATER_S = 1.0
+# With other durability a temporary file is. Most are renamed within milliseconds, but a
+# directory that a program fills and renames is when all is unpacked.
+TEMPORARY_S = 5.0
 # How often a file is looked at that a program may have mapped and closed.
 MAPPED_S = 2.0
 # How long an undoing waits between two tries where a directory's rename is in its way.
@@ -126,7 +130,7 @@ class Flusher:
             return None
         staged = handle.inode.staged
         staged.note_stores()
-        if staged.creator:
+        if staged.creator is not None:
             self.exclusive.wrote(staged.creator, staged.size())
         if not staged.is_dirty or staged.is_others(owner):
             return None
@@ -163,7 +167,7 @@ class Flusher:
         is_strict = self._rules.durability_of(staged.key) is Durability.BUCKET
         delay_s = None if is_strict else self._appends.closed(staged)
         if delay_s is None or staged.error is not None:
-            return waiting(self.upload(staged, is_closing=True))
+            return waiting(self._close(staged))
         return waiting(self._keep_appended(staged, delay_s))
 
     async def _keep_appended(self, staged: StagedFile, delay_s: float) -> None:
@@ -181,7 +185,7 @@ class Flusher:
         # file is to say that another node was faster.
         if will_close or (will_close is None and staged.exclusive is None):
             return
-        await self.upload(staged, is_closing=True)
+        await self._close(staged)
 
     def fsync(self, fh: int) -> Answer[None]:
         """Have what was written so far kept."""
@@ -191,7 +195,10 @@ class Flusher:
         staged, info = handle.inode.staged, handle.inode.info
         if staged is not None:
             staged.note_stores()
-            return waiting(self.upload(staged, is_closing=True)) if staged.is_dirty else None
+            if not staged.is_dirty:
+                return None
+            is_local = self._rules.is_local(staged.key)
+            return waiting(self._keep(staged, LATER_S if is_local else None))
         if info is not None and self.deferred.has(info.key):
             return waiting(self.deferred.flush(info.key))
         return None
@@ -241,24 +248,39 @@ class Flusher:
         except OSError as error:
             logger.error("the attributes of %s are lost: %s", staged.key, error.strerror)
 
-    async def upload(self, staged: StagedFile, *, is_closing: bool = False) -> None:
-        """Have the last content of a file in the bucket.
+    def delay_s(self, staged: StagedFile, key: str) -> float | None:
+        """Seconds between the close of a file, of this key, and its upload.
 
-        With `is_closing` a program waits for the content to be kept: local
-        durability is enough, and if the program can't wait, or the upload
-        fails, the content is on record to be uploaded whatever happens.
+        None if the close waits for it.
         """
-        if is_closing and self._rules.is_local(staged.key):
+        if self._rules.is_local(key):
+            return LATER_S
+        # What is larger is sent while it is written.
+        is_small = staged.size() < AHEAD
+        if is_small and self._rules.is_temporary(key, is_exclusive=staged.creator is not None):
+            return TEMPORARY_S
+        return None
+
+    async def _close(self, staged: StagedFile) -> None:
+        await self._keep(staged, self.delay_s(staged, staged.key))
+
+    async def _keep(self, staged: StagedFile, delay_s: float | None) -> None:
+        """Have the content of a file kept for a program that waits for it.
+
+        With `delay_s` on the local disk, and uploaded after so many seconds. If the program can't
+        wait, or the upload fails, it is on record to be uploaded whatever happens.
+        """
+        if delay_s is not None:
             await staged_sums.note(staged)
             await self._staging.make_safe(staged)
             self.uploads.closes.note()
-            self.uploads.start(staged, LATER_S)
+            self.uploads.start(staged, delay_s)
             return
         try:
             await self.uploads.wait(staged)
         except BaseException:
             # What was set aside has no record any more.
-            if is_closing and staged.is_dirty and staged.inode.staged is staged:
+            if staged.is_dirty and staged.inode.staged is staged:
                 self._staging.close(staged)
             raise
 
@@ -268,7 +290,7 @@ class Flusher:
         if staged is None or self.may_be_written(inode):
             return
         if staged.is_dirty:
-            await self.upload(staged, is_closing=True)
+            await self._close(staged)
         else:
             self._settle(staged)
 
@@ -388,7 +410,7 @@ class Flusher:
         inode = staged.inode
         assert inode.info is not None
         assert inode.parent is not None
-        self.exclusive.lost(staged.creator)
+        self.exclusive.lost(staged.creator or 0)
         prefix, name = self._inodes.key(inode.parent), inode.name
         # The kernel goes on to believe that the node has the name, until it opens it.
         self._inodes.mark_replaced(inode)
@@ -503,9 +525,9 @@ class Flusher:
         if not staged.is_closed:
             staged.close()
             self._staging.try_record(staged)
-        is_local = self._rules.is_local(staged.key)
-        attempt = self.uploads.start(staged, LATER_S if is_local else 0.0)
-        if not is_local:
+        delay_s = self.delay_s(staged, staged.key)
+        attempt = self.uploads.start(staged, delay_s or 0.0)
+        if delay_s is None:
             attempt.hurry.set()  # it may be waiting for attributes to be left alone
 
     async def _released_later(self, staged: StagedFile) -> None:

@@ -69,9 +69,7 @@ def test_what_was_saved_by_rename_is_read_from_the_cache(writable: Mount, shared
     path.write_bytes(b"old")
     writable.path.joinpath("model.tmp").write_bytes(data)
     taken = cost(writable, lambda: os.replace(writable.path / "model.tmp", path))
-    if requests(writable)["retries"]:
-        taken.pop("heads", None)  # what has an upload that was sent twice is looked at first
-    assert taken == {"copies": 1, "deletes": 1}
+    assert taken["puts"] == 1
     assert cost(writable, lambda: path.read_bytes()) == {}
     assert path.read_bytes() == data
     assert keys(shared, "model") == ["model"]

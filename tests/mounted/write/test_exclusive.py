@@ -72,7 +72,7 @@ def test_files_in_a_directory_that_was_just_made_take_one_request_each(mount: Mo
     "Creating with O_EXCL puts an empty object first, and fails by itself: always with"
     " `--exclusive-create reserve`; with `auto` where the name is one of a lock, and in"
     " directories that this mount did not make within ten minutes, until the process has written"
-    " two files of 1 KiB and more there or elsewhere."
+    " two files of 1 KiB and more there or elsewhere; not where the path has a random name."
 )
 def test_a_process_that_copies_reserves_its_first_two_files_alone(mount: Mount) -> None:
     assert os.listdir(mount.path / "old") == ["before"]
@@ -82,14 +82,14 @@ def test_a_process_that_copies_reserves_its_first_two_files_alone(mount: Mount) 
             make(mount.path / "old" / f"{number}", LARGE)
 
     assert cost(mount, copy) == {"puts": 12}
-    assert cost(mount, lambda: make(mount.path / "old" / "x.lock", LARGE)) == {"puts": 2}
+    assert cost(mount, lambda: make(mount.path / "old" / "x.pid", LARGE)) == {"puts": 2}
 
 
 @states(
     "Creating with O_EXCL puts an empty object first, and fails by itself: always with"
     " `--exclusive-create reserve`; with `auto` where the name is one of a lock, and in"
     " directories that this mount did not make within ten minutes, until the process has written"
-    " two files of 1 KiB and more there or elsewhere."
+    " two files of 1 KiB and more there or elsewhere; not where the path has a random name."
 )
 def test_every_file_is_reserved_where_the_mount_says_so(mounter: Mounter, bucket: Bucket) -> None:
     mount = mounter("--session", "kernel", WRITABLE, "--exclusive-create", "reserve")

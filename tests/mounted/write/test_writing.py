@@ -41,9 +41,10 @@ def writable(mounter: Mounter) -> Mount:
 
 
 @states(
-    "`close` and `fsync` return when the bucket has what was written, apart from closes of files"
-    " that are appended to again and again; an object appears whole or not at all, but for the"
-    " empty one by which O_EXCL reserves a name, and files that stay open for long."
+    "`close` and `fsync` return when the bucket has what was written, apart from closes of"
+    " temporary files, and of files that are appended to again and again; an object appears whole"
+    " or not at all, but for the empty one by which O_EXCL reserves a name, and files that stay"
+    " open for long."
 )
 @pytest.mark.parametrize("size", [0, 1, 100_000, 9 << 20, 20_000_001])
 def test_a_closed_file_is_in_the_bucket(steady: tuple[Path, Bucket], size: int) -> None:
@@ -58,9 +59,10 @@ def test_a_closed_file_is_in_the_bucket(steady: tuple[Path, Bucket], size: int) 
 
 
 @states(
-    "`close` and `fsync` return when the bucket has what was written, apart from closes of files"
-    " that are appended to again and again; an object appears whole or not at all, but for the"
-    " empty one by which O_EXCL reserves a name, and files that stay open for long."
+    "`close` and `fsync` return when the bucket has what was written, apart from closes of"
+    " temporary files, and of files that are appended to again and again; an object appears whole"
+    " or not at all, but for the empty one by which O_EXCL reserves a name, and files that stay"
+    " open for long."
 )
 def test_fsync_brings_a_file_into_the_bucket_while_it_is_open(
     writable: Mount, bucket: Bucket
