@@ -80,14 +80,13 @@ class Server:
         self,
         endpoint: str,
         services: Sequence[Service],
-        claims: Claims | None = None,
         on_call: OnCall = ignore,
     ) -> None:
         """Raises InvalidArgumentError where `endpoint` is no Unix socket's."""
         self.path = socket_path(endpoint)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS + QUICK_THREADS, thread_name_prefix="call"),
-            interceptors=[_Interceptor(claims or Claims(), on_call)],
+            interceptors=[_Interceptor(on_call)],
         )
         for service in services:
             _add(service, self._server)
@@ -113,10 +112,6 @@ class Server:
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Take no new calls, and return when those under way have ended or were cut off."""
         self._server.stop(grace_s).wait(grace_s + CUT_OFF_S)
-
-    def wait(self) -> None:
-        """Return when the server has been stopped."""
-        self._server.wait_for_termination()
 
 
 def end_of(context: grpc.ServicerContext) -> float:
@@ -172,8 +167,8 @@ def _add(service: Service, server: grpc.Server) -> None:
 
 
 class _Interceptor(grpc.ServerInterceptor):
-    def __init__(self, claims: Claims, on_call: OnCall) -> None:
-        self._claims = claims
+    def __init__(self, on_call: OnCall) -> None:
+        self._claims = Claims()
         self._on_call = on_call
         self._room = threading.BoundedSemaphore(MAX_CALLS)
 

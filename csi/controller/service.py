@@ -41,7 +41,7 @@ from csi.volume.location import (
     location_of,
     new_volume_id,
 )
-from csi.volume.options import check_attributes, pays_requests, write_parameters
+from csi.volume.options import pays_requests, read_options, write_parameters
 from csi.volume.stores import Stores
 from fusefs.api import AccessDeniedError, ExistsError
 
@@ -376,7 +376,7 @@ def _check_settings(
     """Refuse settings that no node could mount with, before a pod waits for the volume."""
     settings = _settings(attributes)
     for capability in capabilities:
-        check_attributes(settings, list(capability.mount.mount_flags), is_inline=False)
+        read_options(settings, list(capability.mount.mount_flags), is_inline=False)
 
 
 def _write_parameters(

@@ -118,6 +118,17 @@ class CacheDomains:
 
     # --- unused domains ---
 
+    def in_use(self) -> set[str]:
+        """The names of the domains that mounts use.
+
+        Raises:
+            ValueError: a mount's is not known, so that it may be any.
+        """
+        names = set(self._of_mounts())
+        if not all(map(_NAME.fullmatch, names)):
+            raise ValueError("the cache of a mount is not known")
+        return names
+
     def touch(self, names: Iterable[str]) -> None:
         """Note that these domains are in use."""
         for name in names:

@@ -23,12 +23,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from csi.identities.cache_domains import CacheDomains, UnusedDomain
 from csi.volume.options import NodeShares
-from fusefs.api import MIN_FREE, SHARE, MountSettings, kernel_mounts, resolve_path
+from fusefs.api import kernel_mounts, resolve_path
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +44,13 @@ REMOVAL = [sys.executable, "-P", "-m", "fusefs.cache.purge"]
 class CacheCollector(threading.Thread):
     """Checks all domains every `EVERY_S` seconds, in its own thread.
 
-    `used` returns the settings of all mounts as JSON; `shares` has the space to leave free.
+    `shares` has the space to leave free.
     """
 
-    def __init__(
-        self, domains: CacheDomains, used: Callable[[], list[str]], shares: NodeShares
-    ) -> None:
+    def __init__(self, domains: CacheDomains, shares: NodeShares) -> None:
         super().__init__(name="cache collector", daemon=True)
         self._domains = domains
-        self._used = used
-        self._min_free = MIN_FREE.read(shares.min_free)
-        self._min_free_inodes = SHARE.read(shares.min_free_inodes)
+        self._shares = shares
         self._logged: set[str] = set()
         self._ending = threading.Event()
 
@@ -73,7 +69,7 @@ class CacheCollector(threading.Thread):
         for directory in self._domains.leaving():
             with _keeping_no_other():
                 self._finish(directory)
-        self._domains.touch(self._names_in_use())
+        self._domains.touch(self._domains.in_use())
         for domain in self._domains.unused():
             if self._ending.is_set():
                 return
@@ -82,25 +78,20 @@ class CacheCollector(threading.Thread):
                 with _keeping_no_other():
                     self._remove_unused(domain)
 
-    def _names_in_use(self) -> set[str]:
-        # Settings that cannot be read end the round: they may name any domain.
-        used = (MountSettings.from_json(text, is_newer=True) for text in self._used())
-        return {settings.cache_dir.name for settings in used}
-
     def _is_scarce(self) -> bool:
         """Whether the disk has less free than the caches must leave, or no uid is free."""
         status = os.statvfs(self._domains.directory)
         free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
         return (
             self._domains.lacks_uids
-            or free < self._min_free.bytes_of(size)
-            or status.f_favail < self._min_free_inodes.bytes_of(status.f_files)
+            or free < self._shares.min_free.bytes_of(size)
+            or status.f_favail < self._shares.min_free_inodes.bytes_of(status.f_files)
         )
 
     def _remove_unused(self, domain: UnusedDomain) -> None:
         with self._domains.alone():
             # A mount may have claimed the domain since.
-            if domain.name in self._names_in_use() or not self._domains.is_unchanged(domain):
+            if domain.name in self._domains.in_use() or not self._domains.is_unchanged(domain):
                 return
             if _has_mounts(domain.directory):
                 log.warning("%s stays: something is mounted there", domain.directory)

@@ -17,7 +17,7 @@ from csi.errors import AbortedError
 from csi.node.bind_mount import MountTable
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
-from fusefs.api import MIB, MountSettings
+from fusefs.api import MIB
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class Drains:
         if pending and not self._is_given_up(record):
             raise UploadingError(pending)
         if pending:
-            cache = MountSettings.from_json(record.settings, is_newer=True).cache_dir
-            log.error("given up: %s; the files are kept below %s", pending, cache)
+            where = record.cache_directory
+            log.error("given up: %s; the files are kept below %s", pending, where)
 
     def end(self, record: MountRecord, ends: float) -> None:
         """End the mount.

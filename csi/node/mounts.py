@@ -167,7 +167,7 @@ class Mounts:
             self._kill(root)
             bind_mount.pop_all(root)
             top = None
-        self.records.write(record)  # first: a mount without a record is removed
+        self.records.write(record.key, record)  # first: a mount without a record is removed
         if top is None:
             bind_mount.make_directory(root, 0o700)
         try:

@@ -13,18 +13,16 @@ driver left goes once the pod's directory has gone.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from csi.errors import ResourceExhaustedError
-from csi.node.record_files import known_fields
-from fusefs.api import replace_file
+from csi.node.record_files import RecordFiles
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +66,11 @@ class InlineBounds:
 
 
 class PodRecords:
-    """The records below `directory`. For any number of threads."""
+    """The records below `directory`, by target paths. For any number of threads."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._files = RecordFiles(directory, PodRecord)
         self._lock = threading.Lock()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @contextmanager
     def publishing(self, record: PodRecord, bounds: InlineBounds) -> Iterator[None]:
@@ -83,9 +80,8 @@ class PodRecords:
             ResourceExhaustedError: its pod or its namespace has as many inline volumes
                 on this node as it may have.
         """
-        path = self._path(Path(record.target))
         with self._lock:
-            is_new = not path.exists()
+            is_new = self._files.read(_name(record.target)) is None
             if is_new and record.is_inline:
                 self._check_bounds(record, bounds)
             self.note(record)
@@ -98,23 +94,22 @@ class PodRecords:
 
     def note(self, record: PodRecord) -> None:
         """Put the pod of a published path on record."""
-        path = self._path(Path(record.target))
-        if self._read(path) == record:
+        name = _name(record.target)
+        if self._files.read(name) == record:
             return
         try:
-            replace_file(path, json.dumps(asdict(record)))
+            self._files.write(name, record)
         except OSError as error:
             log.warning("the pod %s/%s is not listed: %s", record.namespace, record.name, error)
 
     def forget(self, target: Path) -> None:
         """The path is published no more."""
         with suppress(OSError):
-            self._path(target).unlink(missing_ok=True)
+            self._files.remove(_name(os.fspath(target)))
 
     def all(self) -> dict[Path, PodRecord]:
         """All records, by their target paths."""
-        found = (self._read(path) for path in self._directory.glob("*.json"))
-        return {Path(record.target): record for record in found if record is not None}
+        return {Path(record.target): record for record in self._files.all()}
 
     def _check_bounds(self, record: PodRecord, bounds: InlineBounds) -> None:
         others = [each for each in self._existing() if each.is_inline]
@@ -138,12 +133,6 @@ class PodRecords:
             else:
                 self.forget(target)
 
-    def _path(self, target: Path) -> Path:
-        digest = hashlib.sha256(os.fsencode(target)).hexdigest()
-        return self._directory / f"{digest[:32]}.json"
 
-    def _read(self, path: Path) -> PodRecord | None:
-        try:
-            return PodRecord(**known_fields(PodRecord, path))
-        except (OSError, ValueError, TypeError):
-            return None
+def _name(target: str) -> str:
+    return hashlib.sha256(os.fsencode(target)).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""How a driver reads its records, which a newer version of it may have written.
+"""The driver's records: a JSON file for each, which a newer version of it may have written.
 
 After a roll-back the older driver finds what the newer one has on record. It leaves out
 the fields that it does not know: with a record that counts as lost, a running pod would
@@ -8,18 +8,56 @@ lose its mount.
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+import os
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from fusefs.api import replace_file
+
+R = TypeVar("R")
 
 
-def known_fields(kind: type[Any], path: Path) -> dict[str, Any]:
-    """The fields of the dataclass `kind` that a file has, as JSON wrote them.
+class RecordFiles(Generic[R]):
+    """The records below `directory`, which are of the dataclass `kind`. Any thread may use them."""
 
-    Raises:
-        OSError: there is no such file.
-        ValueError, TypeError: it holds something else.
-    """
-    found = dict(json.loads(path.read_text()))
-    known = {field.name for field in fields(kind)}
-    return {name: value for name, value in found.items() if name in known}
+    def __init__(self, directory: Path, kind: type[R]) -> None:
+        self._directory = directory
+        self._kind: Any = kind
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """The names of all records, in order."""
+        found = (name for name in os.listdir(self._directory) if name.endswith(".json"))
+        return sorted(name.removesuffix(".json") for name in found)
+
+    def read(self, name: str) -> R | None:
+        """A record; None if there is none that can be read."""
+        try:
+            found = dict(json.loads(self._path(name).read_text()))
+            known = {field.name for field in fields(self._kind)}
+            record: R = self._kind(**{key: found[key] for key in found.keys() & known})
+        except (OSError, ValueError, TypeError):
+            return None
+        return record
+
+    def all(self) -> list[R]:
+        """All records that can be read."""
+        found = (self.read(name) for name in self.names())
+        return [record for record in found if record is not None]
+
+    def write(self, name: str, record: R) -> None:
+        """Write a record, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        written: Any = record
+        replace_file(self._path(name), json.dumps(asdict(written)))
+
+    def remove(self, name: str) -> None:
+        """Remove a record, if it is there."""
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.json"

@@ -40,7 +40,7 @@ from csi.errors import (
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.cache_domains import CacheDomains
 from csi.identities.cache_gc import CacheCollector
-from csi.identities.cluster_caches import CacheSecrets, ClusterCacheConfig
+from csi.identities.cluster_caches import CacheSecrets
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
 from csi.node import bind_mount, volume_metrics
@@ -66,7 +66,6 @@ from csi.node.warmup import Warmups
 from csi.server import end_of
 from csi.volume.location import Location, location_of
 from csi.volume.options import (
-    DriverSettings,
     Options,
     WarmOption,
     finished,
@@ -74,7 +73,7 @@ from csi.volume.options import (
     read_options,
 )
 from csi.volume.stores import Stores
-from fusefs.api import MetricsTarget, MountSource, RawValue, use_runtime_directory
+from fusefs.api import MetricsTarget, use_runtime_directory
 
 __all__ = ["NodeService", "add_flags", "make_service"]
 
@@ -153,11 +152,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._warmups = Warmups(state / "warming")
         self._reconciler = Reconciler(self._mounts, self._claims, self._drains, self._warmups)
         self._reconciler.start()
-        self._collector = CacheCollector(
-            self._domains,
-            lambda: [record.settings for record in self._mounts.records.all()],
-            configuration.shares,
-        )
+        self._collector = CacheCollector(self._domains, configuration.shares)
         self._collector.start()
 
     def close(self) -> None:
@@ -282,7 +277,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if plan.warm.paths and not warm.paths:
             log.info("%s: no part is fetched for pod %r: it has no number", publish.volume_id, pod)
         if self._mounts.is_alive(record, MountTable()):
-            self._mounts.records.write(record)  # it may have been lost
+            self._mounts.records.write(record.key, record)  # it may have been lost
             self._store_secrets(plan)
         else:
             self._begin(plan, ends)
@@ -345,7 +340,14 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             cluster_cache = self._configuration.cluster_caches.of(
                 options.cache_domain, is_inline=publish.is_inline
             )
-        layer = self._layer(publish, location, options, cluster_cache)
+        layer = mount_layer(
+            options,
+            location,
+            self._configuration.shares,
+            cluster_cache.settings if cluster_cache else {},
+            is_read_only=publish.is_reader_mode,
+            fs_group=publish.fs_group,
+        )
         name = self._domain_name(identity, location, options)
         texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
         cache_secrets = cluster_cache.secrets() if cluster_cache else None
@@ -385,33 +387,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 options.drain_timeout_s,
                 self._files.environment(key, identity, location.store, is_fips=settings.fips),
             )
-            self._mounts.records.write(record)
+            self._mounts.records.write(record.key, record)
         return _Plan(identity, record, options.warm, cache_secrets)
-
-    def _layer(
-        self,
-        publish: PublishRequest,
-        location: Location,
-        options: Options,
-        cluster_cache: ClusterCacheConfig | None,
-    ) -> dict[str, RawValue]:
-        """What the volume and the driver say of the mount's settings."""
-        store = location.store
-        place = DriverSettings(
-            MountSource(location.bucket, location.prefix),
-            store.endpoint_url,
-            location.region,
-            store.addressing,
-            store.ca_bundle,
-            cluster_cache.settings if cluster_cache else {},
-        )
-        return mount_layer(
-            options,
-            place,
-            self._configuration.shares,
-            is_read_only=publish.is_reader_mode,
-            fs_group=publish.fs_group,
-        )
 
     def _domain_name(self, identity: Identity, location: Location, options: Options) -> str:
         """The name of the local cache that a volume uses."""

@@ -18,18 +18,16 @@ after what pods read, and evicts nothing that was used since it began.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from csi.errors import AbortedError
 from csi.node.mount_record import MountRecord
-from csi.node.record_files import known_fields
+from csi.node.record_files import RecordFiles
 from csi.volume.options import WarmOption
 from fusefs.api import (
     MALFORMED,
@@ -40,7 +38,6 @@ from fusefs.api import (
     daemon_request,
     describe_duration,
     describe_warming,
-    replace_file,
 )
 
 log = logging.getLogger(__name__)
@@ -64,9 +61,8 @@ class Warmups:
     """The warm-ups of the driver's mounts, with records below `directory`. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._files = RecordFiles(directory, _Record)
         self._lock = threading.Lock()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def begin(self, record: MountRecord, warm: WarmOption) -> None:
         """Start the warm-up of a served mount, if it has had none; does not wait for it.
@@ -74,9 +70,9 @@ class Warmups:
         A failure is logged: the volume is published already.
         """
         name = _name(record.key, warm)
-        if warm.paths and self._read(name) is None:
+        if warm.paths and self._files.read(name) is None:
             try:
-                self._write(name, _Record(time.monotonic(), is_over=True))
+                self._files.write(name, _Record(time.monotonic(), is_over=True))
             except OSError as error:
                 log.warning("the warm-up of %s is not on record: %s", record.source, error)
             try:
@@ -88,7 +84,7 @@ class Warmups:
         """Whether a pod has to wait for the warm-up before it starts."""
         if not warm.is_first:
             return False
-        known = self._read(_name(record.key, warm))
+        known = self._files.read(_name(record.key, warm))
         return known is None or not known.is_over
 
     def add_waiter(self, key: str, warm: WarmOption, target: Path) -> float:
@@ -142,8 +138,8 @@ class Warmups:
 
     def is_awaited(self, key: str) -> bool:
         """Whether a publish call waits for a mount that is not bound to a target yet."""
-        found = [known for name in self._names(key) if (known := self._read(name)) is not None]
-        since = max((when for known in found for when in known.waiting.values()), default=0.0)
+        records = filter(None, map(self._files.read, self._names(key)))
+        since = max((when for record in records for when in record.waiting.values()), default=0.0)
         return bool(since) and time.monotonic() - since < PATIENCE_S
 
     def remove_waiter(self, key: str, target: Path) -> None:
@@ -152,7 +148,7 @@ class Warmups:
         Where that cannot be put on record it counts as waiting for `PATIENCE_S`.
         """
         for name in self._names(key):
-            known = self._read(name)
+            known = self._files.read(name)
             if known is None or str(target) not in known.waiting:
                 continue
             try:
@@ -163,34 +159,17 @@ class Warmups:
     def forget(self, key: str) -> None:
         """Remove the records of a mount that has ended."""
         for name in self._names(key):
-            self._path(name).unlink(missing_ok=True)
+            self._files.remove(name)
 
     def _change(self, name: str, change: Callable[[_Record], _Record]) -> _Record:
         with self._lock:
-            record = change(self._read(name) or _Record(time.monotonic()))
-            self._write(name, record)
+            record = change(self._files.read(name) or _Record(time.monotonic()))
+            self._files.write(name, record)
             return record
-
-    def _write(self, name: str, record: _Record) -> None:
-        replace_file(self._path(name), json.dumps(asdict(record)))
-
-    def _read(self, name: str) -> _Record | None:
-        try:
-            return _Record(**known_fields(_Record, self._path(name)))
-        except (OSError, ValueError, TypeError):
-            return None
 
     def _names(self, key: str) -> list[str]:
         """What a mount's records are called: one for the whole of it, one for each part."""
-        names = (
-            name.removesuffix(".json")
-            for name in os.listdir(self._directory)
-            if name.endswith(".json")
-        )
-        return [name for name in names if name.partition(".")[0] == key]
-
-    def _path(self, name: str) -> Path:
-        return self._directory / f"{name}.json"
+        return [name for name in self._files.names() if name.partition(".")[0] == key]
 
 
 def _name(key: str, warm: WarmOption) -> str:

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from csi.errors import InvalidArgumentError
+from csi.volume.location import Location
 from fusefs.api import (
     DURATION,
     SIZE,
     SWITCH,
     Layer,
+    MinFree,
     MountSettings,
     MountSource,
     RawValue,
@@ -135,10 +136,12 @@ class WarmOption:
 class Options:
     """What a volume's attributes and mount options ask for.
 
-    `settings` are texts of `fusefs mount`'s settings, by field. Times are in seconds.
+    `settings` are texts of `fusefs mount`'s settings, by field, and `wanted` their values, for a
+    mount anywhere. Times are in seconds.
     """
 
     settings: Layer
+    wanted: MountSettings
     role_arn: str | None = None
     is_anonymous: bool = False
     cache_domain: str | None = None
@@ -154,19 +157,8 @@ class NodeShares:
     memory_limit: int
     max_connections: int
     cache_size: int | None
-    min_free: str
-    min_free_inodes: str
-
-
-def check_attributes(
-    attributes: Mapping[str, str], mount_flags: Sequence[str], *, is_inline: bool
-) -> None:
-    """Refuse what no mount could be made with. `attributes` has none that say where it is.
-
-    Raises:
-        InvalidArgumentError: the sentence names the attribute or option.
-    """
-    read_options(attributes, mount_flags, is_inline=is_inline)
+    min_free: MinFree
+    min_free_inodes: MinFree
 
 
 def write_parameters(attributes: Mapping[str, str], mount_flags: Sequence[str]) -> dict[str, Any]:
@@ -178,7 +170,7 @@ def write_parameters(attributes: Mapping[str, str], mount_flags: Sequence[str]) 
         InvalidArgumentError: the sentence names the attribute or option.
     """
     options = read_options(attributes, mount_flags, is_inline=False)
-    return WriteOptions.of(build(options.settings, anywhere())).parameters()
+    return WriteOptions.of(options.wanted).parameters()
 
 
 def pays_requests(attributes: Mapping[str, str]) -> bool:
@@ -187,13 +179,13 @@ def pays_requests(attributes: Mapping[str, str]) -> bool:
     Raises:
         InvalidArgumentError: the sentence names the attribute.
     """
-    return build(read_options(attributes, (), is_inline=False).settings, anywhere()).requester_pays
+    return read_options(attributes, (), is_inline=False).wanted.requester_pays
 
 
 def read_options(
     attributes: Mapping[str, str], mount_flags: Sequence[str], *, is_inline: bool
 ) -> Options:
-    """The options of a volume; see `check_attributes`.
+    """The options of a volume; `attributes` has none that say where it is.
 
     Raises:
         InvalidArgumentError: the sentence names the attribute or option.
@@ -202,12 +194,18 @@ def read_options(
         for name in sorted(_NOT_INLINE & attributes.keys()):
             raise InvalidArgumentError(f"{name}: not for an inline volume, which is its pod's own")
     settings = dict(_from_flags(mount_flags)) | _from_attributes(attributes)
-    _check_readable(settings)
+    wanted = _wanted(settings)
     if is_inline:
         _check_tenant(settings, attributes)
-    _check_durability(settings, attributes)
+    is_local_allowed = _switch(attributes, "allowLocalDurability")
+    if wanted.durability.may_be_local and not is_local_allowed:
+        raise InvalidArgumentError(
+            f"{settings['durability'].origin}: local loses files with the node; it needs"
+            ' allowLocalDurability: "true" in the StorageClass'
+        )
     return Options(
         settings,
+        wanted,
         _role(attributes.get("roleArn")),
         _switch(attributes, "anonymous"),
         _cache_domain(attributes.get("cacheDomain")),
@@ -260,9 +258,9 @@ def _field(name: str, origin: str) -> str:
     return field
 
 
-def _check_readable(settings: Layer) -> None:
+def _wanted(settings: Layer) -> MountSettings:
     try:
-        build(settings, anywhere())
+        return build(settings, anywhere())
     except SettingsError as error:
         raise InvalidArgumentError(str(error)) from None
 
@@ -285,15 +283,6 @@ def _check_tenant(settings: Layer, attributes: Mapping[str, str]) -> None:
     level = settings.get("log_level")
     if level is not None and level.text.strip() == "debug":
         raise InvalidArgumentError(f"{level.origin}: debug is not for an inline volume")
-
-
-def _check_durability(settings: Layer, attributes: Mapping[str, str]) -> None:
-    is_allowed = _switch(attributes, "allowLocalDurability")
-    if build(settings, anywhere()).durability.may_be_local and not is_allowed:
-        raise InvalidArgumentError(
-            f"{settings['durability'].origin}: local loses files with the node; it needs"
-            ' allowLocalDurability: "true" in the StorageClass'
-        )
 
 
 def _role(text: str | None) -> str | None:
@@ -374,28 +363,18 @@ def _warm_path(text: str) -> str:
 # --- the settings of a mount ----------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DriverSettings:
-    """The settings of a mount that the driver decides, whatever the volume says."""
-
-    source: MountSource
-    endpoint_url: str | None
-    region: str | None
-    addressing: str
-    ca_bundle: Path | None
-    # Settings of its domain's cluster cache.
-    cluster_cache: Mapping[str, str] = field(default_factory=dict)
-
-
 def mount_layer(
     options: Options,
-    place: DriverSettings,
+    location: Location,
     shares: NodeShares,
+    cluster_cache: Mapping[str, str],
     *,
     is_read_only: bool,
     fs_group: int | None,
 ) -> dict[str, RawValue]:
     """The settings of a volume's mount but for the paths and the user, as texts.
+
+    `cluster_cache` are those of its domain's cluster cache.
 
     Raises:
         InvalidArgumentError: a setting contradicts another.
@@ -409,16 +388,17 @@ def mount_layer(
         layer.setdefault("dir_mode", RawValue("775", "fsGroup"))
         # Kubernetes: new files belong to the group, and permissions are OR'd with rw-rw----.
         layer["shared_group"] = RawValue("true", "fsGroup")
-    layer |= _limited(options.settings, shares)
+    layer |= _limited(options, shares)
+    store = location.store
     fixed = {
-        "source": str(place.source),
-        "endpoint_url": place.endpoint_url,
-        "region": place.region,
-        "addressing": place.addressing,
-        "ca_bundle": str(place.ca_bundle) if place.ca_bundle else None,
+        "source": str(MountSource(location.bucket, location.prefix)),
+        "endpoint_url": store.endpoint_url,
+        "region": location.region,
+        "addressing": store.addressing,
+        "ca_bundle": str(store.ca_bundle) if store.ca_bundle else None,
         "anonymous": "true" if options.is_anonymous else None,
-        "min_free": shares.min_free,
-        "min_free_inodes": shares.min_free_inodes,
+        "min_free": str(shares.min_free),
+        "min_free_inodes": str(shares.min_free_inodes),
         # Whoever has no rights any more reads on from the cache for no longer.
         "revoke_after": REVOKE_AFTER,
         "allow_other": "true",
@@ -427,15 +407,15 @@ def mount_layer(
         # Standard error, which is the container's log.
         "foreground": "true",
         "session": "kernel",
-        **place.cluster_cache,
+        **cluster_cache,
     }
     return layer | {
         name: RawValue(text, "the driver") for name, text in fixed.items() if text is not None
     }
 
 
-def _limited(settings: Layer, shares: NodeShares) -> dict[str, RawValue]:
-    wanted = build(settings, anywhere())
+def _limited(options: Options, shares: NodeShares) -> dict[str, RawValue]:
+    settings, wanted = options.settings, options.wanted
     # What a volume does not say is the node's share, which may be more than a mount's default.
     memory_limit, connections = shares.memory_limit, shares.max_connections
     if "memory_limit" in settings:

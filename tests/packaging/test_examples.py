@@ -14,7 +14,7 @@ import pytest
 
 from csi.server import DRIVER_NAME
 from csi.volume import location, stores
-from csi.volume.options import check_attributes
+from csi.volume.options import read_options
 from tests.support.packaging.manifests import (
     MANIFESTS,
     PROJECT,
@@ -104,7 +104,7 @@ def understand(source: Object, flags: list[str], *, is_inline: bool) -> None:
     attributes = source["volumeAttributes"]
     location.location_of(attributes, stores.read_stores(None))
     own = {name: text for name, text in attributes.items() if name not in location.LOCATION_KEYS}
-    check_attributes(own, flags, is_inline=is_inline)
+    read_options(own, flags, is_inline=is_inline)
 
 
 def test_every_example_is_in_the_list() -> None:

@@ -27,7 +27,7 @@ import pytest
 from csi import main
 from csi.generated import csi_pb2
 from csi.volume import location, stores
-from csi.volume.options import check_attributes
+from csi.volume.options import read_options
 from fusefs.diagnosis import bucket
 from tests.support.csi.calls import Driver, mount_capability
 from tests.support.csi.node import running_node
@@ -146,7 +146,7 @@ def understand_classes(documents: list[Object], directory: Path) -> None:
         names = {"pvc.namespace": "default", "pvc.name": "training", "pv.name": "pvc-1"}
         place = {key: parameters.pop(key) for key in location.LOCATION_KEYS & parameters.keys()}
         location.location_of({**place, "prefix": location.fill_in(place["prefix"], names)}, known)
-        check_attributes(parameters, [], is_inline=False)
+        read_options(parameters, [], is_inline=False)
 
 
 def own_parameters(storage_class: Object) -> dict[str, str]:

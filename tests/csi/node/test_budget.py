@@ -72,7 +72,8 @@ def test_of_many_that_come_at_once_no_more_get_in_than_there_is_room_for(tmp_pat
     def come(number: int) -> bool:
         try:
             with records.one_more(8):
-                records.write(MountRecord(str(number), "v", "/m", "s3://b", "me", 1, "", "", 0.0))
+                key = str(number)
+                records.write(key, MountRecord(key, "v", "/m", "s3://b", "me", 1, "", "", 0.0))
         except ResourceExhaustedError:
             return False
         return True

@@ -26,9 +26,9 @@ threading.settrace(look)
 """
 # In the order in which a call comes to them.
 PUBLISHING = (
-    "Domains.claim",
+    "CacheDomains.claim",
     "CredentialFiles.store",
-    "MountRecords.write",
+    "RecordFiles.write",
     "make_directory",
     "start_mount",
     "Warmups.blocks_publish",
@@ -43,13 +43,13 @@ UNPUBLISHING = (
     "Mounts._wait_for_daemons",
     "unregister",
     "CredentialFiles.remove",
-    "MountRecords.remove",
+    "RecordFiles.remove",
 )
 PAIRS = [
     pytest.param(
         *pair,
         marks=()
-        if pair[0] in ("MountRecords.write", "Warmups.blocks_publish")
+        if pair[0] in ("RecordFiles.write", "Warmups.blocks_publish")
         else pytest.mark.storm,
     )
     for pair in zip(PUBLISHING, UNPUBLISHING, strict=True)

@@ -15,8 +15,7 @@ from csi.identities import cache_gc
 from csi.identities.cache_domains import CacheDomain, CacheDomains
 from csi.identities.cache_gc import KEEP_IF_SCARCE_S, KEEP_S, REMOVAL, CacheCollector
 from csi.volume.options import NodeShares
-from fusefs.settings.mount import MountSettings
-from fusefs.settings.types import MountSource
+from fusefs.settings.types import MIN_FREE
 from tests.support.machine.disks import small_disk
 from tests.support.machine.ordinary_user import runnable_by_all
 
@@ -41,8 +40,14 @@ def as_anybody(runnable: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def domains(public_path: Path) -> CacheDomains:
-    return CacheDomains(public_path / "cache", FIRST_UID, FIRST_UID + 9)
+def used() -> dict[str, int]:
+    """The users of mounts, by their domains."""
+    return {}
+
+
+@pytest.fixture
+def domains(public_path: Path, used: dict[str, int]) -> CacheDomains:
+    return CacheDomains(public_path / "cache", FIRST_UID, FIRST_UID + 9, lambda: used)
 
 
 class Node:
@@ -50,10 +55,7 @@ class Node:
 
     def __init__(self, domains: CacheDomains) -> None:
         self.domains = domains
-        self.used: list[str] = []
-        self.collector = CacheCollector(
-            domains, lambda: self.used, NodeShares(0, 0, None, "0%", "0%")
-        )
+        self.collector = CacheCollector(domains, shares("0%"))
 
     def domain(self, name: str, *, unused_s: float = 2 * KEEP_S) -> CacheDomain:
         """A domain with something in its cache, unless it is read from here on."""
@@ -75,11 +77,9 @@ class Node:
         then = domain.directory.stat().st_mtime - unused_s
         os.utime(domain.directory, (then, then))
 
-    def mount(self, domain: CacheDomain) -> None:
-        settings = MountSettings(
-            source=MountSource("bucket"), mountpoint=Path("/mnt"), cache_dir=domain.directory
-        )
-        self.used.append(settings.to_json())
+
+def shares(min_free: str) -> NodeShares:
+    return NodeShares(0, 0, None, MIN_FREE.read(min_free), MIN_FREE.read("0%"))
 
 
 @pytest.fixture
@@ -117,13 +117,23 @@ def test_a_cache_that_cannot_be_removed_keeps_no_other(
     assert node.domains.leaving() == []
 
 
-def test_a_cache_that_a_mount_uses_stays_however_old_it_is(node: Node) -> None:
-    used = node.domain("used")
-    node.mount(used)
+def test_a_cache_that_a_mount_uses_stays_however_old_it_is(
+    node: Node, used: dict[str, int]
+) -> None:
+    domain = node.domain("used")
+    used[domain.name] = domain.uid
     node.collector.collect()
-    node.used.clear()
+    used.clear()
     node.collector.collect()  # it counts from here on
-    assert (used.directory / "format").exists()
+    assert (domain.directory / "format").exists()
+
+
+def test_no_cache_is_removed_while_a_mounts_is_not_known(node: Node, used: dict[str, int]) -> None:
+    domain = node.domain("old")
+    used["?key"] = domain.uid
+    with pytest.raises(ValueError, match="not known"):
+        node.collector.collect()
+    assert domain.directory.exists()
 
 
 def test_a_cache_that_is_claimed_again_stays(node: Node) -> None:
@@ -209,7 +219,7 @@ def test_a_full_disk_is_scarce(public_path: Path) -> None:
     with small_disk(public_path / "disk", 4) as disk:
         os.chmod(disk, 0o711)
         node = Node(CacheDomains(disk / "cache", FIRST_UID, FIRST_UID + 9))
-        node.collector = CacheCollector(node.domains, list, NodeShares(0, 0, None, "50%", "0%"))
+        node.collector = CacheCollector(node.domains, shares("50%"))
         old = node.domain("old", unused_s=2 * KEEP_IF_SCARCE_S)
         node.collector.collect()
         assert old.directory.exists()

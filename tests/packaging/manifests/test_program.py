@@ -27,7 +27,7 @@ from csi.node import config, reconciler
 from csi.node import service as node
 from csi.volume import location as volumes
 from csi.volume import stores
-from csi.volume.options import check_attributes
+from csi.volume.options import read_options
 from fusefs.launch.registry import RUNTIME_VARIABLE
 from tests.support.packaging.manifests import (
     MANIFESTS,
@@ -266,7 +266,7 @@ def test_shipped_classes_keep_the_data_and_are_understood(directory: Path, tmp_p
         }
         volumes.location_of({**location, "bucket": "bucket", "prefix": prefix}, known)
         own = {name: value for name, value in parameters.items() if name not in location}
-        check_attributes(own, storage_class.get("mountOptions", []), is_inline=False)
+        read_options(own, storage_class.get("mountOptions", []), is_inline=False)
 
 
 def test_the_file_of_stores_shows_a_store_that_can_be_read(tmp_path: Path) -> None:

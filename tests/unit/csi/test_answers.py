@@ -46,7 +46,7 @@ def test_a_daemon_without_a_status_keeps_no_other_volume_from_the_list(
 ) -> None:
     records = MountRecords(tmp_path / MOUNT_RECORDS)
     for key in ("good", "odd"):
-        records.write(record_of(key))
+        records.write(key, record_of(key))
     table = SimpleNamespace(
         top=lambda path: SimpleNamespace(device=path.name),
         of_device=lambda name: [SimpleNamespace(mountpoint=Path(f"/pods/{name}/mount"))],

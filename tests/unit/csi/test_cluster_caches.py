@@ -19,15 +19,15 @@ from csi.identities.cluster_caches import (
     read_cluster_caches,
 )
 from csi.identities.credentials import CredentialFiles
+from csi.volume.location import Location
 from csi.volume.options import (
-    DriverSettings,
     NodeShares,
-    check_attributes,
     finished,
     mount_layer,
     read_options,
 )
-from fusefs.settings.types import MIB, MountSource
+from csi.volume.stores import StoreSettings
+from fusefs.settings.types import MIB, MinFree, MountSource
 
 KEYS = "[default]\naws_access_key_id = the-access\naws_secret_access_key = the-secret\n"
 KEY = "a-key-of-the-domain"
@@ -209,18 +209,18 @@ def test_no_volume_chooses_its_cluster_cache(option: str, is_inline: bool) -> No
     camel = "".join(part.capitalize() for part in name.split("-"))
     for spelling in (name, camel[0].lower() + camel[1:], name.replace("-", "_")):
         with pytest.raises(InvalidArgumentError, match=f"^{spelling}: .*cacheDomain"):
-            check_attributes({spelling: "s3://mine"}, [], is_inline=is_inline)
+            read_options({spelling: "s3://mine"}, [], is_inline=is_inline)
         with pytest.raises(InvalidArgumentError, match=f"^mountOptions: {spelling}: .*cacheDomain"):
-            check_attributes({}, [f"ro,{spelling}=s3://mine"], is_inline=is_inline)
+            read_options({}, [f"ro,{spelling}=s3://mine"], is_inline=is_inline)
 
 
 def test_a_mount_has_its_domains_cluster_cache(secrets: Path) -> None:
     cache = read_cluster_caches(written(secrets)).by_domain["training"]
     files = CredentialFiles(secrets / "credentials-of-mounts")
-    place = DriverSettings(MountSource("bucket"), "http://s3:1", None, "auto", None, cache.settings)
-    shares = NodeShares(256 * MIB, 32, None, "20%", "10%")
+    place = Location(StoreSettings("main", "http://s3:1"), "bucket", "")
+    shares = NodeShares(256 * MIB, 32, None, MinFree(20), MinFree(10))
     options = read_options({}, (), is_inline=False)
-    layer = mount_layer(options, place, shares, is_read_only=True, fs_group=None)
+    layer = mount_layer(options, place, shares, cache.settings, is_read_only=True, fs_group=None)
     paths = files.cluster_cache_settings("key")
     made = finished(layer, mountpoint="/mnt/key", cache_dir="/cache/domain", **paths)
     assert made.cluster_cache == MountSource("cache", "training/")

@@ -17,7 +17,7 @@ from csi.daemons import client
 from csi.daemons import main as daemons
 from csi.daemons.client import Daemons, FdStoreClient
 from csi.daemons.main import FdStoreProcess
-from csi.errors import AbortedError, UnavailableError
+from csi.errors import AbortedError, CsiError, UnavailableError
 from csi.node import mounts
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import NEXT_STORE_S, RESUME_S, Mounts
@@ -129,12 +129,12 @@ def test_a_held_mount_that_cannot_be_resumed_is_dropped_after_long(
     for waited_s, done in ((0.0, ["start"]), (RESUME_S / 2, ["start"]), (RESUME_S, ["start"])):
         node.now = LATER_S + waited_s
         node.done.clear()
-        with pytest.raises(UnavailableError):
+        with pytest.raises(CsiError):
             made.start(record, 0.0)
         assert node.done == done + ["drop"] * (waited_s == RESUME_S)
     node.has_daemon = True  # programs read on
     node.done.clear()
-    with pytest.raises(UnavailableError):
+    with pytest.raises(CsiError):
         made.start(record, 0.0)
     assert node.done == ["start"]
 
@@ -148,7 +148,7 @@ def test_a_mount_has_not_ended_while_its_supervisor_is_silent(
     made._daemons = Daemons(SupervisorAddress(socket_path, is_needed=True))
     files: Any = SimpleNamespace(remove=lambda _key: None)
     made._files = files
-    made.records.write(record)
+    made.records.write(record.key, record)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(str(socket_path))
         sock.listen()

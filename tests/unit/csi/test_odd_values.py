@@ -7,21 +7,20 @@ import pytest
 from csi.errors import InvalidArgumentError, event_text
 from csi.identities.credentials import choose
 from csi.volume import options
-from csi.volume.location import LOCATION_KEYS, location_of
+from csi.volume.location import LOCATION_KEYS, Location, location_of
 from csi.volume.options import (
-    DriverSettings,
     NodeShares,
-    Options,
     finished,
     mount_layer,
     read_options,
 )
 from csi.volume.stores import StoreSettings, read_stores
-from fusefs.settings.types import MIB, MountSource
+from fusefs.settings.types import MIB, MinFree
 
 SETTINGS = sorted(name.replace("_", "-") for name in options._TAKEN)
-PLACE = DriverSettings(MountSource("bucket", "p/"), None, None, "auto", None)
-SHARES = NodeShares(256 * MIB, 32, None, "20%", "10%")
+PLACE = Location(StoreSettings("aws"), "bucket", "p/")
+SHARES = NodeShares(256 * MIB, 32, None, MinFree(20), MinFree(10))
+NO_OPTIONS = read_options({}, (), is_inline=False)
 ODD = [
     "",
     " ",
@@ -60,7 +59,7 @@ def test_an_attribute_is_taken_or_refused_by_its_name(name: str, is_inline: bool
     for value in ODD:
         try:
             read = read_options({**about_warm, name: value}, (), is_inline=is_inline)
-            layer = mount_layer(read, PLACE, SHARES, is_read_only=False, fs_group=None)
+            layer = mount_layer(read, PLACE, SHARES, {}, is_read_only=False, fs_group=None)
             finished(layer, mountpoint="/mnt/key", cache_dir="/cache").to_json()
         except InvalidArgumentError as error:
             check_sentence(error, name)
@@ -96,7 +95,7 @@ def test_a_secret_is_taken_or_refused_and_not_shown(name: str) -> None:
 def refusal_of(secret: dict[str, str]) -> str:
     """Why a Secret is refused; "" if it is not."""
     try:
-        choose(secret, {}, Options({}), StoreSettings("aws"), is_inline=False)
+        choose(secret, {}, NO_OPTIONS, StoreSettings("aws"), is_inline=False)
     except InvalidArgumentError as error:
         check_sentence(error, "Secret")
         return str(error)

@@ -9,21 +9,20 @@ import pytest
 
 from csi.errors import InvalidArgumentError
 from csi.volume import options
-from csi.volume.location import LOCATION_KEYS
+from csi.volume.location import LOCATION_KEYS, Location
 from csi.volume.options import (
-    DriverSettings,
     NodeShares,
-    check_attributes,
     finished,
     mount_layer,
     read_options,
 )
+from csi.volume.stores import StoreSettings
 from fusefs.settings.mount import MountSettings
-from fusefs.settings.types import GIB, MIB, MountSource
+from fusefs.settings.types import GIB, MIB, MinFree
 from tests.support.packaging.manifests import PROJECT
 
-PLACE = DriverSettings(MountSource("bucket", "p/"), "http://s3:1", "us-east-1", "auto", None)
-SHARES = NodeShares(256 * MIB, 32, None, "20%", "10%")
+PLACE = Location(StoreSettings("main", "http://s3:1"), "bucket", "p/", "us-east-1")
+SHARES = NodeShares(256 * MIB, 32, None, MinFree(20), MinFree(10))
 
 
 def settings(
@@ -34,7 +33,7 @@ def settings(
     fs_group: int | None = None,
 ) -> MountSettings:
     wanted = read_options(attributes, flags, is_inline=False)
-    layer = mount_layer(wanted, PLACE, shares, is_read_only=is_read_only, fs_group=fs_group)
+    layer = mount_layer(wanted, PLACE, shares, {}, is_read_only=is_read_only, fs_group=fs_group)
     return finished(layer, mountpoint="/mnt/key", cache_dir="/cache/domain")
 
 
@@ -84,9 +83,9 @@ def test_a_volume_is_writable_unless_its_access_mode_or_an_option_says_otherwise
 )
 def test_what_is_the_nodes_to_decide_or_unknown_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
-        check_attributes({name: "x"}, [], is_inline=False)
+        read_options({name: "x"}, [], is_inline=False)
     with pytest.raises(InvalidArgumentError, match=f"mountOptions: {name}"):
-        check_attributes({}, [f"{name}=x"], is_inline=False)
+        read_options({}, [f"{name}=x"], is_inline=False)
 
 
 @pytest.mark.parametrize(
@@ -106,20 +105,20 @@ def test_what_is_the_nodes_to_decide_or_unknown_is_refused_by_name(name: str) ->
 )
 def test_what_cannot_be_read_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
-        check_attributes({name: value}, [], is_inline=False)
+        read_options({name: value}, [], is_inline=False)
 
 
 @pytest.mark.parametrize("name", ["cacheDomain", "allowLocalDurability", "endpoint"])
 def test_an_inline_volume_may_say_less(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
-        check_attributes({name: "true"}, [], is_inline=True)
+        read_options({name: "true"}, [], is_inline=True)
 
 
 def test_local_durability_needs_the_administrators_word() -> None:
     with pytest.raises(InvalidArgumentError, match="durability"):
-        check_attributes({"durability": "local"}, [], is_inline=False)
+        read_options({"durability": "local"}, [], is_inline=False)
     with pytest.raises(InvalidArgumentError, match="durability"):
-        check_attributes({}, ["durability=local"], is_inline=False)
+        read_options({}, ["durability=local"], is_inline=False)
     allowed = {"allowLocalDurability": "true", "durability": "local"}
     assert str(settings(allowed).durability) == "local"
 
@@ -128,8 +127,8 @@ def test_a_local_path_needs_the_administrators_word_as_well() -> None:
     rules = "bucket,local:runs/**"
     for attributes, flags in (({"durability": rules}, []), ({}, [f"durability={rules},ro"])):
         with pytest.raises(InvalidArgumentError, match="durability: local loses files"):
-            check_attributes(attributes, flags, is_inline=False)
-        check_attributes({"allowLocalDurability": "true", **attributes}, flags, is_inline=False)
+            read_options(attributes, flags, is_inline=False)
+        read_options({"allowLocalDurability": "true", **attributes}, flags, is_inline=False)
     assert str(settings({"durability": "bucket"}).durability) == "bucket"
     bucket_alone = settings({}, "durability=auto,bucket:**/*.ckpt,ro")
     assert str(bucket_alone.durability) == "auto,bucket:**/*.ckpt"
@@ -137,7 +136,7 @@ def test_a_local_path_needs_the_administrators_word_as_well() -> None:
 
 
 def test_a_volume_gets_no_more_than_the_nodes_share() -> None:
-    shares = NodeShares(128 * MIB, 8, 10 * GIB, "20%", "15%")
+    shares = NodeShares(128 * MIB, 8, 10 * GIB, MinFree(20), MinFree(15))
     wanted = {"memoryLimit": "4GiB", "maxConnections": "500", "cacheSize": "1TiB"}
     made = settings(wanted, shares=shares)
     assert (made.memory_limit, made.max_connections) == (128 * MIB, 8)
@@ -148,7 +147,7 @@ def test_a_volume_gets_no_more_than_the_nodes_share() -> None:
 
 
 def test_a_volume_that_says_nothing_gets_the_whole_share_of_the_node() -> None:
-    shares = NodeShares(GIB, 512, 10 * GIB, "20%", "10%")
+    shares = NodeShares(GIB, 512, 10 * GIB, MinFree(20), MinFree(10))
     made = settings({}, shares=shares)
     assert (made.memory_limit, made.max_connections, made.cache_size) == (GIB, 512, 10 * GIB)
     less = settings({"memoryLimit": "512MiB", "maxConnections": "200"}, shares=shares)

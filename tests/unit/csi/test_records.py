@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from csi.node import drain, warmup
+from csi.node import drain, record_files, warmup
 from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.pod_records import PodRecord, PodRecords
@@ -35,7 +35,7 @@ def add_unknown(directory: Path) -> None:
 
 def test_the_record_of_a_mount_is_read_but_for_fields_that_are_unknown(tmp_path: Path) -> None:
     records = MountRecords(tmp_path)
-    records.write(a_record())
+    records.write("key", a_record())
     add_unknown(tmp_path)
     assert records.all() == [a_record()]
 
@@ -117,7 +117,7 @@ def test_a_target_that_does_not_wait_for_a_warm_up_is_not_written_down(
 ) -> None:
     warmups, waiting = Warmups(tmp_path), Path("/pods/waiting")
     warmups.add_waiter("key", WarmOption(("a",)), waiting)
-    monkeypatch.setattr(warmup, "replace_file", no_space)
+    monkeypatch.setattr(record_files, "replace_file", no_space)
     warmups.remove_waiter("key", Path("/pods/other"))
     assert caplog.text == ""
     warmups.remove_waiter("key", waiting)  # it may end later, but the pod need not wait
@@ -128,7 +128,7 @@ def test_a_volume_is_warmed_though_that_cannot_be_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed: list[tuple[str, ...]] = []
-    monkeypatch.setattr(warmup, "replace_file", no_space)
+    monkeypatch.setattr(record_files, "replace_file", no_space)
     monkeypatch.setattr(warmup, "_jobs", lambda _record, warm: warmed.append(warm.paths))
     Warmups(tmp_path).begin(a_record(), WarmOption(("a",)))
     assert warmed == [("a",)]
