@@ -100,14 +100,9 @@ def _settings_error(sentence: str) -> Exception:
 
 
 def _path(text: str) -> Path:
-    """A path of the command line.
+    from fusefs.cli import sync
 
-    Raises:
-        SettingsError: it is empty.
-    """
-    if not text:  # from an unset variable of a script; not the working directory
-        raise _settings_error("the path is empty")
-    return Path(text)
+    return sync.given_path(text)
 
 
 def _paths(texts: Sequence[str]) -> list[Path]:
@@ -168,7 +163,8 @@ def _profile(options: argparse.Namespace) -> int:
 
     seconds = _duration("--for", options.duration)
     found = profile.profile(sync.mountpoint(options.mountpoint), seconds)
-    print(json.dumps(profile.as_json(found)) if options.json else profile.as_text(found))
+    plain = found.as_plain() | {"advice": profile.advice(found)}
+    print(json.dumps(plain) if options.json else profile.as_text(found))
     return 0
 
 
@@ -283,9 +279,13 @@ def _status(options: argparse.Namespace) -> int:
 
     if options.path is None:
         statuses = overview.all_statuses()
+    elif options.path and (place := _place_in_mount(Path(options.path))):
+        from fusefs.cli import local_copies
+
+        status = local_copies.status(*place)
+        print(json.dumps(status, indent=2) if options.json else local_copies.as_text(status))
+        return 0
     else:
-        if options.path and (place := _place_in_mount(Path(options.path))):
-            return _path_status(*place, is_json=options.json)
         from fusefs.cli import sync
 
         statuses = [overview.mount_status(sync.mountpoint(options.path))]
@@ -308,14 +308,6 @@ def _place_in_mount(path: Path) -> tuple[Path, str] | None:
         if below:
             return mountpoint, below
     return None
-
-
-def _path_status(mountpoint: Path, below: str, *, is_json: bool) -> int:
-    from fusefs.cli import local_copies
-
-    status = local_copies.status(mountpoint, below)
-    print(json.dumps(status, indent=2) if is_json else local_copies.as_text(status))
-    return 0
 
 
 def _cluster_cache(options: argparse.Namespace) -> int:

@@ -312,8 +312,8 @@ _COMMANDS = (
         "cluster-cache",
         "show the cluster cache of a mount, or remove what it holds of the mount's bucket",
         "Show whether a mount's cluster cache is in use and what was found there, or remove all "
-        "blocks of the mount's bucket that were stored there with the mount's key. Blocks of other "
-        "versions of fusefs and of other keys stay: the store's lifecycle rules remove them.",
+        "blocks of the mount's bucket that were stored there with this version and the mount's "
+        "key: the store's lifecycle rules remove the others.",
         (
             _argument("action", choices=("status", "clear"), help="what to do"),
             _PATH,
@@ -396,9 +396,8 @@ _COMMANDS = (
     _Command(
         "top",
         "a live view of all mounts: rates, what readers wait for, uploads",
-        "Show all mounts of this user each second: rates, where bytes come from, what "
-        "readers wait for, requests to S3, uploads and jobs of fusefs warm. Without a terminal it "
-        "prints lines. The screen needs the extra top (pip install 'fusefs[top]').",
+        "Show what all mounts of this user do, each second. Without a terminal it prints lines. "
+        "The screen needs the extra top (pip install 'fusefs[top]').",
         (
             _argument(
                 "--count", type=int, metavar="N", help="end after N updates (default: no limit)"

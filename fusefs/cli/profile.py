@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from fusefs.cli import stall_report
 from fusefs.exporter.queries import MountAnswer, target_at
@@ -68,19 +67,20 @@ def _ask(mountpoint: Path) -> MountAnswer:
 
 def as_text(found: Rates) -> str:
     """The rates and the advice as lines for people."""
-    rows = [("requests", _requests(found)), ("opens", _opens(found)), ("reads", _reads(found))]
-    rows.append(("S3", f"{lines.transfer_text(found)}; {lines.s3_text(found)}"))
-    rows.append(("cache", _cache(found)))
+    used, limit = human_size(found.cache_bytes), human_size(found.cache_limit_bytes)
+    evicted = human_size(found.count(found.evicted_s))
     waited = stall_report.sentence(found.stalled, "this time")
-    rows.append(("waits", waited or "programs waited for nothing"))
+    rows = [
+        ("requests", _requests(found)),
+        ("opens", _opens(found)),
+        ("reads", f"{human_size(found.count(found.read_s))}{lines.origins(found)}"),
+        ("S3", f"{lines.transfer_text(found)}; {lines.s3_text(found)}"),
+        ("cache", f"{used} of {limit}, {evicted} evicted"),
+        ("waits", waited or "programs waited for nothing"),
+    ]
     rows += [("latency", sentence) for sentence in _latencies(found)]
     rows += [("advice", sentence) for sentence in advice(found) or ["nothing stands out"]]
     return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}" for label, text in rows)
-
-
-def as_json(found: Rates) -> dict[str, Any]:
-    """The same for programs: bytes, seconds and shares, and what happened each second."""
-    return found.as_plain() | {"advice": advice(found)}
 
 
 def _requests(found: Rates) -> str:
@@ -104,15 +104,6 @@ def _opens(found: Rates) -> str:
             " itself, which is not seen here"
         )
     return text
-
-
-def _reads(found: Rates) -> str:
-    return f"{human_size(found.count(found.read_s))}{lines.origins(found)}"
-
-
-def _cache(found: Rates) -> str:
-    used, limit = human_size(found.cache_bytes), human_size(found.cache_limit_bytes)
-    return f"{used} of {limit}, {human_size(found.count(found.evicted_s))} evicted"
 
 
 def _latencies(found: Rates) -> Iterable[str]:

@@ -70,17 +70,22 @@ def _below(mountpoint: Path, path: Path) -> str:
     return "" if below == Path() else str(below)
 
 
-def mountpoint(path: str) -> Path:
-    """A mountpoint of the command line, as the kernel shows it.
+def given_path(text: str) -> Path:
+    """A path of the command line.
 
     Raises:
         SettingsError: it is empty.
     """
-    if not path:  # from an unset variable of a script; not the working directory
+    if not text:  # from an unset variable of a script; not the working directory
         from fusefs.settings.mount import SettingsError
 
-        raise SettingsError("the mountpoint: the path is empty")
-    return registry.resolve(Path(path))
+        raise SettingsError("the path is empty")
+    return Path(text)
+
+
+def mountpoint(text: str) -> Path:
+    """A mountpoint of the command line, as the kernel shows it; see `given_path`."""
+    return registry.resolve(given_path(text))
 
 
 def wait(

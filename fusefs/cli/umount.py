@@ -43,10 +43,9 @@ def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
 
 
 def _end(mountpoint: Path, registration: registry.Registration | None, *, is_lazy: bool) -> None:
-    if registration and not registration.is_alive():
-        registration = None
+    daemon = registration.pid if registration and registration.is_alive() else None
     keeper = _keeper_pid(mountpoint)
-    remaining = [] if registration is None or is_lazy else _finish_uploads(mountpoint)
+    remaining = [] if daemon is None or is_lazy else _finish_uploads(mountpoint)
     try:
         with _notice_if_slow(f"the kernel is unmounting {mountpoint}"):
             unmount.umount_path(mountpoint, is_lazy=is_lazy)
@@ -57,7 +56,7 @@ def _end(mountpoint: Path, registration: registry.Registration | None, *, is_laz
     # A lazy unmount ends when the last user is gone, which may take hours.
     if is_lazy:
         return
-    for pid in (registration.pid if registration else None, keeper):
+    for pid in (daemon, keeper):
         with _notice_if_slow(f"process {pid} of {mountpoint} is ending; its log has the details"):
             has_ended = pid is None or _has_ended(pid, UMOUNT_TIMEOUT_S)
         if not has_ended:

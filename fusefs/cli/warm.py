@@ -68,14 +68,13 @@ class WarmRequest:
     @property
     def message(self) -> dict[str, Any]:
         """The request that starts the job, or joins it."""
-        message: dict[str, Any] = {"command": "warm", "path": self.below}
-        if self.shard is not None:
-            message["shard"] = self.shard
-        if self.is_pinned:
-            message["pin"] = True
-        if self.list_name:
-            message["list"] = self.list_name
-        return message
+        return {
+            "command": "warm",
+            "path": self.below,
+            "shard": self.shard,
+            "pin": self.is_pinned,
+            "list": self.list_name,
+        }
 
 
 # The job of each order, by the id that its daemon gave it.
@@ -216,9 +215,8 @@ def wait(ids: Ids) -> dict[WarmRequest, Job]:
         CommandError: a daemon is silent for a minute, or does not know a list any more.
         ControlError: a mount has ended.
     """
-    display = _ProgressDisplay()
     jobs: dict[WarmRequest, Job] = {}
-    began = last_answer = time.monotonic()
+    began = last_answer = shown_at = time.monotonic()
     while True:
         remaining = {
             request: job_id
@@ -226,7 +224,7 @@ def wait(ids: Ids) -> dict[WarmRequest, Job]:
             if request not in jobs or not has_ended(jobs[request])
         }
         if not remaining:
-            display.end()
+            polling.show_line("")
             return {request: jobs[request] for request in ids}
         try:
             jobs |= _jobs(remaining)
@@ -235,7 +233,7 @@ def wait(ids: Ids) -> dict[WarmRequest, Job]:
             if time.monotonic() - last_answer > SILENCE_S:
                 raise CommandError(str(error)) from None
         if not all(map(has_ended, jobs.values())):
-            display.show(together(list(jobs.values())))
+            shown_at = _show(together(list(jobs.values())), shown_at)
         # What is noticed late is a small share of what the job takes.
         time.sleep(min(max(FIRST_PAUSE_S, (time.monotonic() - began) / 50), POLL_S))
 
@@ -283,20 +281,11 @@ def together(jobs: list[Job]) -> Job:
     }
 
 
-class _ProgressDisplay:
-    """Shows progress on standard error: one line of a terminal, or a new line every ten seconds."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._last = time.monotonic()
-
-    def show(self, job: Job) -> None:
-        text = f"{status_report.progress(job)}, {job['done_files']:,} of {job['files']:,} files"
-        if self._is_terminal:
-            polling.show_line(text)
-        elif time.monotonic() - self._last >= LINE_EVERY_S:
-            self._last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        polling.show_line("")
+def _show(job: Job, shown_at: float) -> float:
+    """Show progress on one line of a terminal, else as a line every ten seconds; return when."""
+    text = f"{status_report.progress(job)}, {job['done_files']:,} of {job['files']:,} files"
+    polling.show_line(text)
+    if sys.stderr.isatty() or time.monotonic() - shown_at < LINE_EVERY_S:
+        return shown_at
+    print(text, file=sys.stderr, flush=True)
+    return time.monotonic()

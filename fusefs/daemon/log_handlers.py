@@ -49,13 +49,13 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
             if size - self._start < 2 * self._part:
                 return
             try:
-                libc.collapse(self._fd, self._part)
+                libc.allocate(self._fd, libc.COLLAPSE_RANGE, 0, self._part)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
                 # This file system can only free the blocks.
                 self._start = size - self._part
-                libc.punch(self._fd, 0, self._start)
+                libc.allocate(self._fd, libc.PUNCH_HOLE | libc.KEEP_SIZE, 0, self._start)
         except OSError:
             self.handleError(logging.makeLogRecord({}))
 

@@ -205,22 +205,22 @@ class Daemon:
             is_on=self.settings.scrub == Scrubbing.ON,
             was_unclean=self.cache.was_unclean,
         )
+        selector = Selector(self.store, prefix)
         self.verifier = Verifier(
-            self.store, self.cache, self.downloader, prefix, nursery, self._unsent
+            selector, self.cache, self.downloader, prefix, nursery, self._unsent
         )
-        self.selector = Selector(self.store, prefix)
         self.warmer = CacheWarmer(
             self.store,
             self.cache,
             self.downloader,
             self.settings,
-            self.selector,
+            selector,
             self.cluster_cache.filler if self.cluster_cache is not None else None,
         )
         self.local_copies = LocalCopies(
             self.cache,
             self.evictor,
-            self.selector,
+            selector,
             prefix,
             nursery,
             self._pending,

@@ -95,7 +95,7 @@ async def _warm(daemon: MountParts, path: str, request: dict[str, Any]) -> dict[
     try:
         shard, is_pinned = request.get("shard"), request.get("pin", False)
         spec = JobSpec.from_plain(path, shard, is_pinned, request.get("list", ""))
-    except (TypeError, ValueError, IndexError):
+    except (TypeError, ValueError):
         raise ControlError("the request can't be read") from None
     job = await daemon.warmer.start(spec)
     return job.describe(daemon.cache.quota.limit)

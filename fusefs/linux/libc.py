@@ -20,8 +20,8 @@ _PR_SET_DUMPABLE = 4
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 # Modes of fallocate(2).
 KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x01, 0x02, 0x10
-_COLLAPSE_RANGE = 0x08
-# The others move what is behind, which would be another object altogether.
+# Not for programs: it moves what is behind, which would be another object altogether.
+COLLAPSE_RANGE = 0x08
 ALLOCATION_MODES = KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE
 _SYNC_FILE_RANGE_WRITE = 0x02
 
@@ -65,29 +65,11 @@ def lock_memory(memory: mmap.mmap) -> None:
     check(_libc.mlock(ctypes.byref(start), ctypes.c_size_t(len(memory))), "mlock")
 
 
-def collapse(fd: int, size: int) -> None:
-    """Take the first `size` bytes, a multiple of the block size, out of a file.
-
-    Raises:
-        OSError: EOPNOTSUPP or EINVAL where the file system can't do that.
-    """
-    allocate(fd, _COLLAPSE_RANGE, 0, size)
-
-
-def punch(fd: int, start: int, size: int) -> None:
-    """Give the blocks of a part of a file back, which reads as zeros then.
-
-    Raises:
-        OSError: EOPNOTSUPP where the file system can't do that.
-    """
-    allocate(fd, PUNCH_HOLE | KEEP_SIZE, start, size)
-
-
 def allocate(fd: int, mode: int, offset: int, length: int) -> None:
-    """fallocate(2): give a part of a file disk space or zeros. Blocks.
+    """fallocate(2): give a part of a file disk space or zeros, or take it out. Blocks.
 
     Raises:
-        OSError: EOPNOTSUPP, the file system can't; ENOSPC, the disk is full.
+        OSError: EOPNOTSUPP or EINVAL, the file system can't; ENOSPC, the disk is full.
     """
     arguments = (ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(length))
     check(_libc.fallocate64(fd, *arguments), "fallocate")

@@ -1,8 +1,8 @@
 """Compares cached copies with their checksums on request: `fusefs verify`, the daemon's side.
 
-What is at or below a path is listed in the bucket, and the cached copies of the
-versions that the listing names are read from the disk. What differs is dropped
-and fetched again at once, so the answer says whether the bucket still has it.
+What is at or below a path is listed in the bucket (selection.py), and the cached copies of
+the versions that the listing names are read from the disk. What differs is dropped and
+fetched again at once, so the answer says whether the bucket still has it.
 What is not in the bucket yet is compared as well, and kept even if it differs.
 """
 
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import trio
 
 from fusefs.cache.downloader import PART, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
+from fusefs.daemon.jobs.selection import Selected, Selector
 from fusefs.linux.clock import steady_time
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import staged_sums
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.interface import ObjectInfo
 
 logger = logging.getLogger("fusefs.verify")
 
@@ -85,14 +87,14 @@ class Verifier:
 
     def __init__(
         self,
-        store: Store,
+        selector: Selector,
         cache: FileCache,
         downloader: Downloader,
         prefix: str,
         nursery: trio.Nursery,
         unsent: Callable[[str], list[StagedFile]],
     ) -> None:
-        self._store = store
+        self._selector = selector
         self._cache = cache
         self._downloader = downloader
         self._prefix = prefix
@@ -116,16 +118,15 @@ class Verifier:
         return self._jobs.get(path) or self.start(path)
 
     async def _run(self, job: Verification) -> None:
-        key = self._prefix + job.path
         try:
-            for staged in self._unsent(key):
+            for staged in self._unsent(self._prefix + job.path):
                 # It may be uploaded, and its file closed, while another one is compared.
                 if staged.inode.staged is staged:
                     await self._verify_unsent(job, staged)
-            await self._verify_listed(job, key, key + "/" if job.path else key)
-        except NotFoundError:
+            await self._selector.select(job.path, partial(self._verify_all, job))
+        except NotFoundError as error:
             if not job.files:
-                job.why = "there is no such file or directory in the bucket"
+                job.why = str(error)
         except StoreError as error:
             job.why = str(error)
         except Exception as error:  # no fault in it is to end the mount
@@ -143,20 +144,10 @@ class Verifier:
         job.files += 1
         job.size += size
 
-    async def _verify_listed(self, job: Verification, key: str, prefix: str) -> None:
-        """Verify what is below a prefix, or the file `key` if nothing is."""
-        after, is_any = "", False
-        while True:
-            page = await self._store.list_page(prefix, delimiter="", start_after=after)
-            is_any = is_any or bool(page.objects)
-            for info in page.objects:
-                await self._verify(job, info)
-            if page.next_token is None:
-                break
-            after = page.last
-            await trio.lowlevel.checkpoint()
-        if not is_any and prefix != key:
-            await self._verify(job, await self._store.head(key))
+    async def _verify_all(self, job: Verification, selected: Selected) -> None:
+        for info in selected.objects:
+            await self._verify(job, info)
+        await trio.lowlevel.checkpoint()
 
     async def _verify(self, job: Verification, info: ObjectInfo) -> None:
         [file] = await self._cache.look_up([info.version])

@@ -56,7 +56,12 @@ async def test_a_file_may_be_uploaded_and_closed_while_another_one_is_verified(
     monkeypatch.setattr(staged_sums, "check", check)
     async with cache_in(tmp_path / "cache") as parts, trio.open_nursery() as nursery:
         verifier = Verifier(
-            parts.bucket, parts.cache, parts.downloader, "", nursery, lambda _key: [one, other]
+            Selector(parts.bucket, ""),
+            parts.cache,
+            parts.downloader,
+            "",
+            nursery,
+            lambda _key: [one, other],
         )
         job = verifier.start("")
         await eventually(lambda: job.has_ended)
@@ -83,7 +88,8 @@ async def test_what_cannot_be_opened_or_has_gone_is_not_counted_as_compared(
             if path.name.startswith(parts.cache.name_of(info("b").version))
         )
         gone.unlink()
-        verifier = Verifier(bucket, parts.cache, parts.downloader, "", nursery, lambda _key: [])
+        selector = Selector(bucket, "")
+        verifier = Verifier(selector, parts.cache, parts.downloader, "", nursery, lambda _key: [])
         monkeypatch.setattr(parts.cache._disk, "open_to_examine", refuse)
         job = verifier.start("")
         await eventually(lambda: job.has_ended)
@@ -215,7 +221,7 @@ async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Pat
         copies = LocalCopies(
             parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
         )
-        verifier = Verifier(bucket, parts.cache, parts.downloader, "", nursery, lambda _key: [])
+        verifier = Verifier(selector, parts.cache, parts.downloader, "", nursery, lambda _key: [])
         jobs = [copies.job("a", is_new=True), verifier.start("a")]
         await eventually(lambda: all(job.has_ended for job in jobs))
         assert ["fault" in (job.why or "") for job in jobs] == [True, True]
