@@ -511,8 +511,6 @@ class CacheWarmer:
                     await self._select_lines(job, deliver)
                 else:
                     await self._selector.select(job.spec.path, deliver)
-            except NotFoundError as error:
-                job.error = str(error)
             except StoreError as error:
                 job.error = str(error)
             except (OSError, UnicodeDecodeError) as error:

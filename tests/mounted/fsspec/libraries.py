@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from tests.support import sharing
@@ -39,7 +40,6 @@ def test_pandas(url: str) -> None:
 
 def test_pyarrow(url: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    import fsspec
     import pyarrow.dataset as dataset
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
@@ -72,18 +72,6 @@ def test_zarr(url: str) -> None:
     assert (zarr.open(f"{url}/zarr/array", mode="r")[:] == data).all()
 
 
-def test_checkpoint_of_torch(url: str) -> None:
-    torch = pytest.importorskip("torch")
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-
-    state = {"weight": torch.arange(100.0)}
-    checkpoint.save(state, storage_writer=FsspecWriter(f"{url}/torch/step-1"), no_dist=True)
-    found = {"weight": torch.zeros(100)}
-    checkpoint.load(found, storage_reader=FsspecReader(f"{url}/torch/step-1"), no_dist=True)
-    assert torch.equal(found["weight"], state["weight"])
-
-
 def test_checkpoint_of_torch_in_the_background(url: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from torch import distributed
@@ -106,19 +94,8 @@ def test_checkpoint_of_torch_in_the_background(url: str, tmp_path: Path) -> None
         distributed.destroy_process_group()
 
 
-def test_checkpoint_of_torch_for_another_number_of_processes(url: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from tests.mounted.fsspec import torch_programs as programs
-
-    path = f"{url}/torch/sharded"
-    torch.multiprocessing.spawn(programs.save_rows, (2, str(tmp_path / "a"), path), nprocs=2)
-    torch.multiprocessing.spawn(programs.load_columns, (3, str(tmp_path / "b"), path), nprocs=3)
-
-
 def test_state_of_torch_as_a_file_and_mapped(url: str) -> None:
     torch = pytest.importorskip("torch")
-    import fsspec
-
     state = {"weight": torch.arange(1_000_000.0), "step": 3}
     with fsspec.open(f"{url}/torch/model.pt", "wb") as file:
         torch.save(state, file)
@@ -131,13 +108,25 @@ def test_state_of_torch_as_a_file_and_mapped(url: str) -> None:
     assert torch.load(path, mmap=True)["weight"][0] == 0.0, "the map is the program's own"
 
 
+class Samples:
+    """Files that each have one sample. Workers that are spawned import this module."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self._urls = urls
+        self._files = fsspec.filesystem("fusefs")
+
+    def __len__(self) -> int:
+        return len(self._urls)
+
+    def __getitem__(self, number: int) -> int:
+        content: bytes = self._files.cat_file(self._urls[number])
+        assert content == content[:1] * 1000
+        return content[0]
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_of_torch(url: str, method: str) -> None:
     torch = pytest.importorskip("torch")
-    import fsspec
-
-    from tests.mounted.fsspec.torch_programs import Samples
-
     files = fsspec.filesystem("fusefs")
     urls = [f"{url}/{method}/{number}" for number in range(40)]
     files.pipe({one: bytes([number]) * 1000 for number, one in enumerate(urls)})
@@ -150,14 +139,12 @@ def test_workers_of_torch(url: str, method: str) -> None:
         persistent_workers=True,
     )
     for _ in range(2):
-        assert sorted(int(one[0]) for batch in loader for one in batch) == list(range(40))
+        assert sorted(int(one) for batch in loader for one in batch) == list(range(40))
 
 
 @pytest.fixture(scope="module")
 def tars(url: str) -> tuple[list[str], dict[str, bytes]]:
     """The URLs of four tar files, and what is in them."""
-    import fsspec
-
     contents = {f"{number:03}.txt": f"{number} ".encode() * 5000 for number in range(100)}
     for shard in range(4):
         with (
@@ -172,21 +159,10 @@ def tars(url: str) -> tuple[list[str], dict[str, bytes]]:
     return [f"fusefs://{path}" for path in paths], contents
 
 
-def test_tars_in_workers_of_torch(tars: tuple[list[str], dict[str, bytes]]) -> None:
-    torch = pytest.importorskip("torch")
-    from tests.mounted.fsspec.torch_programs import Tars
-
-    urls, contents = tars
-    loader = torch.utils.data.DataLoader(Tars(urls), batch_size=None, num_workers=2)
-    assert dict(loader) == contents
-
-
 def test_webdataset(
     tars: tuple[list[str], dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     webdataset = pytest.importorskip("webdataset")
-    import fsspec
-
     urls, contents = tars
     # As docs/python.md has it: it knows no fsspec by itself.
     schemes = importlib.import_module("webdataset.gopen").gopen_schemes

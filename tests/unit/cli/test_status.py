@@ -60,18 +60,11 @@ def no_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mountinfo, "kernel_mounts", list)
 
 
-def test_umount_of_something_else_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("umount", tmp_path) == 1
-    assert capsys.readouterr().err == f"fusefs: {tmp_path} is not a mount of fusefs\n"
-
-
-def test_status_of_something_else_is_refused(
-    tmp_path: Path, runtime: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("status", tmp_path) == 1
-    assert "is not a mount of fusefs" in capsys.readouterr().err
+@pytest.mark.usefixtures("runtime")
+def test_what_is_no_mount_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("umount", "status"):
+        assert run(command, tmp_path) == 1
+        assert f"fusefs: {tmp_path} is not a mount of fusefs" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_mounts", "runtime")
@@ -82,16 +75,6 @@ def test_status_without_mounts_says_so(capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out) == []
 
 
-@pytest.mark.usefixtures("no_mounts", "runtime")
-def test_a_mount_that_does_not_answer_is_shown_with_its_pid(
-    sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
-    registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
-    assert run("status") == 0
-    assert f"not answering, pid {sleeper.pid}" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize(
     "command", [["sync", "--timeout", "0s"], ["warm"], ["unpin"], ["cluster-cache", "status"]]
 )
