@@ -191,21 +191,15 @@ def _delete_data(
 def _why_shared(
     bucket: Bucket, volume: VolumeId, record: VolumeRecord, records: VolumeRecords
 ) -> str:
-    """Which other volume's data may overlap; "" if none do.
-
-    Raises:
-        AbortedError: this volume's record is gone or replaced: another driver has
-            deleted the volume, and the data here now belong to a new one.
-    """
+    """Which other volume's data may overlap; "" if none do."""
     own = None
-    try:
-        for key, other in records.now(bucket):
-            if key == key_of(volume):
-                own = other
-            elif overlap(record.prefix, other.prefix):
-                return f"the volume of {key} has {other.prefix!r}"
-    except VolumeRecordError as error:
-        return f"another volume may have a part of it: {error}"
+    for key, other in records.now(bucket):
+        if isinstance(other, VolumeRecordError):
+            return f"another volume may have a part of it: {other}"
+        if key == key_of(volume):
+            own = other
+        elif overlap(record.prefix, other.prefix):
+            return f"the volume of {key} has {other.prefix!r}"
     if own != record:
         raise AbortedError(f"volume {volume}: another driver has deleted it")
     return ""

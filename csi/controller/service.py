@@ -126,14 +126,13 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         """Refuse a folder named after a claim that a claim of another cluster has.
 
         Neither owner would know that its files are the other's as well.
-
-        Raises:
-            FailedPreconditionError: another cluster's volume has the prefix.
         """
         if not self._cluster:
             return
-        for key, other in self._records.readable_now(bucket):
-            if other.prefix == record.prefix and other.cluster not in ("", self._cluster):
+        for key, other in self._records.now(bucket):
+            if isinstance(other, VolumeRecordError) or other.prefix != record.prefix:
+                continue
+            if other.cluster not in ("", self._cluster):
                 raise FailedPreconditionError(
                     f"prefix: {record.prefix!r} is that of a volume of the cluster"
                     f" {other.cluster!r}, which has a claim of the same name. Give the classes of"
@@ -142,11 +141,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
                 )
 
     def _withdraw_if_shared(self, bucket: Bucket, volume: VolumeId, record: VolumeRecord) -> None:
-        """Remove a new record if another cluster has just made one, too.
-
-        Raises:
-            AbortedError: it has; the next call finds which of them is left.
-        """
+        """Remove a new record if another cluster has just made one, too."""
         try:
             self._refuse_shared(bucket, record)
         except FailedPreconditionError as error:
@@ -254,13 +249,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         )
 
     def _existing(self, volume_id: str, secrets: Mapping[str, str]) -> VolumeRecord:
-        """The record of the volume with this id.
-
-        Raises:
-            InvalidArgumentError: the id is missing.
-            VolumeNotFoundError: there is no such volume.
-            FailedPreconditionError: its record cannot be read.
-        """
+        """The record of the volume with this id."""
         if not volume_id:
             raise InvalidArgumentError("volume_id: missing")
         volume = VolumeId.parse(volume_id)

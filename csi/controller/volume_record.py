@@ -113,29 +113,12 @@ class VolumeRecords:
         # By bucket: who comes second finds what the first has read.
         self._reading: dict[str, threading.Lock] = {}
 
-    def now(self, bucket: Bucket) -> Iterator[tuple[str, VolumeRecord]]:
-        """The records that are in the bucket now, with their keys.
-
-        Raises:
-            VolumeRecordError: a record cannot be read; the message has its key.
-            StoreError: a request failed.
-        """
-        for key, found in self._found_now(bucket):
-            if isinstance(found, VolumeRecordError):
-                raise found
-            yield key, found
-
-    def readable_now(self, bucket: Bucket) -> Iterator[tuple[str, VolumeRecord]]:
-        """As `now`, without what cannot be read.
+    def now(self, bucket: Bucket) -> Iterator[tuple[str, VolumeRecord | VolumeRecordError]]:
+        """The records that are in the bucket now, with their keys, or why one cannot be read.
 
         Raises:
             StoreError: a request failed.
         """
-        for key, found in self._found_now(bucket):
-            if isinstance(found, VolumeRecord):
-                yield key, found
-
-    def _found_now(self, bucket: Bucket) -> Iterator[tuple[str, VolumeRecord | VolumeRecordError]]:
         present: set[ListedObject] = set()
         for page in bucket.pages(FOLDER):
             present.update(page)

@@ -38,10 +38,7 @@ class FdStoreClient:
             if self.is_there:
                 raise
             return frozenset()
-        try:
-            return frozenset(answer["names"])
-        except control.MALFORMED as error:
-            raise control.ControlError(f"the list is of another version: {error!r}") from error
+        return frozenset(answer["names"])
 
     def has(self, root: KernelMount) -> bool:
         """Whether it holds a mount's connection; raises as `names`."""
@@ -91,27 +88,21 @@ class Daemons:
     def __init__(self, supervisor: launcher.SupervisorAddress | None) -> None:
         self.supervisor = supervisor
 
-    def serve(self, root: Path) -> bool:
-        """Whether there is one for the mount at `root`; not if the supervisor does not answer."""
-        try:
-            return self._count(root) > 0
-        except OSError:
+    def serve(self, root: Path, *, if_silent: bool = False) -> bool:
+        """True if there is one for the mount at `root`; `if_silent` where no answer comes."""
+        if self.supervisor is None:
             return False
-
-    def may_serve(self, root: Path) -> bool:
-        """As `serve`, but there may be one where a supervisor listens and does not answer."""
+        path, number = os.fspath(self.supervisor.socket), launcher.mount_number(root)
         try:
-            return self._count(root) > 0
+            return supervisor_protocol.count(path, number) > 0
         except (FileNotFoundError, ConnectionRefusedError):
             return False
         except OSError:
-            return True
+            return if_silent
 
-    def _count(self, root: Path) -> int:
-        if self.supervisor is None:
-            return 0
-        number = launcher.mount_number(root)
-        return supervisor_protocol.count(os.fspath(self.supervisor.socket), number)
+    def may_serve(self, root: Path) -> bool:
+        """True if there is one, or a supervisor listens and does not answer."""
+        return self.serve(root, if_silent=True)
 
     def end(self, root: Path) -> None:
         """Kill those of the mount at `root`."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any
 
 from csi.errors import FailedPreconditionError
 from csi.volume.options import anywhere, is_cache_domain
-from csi.volume.stores import read_url
+from csi.volume.stores import read_tables, read_url
 from fusefs.api import (
     ClusterCacheAccessError,
     RawValue,
@@ -139,34 +138,16 @@ def read_cluster_caches(path: Path | None) -> ClusterCaches:
     if path is None:
         return ClusterCaches()
     try:
-        content = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ClusterCachesError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ClusterCachesError(f"{path}: {error}") from error
-    try:
-        return ClusterCaches(
-            {name: _cluster_cache(name, table) for name, table in _tables(content)}
-        )
+        tables = read_tables(path, "cluster-caches")
+        return ClusterCaches({name: _cluster_cache(name, table) for name, table in tables.items()})
     except ValueError as error:
         raise ClusterCachesError(f"{path}: {error}") from None
 
 
-def _tables(content: dict[str, Any]) -> list[tuple[str, Any]]:
-    unknown = content.keys() - {"cluster-caches"}
-    tables = content.get("cluster-caches", {})
-    if unknown or not isinstance(tables, dict):
-        name = min(unknown, default="cluster-caches")
-        raise ValueError(f"{name}: only [cluster-caches.DOMAIN] is known")
-    return list(tables.items())
-
-
-def _cluster_cache(domain: str, table: Any) -> ClusterCacheConfig:
+def _cluster_cache(domain: str, table: dict[str, Any]) -> ClusterCacheConfig:
     where = f"cluster-caches.{domain}"
     if domain != OTHERS and not is_cache_domain(domain):
         raise ValueError(f"{where}: is no cacheDomain")
-    if not isinstance(table, dict):
-        raise ValueError(f"{where}: is no table")
     for name, value in table.items():
         if name not in _SETTINGS or not isinstance(value, str):
             raise ValueError(f"{where}.{name}: there is no such setting, or it is no string")

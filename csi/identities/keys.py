@@ -62,11 +62,7 @@ def customer_key_from(secrets: Mapping[str, str]) -> CustomerKey | None:
 
 
 def _fields(secrets: Mapping[str, str]) -> dict[str, str]:
-    """The fields by their names here.
-
-    Raises:
-        InvalidArgumentError: one is unknown, or there under two names.
-    """
+    """The fields by their names here."""
     found: dict[str, str] = {}
     for name, value in secrets.items():
         if name.startswith(_RESERVED):

@@ -231,11 +231,7 @@ class Mounts:
             self._stuck.pop((key, why), None)
 
     def _run(self, record: MountRecord, deadline: float, *, is_mounted: bool) -> None:
-        """Start a mount, or resume the one that is there.
-
-        Raises:
-            CsiError: it could not be.
-        """
+        """Start a mount, or resume the one that is there."""
         inherited = {
             name: text
             for name, text in os.environ.items()

@@ -224,10 +224,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
 
         A mount without a keeper is gone on with: with rotated keys or other mount options the
         volume would get another mount, on top of one that lives.
-
-        Raises:
-            AlreadyExistsError: something else is mounted there.
-            UnavailableError: the mount cannot be gone on with yet.
         """
         top = table.top(publish.target)
         if top is None:
@@ -506,12 +502,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         )
 
     def _published_path(self, field: str, text: str) -> Path:
-        """The path of a published volume.
-
-        Raises:
-            InvalidArgumentError: the field is missing.
-            VolumeNotFoundError: the path is wrong, so no volume can be there.
-        """
+        """The path of a published volume."""
         directory = self._configuration.kubelet_directory
         try:
             return target_of(text, directory, self._own, name=field)

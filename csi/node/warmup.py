@@ -183,11 +183,7 @@ def _without(known: _Record, target: Path) -> _Record:
 
 
 def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
-    """The mount's jobs for the volume's paths; those that the daemon does not have are started.
-
-    Raises:
-        ControlError: the daemon does not answer, or refuses.
-    """
+    """The mount's jobs for the volume's paths; those that the daemon does not have are started."""
     root = Path(record.root)
     answer = daemon_request(root, {"command": "warming"}, ANSWER_TIMEOUT_S)
     jobs = {job.get("id", job["path"]): job for job in answer["jobs"]}

@@ -129,22 +129,28 @@ def read_stores(path: Path | None) -> Stores:
     if path is None:
         return _stores([])
     try:
+        return _stores(_store(name, table) for name, table in read_tables(path, "stores").items())
+    except ValueError as error:
+        raise StoresError(f"{path}: {error}") from error
+
+
+def read_tables(path: Path, name: str) -> dict[str, Any]:
+    """The tables `[name.KEY]` of a TOML file that has nothing else, by their keys.
+
+    Raises:
+        ValueError: the file cannot be read, or has something else.
+    """
+    try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
-        raise StoresError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise StoresError(f"{path}: {error}") from error
-    if content.keys() - {"stores"}:
-        raise StoresError(
-            f"{path}: {min(content.keys() - {'stores'})}: only [stores.NAME] is known"
-        )
-    tables = content.get("stores", {})
-    if not isinstance(tables, dict):
-        raise StoresError(f"{path}: stores: is no table")
-    try:
-        return _stores(_store(name, table) for name, table in tables.items())
-    except ValueError as error:
-        raise StoresError(f"{path}: {error}") from error
+        raise ValueError(error.strerror) from error
+    tables = content.pop(name, {})
+    if content or not isinstance(tables, dict):
+        raise ValueError(f"{min(content, default=name)}: only [{name}.NAME] is known")
+    for key, table in tables.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{name}.{key}: is no table")
+    return tables
 
 
 def is_region(text: str) -> bool:
@@ -169,13 +175,11 @@ def _stores(made: Iterable[StoreSettings]) -> Stores:
     return Stores({AWS: StoreSettings(AWS), **{store.name: store for store in made}})
 
 
-def _store(name: str, table: Any) -> StoreSettings:
+def _store(name: str, table: dict[str, Any]) -> StoreSettings:
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"stores.{name}: a name has at most 20 characters, which are a-z, 0-9 and -"
         )
-    if not isinstance(table, dict):
-        raise ValueError(f"stores.{name}: is no table")
     known: dict[str, Any] = {
         "endpoint-url": read_url,
         "region": _read_region,

@@ -23,7 +23,7 @@ from csi.errors import InvalidArgumentError
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identity import IdentityService
 from csi.node import config
-from csi.server import DRIVER_NAME, MAX_CALLS, Server
+from csi.server import MAX_CALLS, Server
 from fusefs import __version__
 from fusefs.api import ErrorCode
 from fusefs.store import errors as store_errors
@@ -84,22 +84,15 @@ def fail_with(error: Exception) -> Callable[[], None]:
 # Identity
 
 
-def test_the_driver_says_who_it_is(served: tuple[StandIn, Driver]) -> None:
-    complaint = served[1].identity.GetPluginInfo(csi_pb2.GetPluginInfoRequest())
-    assert (complaint.name, complaint.vendor_version) == (DRIVER_NAME, __version__)
-    assert DRIVER_NAME == "s3.csi.fusefs.dev"
-
-
-def test_the_driver_says_what_it_has(served: tuple[StandIn, Driver]) -> None:
-    complaint = served[1].identity.GetPluginCapabilities(csi_pb2.GetPluginCapabilitiesRequest())
-    service, expansion = complaint.capabilities
+def test_the_driver_says_who_it_is_and_what_it_has(served: tuple[StandIn, Driver]) -> None:
+    identity = served[1].identity
+    info = identity.GetPluginInfo(csi_pb2.GetPluginInfoRequest())
+    assert (info.name, info.vendor_version) == ("s3.csi.fusefs.dev", __version__)
+    answer = identity.GetPluginCapabilities(csi_pb2.GetPluginCapabilitiesRequest())
+    service, expansion = answer.capabilities
     assert service.service.type == csi_pb2.PluginCapability.Service.CONTROLLER_SERVICE
     assert expansion.volume_expansion.type == csi_pb2.PluginCapability.VolumeExpansion.ONLINE
-
-
-def test_a_probe_finds_it_ready(served: tuple[StandIn, Driver]) -> None:
-    complaint = served[1].identity.Probe(csi_pb2.ProbeRequest())
-    assert not complaint.HasField("ready")
+    assert not identity.Probe(csi_pb2.ProbeRequest()).HasField("ready")
 
 
 # Codes
@@ -152,15 +145,6 @@ def test_a_key_makes_no_line_of_the_drivers_log() -> None:
         [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True
     ).stderr
     assert shown.endswith(r"INFO csi.x: retained: a\x0aERROR forged\x1b[2J" + "\n")
-
-
-def test_what_no_service_has_is_unimplemented(served: tuple[StandIn, Driver]) -> None:
-    _, driver = served
-    for call, request in (
-        (driver.node.NodeStageVolume, csi_pb2.NodeStageVolumeRequest(volume_id="v")),
-        (driver.controller.CreateVolume, csi_pb2.CreateVolumeRequest(name="v")),
-    ):
-        assert refusal(call, request)[0] is Code.UNIMPLEMENTED
 
 
 # The log

@@ -50,10 +50,6 @@ def test_a_stores_sts_gets_no_token_that_aws_would_take(
     assert known.by_name["aws"].audience == "sts.amazonaws.com"
 
 
-def test_aws_needs_no_file() -> None:
-    assert read_stores(None).by_name == {"aws": StoreSettings("aws")}
-
-
 def test_a_file_names_stores_beside_aws(tmp_path: Path) -> None:
     bundle = tmp_path / "ca.pem"
     bundle.touch()
@@ -105,11 +101,6 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, text:
     with pytest.raises(StoresError) as caught:
         read_stores(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoresError):
-        read_stores(tmp_path / "nothing")
 
 
 FORBIDDEN = [

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from csi.errors import (
 from csi.identities.cache_domains import CacheDomains, NoUidError
 from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFiles, Identity, choose
 from csi.node.mount_record import MountRecord, MountRecords
-from csi.volume.options import Options
+from csi.volume.options import read_options
 from csi.volume.stores import StoreSettings
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
@@ -28,6 +29,7 @@ ROLE = "arn:aws:iam::123456789012:role/reader"
 STORE = StoreSettings("main", "http://s3:1", sts_url="http://sts:1")
 KEYS = {"accessKeyId": "AKIA", "secretAccessKey": "very-secret"}
 TOKEN_JSON = json.dumps({"sts.amazonaws.com": {"token": "the.jwt.token"}})
+NO_OPTIONS = read_options({}, (), is_inline=False)
 POD = {NAMESPACE: "team", ACCOUNT: "trainer"}
 
 
@@ -40,7 +42,7 @@ def chosen(
     is_inline: bool = False,
     is_anonymous: bool = False,
 ) -> Identity:
-    options = Options({}, role_arn=role, is_anonymous=is_anonymous)
+    options = replace(NO_OPTIONS, role_arn=role, is_anonymous=is_anonymous)
     return choose(secrets or {}, context or {}, options, store, is_inline=is_inline)
 
 
@@ -49,15 +51,6 @@ def test_the_same_keys_are_the_same_identity_and_others_are_not() -> None:
     assert chosen(dict(KEYS)).proof == one.proof
     assert chosen({**KEYS, "secretAccessKey": "other"}).proof != one.proof
     assert "very-secret" not in repr(one)
-
-
-@pytest.mark.parametrize("place", ["secrets", "context"])
-def test_a_token_is_taken_from_wherever_kubelet_puts_it(place: str) -> None:
-    given = {TOKENS: TOKEN_JSON}
-    secrets, context = (given, POD) if place == "secrets" else ({}, POD | given)
-    identity = chosen(secrets, context, role=ROLE)
-    assert identity.token == "the.jwt.token"
-    assert "the.jwt" not in repr(identity)
 
 
 def test_a_fresh_token_is_the_same_identity_and_another_account_is_not() -> None:
@@ -84,14 +77,9 @@ def test_a_missing_token_is_reported(tokens: str) -> None:
         chosen({TOKENS: tokens}, POD, role=ROLE)
 
 
-def test_a_role_needs_a_store_that_takes_tokens() -> None:
-    with pytest.raises(InvalidArgumentError, match="sts-url"):
-        chosen({TOKENS: TOKEN_JSON}, POD, role=ROLE, store=StoreSettings("main", "http://s3:1"))
-
-
 def test_a_pod_identity_is_its_accounts_and_names_it() -> None:
     token = json.dumps({"pods.eks.amazonaws.com": {"token": "the.jwt.token"}})
-    options = Options({}, has_pod_identity=True)
+    options = replace(NO_OPTIONS, has_pod_identity=True)
     identity = choose({TOKENS: token}, POD, options, StoreSettings("aws"), is_inline=True)
     assert identity.who == "EKS Pod Identity of team/trainer"
     assert (identity.token, identity.has_pod_identity) == ("the.jwt.token", True)
@@ -99,11 +87,6 @@ def test_a_pod_identity_is_its_accounts_and_names_it() -> None:
         {TOKENS: token}, POD | {ACCOUNT: "other"}, options, StoreSettings("aws"), is_inline=True
     )
     assert other.proof != identity.proof
-
-
-def test_the_drivers_own_credentials_are_not_for_inline_volumes() -> None:
-    with pytest.raises(InvalidArgumentError, match="inline"):
-        chosen(is_inline=True)
 
 
 def test_one_volume_has_one_identity() -> None:
@@ -224,8 +207,9 @@ def test_the_user_of_a_mount_whose_settings_cannot_be_read_is_taken_as_well(
     records = MountRecords(tmp_path)
     for uid, settings in enumerate(["", "{}", "7", '{"cache_dir": 7}', readable]):
         key = f"key-{uid}"
-        records.write(MountRecord(key, "volume", "/root", "s3://b", "me", uid, "", settings, 0.0))
-    users = {"key-0": 0, "key-1": 1, "key-2": 2, "key-3": 3, "domain": 4}
+        record = MountRecord(key, "volume", "/root", "s3://b", "me", uid, "", settings, 0.0)
+        records.write(key, record)
+    users = {"?key-0": 0, "?key-1": 1, "?key-2": 2, "?key-3": 3, "domain": 4}
     assert records.uids_of_domains() == users
 
 

@@ -86,26 +86,6 @@ def test_a_pods_token_is_exchanged_and_never_shown(
     node.unpublish("role", target)
 
 
-@pytest.mark.parametrize(
-    "token",
-    [
-        token_for("team:trainer", audience="somebody-else"),
-        token_for("team:trainer", key=b"forged"),
-        token_for("team:trainer", lifetime_s=-60),
-    ],
-    ids=["audience", "forged", "expired"],
-)
-def test_a_token_that_sts_refuses_is_reported_with_the_role(
-    node: Node, data: Bucket, token: str
-) -> None:
-    with pytest.raises(grpc.RpcError) as error:
-        node.publish(
-            "role", node.target("pod"), secrets=tokens(token), retryTime="1s", **with_role(data)
-        )
-    assert code_of(error) == grpc.StatusCode.UNAUTHENTICATED
-    assert ROLE in error.value.details()
-
-
 @pytest.mark.parametrize("status", [301, 307])
 def test_a_token_is_sent_to_the_configured_sts_alone(
     node: Node, data: Bucket, s3: S3Server, faulty: FaultyS3, status: int

@@ -230,15 +230,6 @@ def test_a_missing_right_is_reported(node: Node, data: Bucket, faulty: FaultyS3)
         node.publish("denied", node.target("pod"), store="faulty", bucket=data.name)
 
 
-def test_what_a_volume_is_called_is_no_reason_to_refuse_it(
-    node: Node, data: Bucket, faulty: FaultyS3
-) -> None:
-    volume = {"store": "faulty", "bucket": data.name, "prefix": "credentials/access denied"}
-    faulty.add("LIST", code="InternalError")
-    with refused(Code.UNAVAILABLE, "credentials/access denied"):
-        node.publish("named", node.target("pod"), retryTime="1s", **volume)
-
-
 def test_a_missing_bucket_is_reported(node: Node) -> None:
     with refused(Code.INVALID_ARGUMENT, "no such bucket"):
         node.publish("none", node.target("pod"), bucket="there-is-none")

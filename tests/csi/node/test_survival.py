@@ -9,7 +9,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import grpc
 import pytest
 
 import csi
-from fusefs.launch import control
 from fusefs.linux import libc
 from fusefs.store.capabilities import PROBE_NAME
 from tests.support.csi.node import Node, running_node, until_final
@@ -55,27 +53,6 @@ def objects(bucket: Bucket) -> dict[str, str]:
     found = bucket.client.list_objects_v2(Bucket=bucket.name).get("Contents", [])
     # A daemon that was killed while it tried what the store honours has left objects.
     return {one["Key"]: one["ETag"] for one in found if f"{PROBE_NAME}/" not in one["Key"]}
-
-
-@contextmanager
-def holding(node: Node) -> Iterator[subprocess.Popen[bytes]]:
-    """`fusefs-csi daemons`, in another pod than the driver."""
-    ready = node.directory / "ready"
-    ready.unlink(missing_ok=True)
-    process = subprocess.Popen(
-        [*node.command, "daemons", "--state-dir", node.state, "--ready-file", ready],
-        env={**os.environ, **node.environment},
-        start_new_session=True,
-    )
-    try:
-        until(
-            lambda: ready.exists() and control.peer(node.state / "descriptor-store.sock"),
-            "it listens",
-        )
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @in_storms("rounds", 1, 10)
@@ -167,43 +144,6 @@ def test_the_driver_has_nothing_that_deletes_a_tree() -> None:
     sources = sorted(Path(csi.__file__).parent.rglob("*.py"))
     assert sources
     assert [path.name for path in sources if deleting.search(path.read_text())] == []
-
-
-def test_a_pod_reads_on_when_daemons_die(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("volume", target, bucket=data.name, prefix="a")
-    with pod_reading(node, target / "hello") as pod:
-        for pid in node.daemons():
-            os.kill(pid, 9)
-        assert pod.read() == "hello hello"
-    node.unpublish("volume", target)
-
-
-def test_a_pod_reads_on_when_all_but_the_descriptor_store_die_and_when_that_is_replaced(
-    node: Node, data: Bucket
-) -> None:
-    target = node.target("pod")
-    with holding(node) as first:
-        node.publish("volume", target, bucket=data.name, prefix="a")
-        with pod_reading(node, target / "hello") as pod:
-            node.kill()
-            node.kill_all()
-            pod.ask()
-            node.start()
-            assert pod.answer() == "hello hello"
-            first.kill()
-            with holding(node):
-                until(lambda: held(node), "the new descriptor store has it")
-                node.kill_all()
-                node.publish("volume", target, bucket=data.name, prefix="a")
-                assert pod.read() == "hello hello"
-    assert len(node.mounted()) == 2
-    node.unpublish("volume", target)
-
-
-def held(node: Node) -> list[str]:
-    answer = control.exchange(node.state / "descriptor-store.sock", {"do": "list"}, PATIENCE_S)
-    return list(answer["names"])
 
 
 def test_a_pod_sees_the_mount_that_is_stacked_on_a_dead_one(node: Node, data: Bucket) -> None:

@@ -19,15 +19,9 @@ from csi.identities.cluster_caches import (
     read_cluster_caches,
 )
 from csi.identities.credentials import CredentialFiles
-from csi.volume.location import Location
 from csi.volume.options import (
-    NodeShares,
-    finished,
-    mount_layer,
     read_options,
 )
-from csi.volume.stores import StoreSettings
-from fusefs.settings.types import MIB, MinFree, MountSource
 
 KEYS = "[default]\naws_access_key_id = the-access\naws_secret_access_key = the-secret\n"
 KEY = "a-key-of-the-domain"
@@ -82,17 +76,11 @@ def test_a_file_maps_domains_to_cluster_caches(secrets: Path) -> None:
     assert at_aws.settings == {"cluster_cache": "s3://cache/training"}
 
 
-def test_without_a_file_or_a_mapping_there_is_none(secrets: Path) -> None:
-    known = read_cluster_caches(written(secrets))
-    assert read_cluster_caches(None).of("training", is_inline=False) is None
-    assert known.of("other", is_inline=False) is None
-    assert known.of(None, is_inline=False) is None
-
-
 def test_volumes_without_a_domain_have_one_if_the_administrator_says_so(secrets: Path) -> None:
     known = read_cluster_caches(written(secrets, "*"))
     assert known.of(None, is_inline=False) is known.by_domain["*"]
     assert known.of("training", is_inline=False) is None
+    assert read_cluster_caches(None).of("training", is_inline=False) is None
     # Any author of a pod writes inline volumes, with whatever rights to list.
     assert known.of(None, is_inline=True) is None
 
@@ -212,21 +200,3 @@ def test_no_volume_chooses_its_cluster_cache(option: str, is_inline: bool) -> No
             read_options({spelling: "s3://mine"}, [], is_inline=is_inline)
         with pytest.raises(InvalidArgumentError, match=f"^mountOptions: {spelling}: .*cacheDomain"):
             read_options({}, [f"ro,{spelling}=s3://mine"], is_inline=is_inline)
-
-
-def test_a_mount_has_its_domains_cluster_cache(secrets: Path) -> None:
-    cache = read_cluster_caches(written(secrets)).by_domain["training"]
-    files = CredentialFiles(secrets / "credentials-of-mounts")
-    place = Location(StoreSettings("main", "http://s3:1"), "bucket", "")
-    shares = NodeShares(256 * MIB, 32, None, MinFree(20), MinFree(10))
-    options = read_options({}, (), is_inline=False)
-    layer = mount_layer(options, place, shares, cache.settings, is_read_only=True, fs_group=None)
-    paths = files.cluster_cache_settings("key")
-    made = finished(layer, mountpoint="/mnt/key", cache_dir="/cache/domain", **paths)
-    assert made.cluster_cache == MountSource("cache", "training/")
-    assert made.cluster_cache_endpoint == "http://seaweedfs:8333"
-    assert made.cluster_cache_key == Path(paths["cluster_cache_key"])
-    assert made.cluster_cache_credentials == Path(paths["cluster_cache_credentials"])
-    # What a process list or a record shows names files.
-    assert KEY not in made.to_json()
-    assert "the-secret" not in made.to_json()

@@ -8,24 +8,22 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from csi.daemons import client
 from csi.daemons import main as daemons
-from csi.daemons.client import Daemons, FdStoreClient
+from csi.daemons.client import FdStoreClient
 from csi.daemons.main import FdStoreProcess
-from csi.errors import AbortedError, CsiError, UnavailableError
+from csi.errors import CsiError, UnavailableError
 from csi.node import mounts
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import NEXT_STORE_S, RESUME_S, Mounts
 from csi.volume.options import anywhere
 from fusefs.api import LaunchError, build
-from fusefs.keeper import fd_store, supervisor_protocol
+from fusefs.keeper import fd_store
 from fusefs.keeper.exchange import ControlError
-from fusefs.launch.launcher import SupervisorAddress
 
 LATER_S = 1000.0
 
@@ -139,26 +137,6 @@ def test_a_held_mount_that_cannot_be_resumed_is_dropped_after_long(
     assert node.done == ["start"]
 
 
-def test_a_mount_has_not_ended_while_its_supervisor_is_silent(
-    made: Mounts, record: MountRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Mounts, "_processes", lambda _self, _root: [])
-    monkeypatch.setattr(supervisor_protocol, "ANSWER_S", 0.01)
-    socket_path = tmp_path / "daemons.sock"
-    made._daemons = Daemons(SupervisorAddress(socket_path, is_needed=True))
-    files: Any = SimpleNamespace(remove=lambda _key: None)
-    made._files = files
-    made.records.write(record.key, record)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.bind(str(socket_path))
-        sock.listen()
-        with pytest.raises(AbortedError, match="still ending"):
-            made.end(record, LATER_S)
-    assert made.records.all() == [record]
-    made.end(record, LATER_S)  # there is no supervisor any more, nor are its daemons
-    assert made.records.all() == []
-
-
 # --- the descriptor store --------------------------------------------------------
 
 
@@ -178,15 +156,6 @@ def test_a_descriptor_store_that_is_silent_may_hold_anything(
     monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 0.1)
     with pytest.raises(ControlError):
         FdStoreClient(listening).names()
-
-
-def test_the_list_of_a_descriptor_store_of_another_version_is_not_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for answer in ({}, {"names": [[]]}):
-        monkeypatch.setattr(client.control, "exchange", lambda *_, answer=answer: answer)
-        with pytest.raises(ControlError, match="another version"):
-            FdStoreClient(tmp_path / "store.sock").names()
 
 
 def test_a_descriptor_store_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
