@@ -25,7 +25,6 @@ _NO_MOUNTPOINT = "/nonexistent"
 
 
 def run(options: argparse.Namespace, flags: Layer, config: str | None) -> int:
-    """Print the findings, and return the exit status."""
     target: str | None = options.target
     settings = settings_of(target, flags, config)
     found = []
@@ -69,5 +68,5 @@ def settings_of(
 
 
 def _is_source(target: str) -> bool:
-    """Whether it is a bucket, as `fusefs mount` takes one, and no mountpoint."""
+    """True if it is a bucket, as `fusefs mount` takes one, and no mountpoint."""
     return target[: len(SCHEME)].lower() == SCHEME

@@ -82,7 +82,6 @@ def status(mountpoint: Path, below: str) -> Job:
 
 
 def as_text(job: Job) -> str:
-    """The status of a path as a block of lines for people."""
     local = f"{_files(job, 'local_')} whole"
     if job["partial_files"]:
         local += f"; {_files(job, 'partial_')} of them in parts"

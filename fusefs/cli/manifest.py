@@ -52,7 +52,7 @@ def send(mountpoint: Path, lines: Iterable[str]) -> str:
 
 
 def has_line(path: str) -> bool:
-    """Whether a line of a list can stand for a path relative to the mountpoint."""
+    """True if a line of a list can stand for a path relative to the mountpoint."""
     # Bytes that are not UTF-8 are surrogates here.
     is_text = not any("\ud800" <= character <= "\udfff" for character in path)
     return bool(path) and "\n" not in path and is_text
@@ -114,7 +114,6 @@ class Manifest:
         return relative
 
     def _refuse_nested(self, text: str, relative: str) -> None:
-        """Refuse a path on which another mount is, in this one."""
         if not self._has_nested:
             return
         found = mountinfo.reached(str(self.mountpoint / relative), self._mounts)

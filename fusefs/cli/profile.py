@@ -66,7 +66,6 @@ def _ask(mountpoint: Path) -> MountAnswer:
 
 
 def as_text(found: Rates) -> str:
-    """The rates and the advice as lines for people."""
     used, limit = human_size(found.cache_bytes), human_size(found.cache_limit_bytes)
     evicted = human_size(found.count(found.evicted_s))
     waited = stall_report.sentence(found.stalled, "this time")

@@ -91,7 +91,6 @@ def _unregistered(mount: mountinfo.KernelMount) -> dict[str, Any]:
 
 
 def as_text(status: Mapping[str, Any]) -> str:
-    """A status as a block of lines for people."""
     try:
         if "not_answering" in status:
             return status_report.render_silent(status)

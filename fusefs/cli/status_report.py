@@ -24,7 +24,6 @@ MOST_PENDING = 5
 
 
 def render(status: Status) -> str:
-    """One mount's status as a block of lines."""
     rows: list[tuple[str, str]] = [("source", str(status.get("source", "")))]
     for label, section, describe in (
         ("session", status, _session),
@@ -136,7 +135,6 @@ def _integrity(integrity: Status) -> str:
 
 
 def _scrub(scrub: Status) -> str:
-    """The progress of the background comparison of large files."""
     match scrub.get("state"):
         case "under way":
             done, of = human_size(scrub["done_bytes"]), human_size(scrub["bytes"])
@@ -150,7 +148,7 @@ def _scrub(scrub: Status) -> str:
 
 
 def cluster_cache(found: Status) -> str:
-    """Whether the cluster cache is in use, and what was found and stored there."""
+    """The state of the cluster cache, and what was found and stored there."""
     lookups, fills = found["lookups"], found["fills"]
     state = {"closed": "in use", "opening": "not reached yet"}.get(found["state"], "not in use")
     why = f" ({found['why']})" if found["why"] else ""
@@ -248,7 +246,6 @@ def _waits(stalls: Status) -> Iterable[tuple[str, str]]:
 
 
 def _survival(status: Status) -> str:
-    """Whether the mount outlives its daemon, and the restarts so far."""
     keeper = status.get("keeper")
     if keeper is None:
         survival = status.get("survival", {})
@@ -277,20 +274,17 @@ def _writing(writing: Status) -> str:
 
 
 def _pending(file: Status) -> str:
-    """A file that waits for its upload."""
     why = f" ({file['error']})" if file.get("error") else ""
     size, age = human_size(file["bytes"]), human_duration(file["since_s"])
     return f"{file['key']}: {file['state']}, {size}, for {age}{why}"
 
 
 def _late_requests(late: Status) -> str:
-    """Uncertain keys, and changes of late requests that were repaired."""
     uncertain, repairs = late.get("uncertain", 0), late.get("repairs", 0)
     return f"{_count(uncertain, 'key')} with requests without an answer, {repairs:,} put back"
 
 
 def _renaming(job: Status) -> str:
-    """The progress of a directory's rename."""
     done = f"{job['copied']:,} of {job['files']:,} copied, {job['deleted']:,} deleted"
     age = human_duration(job["since_s"])
     text = f"{job['from']} to {job['to']}: {job['phase']}, {done}, for {age}"

@@ -129,7 +129,6 @@ def _end_by_force(mount: mountinfo.KernelMount, registration: registry.Registrat
 
 
 def _keeper_pid(mountpoint: Path) -> int | None:
-    """The pid of the mount's keeper, if it has one."""
     try:
         return int(keeper_status(mountpoint, ANSWER_TIMEOUT_S)["pid"])
     except control.ControlError:
@@ -149,7 +148,6 @@ def _has_ended(pid: int, timeout_s: float) -> bool:
 
 
 def _wait_or_kill(pid: int) -> None:
-    """Wait until a process of the mount ends, and kill it if it does not."""
     if _has_ended(pid, FORCE_TIMEOUT_S):
         return
     os.kill(pid, signal.SIGKILL)

@@ -61,13 +61,11 @@ class WarmRequest:
 
     @property
     def title(self) -> str:
-        """What people read."""
         path = self.below if self.list_name else str(self.mountpoint / self.below)
         return f"{path} (shard {self.shard[0]}/{self.shard[1]})" if self.shard else path
 
     @property
     def message(self) -> dict[str, Any]:
-        """The request that starts the job, or joins it."""
         return {
             "command": "warm",
             "path": self.below,
@@ -244,12 +242,10 @@ def is_complete(job: Job) -> bool:
 
 
 def has_ended(job: Job) -> bool:
-    """True if a job is done or was cancelled."""
     return job["state"] in ("ended", "cancelled")
 
 
 def _jobs(ids: Ids) -> dict[WarmRequest, Job]:
-    """The current state of the jobs."""
     jobs = {}
     for mountpoint in dict.fromkeys(request.mountpoint for request in ids):
         answer = daemon_request(mountpoint, {"command": "warming"}, ANSWER_TIMEOUT_S)

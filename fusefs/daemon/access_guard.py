@@ -22,26 +22,16 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import trio
+
+from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.daemon")
 
 # How often a server that refuses is checked.
 LONGEST_PAUSE_S = 10.0
 SHORTEST_PAUSE_S = 0.5
-
-
-class AccessProbe(Protocol):
-    """What the guard needs of the store."""
-
-    @property
-    def answered(self) -> float:
-        """When a request last succeeded, by trio's clock."""
-
-    async def is_refused(self, prefix: str) -> bool | None:
-        """Whether S3 refuses to list a prefix; None if the answer says nothing about rights."""
 
 
 class AccessGuard:
@@ -53,13 +43,13 @@ class AccessGuard:
 
     def __init__(
         self,
-        probe: AccessProbe,
+        store: S3Store,
         prefix: str,
         after_s: float,
         record: Path,
         shut: Callable[[bool], None],
     ) -> None:
-        self._probe = probe
+        self._store = store
         self._prefix = prefix
         self._after_s = after_s
         self._record = record
@@ -73,7 +63,6 @@ class AccessGuard:
         return None if self._since is None else trio.current_time() - self._since
 
     def recall(self) -> None:
-        """Read the state that an earlier daemon of this mount left. Blocks shortly."""
         try:
             age_s = time.monotonic() - float(self._record.read_text())
         except (OSError, ValueError):
@@ -91,16 +80,16 @@ class AccessGuard:
                 await trio.sleep(max(SHORTEST_PAUSE_S, quiet_s))
             else:
                 await trio.sleep(max(SHORTEST_PAUSE_S, min(LONGEST_PAUSE_S, quiet_s)))
-            if self._probe.answered < trio.current_time() - quiet_s or self._since is not None:
+            if self._store.answered < trio.current_time() - quiet_s or self._since is not None:
                 await self._check()
 
     async def _check(self) -> None:
         began = trio.current_time()
-        is_refused = await self._probe.is_refused(self._prefix)
+        is_refused = await self._store.is_refused(self._prefix)
         if is_refused and self._since is None:
             self._since = began
             self._put_on_record()
-        if self._since is not None and self._probe.answered >= self._since:
+        if self._since is not None and self._store.answered >= self._since:
             self._since = None
             self._put_on_record()
         if is_refused is not None:

@@ -140,7 +140,7 @@ def _sum(data: bytes) -> bytes:
 
 
 def _is_pythons(directory: str) -> bool:
-    """Whether the bytecode there is such as Python writes by itself."""
+    """True if the bytecode there is such as Python writes by itself."""
     own = os.path.join(directory, f"__init__.{sys.implementation.cache_tag}.pyc")
     try:
         with open(own, "rb") as file:

@@ -72,7 +72,6 @@ class OneLineFormatter(logging.Formatter):
 
 
 def set_up(settings: MountSettings) -> None:
-    """Log to standard error, which the launcher opened."""
     is_ours = settings.log_file is None and not settings.foreground
     is_file = stat.S_ISREG(os.fstat(2).st_mode)
     handler = BoundedHandler(2) if is_ours and is_file else logging.StreamHandler()

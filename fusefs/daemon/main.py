@@ -119,6 +119,7 @@ class Daemon:
         self.settings = settings
         self._budget = MemoryBudget.of(settings.memory_limit)
         self.started = time.monotonic()
+        self.loop_busy_s = 0.0
         self.session: RunningSession | None = None
         self.backing: PassthroughFiles | NoPassthrough = NoPassthrough("not mounted yet")
         # None on a read-only mount.
@@ -243,7 +244,6 @@ class Daemon:
         )
 
     def _unsent(self, key: str) -> list[StagedFile]:
-        """What was written at or below a key and is not in the bucket."""
         writer = self.operations.writer
         return writer.backlog.files(key) if writer is not None else []
 
@@ -359,7 +359,6 @@ class Daemon:
         await nursery.start(control_socket.serve, socket, partial(status.answer, self))
 
     def _warnings(self) -> list[str]:
-        """Warnings for the user, though the mount works."""
         settings, warnings = self.settings, []
         if settings.source.prefix and self.store.is_prefix_empty:
             warnings.append(f"there is nothing below {settings.source} (yet): is the prefix meant?")
@@ -373,7 +372,6 @@ class Daemon:
         return warnings
 
     def _is_gone(self) -> bool:
-        """Whether the mount has ended. It may be out of this container's sight."""
         if self._takeover is not None:
             return self._takeover.is_disconnected
         return mountinfo.find_mount(self.settings.mountpoint) is None
@@ -608,10 +606,8 @@ async def _import_rest() -> None:
 
 
 def main() -> int:
-    """`python -m fusefs.daemon`: see the module's text."""
 
     def tell(message: dict[str, object]) -> None:
-        """Write the one line, and let go of the pipe."""
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
         null = os.open(os.devnull, os.O_RDWR)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,7 @@ Samples = dict[str, list[Sample]]
 KEEPER_TIMEOUT_S = 0.5
 
 
-@dataclass(slots=True)
-class _LoopBusy:
-    """How long the event loop was busy, in seconds, as far as it was reported."""
-
-    s: float = 0.0
-
-
-_busy = _LoopBusy()
-
-
 async def collect(parts: MountParts) -> dict[str, Any]:
-    """The answer to the request `metrics`."""
     samples = _mount(parts) | _cache(parts) | _store(parts) | _warming(parts) | _process(parts)
     samples |= _uploads(parts) | _cluster_cache(parts) | _stalls()
     samples |= S3_REQUESTS.samples() | CLUSTER_REQUESTS.samples()
@@ -172,10 +160,10 @@ def _process(parts: MountParts) -> Samples:
     # This is the event loop's thread. What it spent looking for the next request it could do
     # without; that is measured by the clock, so the difference might fall where it is preempted.
     spent_s = polling.spent_ns / 1e9 if polling is not None else 0.0
-    _busy.s = max(_busy.s, time.thread_time() - spent_s)
+    parts.loop_busy_s = max(parts.loop_busy_s, time.thread_time() - spent_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
-        "daemon_loop_busy_seconds_total": [value(_busy.s)],
+        "daemon_loop_busy_seconds_total": [value(parts.loop_busy_s)],
         "daemon_cpu_seconds_total": [value(used.ru_utime + used.ru_stime)],
         "daemon_resident_memory_bytes": [value(resident_bytes())],
     }
@@ -200,6 +188,5 @@ async def _keeper(mountpoint: Path) -> Samples:
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

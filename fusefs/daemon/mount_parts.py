@@ -29,6 +29,7 @@ class MountParts(Protocol):
 
     settings: MountSettings
     started: float
+    loop_busy_s: float  # as it was reported last
     session: RunningSession | None
     backing: PassthroughFiles | NoPassthrough
     store: S3Store

@@ -134,7 +134,6 @@ def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
 
 
 def writing_rules(settings: MountSettings) -> WriteRules:
-    """The settings of the writer."""
     return WriteRules(
         durability=settings.durability,
         prefix=settings.source.prefix,

@@ -107,7 +107,6 @@ async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dic
 
 
 async def _unpin(daemon: MountParts, path: str, *, is_first: bool) -> dict[str, Any]:
-    """Unpin what is pinned at and below a path, and stop fetching it."""
     _check(path)
     job = daemon.local_copies.unpinning(path, is_new=is_first)
     with trio.move_on_after(UNPIN_WAIT_S):
@@ -271,7 +270,6 @@ def _cache(daemon: MountParts) -> dict[str, Any]:
 
 
 def _integrity(daemon: MountParts) -> dict[str, Any]:
-    """What was found wrong with cached bytes."""
     integrity = daemon.cache.integrity
     return {
         "differed_files": integrity.differed,

@@ -112,17 +112,17 @@ class Takeover:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether there is no mount yet: this daemon has the keeper make it."""
+        """True if there is no mount yet: this daemon has the keeper make it."""
         return self._task == FRESH
 
     @property
     def is_all_answered(self) -> bool:
-        """Whether the last daemon has left no request unanswered."""
+        """True if the last daemon has left no request unanswered."""
         return self.taken is None or self.taken.is_all_answered
 
     @property
     def checks_first(self) -> bool:
-        """Whether somebody waits to hear what is wrong, rather than for answers."""
+        """True if somebody waits to hear what is wrong, rather than for answers."""
         return self._task in (FRESH, PREPARE)
 
     @property
@@ -235,7 +235,6 @@ class Takeover:
 
     @property
     def is_disconnected(self) -> bool:
-        """Whether the mount is gone."""
         return fuse_connection.is_disconnected(self.fd)
 
     async def keep(self, in_flight: Callable[[], int]) -> None:

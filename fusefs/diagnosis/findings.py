@@ -36,7 +36,6 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, Any]:
-        """This as a JSON object."""
         return {
             "check": self.check,
             "level": str(self.level),

@@ -69,7 +69,6 @@ def _add(tar: tarfile.TarFile, name: str, known: Secrets, content: Any) -> None:
 
 
 def _secrets_of(subjects: Sequence[MountSubject]) -> list[str]:
-    """The secrets that this process, and those of the mounts, are known to have."""
     files = []
     for _, path in aws_files():
         with contextlib.suppress(OSError):
@@ -81,7 +80,6 @@ def _secrets_of(subjects: Sequence[MountSubject]) -> list[str]:
 
 
 def _files(subjects: Sequence[MountSubject]) -> Iterator[tuple[str, Any]]:
-    """The names and the contents of the archive's files."""
     yield "versions.json", versions()
     for number, mounted in enumerate(subjects, start=1):
         folder = f"mount-{number}"
@@ -121,7 +119,6 @@ def versions() -> dict[str, Any]:
 
 
 def _log(settings: MountSettings | None) -> str:
-    """The end of the mount's log."""
     if settings is None:
         return "the settings of this mount are not known\n"
     path = log_location.path_of(settings)

@@ -112,7 +112,7 @@ def _chosen(environment: dict[str, str]) -> dict[str, str]:
 
 
 def is_about_requests(name: str) -> bool:
-    """Whether an environment variable decides about connections or credentials."""
+    """True if an environment variable decides about connections or credentials."""
     return name.startswith(_PREFIXES) or name.upper() in _NAMES or name in _FILES
 
 
@@ -139,7 +139,6 @@ def as_daemon(subject: MountSubject) -> Iterator[None]:
 
 
 def source_of(subject: MountSubject) -> MountSource:
-    """The bucket and prefix of a mount."""
     if subject.settings is not None:
         return subject.settings.source
     bucket, _, prefix = subject.source.removeprefix("s3://").partition("/")

@@ -94,7 +94,6 @@ class MountCollector:
 
 
 def registry_of(*collectors: Any) -> CollectorRegistry:
-    """A registry with these collectors alone."""
     registry = CollectorRegistry()
     for collector in collectors:
         registry.register(collector)
@@ -102,7 +101,6 @@ def registry_of(*collectors: Any) -> CollectorRegistry:
 
 
 def _families(mounts: Iterable[_MetricsOfMount]) -> Iterator[Metric]:
-    """One family for each name, with the samples of all mounts."""
     kinds: dict[str, str] = {}
     families: dict[str, Metric] = {}
     for metrics in mounts:

@@ -84,7 +84,7 @@ def _devices() -> set[int]:
 
 
 def is_disconnected(fuse_fd: int) -> bool:
-    """Whether the mount behind the descriptor is gone, or its connection aborted."""
+    """True if the mount behind the descriptor is gone, or its connection aborted."""
     poll = select.poll()
     poll.register(fuse_fd, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

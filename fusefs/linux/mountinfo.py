@@ -90,7 +90,6 @@ class KernelMount:
 
 
 def parse(text: str) -> list[KernelMount]:
-    """The mounts in the text of /proc/PID/mountinfo, in its order."""
     mounts = []
     for line in text.split("\n"):
         before, separator, after = line.partition(" - ")
@@ -109,7 +108,6 @@ def _unescape(text: str) -> str:
 
 
 def kernel_mounts() -> list[KernelMount]:
-    """Everything that is mounted in this process' namespace."""
     with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as file:
         return parse(file.read())
 
@@ -160,7 +158,6 @@ def is_mountpoint(path: Path) -> bool:
 
 
 def connection_at(path: str) -> int | None:
-    """The number of the FUSE connection that is mounted on top at `path`."""
     mount = find_mount(path)
     return mount.connection if mount is not None and mount.is_fuse else None
 

@@ -113,7 +113,7 @@ def yield_memory() -> None:
 
 
 def _ends_with_group() -> bool:
-    """Whether the kernel ends a whole control group of this process where it ends this one.
+    """True if the kernel ends a whole control group of this process where it ends this one.
 
     Kubelet has it so for each container (since 1.28), and systemd with OOMPolicy=kill. The
     highest of the groups that say so counts.
@@ -159,7 +159,7 @@ def close_all_but(*kept: int) -> None:
 
 
 def has_ended(pidfd: int, timeout_s: float = 0.0) -> bool:
-    """Whether the process is gone, all of its threads included, after a wait if need be."""
+    """True if the process is gone, all of its threads included, after a wait if need be."""
     poll = select.poll()  # select takes no descriptors from 1024 on
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(1000 * max(0.0, timeout_s)))

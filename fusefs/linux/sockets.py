@@ -55,7 +55,7 @@ def peer_of(sock: Any) -> tuple[int, int]:
 
 
 def is_trusted(sock: Any) -> bool:
-    """Whether the peer is root, or the user that this process runs as."""
+    """True if the peer is root, or the user that this process runs as."""
     return peer_of(sock)[1] in (0, os.geteuid())
 
 

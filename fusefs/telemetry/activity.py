@@ -27,7 +27,6 @@ class Activity:
         self._resting: trio.Event | None = None
 
     def note(self) -> None:
-        """The mount is in use now."""
         self._last = time.monotonic()
         if self._resting is not None:
             self._resting.set()

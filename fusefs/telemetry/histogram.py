@@ -39,7 +39,6 @@ class Histogram:
         self._weight = 1
 
     def observe(self, seconds: float) -> None:
-        """Count an observation."""
         new = self._new
         new.append(seconds)
         if len(new) == MOST_NEW:

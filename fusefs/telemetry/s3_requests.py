@@ -193,7 +193,6 @@ def clocked(clock: RequestClock, work: Callable[[], T]) -> Callable[[], T]:
 
 
 def note_sent() -> None:
-    """This thread sends a request."""
     clock: RequestClock | None = getattr(_thread, "clock", None)
     if clock is not None:
         clock.sent += 1

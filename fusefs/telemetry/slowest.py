@@ -49,7 +49,6 @@ class SlowestWaits:
             del self._now[min(self._now.values()).key]
 
     def describe(self) -> list[dict[str, Any]]:
-        """The longest waits first."""
         now = time.monotonic()
         self._turn(now)
         both = sorted([*self._before.values(), *self._now.values()])

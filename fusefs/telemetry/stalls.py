@@ -226,11 +226,9 @@ class Work:
         self.leave(cause, at)
 
     def enter_in_thread(self, cause: int) -> None:
-        """As `enter`, in any thread."""
         self._stalls.note(partial(self.enter, cause))
 
     def leave_in_thread(self, cause: int) -> None:
-        """As `leave`, in any thread."""
         self._stalls.note(partial(self.leave, cause))
 
     def wait(self, count: int) -> None:
@@ -252,7 +250,6 @@ class Work:
         _work.set(self)
 
     def awaited(self) -> _Awaited:
-        """A request waits for it meanwhile (`with work.awaited()`)."""
         return _Awaited(self)
 
     def doing(self) -> _Doing:

@@ -61,12 +61,10 @@ def waits(mount: Rates) -> str:
 
 
 def transfer_text(mount: Rates) -> str:
-    """Bytes from and to S3."""
     return f"{rate_text(mount.received_s)} received, {rate_text(mount.sent_s)} sent"
 
 
 def s3_text(mount: Rates) -> str:
-    """Requests to S3, and what went wrong with them."""
     text = f"S3 {mount.s3_s:.0f}/s"
     for rate, label in (
         (mount.s3_errors_s, "errors"),
@@ -79,13 +77,11 @@ def s3_text(mount: Rates) -> str:
 
 
 def pending_text(mount: Rates) -> str:
-    """What is not in the bucket yet."""
     size, age = human_size(mount.pending_bytes), human_duration(mount.oldest_pending_s)
     return f"{mount.pending_files:.0f} files ({size}) to upload, the oldest for {age}"
 
 
 def warm_text(mount: Rates) -> str:
-    """The progress of jobs of `fusefs warm`."""
     share = mount.warm_done_bytes / mount.warm_target_bytes
     return f"warming {share:.0%} of {human_size(mount.warm_target_bytes)}"
 

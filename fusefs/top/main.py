@@ -80,7 +80,7 @@ def run(*, is_plain: bool, is_json: bool, count: int | None) -> int:
 
 
 def _is_dumb() -> bool:
-    """Whether the terminal, as an editor has, cannot move its cursor: rich draws nothing there."""
+    """True if the terminal, as an editor has, cannot move its cursor: rich draws nothing there."""
     return os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
 
 
@@ -145,7 +145,6 @@ class View:
     has_ended: bool = False
 
     def press(self, key: str, mounts: int) -> None:
-        """Do what a key stands for."""
         if key in ("q", "Q", "\x03"):
             self.has_ended = True
         elif key in (UP, "k"):

@@ -90,7 +90,6 @@ class Rates:
         return round(per_s * self.interval_s)
 
     def as_plain(self) -> dict[str, Any]:
-        """This as a JSON object."""
         return asdict(self)
 
 
@@ -161,8 +160,6 @@ def _rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
 
 
 class _Change:
-    """Two answers side by side."""
-
     def __init__(self, then: Mapping[str, Any], now: Mapping[str, Any], interval_s: float) -> None:
         self._metrics = now
         self._then, self._now = _flat(then), _flat(now)
@@ -198,7 +195,6 @@ class _Change:
         return found
 
     def operations(self, name: str) -> dict[str, Operation]:
-        """Rates and times of a histogram, for each operation that there was."""
         counts, times = self.by(f"{name}_count", "operation"), self.by(f"{name}_sum", "operation")
         return {
             operation: Operation(

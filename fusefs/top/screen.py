@@ -112,7 +112,6 @@ def detail(mount: Rates, status: dict[str, Any] | None) -> RenderableType:
 
 
 def _stalls(status: dict[str, Any]) -> list[RenderableType]:
-    """The status's sentences and slowest files, where it has some."""
     stalls = status.get("stalls")
     if not stalls:
         return []
@@ -170,7 +169,6 @@ def _slowest(stalls: dict[str, Any]) -> list[Text]:
 
 
 def _causes(mount: Rates) -> RenderableType:
-    """A bar for each cause that was waited for."""
     table = Table.grid(padding=(0, 1))
     for cause, share in [("any", mount.waited), *_shown_causes(mount)]:
         name = "waited" if cause == "any" else lines.CAUSES.get(cause, cause)
@@ -217,6 +215,5 @@ def origins(mount: Rates) -> Text:
 
 
 def bar(share: float, width: int, colour: str) -> Text:
-    """A share as a bar."""
     cells = round(width * min(1.0, share))
     return Text.assemble(("█" * cells, colour), ("░" * (width - cells), "dim"))

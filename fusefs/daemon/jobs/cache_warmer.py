@@ -110,7 +110,6 @@ class JobSpec:
 
     @property
     def title(self) -> str:
-        """What people read."""
         shard = self.shard
         return f"{self.path} (shard {shard.number}/{shard.count})" if shard else self.path
 
@@ -174,13 +173,12 @@ class WarmJob:
         return self.has_ended or self.scope.cancel_called
 
     def is_within(self, path: str) -> bool:
-        """Whether its path is `path` or below it ("" is all); of a list only "" contains it."""
+        """True if its path is `path` or below it ("" is all); of a list only "" contains it."""
         if self.spec.list_name:
             return not path
         return not path or self.spec.path == path or self.spec.path.startswith(path + "/")
 
     def is_unpinned(self, path: str) -> bool:
-        """Whether a path was unpinned since the job began."""
         return any(
             path == other or path.startswith(other + "/") or matches(other, path)
             for other in self.unpinned
@@ -193,7 +191,6 @@ class WarmJob:
         self.is_listed = is_last
 
     def has(self, size: int) -> None:
-        """Count a file that is in the cache already."""
         self.done_files += 1
         self.done += size
 
@@ -217,7 +214,6 @@ class WarmJob:
         self.done -= arrived
 
     def fail(self, path: str, error: StoreError) -> None:
-        """Count a file that can't be read."""
         self.failed_files += 1
         if len(self.failed) < MOST_NAMED:
             self.failed.append(f"{path} ({error})")
@@ -414,7 +410,6 @@ class CacheWarmer:
             return []
 
     async def _write(self) -> None:
-        """Put the jobs that are under way on record."""
 
         def write(content: str) -> None:
             try:
@@ -445,7 +440,6 @@ class CacheWarmer:
             logger.warning("the lists of the cache warmer can't be removed: %s", error)
 
     def _is_used(self, list_name: str) -> bool:
-        """Whether a job that has not ended is of a list."""
         jobs = self._jobs.values()
         return any(job.spec.list_name == list_name and not job.has_ended for job in jobs)
 
@@ -486,7 +480,6 @@ class CacheWarmer:
             await self._cache.release_unused(key.removesuffix("/"), job.since)
 
     async def _list(self, job: WarmJob, send: trio.MemorySendChannel[list[ObjectInfo]]) -> None:
-        """Send the job's files page by page."""
         shard = job.spec.shard
 
         async def deliver(selected: Selected) -> None:
@@ -571,7 +564,6 @@ class CacheWarmer:
             self._let_go(work)
 
     async def _take_turn(self) -> None:
-        """Wait until a part may be fetched."""
         await self._parts.acquire()
         try:
             await self._slots.acquire()
@@ -672,11 +664,10 @@ class _Work:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further part is worth beginning."""
+        """True if no further part is worth beginning."""
         return self.error is not None or self.job.is_full
 
     def end(self, prefix: str) -> None:
-        """Count the file in its job."""
         job, size = self.job, self.info.size
         if self.arrived == size:
             job.done_files += 1

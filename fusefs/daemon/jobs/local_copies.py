@@ -43,8 +43,6 @@ Pending = Callable[[str], tuple[int, int]]
 
 
 class Counts:
-    """A number of files and of bytes."""
-
     def __init__(self) -> None:
         self.files = 0
         self.size = 0
@@ -311,5 +309,5 @@ class LocalCopies:
 
 
 def _is_within(key: str, above: str) -> bool:
-    """Whether a key is `above`, or below it as a directory; everything is below ""."""
+    """True if a key is `above`, or below it as a directory; everything is below ""."""
     return not above or key == above or key.startswith(above + "/")

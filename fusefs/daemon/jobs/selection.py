@@ -48,7 +48,7 @@ class Shard:
     count: int
 
     def has(self, key: str) -> bool:
-        """Whether a key is in this part: by its hash, so that all parts are of a size."""
+        """True if a key is in this part: by its hash, so that all parts are of a size."""
         digest = blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.count == self.number
 
@@ -159,7 +159,6 @@ class Selector:
         return [info for info in objects if info.etag and self._is_shown(info.key)]
 
     def _is_shown(self, key: str) -> bool:
-        """Whether the mount shows a file for this key."""
         path = key[len(self._prefix) :].split("/")
         is_private = names.is_private(self._prefix, path[0])
         is_private = is_private or any(names.is_private("/", name) for name in path[1:])

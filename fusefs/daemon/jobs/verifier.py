@@ -114,7 +114,6 @@ class Verifier:
         return job
 
     def find(self, path: str) -> Verification:
-        """The verification of a path, started if this process does not know it."""
         return self._jobs.get(path) or self.start(path)
 
     async def _run(self, job: Verification) -> None:
