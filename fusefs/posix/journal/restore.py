@@ -44,9 +44,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
                 path = writer.staging.directory / str(nodeid)
                 recovery.adopt_file(writer, path, may_be_open=False)
         operations.mutations.changes.finish_switches()
-        recovery.adopt_attributes(writer, writer.staging.directory)
-        recovery.adopt_removals(writer, writer.staging.directory)
-        recovery.adopt_aborts(writer, writer.staging.directory)
+        recovery.adopt_logs(writer, writer.staging.directory)
     backing_ids = {handle.backing_id for handle in state.handles.values()}
     read = {backing[id][1] for id in backing_ids if id in backing}
     whole = await operations.cache.whole_files(read) if read else {}

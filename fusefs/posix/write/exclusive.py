@@ -18,7 +18,6 @@ with a random part, as mkstemp(3) chooses it, is never reserved: no other node m
 
 from __future__ import annotations
 
-import errno
 import re
 import time
 from collections import OrderedDict, deque
@@ -141,8 +140,3 @@ class ExclusiveCreates:
 def is_undecided(staged: StagedFile) -> bool:
     """Whether a file is to be new and the bucket has not decided yet that it is."""
     return staged.exclusive is not None and not staged.is_unlinked and staged.inode.staged is staged
-
-
-def taken() -> OSError:
-    """The error of a program whose new file another node had made before."""
-    return OSError(errno.EEXIST, "another node has made a file of this name")

@@ -63,11 +63,10 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
         count = 0
         for path in on_record(directory):
             count += adopt_file(writer, path)
-        for name, adopt_all in _LOGS.items():
-            if (name != removals.NAME or writer.may_delete) and adopt_all(writer, directory):
-                with contextlib.suppress(FileNotFoundError):
-                    files.sync(writer.staging.directory / name)
-                (directory / name).unlink(missing_ok=True)
+        for name in adopt_logs(writer, directory):
+            with contextlib.suppress(FileNotFoundError):
+                files.sync(writer.staging.directory / name)
+            (directory / name).unlink(missing_ok=True)
         _remove(directory)
         return count
     finally:
@@ -84,24 +83,15 @@ def _is_safe_to_leave(writer: Writer, directory: Path) -> bool:
     return True
 
 
-def adopt_attributes(writer: Writer, directory: Path) -> bool:
-    """Take up the attributes that an earlier process was to send. Blocks.
-
-    False if some of them are on record in `directory` alone: those of another prefix,
-    and all of them where the disk is full.
-    """
+def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
+    """Take up the attributes that an earlier process was to send, but for another prefix's."""
     default = _default()
-    is_on_record = directory == writer.staging.directory
     records = attribute_log.load(directory)
     ours = [record for record in records if record.info.key.startswith(writer.inodes.prefix)]
-    try:
-        writer.deferred.adopt(
-            [(record, object_metadata.read(record.metadata, default)) for record in ours],
-            is_on_record=is_on_record,
-        )
-    except OSError as error:
-        logger.warning("%s has attributes for a later mount: %s", directory, error.strerror)
-        return False
+    writer.deferred.adopt(
+        [(record, object_metadata.read(record.metadata, default)) for record in ours],
+        is_on_record=is_on_record,
+    )
     if len(ours) == len(records):
         return True
     if ours and not is_on_record:
@@ -110,46 +100,49 @@ def adopt_attributes(writer: Writer, directory: Path) -> bool:
     return False
 
 
-def adopt_removals(writer: Writer, directory: Path) -> bool:
-    """Have objects deleted that an earlier process was to delete. Blocks.
-
-    False if some of them are on record in `directory` alone.
-    """
-    is_on_record = directory == writer.staging.directory
-    try:
-        for key, etag, removed_ns in removals.load(directory):
-            writer.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
-            writer.deferred.drop(key)
-            prefix, name = split_key(key)
-            # With a change of its own the name was made anew.
-            if writer.directories.pending_changes.get(prefix, name) is None:
-                writer.directories.changed(prefix, name, ABSENT)
-    except OSError as error:
-        logger.warning("%s has removals for a later mount: %s", directory, error.strerror)
-        return False
+def _adopt_removals(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
+    """Have objects deleted that an earlier process was to delete."""
+    for key, etag, removed_ns in removals.load(directory):
+        writer.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
+        writer.deferred.drop(key)
+        prefix, name = split_key(key)
+        # With a change of its own the name was made anew.
+        if writer.directories.pending_changes.get(prefix, name) is None:
+            writer.directories.changed(prefix, name, ABSENT)
     return True
 
 
-def adopt_aborts(writer: Writer, directory: Path) -> bool:
-    """Have uploads aborted that an earlier process was to abort, or was making. Blocks.
-
-    False if some of them are on record in `directory` alone.
-    """
-    is_on_record = directory == writer.staging.directory
-    try:
-        for key, upload_id in aborts.load(directory):
-            writer.uploads.aborts.adopt(key, upload_id, is_on_record=is_on_record)
-    except OSError as error:
-        logger.warning("%s has uploads for a later mount to abort: %s", directory, error.strerror)
-        return False
+def _adopt_aborts(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
+    """Have uploads aborted that an earlier process was to abort, or was making."""
+    for key, upload_id in aborts.load(directory):
+        writer.uploads.aborts.adopt(key, upload_id, is_on_record=is_on_record)
     return True
 
 
 _LOGS = {
-    attribute_log.NAME: adopt_attributes,
-    aborts.NAME: adopt_aborts,
-    removals.NAME: adopt_removals,
+    attribute_log.NAME: _adopt_attributes,
+    aborts.NAME: _adopt_aborts,
+    removals.NAME: _adopt_removals,
 }
+
+
+def adopt_logs(writer: Writer, directory: Path) -> list[str]:
+    """Take up what the logs of an earlier process say that it was to do. Blocks.
+
+    Returns the names of those of which nothing is on record in `directory` alone: not where the
+    disk is full, nor of attributes of another prefix.
+    """
+    is_own = directory == writer.staging.directory
+    done = []
+    for name, adopt_all in _LOGS.items():
+        if not is_own and name == removals.NAME and not writer.may_delete:
+            continue
+        try:
+            if adopt_all(writer, directory, is_on_record=is_own):
+                done.append(name)
+        except OSError as error:
+            logger.warning("%s has %s for a later mount: %s", directory, name, error.strerror)
+    return done
 
 
 def restore(writer: Writer, inode: Inode) -> None:

@@ -340,7 +340,7 @@ class Uploader:
                 return
             self._kept_apart(staged, info, theirs)
             if is_exclusive:
-                raise exclusive.taken() from error
+                raise OSError(errno.EEXIST, "another node has made the file before") from error
             raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
         finally:
             attempt.is_cancellable = True

@@ -80,16 +80,6 @@ def test_what_is_stored_after_the_close_is_uploaded_after_munmap(
     assert path.read_bytes() == expected
 
 
-def test_msync_brings_a_mapping_to_the_readers_of_the_mount(mount: Mount, path: Path) -> None:
-    with open(path, "w+b", buffering=0) as file:
-        file.truncate(4096)
-        with mmap.mmap(file.fileno(), 4096) as mapping:
-            mapping[:4] = b"seen"
-            mapping.flush()
-            with open(path, "rb", buffering=0) as reader:
-                assert reader.read(6) == b"seen\0\0"
-
-
 def test_direct_writes_and_reads_are_the_same_file(
     mount: Mount, path: Path, shared: Bucket
 ) -> None:
@@ -222,12 +212,6 @@ def test_a_path_that_is_too_long_for_a_key_is_refused(mount: Mount, path: Path) 
         with pytest.raises(OSError, match="too long"):
             call()
     assert os.listdir(deep) == []
-
-
-def test_a_directory_can_be_synced(mount: Mount) -> None:
-    fd = os.open(mount.path, os.O_RDONLY | os.O_DIRECTORY)
-    os.fsync(fd)
-    os.close(fd)
 
 
 def test_a_tree_is_removed_while_it_is_listed_and_filled(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import subprocess
@@ -111,17 +110,6 @@ def test_closes_of_children_that_have_not_written_cost_nothing(
             "puts": 1
         }
         assert stored(shared, "log") == b"0123456789!\n"
-
-
-def test_what_is_written_through_a_mapping_is_there_after_its_close(
-    mount: Mount, shared: Bucket
-) -> None:
-    with open(mount.path / "mapped", "w+b") as file:
-        file.truncate(4096)
-        mapped = mmap.mmap(file.fileno(), 4096)
-    mapped[:3] = b"new"
-    mapped.close()  # and with it the descriptor that it has duplicated
-    assert stored(shared, "mapped") == b"new" + bytes(4093)
 
 
 @states(

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import flush
+from fusefs.posix.write import flush as flushing
 from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
@@ -228,23 +228,28 @@ async def test_no_other_close_costs_a_look_at_the_process(tmp_path: Path) -> Non
     assert mount.store.contents() == {"new": NEW, "old": NEW + OLD[len(NEW) :]}
 
 
+async def flush(process: Process, fh: int, *, was_killed: bool) -> None:
+    """A close by a program that was killed, or was not."""
+
+    async def look(_pid: int) -> bool:
+        return was_killed
+
+    process.operations.notifier.was_killed = look
+    answer = process.writer.flusher.flush(fh, 7)
+    assert answer is not None
+    await answer
+
+
 @pytest.mark.parametrize("is_released", [True, False])
 async def test_the_old_object_stays_where_the_daemon_dies_as_well(
     tmp_path: Path, *, is_released: bool
 ) -> None:
     mount = MortalMount(tmp_path / "mount")
     mount.store.put("old", OLD)
-
-    async def look(_pid: int) -> bool:
-        return True
-
     async with mount.serving() as process:
-        process.operations.notifier.was_killed = look
         fh = await process.open("old", REWRITE)
         await process.write(fh, 0, NEW)
-        answer = process.writer.flusher.flush(fh, 7)
-        assert answer is not None
-        await answer
+        await flush(process, fh, was_killed=True)
         if is_released:
             process.operations.release(fh)
     async with mount.serving() as process:
@@ -261,28 +266,18 @@ async def test_a_program_that_closes_it_after_the_killed_one_decides_under_the_n
 ) -> None:
     mount = MortalMount(tmp_path / "mount")
     mount.store.put("old", OLD)
-    killed = 7
-
-    async def look(pid: int) -> bool:
-        return pid == killed
 
     def die(what: str, _key: str) -> None:
         if what == "PUT":
             raise DiedError
-
-    async def flush_by(process: Process, pid: int, fh: int) -> None:
-        process.operations.notifier.was_killed = look
-        answer = process.writer.flusher.flush(fh, pid)
-        assert answer is not None
-        await answer
 
     try:
         async with mount.serving() as process:
             mount.store.before = die
             handles = [await process.open("old", os.O_RDWR) for _ in range(2)]
             await process.write(handles[0], 0, NEW)
-            await flush_by(process, killed, handles[0])
-            await flush_by(process, killed + 1, handles[1])
+            await flush(process, handles[0], was_killed=True)
+            await flush(process, handles[1], was_killed=False)
     except* DiedError:
         pass
     mount.store.before = lambda _what, _key: None
@@ -296,22 +291,15 @@ async def test_a_program_that_closes_it_after_the_killed_one_decides_under_the_n
 async def test_modes_that_change_at_once_do_not_bring_back_what_a_killed_program_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flush, "LATER_S", 0.0)
+    monkeypatch.setattr(flushing, "LATER_S", 0.0)
     mount = MortalMount(tmp_path / "mount")
     mount.store.put("old", OLD)
     async with mount.serving() as process:
-
-        async def look(_pid: int) -> bool:
-            return True
-
-        process.operations.notifier.was_killed = look
         assert process.operations.mutations is not None
         fh = await process.open("old", os.O_RDWR)
         inode = await process.node("old")
         await process.write(fh, 0, NEW)
-        answer = process.writer.flusher.flush(fh, 7)
-        assert answer is not None
-        await answer
+        await flush(process, fh, was_killed=True)
         assert process.operations.release(fh) is None
         process.writer.flusher.described(inode)  # before anything else runs
         await trio.sleep(0.5)

@@ -31,42 +31,6 @@ from tests.support.programs import (
 from tests.support.servers.buckets import Bucket
 
 FILES = 5000 if IS_FULL else 100
-# Those of stress-ng that work below a directory on what a bucket can keep (no links),
-# with what makes them small. `getdent` is none of them: it walks /sys, /proc and /tmp;
-# nor is `filename`: the tests' server takes a backslash in a key for a slash.
-STRESSORS = {
-    "access": "",
-    "chmod": "",
-    "chown": "",
-    "copy-file": "",
-    "dentry": "--dentries 64",
-    "dir": "--dir-dirs 64",
-    "dirdeep": "--dirdeep-dirs 1 --dirdeep-inodes 100",
-    "fallocate": "--fallocate-bytes 4m",
-    "fcntl": "",
-    "flock": "",
-    "fpunch": "",
-    "fsize": "",
-    "fstat": "",
-    "hdd": "--hdd-bytes 8m",
-    "io": "",
-    "iomix": "--iomix-bytes 4m",
-    "locka": "",
-    "lockf": "",
-    "lockofd": "",
-    "mknod": "",
-    "open": "",
-    "readahead": "--readahead-bytes 4m",
-    "rename": "",
-    "revio": "--revio-bytes 4m",
-    "seek": "--seek-size 4m",
-    "sendfile": "--sendfile-size 1m",
-    "symlink": "",
-    "sync-file": "--sync-file-bytes 4m",
-    "touch": "",
-    "utime": "",
-    "xattr": "",
-}
 
 
 @pytest.fixture(scope="module")
@@ -259,20 +223,6 @@ def test_pip_installs_a_package_that_can_be_imported(
     assert run(*use, PYTHONPATH=str(folder)) == f"{folder}/parcel/__init__.py 3\n"
 
 
-def test_dd_writes_what_it_synced(mount: Mount, shared: Bucket, source: Path) -> None:
-    need("dd")
-    (mount.path / "dd").mkdir()
-    for options in (
-        ["conv=fsync"],
-        ["conv=fsync,notrunc", "seek=3"],
-        ["oflag=append", "conv=notrunc"],
-    ):
-        for target in (source / "copy", mount.path / "dd" / "copy"):
-            run("dd", f"if={source}/large.bin", f"of={target}", "bs=100000", *options)
-    assert (mount.path / "dd" / "copy").read_bytes() == (source / "copy").read_bytes()
-    check_what_is_left(mount, shared, "dd")
-
-
 @pytest.mark.parametrize("way", ["no", "yes"])
 def test_an_editor_saves(mount: Mount, shared: Bucket, way: str) -> None:
     """By renaming the old file and writing a new one, and by writing into a copied one."""
@@ -300,47 +250,6 @@ def test_an_editor_saves(mount: Mount, shared: Bucket, way: str) -> None:
     assert (folder / "config.json").read_text() == '{"rate": 0.25}\n' * 100
     assert (folder / "config.json~").read_text() == '{"rate": 0.1}\n' * 100
     assert left["config.json"].mode == 0o640
-
-
-def test_fio_verifies_what_it_has_written_at_random_places(
-    mount: Mount, shared: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    need("fio")
-    folder = mount.path / "fio"
-    folder.mkdir()
-    monkeypatch.chdir(tmp_path)  # where it leaves the state of its verification
-    run(
-        "fio",
-        "--name=verify",
-        f"--directory={folder}",
-        "--rw=randwrite",
-        "--bsrange=1k-256k",
-        f"--size={'512m' if IS_FULL else '24m'}",
-        "--numjobs=2",
-        "--verify=crc32c",
-        "--verify_fatal=1",
-        "--verify_backlog=64",
-        "--fsync=200",
-        "--ioengine=psync",
-        "--time_based",
-        f"--runtime={60 if IS_FULL else 3}",
-        "--group_reporting",
-    )
-    check_what_is_left(mount, shared, "fio")
-
-
-def test_stressors_find_nothing_wrong_side_by_side(mount: Mount, shared: Bucket) -> None:
-    need("stress-ng")
-    folder = mount.path / "stress"
-    folder.mkdir()
-    stressors = []
-    for name, options in STRESSORS.items():
-        stressors += [f"--{name}", "1", f"--{name}-ops", str(2000 if IS_FULL else 20)]
-        stressors += options.split()
-    seconds = 60 if IS_FULL else 4
-    run("stress-ng", *stressors, "--verify", "--temp-path", folder, "--timeout", seconds)
-    assert os.listdir(folder) == []
-    check_what_is_left(mount, shared, "stress")
 
 
 def test_files_are_copied_moved_and_removed_by_the_shell(

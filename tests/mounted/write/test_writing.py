@@ -90,40 +90,6 @@ def test_readers_see_what_is_being_written(writable: Mount) -> None:
         assert os.listdir(writable.path) == ["a"]
 
 
-def test_a_line_in_the_middle_is_edited(writable: Mount, bucket: Bucket) -> None:
-    bucket.put("config", b"a=1\nb=2\nc=3\n")
-    with open(writable.path / "config", "r+b") as file:
-        file.seek(4)
-        file.write(b"b=7")
-    assert stored(bucket, "config") == b"a=1\nb=7\nc=3\n"
-    assert (writable.path / "config").read_bytes() == b"a=1\nb=7\nc=3\n"
-
-
-def test_a_large_object_is_edited_while_it_is_read_by_passthrough(
-    writable: Mount, bucket: Bucket
-) -> None:
-    content = bytearray(os.urandom(3 << 20))
-    bucket.put("big", bytes(content))
-    path = writable.path / "big"
-    assert path.read_bytes() == content
-    with open(path, "rb") as held:
-        with open(path, "r+b") as file:
-            file.seek(1 << 20)
-            file.write(b"changed")
-        content[1 << 20 : (1 << 20) + 7] = b"changed"
-        assert path.read_bytes() == content
-        assert held.read() == content
-    assert stored(bucket, "big") == content
-
-
-def test_appending_adds_to_what_is_there(writable: Mount, bucket: Bucket) -> None:
-    bucket.put("log", b"one\n")
-    for line in (b"two\n", b"three\n"):
-        with open(writable.path / "log", "ab") as file:
-            file.write(line)
-    assert stored(bucket, "log") == b"one\ntwo\nthree\n"
-
-
 @pytest.mark.parametrize("size", [0, 3, 5, 100])
 def test_truncate_by_name_is_in_the_bucket_at_once(steady: tuple[Path, Bucket], size: int) -> None:
     root, bucket = steady
@@ -133,16 +99,6 @@ def test_truncate_by_name_is_in_the_bucket_at_once(steady: tuple[Path, Bucket], 
     expected = b"12345"[:size].ljust(size, b"\0")
     assert stored(bucket, path.name) == expected
     assert path.read_bytes() == expected
-
-
-def test_a_file_that_is_replaced_by_rename(writable: Mount, bucket: Bucket) -> None:
-    bucket.put("model", b"old")
-    (writable.path / "model.tmp").write_bytes(b"new")
-    os.replace(writable.path / "model.tmp", writable.path / "model")
-    assert keys(bucket) == ["model"]
-    assert stored(bucket, "model") == b"new"
-    assert (writable.path / "model").read_bytes() == b"new"
-    assert os.listdir(writable.path) == ["model"]
 
 
 @states("A file that is renamed before it was uploaded is uploaded under its new name alone.")
