@@ -61,7 +61,6 @@ _FREE = frozenset(
         "object_attributes",
         "attribute_form",
         "exclusive_create",
-        "conditional_writes",
     )
 )
 # Settings of which the node gives each mount a share: a volume may take less, never more.

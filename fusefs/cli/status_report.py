@@ -197,20 +197,11 @@ def _s3(status: Status) -> str:
 
 def _conditions(conditions: Status) -> str:
     """The conditions that the store honours, and how that was found out."""
-    mode = conditions.get("mode", "?")
-    if mode == "off":
-        return "off (as set)"
-    missing = list(conditions.get("missing", ()))
-    if missing:
-        from fusefs.store.capabilities import SHOWN  # the others do without it
-
-        missing = [SHOWN.get(name, name) for name in missing]
+    missing = conditions.get("missing", ())
     without = f"; not honoured: {', '.join(missing)}" if missing else ""
-    if mode == "on":
-        return f"on (as set, not probed){without}"
     if not conditions.get("known"):
         return f"not known ({conditions.get('why', '?')}){without}"
-    return f"probed{without}" if missing else "all honoured (probed)"
+    return f"probed{without}" if missing else "honoured (probed)"
 
 
 def _metadata(metadata: Status) -> str:

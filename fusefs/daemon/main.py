@@ -438,11 +438,7 @@ class Daemon:
     def _writing(self, mounted_ns: int) -> Writing:
         settings, identity = self.settings, self._identity
         with usable(settings.cache_dir):
-            late = UncertainKeys(
-                late_requests_directory(settings, mounted_ns),
-                identity,
-                settings.late_request_checks,
-            )
+            late = UncertainKeys(late_requests_directory(settings, mounted_ns), identity)
             staged = staging_directory(settings, mounted_ns)
             staging = Staging(staged, identity, settings.staging_size, self.cache, late)
             self.cache.handover.lock_as(str(staged))

@@ -101,7 +101,6 @@ def s3_settings(settings: MountSettings) -> S3Settings:
         customer_key=customer_key.find(settings.customer_key),
         fips=settings.fips,
         dual_stack=settings.dual_stack,
-        conditional_writes=settings.conditional_writes,
     )
 
 

@@ -20,7 +20,7 @@ import trio
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.settings.display import human_size
-from fusefs.store.capabilities import MINOR, PROBE_NAME, SHOWN, Capabilities
+from fusefs.store.capabilities import PROBE_NAME, Capabilities
 from fusefs.store.errors import (
     AccessDeniedError,
     ArchivedError,
@@ -334,7 +334,7 @@ class _Trial:
 
 
 async def _conditions(store: S3Store, prefix: str) -> Finding:
-    """Which conditions of changes the store honours (store/probing.py)."""
+    """Try whether the store honours conditions of changes (store/probing.py)."""
     try:
         found = await probe(store, prefix)
     except StoreError as error:
@@ -343,15 +343,14 @@ async def _conditions(store: S3Store, prefix: str) -> Finding:
 
 
 def conditions(found: Capabilities) -> Finding:
-    """What it means that a store has only these."""
-    conditions = [SHOWN[name] for name in found.missing if name not in MINOR]
-    if conditions:
+    """The finding about a store with these capabilities."""
+    if not found.conditions:
         return advice(
             "conditions",
-            f"this store does not honour {', '.join(conditions)}",
+            "this store does not honour conditions of writes",
             "docs/semantics.md says what that means for several writers; use --conflict overwrite "
             "and no locks by O_EXCL from several machines",
             missing=found.missing,
         )
-    lacking = [f"no {SHOWN[name]}: {MINOR[name]}" for name in found.missing]
-    return ok("conditions", "; ".join(["all are honoured", *lacking]), missing=found.missing)
+    lacking = "" if found.checksums else "; it compares no checksums: an MD5 is sent as well"
+    return ok("conditions", f"are honoured{lacking}", missing=found.missing)

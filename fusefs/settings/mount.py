@@ -30,7 +30,6 @@ from fusefs.settings.types import (
     CONNECTIONS,
     DURABILITY,
     DURATION,
-    DURATIONS,
     ID,
     KMS_KEY,
     LIFETIME,
@@ -50,7 +49,6 @@ from fusefs.settings.types import (
     Addressing,
     AttributeForm,
     BusyPolling,
-    ConditionalWrites,
     Conflict,
     Encryption,
     ExclusiveCreate,
@@ -277,13 +275,6 @@ class MountSettings:
         " (auto: only where it matters)",
         ExclusiveCreate.AUTO,
     )
-    conditional_writes: ConditionalWrites = option(
-        choice(ConditionalWrites),
-        "Writing",
-        "send changes with a condition on the version they replace"
-        " (auto: as far as the store honours conditions)",
-        ConditionalWrites.AUTO,
-    )
     no_delete: bool = option(SWITCH, "Writing", "refuse to remove or overwrite objects", False)
     staging_size: int | None = option(
         SIZE,
@@ -291,12 +282,6 @@ class MountSettings:
         "maximum size of the files that wait for their upload",
         None,
         otherwise="what the disk allows",
-    )
-    late_request_checks: tuple[float, ...] = option(
-        DURATIONS,
-        "Writing",
-        "when to check a key again after a request for it got no answer",
-        (5.0, 15.0, 60.0, 300.0),
     )
 
     session: SessionKind = option(

@@ -220,14 +220,6 @@ class ExclusiveCreate(enum.StrEnum):
     RESERVE = "reserve"
 
 
-class ConditionalWrites(enum.StrEnum):
-    """Whether changes carry conditions about what they replace."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
 class ObjectAttributes(enum.StrEnum):
     """Whether a HEAD reads modes, owners and times of objects, which listings do not carry."""
 
@@ -341,13 +333,6 @@ def _parse_switch(text: str) -> bool:
         ]
     except KeyError:
         raise ValueError(f"{text!r} is neither true nor false") from None
-
-
-def _parse_durations(text: str) -> tuple[float, ...]:
-    durations = tuple(_parse_wait(part) for part in text.split(","))
-    if list(durations) != sorted(set(durations)):
-        raise ValueError(f"{text!r} is not a list of increasing times; write it like 5s,15s,60s")
-    return durations
 
 
 def _parse_mode(text: str) -> int:
@@ -471,12 +456,6 @@ PATH = SettingType("PATH", _parse_path)
 SWITCH = SettingType("", _parse_switch, lambda value: "true" if value else "false")
 SIZE = SettingType("SIZE", parse_size, format_size, takes_numbers=True)
 DURATION = SettingType("TIME", _parse_wait, format_duration, takes_numbers=True)
-DURATIONS = SettingType(
-    "TIME,…",
-    _parse_durations,
-    lambda times: ",".join(map(format_duration, times)),
-    further=re.compile(r"\d"),
-)
 # `auto` by itself is an option of /etc/fstab.
 DURABILITY = SettingType(
     "MODE[:PATTERN],…",

@@ -152,10 +152,10 @@ async def test_a_condition_that_is_not_implemented_is_left_out_from_then_on(
         await store.delete("a", info.etag)
         await store.delete("b", '"other"')
     assert keys(bucket) == ["c"]
-    assert store.capabilities.missing == [
-        "put_if_none_match",
-        "copy_if_none_match",
-        "delete_if_match",
+    assert store.fence.describe()["missing"] == [
+        "If-Match of DELETE",
+        "If-None-Match of CopyObject",
+        "If-None-Match of PUT",
     ]
 
 

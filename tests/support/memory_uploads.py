@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from fusefs.settings.types import ConditionalWrites
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
@@ -40,7 +39,7 @@ class UploadingStore(MemoryStore):
     def __init__(self, part_size: int) -> None:
         super().__init__()
         self.part_size = part_size
-        self.fence = Fence(self.head, ConditionalWrites.ON)
+        self.fence = Fence(self.head)
         # The parts of each upload that is under way, by its id.
         self.uploads: dict[str, dict[int, tuple[Part, bytes]]] = {}
         self._begun = 0
@@ -65,7 +64,7 @@ class UploadingStore(MemoryStore):
             return self._info(key)
 
         if isinstance(write.condition, Expect):
-            return await self.fence.over(key, write.condition, write.token, "put", send)
+            return await self.fence.over(key, write.condition, write.token, "PUT", send)
         return await send(write.condition)
 
     async def begin_upload(self, key: str, write: Write = PLAIN) -> MemoryUpload:

@@ -23,7 +23,9 @@ from fusefs.cli.umount import end_mount
 from fusefs.launch.control import CommandError
 from fusefs.launch.registry import resolve
 from fusefs.linux.unmount import UnmountError
+from fusefs.store.s3.conditions import NOT_TRIED
 from tests.support.machine.disks import recorded_by
+from tests.support.waiting import until
 
 FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
 LIMIT_S = 60
@@ -49,9 +51,7 @@ def fusefs(
 
 def _clean_environment() -> dict[str, str]:
     own = ("AWS_", "FUSEFS_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    # Requests are counted, and keys are listed: nothing is to be probed beside a test.
-    return {**kept, "FUSEFS_CONDITIONAL_WRITES": "on"}
+    return {name: value for name, value in os.environ.items() if not name.startswith(own)}
 
 
 @dataclass
@@ -94,6 +94,12 @@ class Mount:
                 error.add_note("its log:\n" + self.log.read_text(errors="replace")[-8000:])
             raise
         self._pids.append(self.pid)
+        # So that the requests that a test counts are its own.
+        until(self._has_tried_conditions, "the mount knows what the store honours")
+
+    def _has_tried_conditions(self) -> bool:
+        conditions = self.status()["conditions"]
+        return conditions["known"] or conditions["why"] != NOT_TRIED
 
     def status(self) -> dict[str, Any]:
         """As `fusefs status PATH --json`; without a process of its own, which tests wait in."""

@@ -25,8 +25,6 @@ from tests.support.waiting import until
 from tests.survival.test_writing_survives import kill_everything
 
 LIMIT_S = 60
-# Each second: so the machine may be slow.
-CHECKS = ",".join(f"{seconds}s" for seconds in range(1, 121))
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +112,7 @@ class Rows:
 @states(
     "A change that the bucket executes late, after a time-out or the daemon's death, can undo "
     "what was acknowledged since; it is put back when the key is looked at again, 5, 15, 60 and "
-    "300 s later (`--late-request-checks`)."
+    "300 s later."
 )
 @pytest.mark.parametrize("conditions", ["on", "off"])
 def test_late_requests_of_a_killed_daemon(
@@ -237,16 +235,9 @@ def content(bucket: Bucket, key: str) -> bytes | None:
 
 
 def late_mount(mounter: Mounter, faulty: FaultyS3, conditions: str) -> Mount:
-    return mounter(
-        "--session",
-        "kernel",
-        "--late-request-checks",
-        CHECKS,
-        "--conditional-writes",
-        conditions,
-        *WRITABLE,
-        endpoint_url=faulty.endpoint_url,
-    )
+    """A mount of a store that honours conditions (`on`) or ignores them (`off`)."""
+    faulty.ignores_conditions = conditions == "off"
+    return mounter("--session", "kernel", *WRITABLE, endpoint_url=faulty.endpoint_url)
 
 
 @pytest.mark.parametrize("what", ["unlink", "rmdir", "rename"])
@@ -254,16 +245,7 @@ def test_what_a_killed_daemon_had_removed_unanswered_stays_removed(
     mounter: Mounter, bucket: Bucket, faulty: FaultyS3, what: str
 ) -> None:
     """The next daemon finds it done, and has nothing to send."""
-    mount = mounter(
-        "--session",
-        "kernel",
-        "--late-request-checks",
-        "1s,2s,3s,4s",
-        "--conditional-writes",
-        "off",
-        *WRITABLE,
-        endpoint_url=faulty.endpoint_url,
-    )
+    mount = late_mount(mounter, faulty, "off")
     path, key = mount.path / "a", "a/" if what == "rmdir" else "a"
 
     def make(data: bytes) -> None:
@@ -288,7 +270,8 @@ def test_what_a_killed_daemon_had_removed_unanswered_stays_removed(
         hold.release()
         removing.result(LIMIT_S)
     earlier.release()
-    until(lambda: mount.status()["writing"]["late_requests"]["uncertain"] == 0, "uncertain")
+    looked = len(faulty.requests("HEAD", key))
+    until(lambda: len(faulty.requests("HEAD", key)) > looked, "the key is not checked")
     assert content(bucket, key) is None
     assert not path.exists()
     assert content(bucket, "b") == (b"second" if what == "rename" else None)
@@ -299,16 +282,7 @@ def test_a_mode_is_kept_where_a_late_request_removes_its_file(
     mounter: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:
     """The mode is sent while the file is gone, and again after the file was put back."""
-    mount = mounter(
-        "--session",
-        "kernel",
-        "--late-request-checks",
-        "4s,5s,6s,20s",
-        "--conditional-writes",
-        "off",
-        *WRITABLE,
-        endpoint_url=faulty.endpoint_url,
-    )
+    mount = late_mount(mounter, faulty, "off")
     path = mount.path / "a"
     path.write_bytes(b"first")
     hold = faulty.hold("DELETE", "a", hangs_up=True)
@@ -342,16 +316,7 @@ def test_what_a_late_request_has_undone_is_not_lost_by_a_rename(
     mounter: Mounter, bucket: Bucket, faulty: FaultyS3, late: str
 ) -> None:
     """What was undone is put back first."""
-    mount = mounter(
-        "--session",
-        "kernel",
-        "--late-request-checks",
-        "6s,7s,8s,30s",
-        "--conditional-writes",
-        "off",
-        *WRITABLE,
-        endpoint_url=faulty.endpoint_url,
-    )
+    mount = late_mount(mounter, faulty, "off")
     (mount.path / "directory").mkdir()
     (mount.path / "directory" / "other").write_bytes(b"stays")
     (mount.path / "new-file").write_bytes(b"was first")

@@ -10,7 +10,7 @@ them, and, for content, a copy of it is kept on the local disk:
     DIRECTORY/N.json     an uncertain key: requests without an answer, what is expected
     DIRECTORY/N.SEQUENCE its content, where it is expected to have one
 
-The key is checked after 5, 15, 60 and 300 s (a setting; repair.py sends the HEAD).
+The key is checked after 5, 15, 60 and 300 s (repair.py sends the HEAD).
 The token in the object's metadata (store/fencing.py) tells which request has made
 it: where an unanswered one has made it, or has deleted what is expected, the
 expected state is put back. What anybody else has made there is left alone, and
@@ -49,6 +49,9 @@ logger = logging.getLogger("fusefs.late")
 # What is found under a key, or expected there.
 KeyState = ObjectInfo | Absent
 
+# When a key is checked after its last request without an answer. No S3 promises a bound for
+# late requests; those that were seen came seconds later, and few connections live for minutes.
+CHECKS_S = (5.0, 15.0, 60.0, 300.0)
 # How long the changes of a key wait for a request that was under way when its process was
 # killed. Of 1,200 requests to a server on a machine that was busy tenfold none took longer
 # than half a second; what takes longer is repaired.
@@ -228,17 +231,19 @@ def _undone_object(entry: UncertainKey | None) -> ObjectInfo | None:
 class UncertainKeys(UnansweredChanges):
     """The uncertain keys of one mount, and their records. Belongs to the event loop.
 
-    `checks` are the seconds after which a key is checked.
+    `checks_s` are the seconds after which a key is checked.
     """
 
-    def __init__(self, directory: Path, source: str, checks: tuple[float, ...]) -> None:
+    def __init__(
+        self, directory: Path, source: str, checks_s: tuple[float, ...] = CHECKS_S
+    ) -> None:
         """Take over what earlier processes have left in `directory` and beside it. Blocks.
 
         Raises:
             OSError: the disk does not take it.
         """
         self.directory = directory
-        self.checks = checks
+        self._checks_s = checks_s
         self.repairs = 0
         self.woken = trio.Event()
         self._entries: dict[str, UncertainKey] = {}
@@ -340,7 +345,7 @@ class UncertainKeys(UnansweredChanges):
         """When a key is to be checked next, in seconds of boottime()."""
         if entry.wanted is not None:
             return 0.0
-        return entry.since + self.checks[min(entry.checks_done, len(self.checks) - 1)]
+        return entry.since + self._checks_s[min(entry.checks_done, len(self._checks_s) - 1)]
 
     def _wake_waiter(self, entry: UncertainKey) -> None:
         if entry.wanted is not None:
@@ -351,9 +356,9 @@ class UncertainKeys(UnansweredChanges):
         """Note that a key was checked: after the last check it is certain."""
         self._wake_waiter(entry)
         now = boottime()
-        while entry.checks_done < len(self.checks) and self.due_at(entry) <= now:
+        while entry.checks_done < len(self._checks_s) and self.due_at(entry) <= now:
             entry.checks_done += 1
-        if entry.checks_done >= len(self.checks):
+        if entry.checks_done >= len(self._checks_s):
             self.forget(entry)
         else:
             self.record(entry)

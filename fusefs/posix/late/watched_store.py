@@ -31,6 +31,7 @@ from fusefs.store.interface import (
     PLAIN,
     Condition,
     DeleteFailure,
+    Expect,
     ObjectInfo,
     ObjectVersion,
     UnansweredChanges,
@@ -38,6 +39,7 @@ from fusefs.store.interface import (
     UploadState,
     Write,
 )
+from fusefs.store.s3.conditions import strict
 from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.late")
@@ -250,8 +252,9 @@ class WatchedStore:
 
     def _covers(self, key: str, condition: Condition) -> bool:
         """Whether a condition keeps a request of a killed process from undoing a change."""
-        is_relied_on = condition is not None and self.inner.fence.relies_on("put_if_match")
-        return is_relied_on and not key.endswith("/")
+        if isinstance(condition, Expect):
+            condition = strict(condition.etag)
+        return self.inner.fence.relies_on("PUT", condition) and not key.endswith("/")
 
     def _acknowledged(self, entry: UncertainKey, state: KeyState, content: str | None) -> None:
         """A change of an uncertain key has been answered."""

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 import trio
 
-from fusefs.settings.types import ConditionalWrites
 from fusefs.store import many_deletes, renewal
 from fusefs.store.customer_key import CustomerKey
 from fusefs.store.errors import (
@@ -88,7 +87,6 @@ class S3Settings:
     fips: bool = False
     dual_stack: bool = False
     part_size: int = 8 << 20
-    conditional_writes: ConditionalWrites = ConditionalWrites.AUTO
 
 
 @dataclass(slots=True)

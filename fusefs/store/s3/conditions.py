@@ -5,9 +5,8 @@ The server refuses it (412) where another object is there. A HEAD then shows by
 the token whether that is this very change, whose first answer was lost; else
 the ETag of the object there is adopted, and the change is sent again over that.
 
-Which conditions are sent is a setting: all (`on`), none (`off`), or those that
-the store is not known to ignore (`auto`; store/capabilities.py). Until the probes
-have ended all are sent, and nothing relies on them. A condition that the store
+Conditions are sent to each store: one that ignores them does no harm. They are relied on
+only where the store is known to honour them (store/probing.py). A condition that the store
 answers it does not implement is left out from then on.
 """
 
@@ -18,8 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from fusefs.settings.types import ConditionalWrites
-from fusefs.store.capabilities import ASSUMED, Capabilities
+from fusefs.store.capabilities import Capabilities
 from fusefs.store.errors import (
     AttemptError,
     ConflictError,
@@ -37,6 +35,12 @@ logger = logging.getLogger("fusefs.store")
 # How often a change is repeated over what other clients put under its key meanwhile.
 # After that it is sent without a condition, so that it comes to an end.
 ADOPTIONS = 5
+NOT_TRIED = "not tried yet"
+
+
+def strict(etag: str | None) -> Strict:
+    """The condition that the object with this ETag is there (None: no object)."""
+    return IF_ABSENT if etag is None else IfMatch(etag)
 
 
 def condition_parameters(condition: Strict) -> dict[str, str]:
@@ -75,51 +79,38 @@ class Fence:
     `head` is that of the store.
     """
 
-    def __init__(
-        self, head: Callable[[str], Awaitable[ObjectInfo]], mode: ConditionalWrites
-    ) -> None:
+    def __init__(self, head: Callable[[str], Awaitable[ObjectInfo]]) -> None:
         self._head = head
-        self.mode = mode
-        # What is known of the store; with `on` the user answers for all of it.
-        self.capabilities = ASSUMED if mode == ConditionalWrites.ON else Capabilities()
-        # Why nothing is known of it, for people to read.
-        self.why_unknown = "not tried yet"
+        self.capabilities = Capabilities()
+        # Why nothing is known of the store, for people to read.
+        self.why_unknown = NOT_TRIED
+        # Conditions that the store does not implement, as people read them.
+        self._unsupported: set[str] = set()
 
     @property
     def sends_md5(self) -> bool:
-        """Whether a body's MD5 goes with it: the store is not known to compare CRC32s."""
+        """True if a body's MD5 goes with it: the store is not known to compare CRC32s."""
         return self.capabilities.checksums is not True
 
-    def strict(self, operation: str, key: str, etag: str | None) -> Strict:
-        """The condition of an operation over this ETag (None: nothing); None to send none.
+    def sent(self, operation: str, condition: Strict) -> Strict:
+        """The condition of an operation such as "PUT"; None if the store does not implement it."""
+        return None if _named(operation, condition) in self._unsupported else condition
 
-        `operation` is "put", "complete" or "copy".
-        """
-        if not self.honours(_name(operation, key, etag)):
-            return None
-        return IF_ABSENT if etag is None else IfMatch(etag)
+    def relies_on(self, operation: str, condition: Strict) -> bool:
+        """True if a condition is sent and the store is known to honour it."""
+        return self.sent(operation, condition) is not None and bool(self.capabilities.conditions)
 
-    def honours(self, name: str) -> bool:
-        """Whether to send a condition by its name in `Capabilities`."""
-        if self.mode == ConditionalWrites.OFF:
-            return False
-        return getattr(self.capabilities, name) is not False
-
-    def relies_on(self, name: str) -> bool:
-        """Whether a condition is sent and the store is known to honour it."""
-        return self.honours(name) and getattr(self.capabilities, name) is True
-
-    def note_unsupported(self, name: str) -> None:
+    def note_unsupported(self, operation: str, condition: Strict) -> None:
         """The store has answered that it does not implement this condition."""
-        logger.info("this store does not implement the condition %s: it is left out", name)
-        self.capabilities = replace(self.capabilities, **{name: False})
+        name = _named(operation, condition)
+        logger.info("this store does not implement %s: it is left out", name)
+        self._unsupported.add(name)
 
     def describe(self) -> dict[str, Any]:
-        """What is sent and why, as plain data."""
+        """What is known of the store and why, as plain data."""
         return {
-            "mode": str(self.mode),
             "known": self.capabilities.is_known,
-            "missing": self.capabilities.missing,
+            "missing": [*self.capabilities.missing, *sorted(self._unsupported)],
             "why": self.why_unknown,
         }
 
@@ -141,13 +132,13 @@ class Fence:
         """
         etag = expected.etag
         for _ in range(ADOPTIONS):
-            condition = self.strict(operation, key, etag)
+            condition = self.sent(operation, strict(etag))
             try:
                 return await send(condition)
             except UnsupportedError:
                 if condition is None:
                     raise
-                self.note_unsupported(_name(operation, key, etag))
+                self.note_unsupported(operation, condition)
                 continue
             except ConflictError:
                 if condition is None:  # two writes at the same time, for the whole retry time
@@ -159,7 +150,10 @@ class Fence:
                 raise ConflictError(f"{key} is an object with content, which stays")
             current = there.etag if there is not None else None
             if current == etag:
-                break  # the server refuses the ETag that it gives itself
+                if etag is not None:
+                    # The server refuses the ETag that it gives itself, as Ceph's gateway does.
+                    self.note_unsupported(operation, condition)
+                break
             logger.info("%s: another object is there by now; this change goes over it", key)
             etag = current
         else:
@@ -196,11 +190,9 @@ class Fence:
 
 def _is_marker(operation: str, key: str) -> bool:
     """True if an operation writes the marker of a directory, which has no content."""
-    return operation == "put" and key.endswith("/")
+    return operation == "PUT" and key.endswith("/")
 
 
-def _name(operation: str, key: str, etag: str | None) -> str:
-    """What a condition is called in `Capabilities`."""
-    if _is_marker(operation, key):
-        operation = "marker"
-    return f"{operation}_if_none_match" if etag is None else f"{operation}_if_match"
+def _named(operation: str, condition: Strict) -> str:
+    header = "If-None-Match" if condition == IF_ABSENT else "If-Match"
+    return f"{header} of {operation}"

@@ -32,7 +32,6 @@ from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
 from fusefs.store.http.answers import Answer
 from fusefs.store.interface import (
     IF_ABSENT,
-    Condition,
     Expect,
     IfMatch,
     ObjectInfo,
@@ -54,6 +53,7 @@ from fusefs.store.s3.requester import Requester
 if TYPE_CHECKING:
     from fusefs.store.s3.clients import Clients
 
+OPERATION = "CopyObject"
 # S3 copies up to 5 GiB at once, but takes its time, and not every store sends
 # something meanwhile to keep the connection from its time-out.
 COPY_LIMIT = 256 << 20
@@ -85,13 +85,11 @@ async def copy(
         head.check(write.metadata)
         write = replace(write, metadata=write.stamped())
 
-    in_parts = bool(source.size) and _takes_parts(fence, condition)
-
     async def send(strict: Strict) -> ObjectInfo:
         try:
-            if write.is_own and not in_parts and isinstance(source, ObjectInfo):
+            if write.is_own and isinstance(source, ObjectInfo):
                 return await _copy_own(requester, source, key, write, strict)
-            return await _copy(requester, fence, source, key, write, strict, in_parts)
+            return await _copy(requester, fence, source, key, write, strict)
         except NotFoundError as error:
             # S3 does not say which of the two objects is gone.
             if isinstance(strict, IfMatch) and await fence.find(key) is None:
@@ -99,22 +97,18 @@ async def copy(
             raise
 
     if isinstance(condition, Expect):
-        return await fence.over(key, condition, write.token, "copy", send)
-    if condition != IF_ABSENT or in_parts or fence.honours("copy_if_none_match"):
+        return await fence.over(key, condition, write.token, OPERATION, send)
+    while True:
+        is_unsure = condition == IF_ABSENT and not fence.relies_on(OPERATION, condition)
+        if is_unsure and await fence.find(key) is not None:
+            raise ExistsError(f"{key}: there is an object already")
+        strict = fence.sent(OPERATION, condition)
         try:
-            return await send(condition)
+            return await send(strict)
         except UnsupportedError:
-            if condition is None:
+            if strict is None:
                 raise
-    if condition == IF_ABSENT and await fence.find(key) is not None:
-        raise ExistsError(f"{key}: there is an object already")
-    return await send(None)
-
-
-def _takes_parts(fence: Fence, condition: Condition) -> bool:
-    """True if a store that ignores what a copy is not to replace honours it for parts."""
-    is_ignored = condition == IF_ABSENT and not fence.honours("copy_if_none_match")
-    return is_ignored and fence.relies_on("complete_if_none_match")
+            fence.note_unsupported(OPERATION, strict)
 
 
 async def _copy(
@@ -124,11 +118,10 @@ async def _copy(
     key: str,
     write: Write,
     condition: Strict,
-    in_parts: bool,
 ) -> ObjectInfo:
     metadata = write.metadata
     limit = LARGEST_COPY if multipart.is_mistakable(source.key) else COPY_LIMIT
-    is_small = source.size <= limit and not in_parts
+    is_small = source.size <= limit
     if isinstance(source, ObjectInfo) and is_small and metadata is None and not write.keeps_mtime:
         return await _copy_whole(requester, _Copy(source, key, None, condition))
     info, headers = await head.head(requester, source.key, writing)

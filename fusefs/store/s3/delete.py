@@ -24,7 +24,7 @@ from fusefs.store.errors import (
     UnsupportedError,
     from_code,
 )
-from fusefs.store.interface import DeleteFailure, IfMatch
+from fusefs.store.interface import DeleteFailure, IfMatch, Strict
 from fusefs.store.s3.conditions import (
     ADOPTIONS,
     Fence,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fusefs.store")
 
 DELETES_AT_ONCE = 1000
+_MANY = "DeleteObjects"
 # Characters that a DeleteObjects request, XML 1.0, has no way to write.
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
@@ -47,9 +48,9 @@ _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 class _Delete:
     """One DELETE over several attempts. `may_be_done`: one of them may have deleted it."""
 
-    def __init__(self, key: str, etag: str | None) -> None:
+    def __init__(self, key: str, condition: Strict) -> None:
         self._key = key
-        self._condition = IfMatch(etag) if etag else None
+        self._condition = condition
         self.may_be_done = False
 
     async def send(self, requester: Requester) -> None:
@@ -93,22 +94,21 @@ async def delete(
 ) -> None:
     """As `Store.delete`."""
     may_be_done = False
-    name = "marker_delete_if_match" if key.endswith("/") else "delete_if_match"
     for _ in range(ADOPTIONS):
-        sent = etag if fence.honours(name) else None
-        one = _Delete(key, sent)
+        condition = fence.sent("DELETE", IfMatch(etag) if etag else None)
+        one = _Delete(key, condition)
         try:
             return await one.send(requester)
         except UnsupportedError:
-            if sent is None:
+            if condition is None:
                 raise
-            fence.note_unsupported(name)
+            fence.note_unsupported("DELETE", condition)
             continue
         except NotFoundError:
-            if sent is None:
+            if condition is None:
                 return None  # Google's store says so of what is gone already
         except ConflictError:
-            if sent is None:
+            if condition is None:
                 raise
         may_be_done |= one.may_be_done
         there = await fence.find(key)
@@ -116,11 +116,11 @@ async def delete(
             return None
         if adopts and there.size and key.endswith("/"):
             raise ConflictError(f"{key} has content by now, which stays")
-        if there.etag != sent and (may_be_done or not adopts):
+        if IfMatch(there.etag) != condition and (may_be_done or not adopts):
             logger.debug("%s: another object is there by now, and stays", key)
             return None
         # A server that refuses the ETag that it gives gets the request without one.
-        etag = None if there.etag == sent else there.etag
+        etag = None if IfMatch(there.etag) == condition else there.etag
     with suppress(NotFoundError):
         await _Delete(key, None).send(requester)
     return None
@@ -158,13 +158,14 @@ async def _delete_singly(
 async def _delete_batch(
     requester: Requester, fence: Fence, keys: list[str], etags: Mapping[str, str]
 ) -> list[DeleteFailure]:
-    batch = _Batch(keys, etags if fence.honours("delete_many_etags") else {})
+    condition = fence.sent(_MANY, IfMatch("")) if etags else None
+    batch = _Batch(keys, etags if condition else {})
     try:
         await requester.with_retries("DELETE", keys[0], batch.run)
     except UnsupportedError:
-        if not etags or not fence.honours("delete_many_etags"):
+        if condition is None:
             raise
-        fence.note_unsupported("delete_many_etags")
+        fence.note_unsupported(_MANY, condition)
         return await _delete_batch(requester, fence, keys, etags)
     except StoreError as error:
         batch.failures += [DeleteFailure(key, error) for key in batch.remaining]

@@ -247,7 +247,9 @@ class S3Upload:
         if isinstance(condition, Expect):
             token = ChangeToken.parse(self._state.metadata)
             send = partial(self._complete, size)
-            return await self._fence.over(self._state.key, condition, token, "complete", send)
+            return await self._fence.over(
+                self._state.key, condition, token, "CompleteMultipartUpload", send
+            )
         return await self._complete(size, condition)
 
     async def _complete(self, size: int, condition: Strict) -> ObjectInfo:

@@ -95,7 +95,7 @@ async def put(
         return info
 
     if isinstance(write.condition, Expect):
-        return await fence.over(key, write.condition, write.token, "put", send)
+        return await fence.over(key, write.condition, write.token, "PUT", send)
     return await fence.strictly(key, write.condition, send)
 
 
@@ -191,7 +191,7 @@ class _Put:
         return source.info(answer.get("ETag"), answer.get("VersionId"))
 
 
-async def compares_checksum(requester: Requester, key: str, body: bytes, crc32: str) -> bool | None:
+async def compares_checksum(requester: Requester, key: str, body: bytes, crc32: str) -> bool:
     """As `S3Store.compares_checksum`."""
 
     def work(clients: Clients) -> Failure | None:
@@ -202,6 +202,4 @@ async def compares_checksum(requester: Requester, key: str, body: bytes, crc32: 
         return None
 
     failure = await requester.with_retries("PUT", key, work)
-    if failure is None:
-        return False
-    return True if 400 <= failure.status < 500 else None
+    return failure is not None and 400 <= failure.status < 500

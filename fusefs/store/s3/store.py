@@ -21,7 +21,6 @@ from functools import partial
 
 import trio
 
-from fusefs.store.capabilities import Capabilities
 from fusefs.store.errors import AttemptError, CredentialsError, StoreError
 from fusefs.store.fencing import TokenSource
 from fusefs.store.interface import (
@@ -63,7 +62,7 @@ class S3Store:
         self.requester = Requester(settings, requests)
         self.tokens = TokenSource()
         self.unanswered = UnansweredChanges()
-        self.fence = Fence(self.head, settings.conditional_writes)
+        self.fence = Fence(self.head)
         # Whether `check` found nothing.
         self.is_prefix_empty = False
         self.sorted_listings = SortedListings(self._list_from)
@@ -74,11 +73,6 @@ class S3Store:
         """The identity that reads, as a stable name without a secret; known after `check`."""
         assert self.requester.source.principal is not None
         return self.requester.source.principal
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the store is known to honour by now."""
-        return self.fence.capabilities
 
     @property
     def answered(self) -> float:
@@ -209,9 +203,6 @@ class S3Store:
     ) -> list[DeleteFailure]:
         return await deleting.delete_many(self.requester, self.fence, keys, etags or {})
 
-    async def compares_checksum(self, key: str, body: bytes, crc32: str) -> bool | None:
-        """Whether a body with another CRC32 (in base64) than its own is refused.
-
-        None if the answer does not show it. The object is there if it is not refused.
-        """
+    async def compares_checksum(self, key: str, body: bytes, crc32: str) -> bool:
+        """Send a body with another CRC32 (in base64) than its own; True if it is refused."""
         return await putting.compares_checksum(self.requester, key, body, crc32)

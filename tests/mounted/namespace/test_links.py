@@ -147,7 +147,7 @@ def test_the_names_of_a_file_part_at_the_first_change(here: Path, root: Mount) -
 @pytest.mark.parametrize("way", PUBLISHING)
 @states(
     "Of two nodes that make one name by `link`, or by a rename that is to replace nothing, one gets"
-    " EEXIST, where the store knows conditional writes."
+    " EEXIST, where the store knows conditional writes and copies."
 )
 def test_of_two_mounts_one_publishes_a_name(mounter: Mounter, way: str) -> None:
     roots = [mounter(WRITABLE, cache=name).path for name in ("one", "other")]

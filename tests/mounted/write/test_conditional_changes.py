@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.usefixtures("as_owner"),
 ]
 
-AUTO = ("--conditional-writes", "auto")
 PROBES = f"{PROBE_NAME}/*"
 
 
@@ -52,9 +51,8 @@ def is_probed(mount: Mount) -> bool:
 
 
 @states(
-    "Changes carry a condition about what they replace, where the store honours it, so that one"
-    " that is executed late does not undo a later change of the content;"
-    " `--conditional-writes off` leaves them out."
+    "Changes carry a condition about what they replace, so that one that is executed late does not"
+    " undo a later change of the content, where the store honours conditions."
 )
 def test_changes_carry_conditions(mount: Callable[..., Mount], faulty: FaultyS3) -> None:
     root = mount().path
@@ -73,14 +71,6 @@ def test_changes_carry_conditions(mount: Callable[..., Mount], faulty: FaultyS3)
     assert conditions(faulty, "DELETE", "dir/") == ["if-match"]
     (root / "large").write_bytes(bytes(9 << 20))
     assert conditions(faulty, "COMPLETE", "large") == ["if-none-match"]
-
-
-def test_a_setting_turns_conditions_off(mount: Callable[..., Mount], faulty: FaultyS3) -> None:
-    made = mount("--conditional-writes", "off")
-    (made.path / "file").write_bytes(b"one")
-    (made.path / "file").unlink()
-    assert conditions(faulty, "*", "file") == ["none", "none"]
-    assert "conditions  off (as set)" in fusefs("status", made.path).stdout
 
 
 @pytest.mark.parametrize("size", [10, 9 << 20])
@@ -157,19 +147,18 @@ def test_the_token_of_a_change_is_no_attribute(mount: Callable[..., Mount]) -> N
 
 
 @states(
-    "A writable mount tries once a day what the store honours, with about 50 requests on"
-    " objects below `.fusefs-probe`, a name that no mount shows and that cannot be created;"
+    "A writable mount tries once a day what the store honours, with half a dozen requests for"
+    " an object below `.fusefs-probe`, a name that no mount shows and that cannot be created;"
     " `fusefs status` shows what was found."
 )
 def test_what_the_store_honours_is_tried_once_and_shown(
     mount: Callable[..., Mount], mounter: Mounter, faulty: FaultyS3, bucket: Bucket
 ) -> None:
-    made = mounter(WRITABLE, *AUTO, endpoint_url=faulty.endpoint_url)
-    until(lambda: is_probed(made))
-    assert faulty.requests(key=PROBES)
-    until(lambda: keys(bucket, with_probes=True) == [])
-    shown = fusefs("status", made.path).stdout
-    assert "conditions  probed; not honoured: metadata of directory markers" in shown
+    made = mounter(WRITABLE, endpoint_url=faulty.endpoint_url)
+    assert is_probed(made)
+    assert len(faulty.requests(key=PROBES)) in range(1, 7)
+    assert keys(bucket, with_probes=True) == []
+    assert "conditions  honoured (probed)" in fusefs("status", made.path).stdout
     assert os.listdir(made.path) == []
     for directory in ("", "below/"):
         if directory:
@@ -177,7 +166,7 @@ def test_what_the_store_honours_is_tried_once_and_shown(
         with pytest.raises(OSError, match="Invalid argument"):
             (made.path / directory / ".fusefs-probe").write_bytes(b"")
     made.end()
-    again = mount(*AUTO)
+    again = mount()
     assert is_probed(again)
     (again.path / "file").write_bytes(b"x")
     assert faulty.requests(key=PROBES) == []
@@ -203,7 +192,7 @@ def test_a_mount_that_may_not_write_or_delete_tries_nothing(
     mounter: Mounter, faulty: FaultyS3, options: tuple[str, ...], why: str
 ) -> None:
     writable = () if "--read-only" in options else (WRITABLE,)
-    made = mounter(*writable, *AUTO, *options, endpoint_url=faulty.endpoint_url)
+    made = mounter(*writable, *options, endpoint_url=faulty.endpoint_url)
     assert f"conditions  not known ({why})" in fusefs("status", made.path).stdout
     assert faulty.requests(key=PROBES) == []
 
@@ -211,23 +200,20 @@ def test_a_mount_that_may_not_write_or_delete_tries_nothing(
 def test_a_bucket_that_refuses_to_be_written_is_tried_with_one_request(
     mounter: Mounter, faulty: FaultyS3
 ) -> None:
-    faulty.clear()
-    faulty.add("PUT", code="AccessDenied")
-    made = mounter(WRITABLE, *AUTO, endpoint_url=faulty.endpoint_url)
-    until(lambda: "access denied" in status(made)["conditions"]["why"])
+    faulty.add(key=PROBES, code="AccessDenied")
+    made = mounter(WRITABLE, endpoint_url=faulty.endpoint_url)
+    assert "access denied" in status(made)["conditions"]["why"]
     assert len(faulty.requests(key=PROBES)) == 1
 
 
 @states(
-    "`--conflict fail` is refused where the store is known to ignore the conditions of PUT or"
-    " CompleteMultipartUpload; a mount that is served already goes on, and logs an error."
+    "`--conflict fail` is refused where the store is known to ignore conditions; a mount that is"
+    " served already goes on, and logs an error."
 )
-@pytest.mark.parametrize("operation", ["PUT", "COMPLETE"])
 def test_conflict_fail_is_refused_where_it_cannot_hold(
-    bucket: Bucket, faulty: FaultyS3, tmp_path: Path, operation: str
+    bucket: Bucket, faulty: FaultyS3, tmp_path: Path
 ) -> None:
-    faulty.clear()
-    faulty.add(operation, ignored_header="if-none-match")
+    faulty.ignores_conditions = True
     (tmp_path / "mnt").mkdir()
     result = fusefs(
         "mount",
@@ -239,7 +225,6 @@ def test_conflict_fail_is_refused_where_it_cannot_hold(
         tmp_path / "cache",
         "--log-file",
         tmp_path / "log",
-        *AUTO,
         "--conflict",
         "fail",
         environment=bucket.server.environment,
@@ -253,25 +238,23 @@ def test_conflict_fail_is_refused_where_it_cannot_hold(
 
 
 @states(
-    "Where the store is known to ignore `If-None-Match` of PUT, the log warns that O_EXCL does"
-    " not hold between mounts."
+    "Where the store is known to ignore conditions, the log warns that O_EXCL may not hold between"
+    " mounts."
 )
 def test_a_store_that_ignores_what_o_excl_needs_is_warned_about(
     mounter: Mounter, faulty: FaultyS3
 ) -> None:
-    faulty.clear()
-    faulty.add("PUT", ignored_header="if-none-match")
-    made = mounter(WRITABLE, *AUTO, endpoint_url=faulty.endpoint_url)
+    faulty.ignores_conditions = True
+    made = mounter(WRITABLE, endpoint_url=faulty.endpoint_url)
     until(lambda: "create a file with O_EXCL" in made.log.read_text())
-    assert "If-None-Match of PUT" in fusefs("status", made.path).stdout
+    assert "conditions  probed; not honoured: conditions" in fusefs("status", made.path).stdout
 
 
 def test_a_store_that_ignores_every_condition_is_written_as_before(
     mount: Callable[..., Mount], faulty: FaultyS3, bucket: Bucket
 ) -> None:
     root = mount().path
-    for header in ("if-none-match", "if-match"):
-        faulty.add(ignored_header=header)
+    faulty.ignores_conditions = True
     (root / "dir").mkdir()
     (root / "dir" / "file").write_bytes(b"one")
     (root / "dir" / "file").write_bytes(b"two")

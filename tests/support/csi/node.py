@@ -169,7 +169,7 @@ class Node:
             readonly=readonly,
             volume_capability=cap or capability(),
             secrets=SECRETS if secrets is None else secrets,
-            volume_context={"store": "main", "conditional-writes": "on", **context},
+            volume_context={"store": "main", **context},
         )
 
     def unpublish(self, volume: str, target: Path | str, *, timeout_s: float = PATIENCE_S) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,7 +14,7 @@ import trio
 from fusefs.diagnosis import bucket, cache_disk, credentials, findings, machine, network
 from fusefs.diagnosis.findings import Finding, Level
 from fusefs.settings.mount import MountSettings, RawValue, build
-from fusefs.store import capabilities
+from fusefs.store.capabilities import Capabilities
 from fusefs.store.errors import (
     AccessDeniedError,
     CredentialsError,
@@ -208,14 +207,13 @@ def test_only_a_problem_makes_the_command_fail() -> None:
     assert good[1].as_text().splitlines()[1].strip() == "-> buy"
 
 
-def test_what_a_store_lacks_is_advice_where_it_matters_to_writers() -> None:
-    found = bucket.conditions(replace(capabilities.ALL, marker_metadata=False))
+def test_a_store_that_ignores_conditions_is_advice() -> None:
+    found = bucket.conditions(Capabilities(conditions=True, checksums=False))
     assert (found.level, found.advice) == (Level.OK, "")
-    assert "no metadata of directory markers: modes and times of directories" in found.text
-    found = bucket.conditions(replace(capabilities.ALL, put_if_match=False, checksums=False))
+    assert "an MD5 is sent as well" in found.text
+    found = bucket.conditions(Capabilities(conditions=False, checksums=True))
     assert found.level is Level.ADVICE
-    assert found.text == "this store does not honour If-Match of PUT"
-    assert capabilities.SHOWN.keys() == capabilities.Capabilities.__dataclass_fields__.keys()
+    assert found.text == "this store does not honour conditions of writes"
 
 
 async def test_the_throughput_takes_no_more_than_the_documents_say(
