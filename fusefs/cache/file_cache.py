@@ -48,7 +48,6 @@ from fusefs.cache.eviction_order import MOST_LATEST, EvictionOrder
 from fusefs.cache.handover import Handover
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import create, open_or_create
-from fusefs.cache.integrity.readability import ReadabilityCheck
 from fusefs.cache.integrity.scrub import UseMark
 from fusefs.cache.integrity.trouble import Trouble
 from fusefs.cache.integrity.verify import Integrity
@@ -144,7 +143,6 @@ class FileCache:
         self.handover = Handover(
             self._disk, self._files, self._catalog_writer, self._order, self.ensure_open
         )
-        self.probing = ReadabilityCheck(self._disk, self.integrity, self.disable)
         self._mark = UseMark(directory / disk.IN_USE)
         # Called for each file that is dropped because its bytes are wrong.
         self.on_discard: Callable[[CacheFile], None] = lambda _file: None

@@ -3,7 +3,6 @@ from collections.abc import Callable
 from mmap import mmap
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.integrity.verify import Integrity
 from fusefs.posix.nodes.handles import FileHandle, HandleTable
 from fusefs.posix.nodes.inode import Inode
 from fusefs.posix.operations import Operations
@@ -32,9 +31,6 @@ class FastPath:
         name_of: Callable[[ObjectVersion], str],
         files: dict[str, CacheFile],
         backing_ids: OrderedDict[CacheFile, int],
-        closed_at: dict[CacheFile, float],
-        integrity: Integrity,
-        again_within_s: float,
         checked_at_open: int,
     ) -> None: ...
     def serve(self, log: object, most: int, poll_ns: int, /) -> int: ...

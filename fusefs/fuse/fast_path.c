@@ -46,13 +46,12 @@ enum {
     MOST_OPCODES = 64,
     MOST_NAMES = 16384,    /* as FileCache's MOST_NAMES */
     LONGEST_POLLED_NS = 500 * 1000, /* of one `serve`: other tasks wait meanwhile */
-    LAST_CLOSED = 16,      /* as MOST_CLOSED in cache/integrity/readability.py */
     LONGEST_READ = 64 << 10, /* to copy more, Python lets other threads run */
     READ_AS_ONE = 4 << 10, /* a READ of more counts as several requests */
     ATTRIBUTES = 88,       /* struct fuse_attr as of FUSE 7.9 and later */
 };
 /* What fast_path.py has to be of as well: to be raised with each change that both must know. */
-#define INTERFACE 2
+#define INTERFACE 3
 #define FOREVER_S (1ULL << 40) /* as in read_handlers.py */
 
 /* The journal's records; see posix/journal/records.py. */
@@ -81,7 +80,7 @@ struct journal {
 struct opened {
     PyObject *inode, *file; /* owned */
     uint64_t unique, fh;
-    uint64_t closed; /* the number of its close, 0 while it is open */
+    int is_closed;
     uint32_t flags;
     int32_t backing_id;
 };
@@ -97,8 +96,7 @@ typedef struct {
     Py_buffer request, reply;
     /* Python's objects, as `__init__` gets them. */
     PyObject *operations, *inodes, *handles, *open_files, *restored, *name_of, *files,
-        *backing_ids, *closed_at, *integrity;
-    double again_within_s;     /* how soon after a close a file is opened again by Python */
+        *backing_ids;
     long long checked_at_open; /* larger files are not compared with their checksums */
     PyObject *names; /* node id: (info, name of its cache file) */
     int can_read; /* files can be read without waiting for the disk */
@@ -111,9 +109,6 @@ typedef struct {
     int is_noted, lost;
     struct opened opened[MOST_OPENED];
     int opened_count;
-    uint64_t closes;
-    PyObject *last_closed[LAST_CLOSED]; /* borrowed from the notes, the latest first */
-    int last_closed_count;
     struct timed timed[MOST_TIMED];
     int timed_count;
     uint64_t untimed;
@@ -128,7 +123,7 @@ static uint32_t crc_table[256];
 static PyObject *s_backing_id, *s_count, *s_crc, *s_fd, *s_fetched, *s_file, *s_info, *s_inode, *s_is_checked,
     *s_is_current, *s_is_removed, *s_is_shut, *s_limit, *s_looked_up, *s_memory, *s_meta,
     *s_next_fh, *s_packed, *s_present, *s_readahead, *s_served, *s_size, *s_staged, *s_total,
-    *s_unreadable, *s_valid_until, *s_version;
+    *s_valid_until, *s_version;
 
 static const struct {
     PyObject **name;
@@ -158,7 +153,6 @@ static const struct {
     {&s_size, "size"},
     {&s_staged, "staged"},
     {&s_total, "total"},
-    {&s_unreadable, "unreadable"},
     {&s_valid_until, "valid_until"},
     {&s_version, "version"},
 };
@@ -405,38 +399,6 @@ static int is_compared(FastPath *self, PyObject *file)
     return size > self->checked_at_open ? 1 : is_object(file, s_is_checked, Py_True);
 }
 
-/* A program that opens a file again soon may have been unable to read it. */
-static int was_just_closed(FastPath *self, PyObject *file)
-{
-    for (int at = 0; at < self->last_closed_count; at++)
-        if (self->last_closed[at] == file)
-            return 1;
-    PyObject *closed = PyDict_GetItemWithError(self->closed_at, file);
-    if (closed == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    double seconds = PyFloat_AsDouble(closed);
-    if (seconds == -1.0 && PyErr_Occurred())
-        return -1;
-    return now_s() - seconds <= self->again_within_s;
-}
-
-/* Note a close: `last_closed` has each file once. */
-static void note_close(FastPath *self, struct opened *note)
-{
-    note->closed = ++self->closes;
-    int at = 0;
-    while (at < self->last_closed_count && self->last_closed[at] != note->file)
-        at++;
-    if (at == self->last_closed_count) {
-        if (at < LAST_CLOSED)
-            self->last_closed_count++;
-        else
-            at--;
-    }
-    memmove(self->last_closed + 1, self->last_closed, (size_t)at * sizeof *self->last_closed);
-    self->last_closed[0] = note->file;
-}
-
 /* The whole cache file that the kernel reads for a node, borrowed, and its backing id. */
 static int find_backing(FastPath *self, PyObject *nodeid, PyObject *info, PyObject **file,
                         int32_t *backing_id)
@@ -456,10 +418,7 @@ static int find_backing(FastPath *self, PyObject *nodeid, PyObject *info, PyObje
     *backing_id = (int32_t)number;
     TRY(number > 0);
     TRY(is_whole(*file));
-    TRY(is_compared(self, *file));
-    TRY(is_number(self->integrity, s_unreadable, 0));
-    int is_closed = was_just_closed(self, *file);
-    return is_closed < 0 ? -1 : !is_closed;
+    return is_compared(self, *file);
 }
 
 static int open_with(FastPath *self, const struct fuse_in_header *request, uint32_t flags,
@@ -572,10 +531,10 @@ static int release(FastPath *self, const struct fuse_in_header *request, const c
     uint64_t fh = ((const struct fuse_release_in *)body)->fh;
     struct opened *note = find_note(self, fh);
     if (note != NULL) {
-        if (note->closed)
+        if (note->is_closed)
             return 0;
         TRY(open_journal(self));
-        note_close(self, note);
+        note->is_closed = 1;
         log_close(self, request, fh);
         return 1;
     }
@@ -589,8 +548,7 @@ static int release(FastPath *self, const struct fuse_in_header *request, const c
     if (file == NULL)
         return -1;
     note = &self->opened[self->opened_count++];
-    *note = (struct opened){.file = file, .fh = fh};
-    note_close(self, note);
+    *note = (struct opened){.file = file, .fh = fh, .is_closed = 1};
     log_close(self, request, fh);
     return 1;
 }
@@ -885,9 +843,9 @@ static PyObject *take_opened(FastPath *self)
         struct opened *one = &self->opened[at];
         PyObject *item = NULL;
         if (opened != NULL)
-            item = Py_BuildValue("OOKiIKK", one->inode != NULL ? one->inode : Py_None, one->file, (unsigned long long)one->fh,
+            item = Py_BuildValue("OOKiIKi", one->inode != NULL ? one->inode : Py_None, one->file, (unsigned long long)one->fh,
                                  one->backing_id, one->flags, (unsigned long long)one->unique,
-                                 (unsigned long long)one->closed);
+                                 one->is_closed);
         Py_CLEAR(one->inode);
         Py_CLEAR(one->file);
         if (item == NULL)
@@ -895,7 +853,7 @@ static PyObject *take_opened(FastPath *self)
         else
             PyList_SET_ITEM(opened, at, item);
     }
-    self->opened_count = self->last_closed_count = 0;
+    self->opened_count = 0;
     return opened;
 }
 
@@ -903,7 +861,7 @@ PyDoc_STRVAR(take_doc,
              "take(): what was done since the last time, None if nothing was.\n\n"
              "A tuple: requests answered without an error as [(opcode, count)]; times as\n"
              "[(opcode, seconds)]; opens as [(inode, file, fh, backing id, flags, unique,\n"
-             "number of its close or 0)], None as the inode if only the close is new; bytes read; those\n"
+             "1 if it is closed)], None as the inode if only the close is new; bytes read; those\n"
              "answered with an error as [(opcode, count)]; the errno of a reply\n"
              "that the kernel refused, or 0.");
 
@@ -931,20 +889,20 @@ static int init(FastPath *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {
         "fd",         "request", "reply", "operations",  "inodes",    "handles",
-        "open_files", "restored", "name_of", "files",    "backing_ids", "closed_at",
-        "integrity",  "again_within_s", "checked_at_open", NULL};
+        "open_files", "restored", "name_of", "files",    "backing_ids", "checked_at_open",
+        NULL};
     PyObject *operations, *inodes, *handles, *open_files, *restored, *name_of, *files,
-        *backing_ids, *closed_at, *integrity;
+        *backing_ids;
     if (self->names != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
     Py_buffer request = {0}, reply = {0};
     if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "iw*w*OO!OO!O!OO!O!O!OdL", names, &self->fd, &request, &reply,
+            args, keywords, "iw*w*OO!OO!O!OO!O!L", names, &self->fd, &request, &reply,
             &operations, &PyDict_Type, &inodes, &handles, &PyDict_Type, &open_files, &PyDict_Type,
-            &restored, &name_of, &PyDict_Type, &files, &PyDict_Type, &backing_ids, &PyDict_Type,
-            &closed_at, &integrity, &self->again_within_s, &self->checked_at_open))
+            &restored, &name_of, &PyDict_Type, &files, &PyDict_Type, &backing_ids,
+            &self->checked_at_open))
         return -1;
     self->request = request;
     self->reply = reply;
@@ -956,8 +914,6 @@ static int init(FastPath *self, PyObject *args, PyObject *keywords)
     self->name_of = Py_NewRef(name_of);
     self->files = Py_NewRef(files);
     self->backing_ids = Py_NewRef(backing_ids);
-    self->closed_at = Py_NewRef(closed_at);
-    self->integrity = Py_NewRef(integrity);
     self->can_read = 1;
     self->period = 1;
     self->names = PyDict_New();
@@ -981,8 +937,6 @@ static int traverse(FastPath *self, visitproc visit, void *arg)
     Py_VISIT(self->name_of);
     Py_VISIT(self->files);
     Py_VISIT(self->backing_ids);
-    Py_VISIT(self->closed_at);
-    Py_VISIT(self->integrity);
     Py_VISIT(self->names);
     for (int at = 0; at < self->opened_count; at++) {
         Py_VISIT(self->opened[at].inode);
@@ -1001,8 +955,6 @@ static int clear(FastPath *self)
     Py_CLEAR(self->name_of);
     Py_CLEAR(self->files);
     Py_CLEAR(self->backing_ids);
-    Py_CLEAR(self->closed_at);
-    Py_CLEAR(self->integrity);
     Py_CLEAR(self->names);
     while (self->opened_count) {
         struct opened *last = &self->opened[--self->opened_count];

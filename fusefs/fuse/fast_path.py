@@ -13,13 +13,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import trio
 
 from fusefs.cache.cached_file import CHECKED_AT_OPEN
-from fusefs.cache.integrity.readability import AGAIN_WITHIN_S
 from fusefs.fuse.busy_poll import LONGEST_NS, BusyPoll
 from fusefs.posix.operations import Operations
 from fusefs.telemetry.requests import RequestTimes
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from fusefs.posix.nodes.inode_table import NodeLog
 
 # As in fast_path.c.
-INTERFACE = 2
+INTERFACE = 3
 
 try:
     from fusefs.fuse import _fast_path
@@ -98,9 +96,6 @@ class FastPathReader:
             cache.name_of,
             cache.by_name,
             operations.backing.ids,
-            cache.probing.closed_at,
-            cache.integrity,
-            AGAIN_WITHIN_S,
             CHECKED_AT_OPEN,
         )
         self._left = MOST_AT_ONCE
@@ -169,14 +164,12 @@ class FastPathReader:
             times.refused(opcode, count)
         self._compiled.period = times.period
         operations.counters.cache_bytes += read_bytes
-        opened.sort(key=itemgetter(-1))  # those that are closed in the order of their closes
-        for inode, file, fh, backing_id, flags, unique, closed in opened:
+        for inode, file, fh, backing_id, flags, unique, is_closed in opened:
             if inode is None:
                 operations.release(fh, is_logged=True)
             else:
-                is_closed = bool(closed)
                 operations.was_opened(
-                    inode, file, fh, backing_id, flags, unique, is_closed=is_closed
+                    inode, file, fh, backing_id, flags, unique, is_closed=bool(is_closed)
                 )
         if lost:
             self._note_lost_reply(OSError(lost, os.strerror(lost)))

@@ -277,8 +277,6 @@ class Operations:
         if handle.readahead is not None:
             handle.readahead.close()
         self._reader.closed(handle)
-        if handle.backing_id:
-            self.cache.probing.closed(handle.file)
         self.cache.unpin(handle.file)
         if self.writer is not None:
             self.writer.flusher.released(handle.inode)

@@ -83,9 +83,6 @@ class DirectReader:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             return os.preadv(self._fd, [buffer], offset)
 
-    def fileno(self) -> int:
-        return self._fd
-
     def close(self) -> None:
         os.close(self._fd)
 

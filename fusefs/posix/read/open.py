@@ -84,7 +84,7 @@ class Opener:
             if file is not None and file.is_complete:
                 opened, is_first = None, file.last_use is None
                 backing_id = self._backing.find(file)
-                if backing_id and not (file.needs_check or self._cache.probing.is_due(file)):
+                if backing_id and not file.needs_check:
                     opened = self._opened_passthrough(inode, file, backing_id, flags, caller)
                 elif self._needs_no_descriptor(inode, file):
                     opened = self._opened_served(inode, file, flags, caller, keep_cache=True)
@@ -131,8 +131,6 @@ class Opener:
             # A file that is not whole is registered for its lock, which the
             # kernel keeps when this process dies: no mount evicts it then.
             is_usable = file.fd >= 0 and file.is_kept
-            if is_usable and is_whole and self._cache.probing.is_due(file):
-                is_usable = await self._cache.probing.passes(file)
             backing_id = await self._backing.register(file) if is_usable else 0
             if inode.staged is not None:
                 # Somebody has begun to write to it meanwhile.
@@ -303,7 +301,6 @@ class Opener:
         self._note_passthrough(file)
         self._note_first_open(inode, file, is_first=is_first)
         if is_closed:
-            self._cache.probing.closed(file)
             self._cache.unpin(file)
         else:
             version = _version(inode, file)

@@ -13,7 +13,7 @@ import pytest
 
 from fusefs.cache import disk
 from fusefs.cache.evictor import MOST_REFUSED
-from fusefs.cache.integrity import readability, trouble
+from fusefs.cache.integrity import trouble
 from tests.support.local_cache import cache_in, version
 
 MIB = 1 << 20
@@ -118,22 +118,6 @@ async def test_what_cannot_be_opened_for_now_stays_in_the_cache(
         await parts.fetch(A)
         assert parts.bucket.requested == []
         assert (parts.quota.used, len(parts.files())) == (MIB, 1)
-
-
-async def test_of_the_files_that_were_tried_few_are_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readability, "MOST_TRIED", 4)
-    async with cache_in(tmp_path) as parts:
-        probing = parts.cache.probing
-        for number in range(6):
-            one = version(f"{number}", 100)
-            await parts.fetch(one)
-            file = parts.cache.pin(one)
-            assert await probing.passes(file)
-            parts.cache.unpin(file)
-        # Each is looked at after each try: a program may open thousands within a minute.
-        assert len(probing._tried) == 4
 
 
 async def test_a_trouble_is_shown_for_an_hour_and_the_next_one_is_logged(

@@ -173,7 +173,6 @@ async def one_side(directory: Path, mode: FastPathMode, more: int = 0) -> AsyncI
                 await process.stat(side.nodes[-1])
                 fh = await process.open(str(number))
                 operations.release(fh)
-            operations.cache.probing.closed_at.clear()
             for number in range(FILES, FILES + more):
                 side.nodes.append(await process.node(str(number)))
             nursery.start_soon(session.run)
@@ -273,8 +272,6 @@ async def test_what_was_opened_is_on_record_before_other_tasks_run(tmp_path: Pat
         "is_evicted",
         "is_unchecked",
         "is_shut",
-        "alarm",
-        "just_closed",
     ],
 )
 async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) -> None:
@@ -297,13 +294,8 @@ async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) ->
                 os.close(fd)
         elif change == "is_unchecked":
             file.is_checked = False
-        elif change == "is_shut":
-            operations.is_shut = True
-        elif change == "alarm":
-            operations.cache.integrity.unreadable = 1
         else:
-            await side.opens(0)
-            await side.closes(0)
+            operations.is_shut = True
         before = side.session.compiled_requests
         await side.opens(0)
         assert side.session.compiled_requests == before
@@ -360,25 +352,6 @@ async def test_a_journal_that_the_disk_does_not_take_ends_nothing(
         assert errors == [0] * count
         assert not (tmp_path / "journal").exists()
         assert len(side.operations.handles.files) == count
-
-
-async def test_files_are_closed_in_the_order_of_their_closes(tmp_path: Path) -> None:
-    """So that of the files that were closed last none is missed."""
-    async with both(tmp_path) as sides:
-        for side in sides:
-            side.operations.cache.probing.closed_at.clear()
-            for number in (0, 1, 2):
-                side.send(Opcode.OPEN, side.nodes[number].nodeid, OPEN_IN.pack(os.O_RDONLY, 0))
-            fhs = []
-            for _ in range(3):
-                fhs.append(protocol.OPEN_OUT.unpack_from((await side.receive())[1])[0])
-            for at in (1, 2, 0):
-                side.send(Opcode.RELEASE, 1, RELEASE_IN.pack(fhs[at], 0, 0, 0))
-            for _ in range(3):
-                await side.receive()
-            await side.settled()
-            closed = side.operations.cache.probing.closed_at
-            assert list(closed) == [side.file(at) for at in (1, 2, 0)]
 
 
 async def test_a_fault_in_what_is_taken_over_ends_the_process(
