@@ -60,9 +60,9 @@ from fusefs.settings.mount import build as build
 from fusefs.settings.sources import split_options as split_options
 from fusefs.settings.types import CONNECTIONS as CONNECTIONS
 from fusefs.settings.types import DURATION as DURATION
+from fusefs.settings.types import FREE_INODES as FREE_INODES
 from fusefs.settings.types import MIB as MIB
 from fusefs.settings.types import MIN_FREE as MIN_FREE
-from fusefs.settings.types import SHARE as SHARE
 from fusefs.settings.types import SIZE as SIZE
 from fusefs.settings.types import SWITCH as SWITCH
 from fusefs.settings.types import URL as URL

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from csi.identities.cache_domains import CacheDomains, UnusedDomain
 from csi.volume.options import NodeShares
-from fusefs.api import kernel_mounts, resolve_path
+from fusefs.api import FREE_INODES, kernel_mounts, resolve_path
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class CacheCollector(threading.Thread):
         return (
             self._domains.lacks_uids
             or free < self._shares.min_free.bytes_of(size)
-            or status.f_favail < self._shares.min_free_inodes.bytes_of(status.f_files)
+            or status.f_favail < FREE_INODES.bytes_of(status.f_files)
         )
 
     def _remove_unused(self, domain: UnusedDomain) -> None:

@@ -27,7 +27,6 @@ from fusefs.api import (
     LEAST_MEMORY,
     MIB,
     MIN_FREE,
-    SHARE,
     SIZE,
     SettingType,
     SupervisorAddress,
@@ -277,7 +276,6 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "what the disk allows",
     )
     add("--min-free", _value_of(MIN_FREE), "20%", "SIZE|N%", "disk space that caches leave free")
-    add("--min-free-inodes", _value_of(SHARE), "10%", "N%", "inodes that caches leave free")
 
 
 def add_host_path_flag(group: argparse._ActionsContainer) -> None:
@@ -336,7 +334,6 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
             arguments.max_connections,
             arguments.cache_size,
             arguments.min_free,
-            arguments.min_free_inodes,
         ),
         arguments.max_volumes,
         InlineBounds(arguments.max_inline_per_pod, arguments.max_inline_per_namespace),

@@ -241,7 +241,7 @@ class Mounts:
         begin = resume_mount if is_mounted else start_mount
         try:
             # After a roll-back they may have been written by a newer driver.
-            settings = MountSettings.from_json(record.settings, is_newer=True)
+            settings = MountSettings.from_json(record.settings)
             environment = inherited | record.environment
             keeper = begin(settings, self._daemons.supervisor, environment, deadline)
         except NotUpError:

@@ -57,10 +57,7 @@ _FREE = frozenset(
         "retry_time",
         "log_level",
         "passthrough",
-        "resend",
-        "object_attributes",
         "attribute_form",
-        "exclusive_create",
     )
 )
 # Settings of which the node gives each mount a share: a volume may take less, never more.
@@ -157,7 +154,6 @@ class NodeShares:
     max_connections: int
     cache_size: int | None
     min_free: MinFree
-    min_free_inodes: MinFree
 
 
 def write_parameters(attributes: Mapping[str, str], mount_flags: Sequence[str]) -> dict[str, Any]:
@@ -397,7 +393,6 @@ def mount_layer(
         "ca_bundle": str(store.ca_bundle) if store.ca_bundle else None,
         "anonymous": "true" if options.is_anonymous else None,
         "min_free": str(shares.min_free),
-        "min_free_inodes": str(shares.min_free_inodes),
         # Whoever has no rights any more reads on from the cache for no longer.
         "revoke_after": REVOKE_AFTER,
         "allow_other": "true",

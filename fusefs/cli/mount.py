@@ -64,7 +64,7 @@ def upgrade(options: argparse.Namespace) -> None:
             " again"
         ) from None
     # Going back is an upgrade to an older version, which knows fewer settings.
-    present = MountSettings.from_json(json.loads(answer["settings"])["settings"], is_newer=True)
+    present = MountSettings.from_json(json.loads(answer["settings"])["settings"])
     request = {
         "do": "upgrade",
         "command": launcher.DAEMON,

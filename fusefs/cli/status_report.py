@@ -142,8 +142,6 @@ def _scrub(scrub: Status) -> str:
         case "done":
             ago = human_duration(max(0.0, time.time() - scrub["ended"]))
             return f"; {human_size(scrub['done_bytes'])} scrubbed, {ago} ago"
-        case "off":
-            return "; scrub off"
     return ""
 
 

@@ -80,7 +80,7 @@ from fusefs.posix.write import recovery
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
-from fusefs.settings.types import Conflict, ResendMode, Scrubbing, SessionKind
+from fusefs.settings.types import Conflict, SessionKind
 from fusefs.store.errors import ErrorCode, StoreError
 from fusefs.store.interface import UnansweredChanges
 from fusefs.store.probing import Prober
@@ -176,7 +176,6 @@ class Daemon:
             self.pages,
             nursery,
             HeadPolicy(
-                self.settings.object_attributes,
                 None if self.settings.read_only else changed,
                 is_read_only=self.settings.read_only,
             ),
@@ -203,7 +202,6 @@ class Daemon:
             self.cache.residency.pages,
             self.cache.measure,
             self.cache.integrity,
-            is_on=self.settings.scrub == Scrubbing.ON,
             was_unclean=self.cache.was_unclean,
         )
         selector = Selector(self.store, prefix)
@@ -460,13 +458,11 @@ class Daemon:
         depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
         mounted_ns = time.time_ns() if state is None else state.mounted_ns
         operations = self._operations(log, mounted_ns=mounted_ns)
-        may_resend = settings.resend is not ResendMode.OFF
         session = Session(
             takeover.fd,
             operations,
             log,
             max_stack_depth=depth,
-            may_resend=may_resend,
             busy_polling=settings.busy_polling,
             fast_path=settings.fast_path,
         )

@@ -19,7 +19,7 @@ from fusefs.linux.descriptors import raise_limit
 from fusefs.posix.mount_state import WriteRules
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
-from fusefs.settings.types import Conflict, ExclusiveCreate
+from fusefs.settings.types import FREE_INODES, Conflict
 from fusefs.store import customer_key
 from fusefs.store.s3.clients import S3Settings
 from fusefs.store.s3.write_options import WriteOptions
@@ -47,7 +47,7 @@ def read_input(text: str) -> MountSettings:
         fd = os.memfd_create(variable)
         os.write(fd, content.encode())
         os.environ[variable] = f"/proc/self/fd/{fd}"
-    return MountSettings.from_json(given["settings"], is_newer=True)
+    return MountSettings.from_json(given["settings"])
 
 
 def open_cache(
@@ -61,7 +61,7 @@ def open_cache(
         CacheDirectoryError: it can't be used.
     """
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
-    floors = settings.min_free.bytes_of, settings.min_free_inodes.bytes_of
+    floors = settings.min_free.bytes_of, FREE_INODES.bytes_of
     quota = Quota(directory, settings.cache_size, *floors)
     files = MemoryBudget.of(settings.memory_limit).files
     cache = FileCache(directory, identity, quota, most_in_memory=files, in_any_case=in_any_case)
@@ -138,5 +138,4 @@ def writing_rules(settings: MountSettings) -> WriteRules:
         prefix=settings.source.prefix,
         fails_on_conflict=settings.conflict == Conflict.FAIL,
         may_delete=not settings.no_delete,
-        reserves_always=settings.exclusive_create == ExclusiveCreate.RESERVE,
     )

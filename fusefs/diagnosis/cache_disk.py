@@ -23,6 +23,7 @@ from fusefs.launch import registry
 from fusefs.linux import mountinfo
 from fusefs.settings.display import human_size
 from fusefs.settings.mount import MountSettings
+from fusefs.settings.types import FREE_INODES
 
 PROBE_BYTES = 64 << 20
 PIECE = 1 << 20
@@ -158,21 +159,20 @@ def _room(settings: MountSettings, room: os.statvfs_result, cached: int) -> Find
 def _inodes(settings: MountSettings, room: os.statvfs_result, cached: int) -> Finding:
     if not room.f_files:  # btrfs and others make inodes as they are needed
         return ok("cache inodes", "the file system has no fixed number")
-    floor = settings.min_free_inodes.bytes_of(room.f_files)
+    floor = FREE_INODES.bytes_of(room.f_files)
     text = f"{room.f_favail:,} of {room.f_files:,} free"
     figures = {"inodes": room.f_files, "free_inodes": room.f_favail}
     if room.f_favail <= floor < room.f_favail + cached:
         return advice(
             "cache inodes",
-            f"{text}; the cache ({cached:,} files) evicts files to keep {floor:,} free "
-            "(--min-free-inodes)",
+            f"{text}; the cache ({cached:,} files) evicts files to keep {floor:,} free",
             "make the disk's file system with more inodes, so that it evicts less",
             **figures,
         )
     if room.f_favail <= floor:
         return problem(
             "cache inodes",
-            f"{text}; --min-free-inodes keeps {floor:,} free, so nothing more is cached",
+            f"{text}; the cache keeps {floor:,} free, so nothing more is cached",
             "remove files from that disk, or make its file system with more inodes",
             **figures,
         )

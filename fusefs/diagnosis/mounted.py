@@ -81,7 +81,7 @@ def _features(status: dict[str, Any]) -> Iterator[Finding]:
         yield advice(
             "survival",
             f"the mount ends with its daemon ({survival.get('why', '?')})",
-            "the kernel session on Linux 6.9 or newer has this (--session kernel, --resend auto)",
+            "the kernel session on Linux 6.9 or newer has this (--session kernel)",
         )
 
 

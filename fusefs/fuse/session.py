@@ -169,8 +169,7 @@ class Session(KernelNotifications):
     """One mount's conversation with the kernel, over its /dev/fuse descriptor.
 
     `max_stack_depth` is 0 to leave passthrough alone, 1 to negotiate it, 2 if
-    the cache's own file system is stacked (overlayfs). Without `may_resend` a
-    kernel that can send requests again is not sent the notification to do so.
+    the cache's own file system is stacked (overlayfs).
     """
 
     name = "kernel"
@@ -182,7 +181,6 @@ class Session(KernelNotifications):
         log: NodeLog,
         *,
         max_stack_depth: int = 1,
-        may_resend: bool = True,
         busy_polling: BusyPolling = BusyPolling.AUTO,
         fast_path: FastPathMode = FastPathMode.AUTO,
     ) -> None:
@@ -190,7 +188,6 @@ class Session(KernelNotifications):
         self._operations = operations
         self._log = log
         self._max_stack_depth = max_stack_depth
-        self._may_resend = may_resend
         memory = _locked_memory(BUFFER_SIZE)
         self._buffer = memoryview(memory)
         self._buffers = [self._buffer]
@@ -247,12 +244,10 @@ class Session(KernelNotifications):
         """Whether the mount outlives this process, and why."""
         if self.has_resend:
             return True, "a keeper holds the mount"
-        why = (
-            "this kernel cannot send requests again (Linux 6.9 or later can)"
-            if self._may_resend
-            else "sending requests again is off (--resend)"
+        return False, (
+            "this kernel cannot send requests again (Linux 6.9 or later can):"
+            " the mount outlives an upgrade, and not the death of its daemon"
         )
-        return False, (f"{why}: the mount outlives an upgrade, and not the death of its daemon")
 
     async def negotiate(self) -> None:
         """Answer the first request, INIT, and nothing else.
@@ -556,8 +551,6 @@ class Session(KernelNotifications):
         wanted = _WANTED | (Init.INIT_EXT if flags & Init.INIT_EXT else 0)
         if self._max_stack_depth:
             wanted |= Init.PASSTHROUGH
-        if not self._may_resend:
-            wanted &= ~Init.HAS_RESEND
         self.negotiated = Init(flags & wanted)
         answer = protocol.INIT_OUT.pack(
             protocol.MAJOR,

@@ -29,7 +29,6 @@ class WriteRules:
     prefix: str = ""
     fails_on_conflict: bool = False
     may_delete: bool = True
-    reserves_always: bool = False
 
     def durability_of(self, key: str) -> Durability:
         """The place of a key's file when fsync and close return."""

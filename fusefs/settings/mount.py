@@ -37,7 +37,6 @@ from fusefs.settings.types import (
     MIN_FREE,
     MODE,
     PATH,
-    SHARE,
     SILENCE,
     SIZE,
     SOURCE,
@@ -51,15 +50,11 @@ from fusefs.settings.types import (
     BusyPolling,
     Conflict,
     Encryption,
-    ExclusiveCreate,
     FastPathMode,
     LogLevel,
     MinFree,
     MountSource,
-    ObjectAttributes,
     PassthroughMode,
-    ResendMode,
-    Scrubbing,
     SessionKind,
     Setting,
     SettingType,
@@ -161,20 +156,8 @@ class MountSettings:
     cache_size: int | None = option(
         SIZE, "Cache", "maximum size of the cache", None, otherwise="what the disk allows"
     )
-    scrub: Scrubbing = option(
-        choice(Scrubbing),
-        "Cache",
-        "compare large cached files with their checksums in the background, after each start",
-        Scrubbing.ON,
-    )
     min_free: MinFree = option(
         MIN_FREE, "Cache", "disk space that the cache leaves free", MinFree(percent=10.0)
-    )
-    min_free_inodes: MinFree = option(
-        SHARE,
-        "Cache",
-        "share of the disk's inodes that the cache leaves free",
-        MinFree(percent=10.0),
     )
     revoke_after: float = option(
         LIFETIME,
@@ -221,14 +204,6 @@ class MountSettings:
         " indefinite if the bucket never changes",
         60.0,
     )
-    object_attributes: ObjectAttributes = option(
-        choice(ObjectAttributes),
-        "Metadata",
-        "whether a HEAD reads modes, owners and times of objects, and which are links"
-        " (auto: in directories where a sample of the objects has some)",
-        ObjectAttributes.AUTO,
-    )
-
     attribute_form: AttributeForm = option(
         choice(AttributeForm),
         "Metadata",
@@ -268,13 +243,6 @@ class MountSettings:
         "what an upload does when another writer has replaced the object meanwhile",
         Conflict.OVERWRITE,
     )
-    exclusive_create: ExclusiveCreate = option(
-        choice(ExclusiveCreate),
-        "Writing",
-        "reserve each file created with O_EXCL by an empty object in the bucket"
-        " (auto: only where it matters)",
-        ExclusiveCreate.AUTO,
-    )
     no_delete: bool = option(SWITCH, "Writing", "refuse to remove or overwrite objects", False)
     staging_size: int | None = option(
         SIZE,
@@ -311,13 +279,6 @@ class MountSettings:
         FastPathMode.AUTO,
     )
 
-    resend: ResendMode = option(
-        choice(ResendMode),
-        "Survival",
-        "have the kernel send what a dead daemon has not answered to the next one (Linux 6.9 or"
-        " newer; off: as with older kernels, a daemon's death ends the mount)",
-        ResendMode.AUTO,
-    )
     user: str | None = option(
         WORD,
         "Survival",
@@ -382,10 +343,10 @@ class MountSettings:
         }
 
     @classmethod
-    def from_json(cls, text: str, *, is_newer: bool = False) -> MountSettings:
-        """The settings that `to_json` wrote.
+    def from_json(cls, text: str) -> MountSettings:
+        """The settings that `to_json` wrote, perhaps of another version.
 
-        With `is_newer` the writer may be a newer version: settings unknown here are left out.
+        Settings that are unknown here are left out.
 
         Raises:
             SettingsError: the text was not written by `to_json`.
@@ -399,9 +360,9 @@ class MountSettings:
             texts["descriptor_store"] = texts.pop("holder")
         with suppress(KeyError, ValueError):
             texts["memory_limit"] = SIZE.show(max(LEAST, SIZE.read(str(texts["memory_limit"]))))
-        if is_newer:
-            texts = {name: value for name, value in texts.items() if name in _TYPES}
-        return build({name: RawValue(str(value), name) for name, value in texts.items()})
+        return build(
+            {name: RawValue(str(value), name) for name, value in texts.items() if name in _TYPES}
+        )
 
     def changed(self, changes: Layer) -> MountSettings:
         """These settings with those of `changes` in their place.
@@ -447,7 +408,6 @@ FIXED = frozenset(
         "shared_cache",
         "session",
         "passthrough",
-        "resend",
         "allow_other",
         "read_only",
         "user",

@@ -136,6 +136,11 @@ class MinFree:
         return format_size(self.size) if self.percent is None else f"{plain_number(self.percent)}%"
 
 
+# The share of the disk's inodes that the cache leaves free. A cached file takes one, and ext4 has
+# one for 16 KiB: a cache of small files runs out of them long before it runs out of space.
+FREE_INODES = MinFree(percent=10.0)
+
+
 class Addressing(enum.StrEnum):
     """How the bucket's name goes into a URL."""
 
@@ -152,22 +157,8 @@ class SessionKind(enum.StrEnum):
     PYFUSE3 = "pyfuse3"
 
 
-class Scrubbing(enum.StrEnum):
-    """Whether large cached files are compared with their checksums in the background."""
-
-    ON = "on"
-    OFF = "off"
-
-
 class PassthroughMode(enum.StrEnum):
     """Whether the kernel may read cached files without the daemon."""
-
-    AUTO = "auto"
-    OFF = "off"
-
-
-class ResendMode(enum.StrEnum):
-    """Whether the kernel sends requests again that a dead daemon has not answered."""
 
     AUTO = "auto"
     OFF = "off"
@@ -211,21 +202,6 @@ class Conflict(enum.StrEnum):
 
     OVERWRITE = "overwrite"
     FAIL = "fail"
-
-
-class ExclusiveCreate(enum.StrEnum):
-    """Whether a file created with O_EXCL is reserved in the bucket by an empty object."""
-
-    AUTO = "auto"
-    RESERVE = "reserve"
-
-
-class ObjectAttributes(enum.StrEnum):
-    """Whether a HEAD reads modes, owners and times of objects, which listings do not carry."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
 
 
 class AttributeForm(enum.StrEnum):
@@ -317,13 +293,6 @@ def _parse_min_free(text: str) -> MinFree:
     if rest or not 0 <= percent < 100:
         raise ValueError(f"{text!r} is not an amount of free space; write it like 10% or 50GiB")
     return MinFree(percent=percent)
-
-
-def _parse_share(text: str) -> MinFree:
-    share = _parse_min_free(text)
-    if share.percent is None:
-        raise ValueError(f"{text!r} is not a percentage; write it like 10%")
-    return share
 
 
 def _parse_switch(text: str) -> bool:
@@ -466,7 +435,6 @@ DURABILITY = SettingType(
 SILENCE = at_least(2.0, DURATION)
 LIFETIME = SettingType("TIME", _parse_lifetime, format_duration, takes_numbers=True)
 MIN_FREE = SettingType("SIZE|N%", _parse_min_free)
-SHARE = SettingType("N%", _parse_share)
 MODE = SettingType("MODE", _parse_mode, lambda mode: f"{mode:04o}")
 SOURCE = SettingType("s3://BUCKET[/PREFIX]", parse_source)
 ID = whole_number(0, 2**32 - 2)

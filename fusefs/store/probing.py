@@ -138,12 +138,11 @@ async def probe(store: S3Store, prefix: str) -> Capabilities:
 
 async def _honours_conditions(store: S3Store, key: str) -> bool:
     """Complete an upload over an ETag that no object has; True if that is refused."""
+    write = Write(condition=IfMatch(_OTHER_ETAG)).with_token(store.tokens)
     fd = os.memfd_create("fusefs-probe", os.MFD_CLOEXEC)
     try:
         os.write(fd, _BODY)
-        await multipart.put(
-            store.requester, store.fence, key, fd, len(_BODY), Write(condition=IfMatch(_OTHER_ETAG))
-        )
+        await multipart.put(store.requester, store.fence, key, fd, len(_BODY), write)
     except ConflictError:
         return True
     except UnsupportedError:

@@ -29,6 +29,8 @@ from tests.support.waiting import until
 
 FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
 LIMIT_S = 60
+# The environment in which a mount's kernel is one before Linux 6.9.
+OLD_KERNEL = {"PYTHONPATH": str(Path(__file__).parent / "old_kernel")}
 
 
 def fusefs(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, fusefs
+from tests.support.mounting import OLD_KERNEL, Mount, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -26,7 +26,6 @@ from tests.support.survival.surviving import (
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 
-OLD_KERNEL = ("--resend", "off", "--passthrough", "off")
 SIZE = 3 << 20
 
 # Holds a file open, tells how many bytes it has read, and reads on when a line comes.
@@ -51,9 +50,9 @@ def mount(bucket: Bucket, faulty: FaultyS3, tmp_path: Path) -> Iterator[Mount]:
         tmp_path / "mnt",
         tmp_path / "cache",
         faulty.endpoint_url,
-        bucket.server.environment,
+        bucket.server.environment | OLD_KERNEL,
         tmp_path / "log",
-        (WRITABLE, *OLD_KERNEL),
+        (WRITABLE, "--passthrough", "off"),
     )
     try:
         mount.start()

@@ -20,7 +20,7 @@ import pytest
 from fusefs.keeper import early_start
 from fusefs.launch import control
 from tests.support.machine.ordinary_user import runnable_by_all
-from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.mounting import FUSEFS, OLD_KERNEL, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.survival import survival_data as data
@@ -142,7 +142,7 @@ def test_a_mount_that_lost_everything_is_made_anew(survival: Mount) -> None:
 def test_without_resend_the_death_of_the_daemon_is_an_error_and_no_hang(
     filled: Bucket, mounter_of: Mounter
 ) -> None:
-    mount = mounter_of(filled, FUSEFS_RESEND="off")
+    mount = mounter_of(filled, **OLD_KERNEL)
     status = mount.status()
     assert not status["survival"]["on"]
     with open(mount.path / data.small_name(1), "rb"):

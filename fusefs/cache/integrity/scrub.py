@@ -38,8 +38,7 @@ class Scrub:
     """The scrub of one cache. Belongs to the event loop.
 
     `pages` has the files of the cache that are larger than so many bytes, page by page, and
-    `measure` tells how much that is. Without `is_on` they are scrubbed only if the last end was
-    not a clean one.
+    `measure` tells how much that is.
     """
 
     def __init__(
@@ -48,21 +47,19 @@ class Scrub:
         measure: Callable[[int], Awaitable[Total]],
         integrity: Integrity,
         *,
-        is_on: bool,
         was_unclean: bool,
     ) -> None:
         self._pages = pages
         self._measure = measure
         self._integrity = integrity
-        self._is_on = is_on
         self._was_unclean = was_unclean
-        self._state = "waiting" if is_on or was_unclean else "off"
+        self._state = "waiting"
         self._of_files = self._of_bytes = 0
         self._done_files = self._done_bytes = 0
         self._ended: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Its progress; `state` is off, waiting, under way or done, `ended` in epoch seconds."""
+        """Its progress; `state` is waiting, under way or done, `ended` in epoch seconds."""
         return {
             "state": self._state,
             "was_unclean": self._was_unclean,
@@ -74,13 +71,11 @@ class Scrub:
         }
 
     async def run(self) -> None:
-        """Scrub until cancelled, or once, or not at all."""
-        if self._state == "off":
-            return
+        """Scrub until cancelled."""
         await trio.sleep(START_AFTER_S)
         # A small file is compared when it is opened, unless the last end was unclean.
         await self.scrub(0 if self._was_unclean else CHECKED_AT_OPEN, is_first=True)
-        while self._is_on:
+        while True:
             await trio.sleep(EVERY_S)
             await self.scrub(0)
 

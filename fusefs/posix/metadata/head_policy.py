@@ -29,8 +29,6 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-from fusefs.settings.types import ObjectAttributes
-
 logger = logging.getLogger("fusefs.posix")
 
 SAMPLE = 32
@@ -75,21 +73,20 @@ class HeadPolicy:
 
     def __init__(
         self,
-        mode: ObjectAttributes = ObjectAttributes.AUTO,
         record: Path | None = None,
         *,
         is_read_only: bool = False,
     ) -> None:
-        self._mode = mode
-        self._is_read_only = is_read_only
+        # On a read-only mount, which asks less: see the module's text.
+        self.asks_less = is_read_only
         # Of a read-only mount: what is known of the directories of one parent together.
         self._alike: OrderedDict[str, _Directory] = OrderedDict()
         self._record = record
         self._directories: OrderedDict[str, _Directory] = OrderedDict()
         self._without_in_a_row = 0
         self._changed = _read(record) if record is not None else set()
-        if len(self._changed) > MOST_CHANGED:
-            self._mode = ObjectAttributes.ALWAYS
+        # Nothing is assumed any more.
+        self._assumes_nothing = len(self._changed) > MOST_CHANGED
 
     def has_no_attributes(self, prefix: str, modified_ns: int) -> bool:
         """Whether an object of a directory is assumed to have no attributes.
@@ -107,11 +104,6 @@ class HeadPolicy:
         )
         return Assumed(until, until if says_something or not self.asks_less else math.inf)
 
-    @property
-    def asks_less(self) -> bool:
-        """True on a read-only mount that decides by samples."""
-        return self._is_read_only and self._mode == ObjectAttributes.AUTO
-
     def has_attributes(self, prefix: str) -> bool:
         """True if an object of a directory is known to have attributes."""
         directory = self._directories.get(prefix)
@@ -122,8 +114,8 @@ class HeadPolicy:
 
         In nanoseconds since the epoch; minus infinity where each has its HEAD.
         """
-        if self._mode != ObjectAttributes.AUTO:
-            return math.inf if self._mode == ObjectAttributes.NEVER else -math.inf
+        if self._assumes_nothing:
+            return -math.inf
         directory = self._directories.get(prefix)
         if directory is None and self.asks_less:
             directory = self._of_others(prefix)
@@ -161,7 +153,7 @@ class HeadPolicy:
     def is_undecided(self, prefix: str) -> bool:
         """Whether a few more HEADs in a directory could spare those of the others."""
         directory = self._directories.get(prefix)
-        if self._mode != ObjectAttributes.AUTO or prefix in self._changed:
+        if self._assumes_nothing or prefix in self._changed:
             return False
         if directory is None and self._of_others(prefix) is not None:
             return False
@@ -172,7 +164,7 @@ class HeadPolicy:
     def remaining(self, prefix: str) -> int:
         """How many HEADs are worth sending at once in a directory."""
         directory = self._directories.get(prefix)
-        if self._mode != ObjectAttributes.AUTO or prefix in self._changed:
+        if self._assumes_nothing or prefix in self._changed:
             return SAMPLE
         if directory is not None and directory.has_attributes:
             return SAMPLE
@@ -203,11 +195,11 @@ class HeadPolicy:
 
     def changed(self, prefix: str) -> None:
         """This mount has written something into a directory."""
-        if prefix in self._changed or self._mode != ObjectAttributes.AUTO:
+        if prefix in self._changed or self._assumes_nothing:
             return
         self._changed.add(prefix)
         if len(self._changed) > MOST_CHANGED:
-            self._mode = ObjectAttributes.ALWAYS
+            self._assumes_nothing = True
             self._changed.clear()
         if self._record is not None:
             try:

@@ -53,19 +53,15 @@ class ExclusiveCreates:
     """What decides about the exclusive creations of one mount. Belongs to the event loop.
 
     `reserve` sends the reservation of a file that is open, and raises nothing.
-    With `reserves_always` every creation is reserved.
     """
 
     def __init__(
         self,
         nursery: trio.Nursery,
         reserve: Callable[[StagedFile], Awaitable[None]],
-        *,
-        reserves_always: bool,
     ) -> None:
         self._nursery = nursery
         self._reserve = reserve
-        self._reserves_always = reserves_always
         # When this mount made a directory, by prefix; the oldest first.
         self._made: OrderedDict[str, float] = OrderedDict()
         # How many files in a row a process has written, and when it did so last.
@@ -90,7 +86,7 @@ class ExclusiveCreates:
 
         `pid` is 0 where the process is not known.
         """
-        if self._reserves_always or _LOCK_NAME.search(name):
+        if _LOCK_NAME.search(name):
             return True
         if has_random_part(prefix + name):
             return False

@@ -101,9 +101,7 @@ class Flusher:
             fails_on_conflict=self._rules.fails_on_conflict,
             is_local=self._rules.is_local,
         )
-        self.exclusive = ExclusiveCreates(
-            writing.nursery, self.uploads.reserve, reserves_always=self._rules.reserves_always
-        )
+        self.exclusive = ExclusiveCreates(writing.nursery, self.uploads.reserve)
         self.deferred = DeferredAttributes(
             writing.nursery,
             AttributeLog(writing.staging.directory),

@@ -16,6 +16,7 @@ from tests.support.csi.daemons import DaemonsProcess, daemons_of
 from tests.support.csi.node import Node, capability, running_node
 from tests.support.csi.node import node as node
 from tests.support.csi.pod import USER, Pod
+from tests.support.mounting import OLD_KERNEL
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
@@ -143,15 +144,20 @@ def test_containers_always_read_whatever_dies_or_is_replaced(
         node.unpublish("volume", target)
 
 
-# As on a kernel before 6.9, which sends no request again and has no passthrough.
-OLD_KERNEL = {"resend": "off", "passthrough": "off"}
+@pytest.fixture
+def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OLD_KERNEL.items():
+        monkeypatch.setenv(name, value)
 
 
+@pytest.mark.usefixtures("old_kernel")
 def test_containers_on_an_old_kernel_read_on_while_daemons_are_rolled_out(
     node: Node, data: Bucket, daemons: DaemonsProcess
 ) -> None:
     target = node.target("pod")
-    node.publish("volume", target, bucket=data.name, prefix="a", metadataTtl="0s", **OLD_KERNEL)
+    node.publish(
+        "volume", target, bucket=data.name, prefix="a", metadataTtl="0s", passthrough="off"
+    )
     last = daemons
     with ExitStack() as stack:
         with container_reading(node, target, "hello", code=ALWAYS_READING) as pod:

@@ -79,7 +79,7 @@ class Node:
 
 
 def shares(min_free: str) -> NodeShares:
-    return NodeShares(0, 0, None, MIN_FREE.read(min_free), MIN_FREE.read("0%"))
+    return NodeShares(0, 0, None, MIN_FREE.read(min_free))
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from fusefs.posix.metadata.head_policy import (
     HeadPolicy,
 )
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
-from fusefs.settings.types import ObjectAttributes
 from tests.support.local_cache import Bucket as InMemory
 from tests.support.mounting import Mount
 from tests.support.semantics import states
@@ -110,17 +109,6 @@ def test_a_renamed_directory_takes_along_what_is_known_of_it() -> None:
     assert not head_policy.has_no_attributes("new/deep/", 1)
 
 
-@pytest.mark.parametrize(
-    ("mode", "is_assumed"),
-    [(ObjectAttributes.ALWAYS, False), (ObjectAttributes.NEVER, True)],
-)
-def test_the_setting_can_decide_it(mode: ObjectAttributes, is_assumed: bool) -> None:
-    head_policy = HeadPolicy(mode)
-    heard_nothing(head_policy, "a/", SAMPLE)
-    head_policy.observe("a/", 1, has_attributes=True)
-    assert head_policy.has_no_attributes("a/", 1) == is_assumed
-
-
 @asynccontextmanager
 async def walk() -> AsyncIterator[tuple[InMemory, HeadCache, list[Inode], Segment]]:
     """A program has come to the third of nine silent folders, which is listed."""
@@ -176,8 +164,8 @@ def stat_all(mount: Mount) -> dict[str, os.stat_result]:
 
 @states(
     "Where the first 32 files of a directory say nothing of the kind, the others, if not more"
-    " than ten minutes younger, are taken to say nothing either until they are changed"
-    " (`--object-attributes auto`); not in directories that were changed here."
+    " than ten minutes younger, are taken to say nothing either until they are changed;"
+    " not in directories that were changed here."
 )
 def test_files_among_silent_ones_are_not_requested(mount: Mount) -> None:
     heads = cost(mount, lambda: stat_all(mount)).get("heads", 0)
@@ -211,19 +199,3 @@ def test_what_was_changed_here_is_shown_by_later_mounts(
     shown = stat_all(mount)
     assert stat.S_IMODE(shown["050"].st_mode) == 0o600
     assert stat.S_IMODE(shown["late"].st_mode) == 0o751
-
-
-def test_all_are_requested_where_the_setting_says_so(
-    s3: S3Server, plain: Bucket, tmp_path: Path
-) -> None:
-    always = (WRITABLE, "--object-attributes", "always")
-    with mounted(s3, f"s3://{plain.name}/", tmp_path, *always) as mount:
-        assert stat.S_IMODE(stat_all(mount)["late"].st_mode) == 0o751
-
-
-def test_none_is_requested_where_the_setting_says_so(
-    s3: S3Server, plain: Bucket, tmp_path: Path
-) -> None:
-    never = (WRITABLE, "--object-attributes", "never")
-    with mounted(s3, f"s3://{plain.name}/", tmp_path, *never) as mount:
-        assert cost(mount, lambda: stat_all(mount)).get("heads", 0) == 0

@@ -111,7 +111,7 @@ def test_a_read_only_mount_shows_what_the_disk_shows(
 @states(
     "A link that was taken for a file is followed all the same when it is opened, and shown as a "
     "link from then on; a program that may not read or execute a file makes the mount ask for its "
-    "mode (`--object-attributes always` asks for each)."
+    "mode."
 )
 def test_a_wrong_assumption_does_not_last(s3: S3Server, bucket: Bucket, tmp_path: Path) -> None:
     for number in range(ALIKE + 2):
@@ -164,16 +164,3 @@ def test_folders_without_attributes_cost_a_few_requests(
 
 def each(folder: Path, name: str) -> list[Path]:
     return [folder / f"{number:02}" / name for number in range(5 * ALIKE)]
-
-
-@pytest.mark.parametrize(("mode", "is_link"), [("always", True), ("never", False)])
-def test_the_setting_decides_on_read_only_mounts_too(
-    s3: S3Server, bucket: Bucket, tmp_path: Path, mode: str, is_link: bool
-) -> None:
-    for number in range(ALIKE + 2):
-        bucket.put(f"{number:02}/plain", b"x")
-    bucket.put("z/a", b"x")
-    bucket.put("z/link", b"../00/plain", Metadata={"mode": str(stat.S_IFLNK | 0o777)})
-    options = ("--object-attributes", mode)
-    with mounted(s3, f"s3://{bucket.name}/", tmp_path, *options) as mount:
-        assert shown(mount.path)["z/link"][1] == ("../00/plain" if is_link else None)

@@ -18,6 +18,7 @@ from tests.support.mounting import Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 SMALL = random.Random(1).randbytes(50_000)
@@ -58,9 +59,8 @@ def test_what_cannot_be_fetched_again_makes_it_fail(
 ) -> None:
     faulty.clear()
     bucket.put("file", SMALL)
-    made = mounter("--scrub", "off", "--retry-time", "1s", endpoint_url=faulty.endpoint_url)
+    made = mounter("--retry-time", "1s", endpoint_url=faulty.endpoint_url)
     assert (made.path / "file").read_bytes() == SMALL
-    assert made.status()["integrity"]["scrub"]["state"] == "off"
     (copy,) = cached(made.cache)
     flip(copy, 100)
     faulty.add("GET", status=500)
@@ -87,18 +87,17 @@ async def scrubbed(parts: Parts, monkeypatch: pytest.MonkeyPatch, *, was_unclean
     """The scrub of a cache, after its first round."""
     monkeypatch.setattr(scrub, "START_AFTER_S", 0.0)
     cache = parts.cache
-    made = Scrub(
-        cache.residency.pages, cache.measure, cache.integrity, is_on=False, was_unclean=was_unclean
-    )
-    made._state = "waiting"
-    with trio.fail_after(60):
-        await made.run()
+    made = Scrub(cache.residency.pages, cache.measure, cache.integrity, was_unclean=was_unclean)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(made.run)
+        await eventually(lambda: made.describe()["state"] == "done")
+        nursery.cancel_scope.cancel()
     return made
 
 
 @states(
     "Larger files are compared with their checksums in the background, once after each start and"
-    " once a week (`--scrub`); after an unclean end all files are."
+    " once a week; after an unclean end all files are."
 )
 @pytest.mark.parametrize("was_unclean", [False, True])
 async def test_the_scrub_drops_what_differs(

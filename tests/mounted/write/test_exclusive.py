@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.write.upload_steps import CREATED_BY
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
@@ -69,10 +69,10 @@ def test_files_in_a_directory_that_was_just_made_take_one_request_each(mount: Mo
 
 
 @states(
-    "Creating with O_EXCL puts an empty object first, and fails by itself: always with"
-    " `--exclusive-create reserve`; with `auto` where the name is one of a lock, and in"
-    " directories that this mount did not make within ten minutes, until the process has written"
-    " two files of 1 KiB and more there or elsewhere; not where the path has a random name."
+    "Creating with O_EXCL puts an empty object first, and fails by itself: where the name is one of"
+    " a lock, and in directories that this mount did not make within ten minutes, until the process"
+    " has written two files of 1 KiB and more there or elsewhere; not where the path has a random"
+    " name."
 )
 def test_a_process_that_copies_reserves_its_first_two_files_alone(mount: Mount) -> None:
     assert os.listdir(mount.path / "old") == ["before"]
@@ -83,20 +83,6 @@ def test_a_process_that_copies_reserves_its_first_two_files_alone(mount: Mount) 
 
     assert cost(mount, copy) == {"puts": 12}
     assert cost(mount, lambda: make(mount.path / "old" / "x.pid", LARGE)) == {"puts": 2}
-
-
-@states(
-    "Creating with O_EXCL puts an empty object first, and fails by itself: always with"
-    " `--exclusive-create reserve`; with `auto` where the name is one of a lock, and in"
-    " directories that this mount did not make within ten minutes, until the process has written"
-    " two files of 1 KiB and more there or elsewhere; not where the path has a random name."
-)
-def test_every_file_is_reserved_where_the_mount_says_so(mounter: Mounter, bucket: Bucket) -> None:
-    mount = mounter("--session", "kernel", WRITABLE, "--exclusive-create", "reserve")
-    (mount.path / "made").mkdir()
-    fd = os.open(mount.path / "made" / "file", NEW)
-    assert "made/file" in keys(bucket)
-    os.close(fd)
 
 
 @pytest.mark.parametrize("name", ["index.lock", "server.pid", ".file.swp", "5.manifest#1"])

@@ -19,7 +19,7 @@ from fusefs.settings.types import MIB, MinFree
 
 SETTINGS = sorted(name.replace("_", "-") for name in options._TAKEN)
 PLACE = Location(StoreSettings("aws"), "bucket", "p/")
-SHARES = NodeShares(256 * MIB, 32, None, MinFree(20), MinFree(10))
+SHARES = NodeShares(256 * MIB, 32, None, MinFree(20))
 NO_OPTIONS = read_options({}, (), is_inline=False)
 ODD = [
     "",

@@ -22,7 +22,7 @@ from fusefs.settings.types import GIB, MIB, MinFree
 from tests.support.packaging.manifests import PROJECT
 
 PLACE = Location(StoreSettings("main", "http://s3:1"), "bucket", "p/", "us-east-1")
-SHARES = NodeShares(256 * MIB, 32, None, MinFree(20), MinFree(10))
+SHARES = NodeShares(256 * MIB, 32, None, MinFree(20))
 
 
 def settings(
@@ -136,18 +136,17 @@ def test_a_local_path_needs_the_administrators_word_as_well() -> None:
 
 
 def test_a_volume_gets_no_more_than_the_nodes_share() -> None:
-    shares = NodeShares(128 * MIB, 8, 10 * GIB, MinFree(20), MinFree(15))
+    shares = NodeShares(128 * MIB, 8, 10 * GIB, MinFree(20))
     wanted = {"memoryLimit": "4GiB", "maxConnections": "500", "cacheSize": "1TiB"}
     made = settings(wanted, shares=shares)
     assert (made.memory_limit, made.max_connections) == (128 * MIB, 8)
     assert made.cache_size == 10 * GIB
-    assert made.min_free_inodes.percent == 15
     assert settings({"cacheSize": "1GiB"}, shares=shares).cache_size == GIB
     assert settings({"retryTime": "2h"}).retry_time == 300
 
 
 def test_a_volume_that_says_nothing_gets_the_whole_share_of_the_node() -> None:
-    shares = NodeShares(GIB, 512, 10 * GIB, MinFree(20), MinFree(10))
+    shares = NodeShares(GIB, 512, 10 * GIB, MinFree(20))
     made = settings({}, shares=shares)
     assert (made.memory_limit, made.max_connections, made.cache_size) == (GIB, 512, 10 * GIB)
     less = settings({"memoryLimit": "512MiB", "maxConnections": "200"}, shares=shares)

@@ -97,7 +97,7 @@ def test_a_disk_that_the_cache_itself_has_filled_is_no_problem(
     free = 100  # of 1000 blocks of 1 KiB, and of 1000 inodes
     full = os.statvfs_result((1024, 1024, 1000, free, free, 1000, free, free, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _path: full)
-    made = settings(tmp_path, min_free="10%", min_free_inodes="10%")
+    made = settings(tmp_path, min_free="10%")
     disk = cache_disk.check(made, is_probed=False, cached_bytes=600 << 10, cached_files=600)
     found = by_check(list(disk))
     for name in ("cache room", "cache inodes"):

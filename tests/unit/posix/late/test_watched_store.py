@@ -22,7 +22,7 @@ class Bucket(MemoryStore):
     """A bucket without conditions."""
 
     requester = SimpleNamespace(on_unanswered=None)
-    fence = SimpleNamespace(relies_on=lambda _what: False)
+    fence = SimpleNamespace(relies_on=lambda *_: False)
 
 
 @pytest.fixture
