@@ -277,7 +277,12 @@ class Daemon:
         if settings.read_only:
             why_not = "a read-only mount"
         return Prober(
-            self.store, settings.source.prefix, self.cache.directory, self._identity, why_not
+            self.store,
+            settings.source.prefix,
+            self.cache.directory,
+            self._identity,
+            fails_on_conflict=self._is_strict,
+            why_not=why_not,
         )
 
     def _principal_directory(self) -> str:
@@ -317,8 +322,7 @@ class Daemon:
                     if self.operations.mutations is not None:
                         nursery.start_soon(self.operations.mutations.writer.backlog.run)
                         nursery.start_soon(self.operations.mutations.changes.run)
-                        probing = partial(self.prober.run, fails_on_conflict=self._is_strict)
-                        nursery.start_soon(probing)
+                        nursery.start_soon(self.prober.run)
                     if self.watched is not None:
                         repairer = Repairer(self.watched, self.operations.show_repaired)
                         nursery.start_soon(repairer.run)

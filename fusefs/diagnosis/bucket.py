@@ -336,7 +336,7 @@ class _Trial:
 async def _conditions(store: S3Store, prefix: str) -> Finding:
     """Try whether the store honours conditions of changes (store/probing.py)."""
     try:
-        found = await probe(store, prefix)
+        found = await probe(store, prefix, in_parts=True)
     except StoreError as error:
         return skipped("conditions", str(error))
     return conditions(found)

@@ -35,7 +35,7 @@ FORMAT = 2
 class Capabilities:
     """What a store honours; None is what is not known.
 
-    `conditions` are those about the object that a change replaces. `checksums` says that the
+    `conditions` are those about the object that a PUT replaces. `checksums` says that the
     store compares `x-amz-checksum-crc32` with the body.
     """
 

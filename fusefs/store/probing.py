@@ -1,12 +1,11 @@
 """Finds out what a store honours, by trying it once a day.
 
 That a store ignores a condition no answer tells: it does what it should have
-refused. So an upload in parts is completed over an ETag that no object has, and a
-body is sent with a checksum that is not its own. Completions are tried because the stores
-that know conditions of these know those of other changes too; of some it is the other way
-round (Ceph's gateway honours those of PUT alone). A store that honours both refuses both, and
-nothing is ever made. What one makes all the same, at one key below a name that no mount
-lists (`PROBE_NAME`), is deleted.
+refused. So an object is put over an ETag that no object has, and a body is sent with a
+checksum that is not its own. A store that honours both refuses both, and nothing is
+ever made. What one makes all the same, at one key below a name that no mount lists
+(`PROBE_NAME`), is deleted. For `--conflict fail` the object is put in parts: Ceph's gateway
+honours conditions of PUT, and none of completions.
 
 A condition that the store does not implement counts as not honoured. What
 could not be tried is not known (None), and nothing relies on it.
@@ -26,7 +25,7 @@ from fusefs.store import capabilities
 from fusefs.store.capabilities import PROBE_NAME, Capabilities
 from fusefs.store.errors import AccessDeniedError, ConflictError, StoreError, UnsupportedError
 from fusefs.store.interface import IfMatch, Write
-from fusefs.store.s3 import multipart
+from fusefs.store.s3 import multipart, put
 
 if TYPE_CHECKING:
     from fusefs.store.s3.store import S3Store
@@ -49,13 +48,21 @@ class Prober:
     """
 
     def __init__(
-        self, store: S3Store, prefix: str, directory: Path, identity: str, why_not: str
+        self,
+        store: S3Store,
+        prefix: str,
+        directory: Path,
+        identity: str,
+        *,
+        fails_on_conflict: bool,
+        why_not: str,
     ) -> None:
         self._fence = store.fence
         self._store = store
         self._prefix = prefix
         self._directory = directory
-        self._identity = identity
+        self._fails_on_conflict = fails_on_conflict
+        self._identity = f"{identity} in parts" if fails_on_conflict else identity
         self._is_passive = bool(why_not)
         if why_not:
             store.fence.why_unknown = why_not
@@ -83,7 +90,7 @@ class Prober:
                 " --conflict overwrite"
             )
 
-    async def run(self, *, fails_on_conflict: bool) -> None:
+    async def run(self) -> None:
         """Probe if need be, say what that means, and return."""
         while self._wants_to_know:
             try:
@@ -101,7 +108,7 @@ class Prober:
                 "this store ignores conditions: where two mounts create a file with O_EXCL"
                 " at the same time, both may succeed"
             )
-            if fails_on_conflict:
+            if self._fails_on_conflict:
                 logger.error("--conflict fail does not hold: this store ignores conditions")
 
     @property
@@ -109,14 +116,14 @@ class Prober:
         return not self._is_passive and not self._fence.capabilities.is_known
 
     async def _probe(self) -> None:
-        found = await probe(self._store, self._prefix)
+        found = await probe(self._store, self._prefix, in_parts=self._fails_on_conflict)
         self._fence.capabilities = found
         if found.missing:
             logger.info("this store lacks: %s", ", ".join(found.missing))
         await trio.to_thread.run_sync(capabilities.save, self._directory, self._identity, found)
 
 
-async def probe(store: S3Store, prefix: str) -> Capabilities:
+async def probe(store: S3Store, prefix: str, *, in_parts: bool) -> Capabilities:
     """Try what the store honours below a prefix ("" or ending in a slash).
 
     What a cancelled probe leaves, the next one deletes.
@@ -125,10 +132,15 @@ async def probe(store: S3Store, prefix: str) -> Capabilities:
         StoreError: it may not write there, or the store can't be reached.
     """
     key = f"{prefix}{PROBE_NAME}/object"
-    found = Capabilities(
-        conditions=await _honours_conditions(store, key),
-        checksums=await store.compares_checksum(key, _BODY, _OTHER_CRC32),
-    )
+    fd = os.memfd_create("fusefs-probe", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, _BODY)
+        found = Capabilities(
+            conditions=await _honours_conditions(store, key, fd, in_parts=in_parts),
+            checksums=await store.compares_checksum(key, fd, len(_BODY), _OTHER_CRC32),
+        )
+    finally:
+        os.close(fd)
     if found.missing:
         # Some servers show a prefix of deleted objects until it is deleted itself.
         for failure in await store.delete_many([key, f"{prefix}{PROBE_NAME}/"]):
@@ -136,17 +148,14 @@ async def probe(store: S3Store, prefix: str) -> Capabilities:
     return found
 
 
-async def _honours_conditions(store: S3Store, key: str) -> bool:
-    """Complete an upload over an ETag that no object has; True if that is refused."""
+async def _honours_conditions(store: S3Store, key: str, fd: int, *, in_parts: bool) -> bool:
+    """Put an object over an ETag that no object has; True if that is refused."""
     write = Write(condition=IfMatch(_OTHER_ETAG)).with_token(store.tokens)
-    fd = os.memfd_create("fusefs-probe", os.MFD_CLOEXEC)
+    send = multipart.put if in_parts else put.put
     try:
-        os.write(fd, _BODY)
-        await multipart.put(store.requester, store.fence, key, fd, len(_BODY), write)
+        await send(store.requester, store.fence, key, fd, len(_BODY), write)
     except ConflictError:
         return True
     except UnsupportedError:
         pass
-    finally:
-        os.close(fd)
     return False

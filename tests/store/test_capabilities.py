@@ -24,16 +24,18 @@ async def test_this_server_honours_all_of_it_and_nothing_is_made(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
-        assert await probing.probe(store, "some/") == HONOURED
+        for in_parts in (False, True):
+            assert await probing.probe(store, "some/", in_parts=in_parts) == HONOURED
     assert keys(bucket, with_probes=True) == []
     sent = [one.operation for one in faulty.requests(key=f"some/{PROBES}")]
-    assert len(sent) <= 6
+    assert sent[:5] == ["PUT", "HEAD", "HEAD", "PUT", "BEGIN"]
     assert "DELETE MANY" not in sent
 
 
 @pytest.mark.parametrize(
     ("operation", "header", "missing"),
     [
+        ("PUT", "if-match", "conditions"),
         ("COMPLETE", "if-match", "conditions"),
         ("PUT", "x-amz-checksum-crc32", "checksums"),
     ],
@@ -43,7 +45,7 @@ async def test_what_a_store_ignores_is_found(
 ) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
         faulty.add(operation, PROBES, ignored_header=header)
-        found = await probing.probe(store, "")
+        found = await probing.probe(store, "", in_parts=operation == "COMPLETE")
     assert found.missing == [missing]
     assert keys(bucket, with_probes=True) == []
 
@@ -52,8 +54,8 @@ async def test_a_condition_that_is_not_implemented_is_not_honoured(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
     async with opened(bucket, faulty.endpoint_url) as store:
-        faulty.add("COMPLETE", PROBES, times=1, code="NotImplemented")
-        assert (await probing.probe(store, "")).missing == ["conditions"]
+        faulty.add("PUT", PROBES, times=1, code="NotImplemented")
+        assert (await probing.probe(store, "", in_parts=False)).missing == ["conditions"]
 
 
 async def test_where_nothing_may_be_written_nothing_is_found(
@@ -63,7 +65,7 @@ async def test_where_nothing_may_be_written_nothing_is_found(
         faulty.clear()
         faulty.add(key=PROBES, code="AccessDenied")
         with pytest.raises(AccessDeniedError):
-            await probing.probe(store, "")
+            await probing.probe(store, "", in_parts=False)
     assert len(faulty.requests(key=PROBES)) == 1
 
 

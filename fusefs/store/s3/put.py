@@ -191,15 +191,19 @@ class _Put:
         return source.info(answer.get("ETag"), answer.get("VersionId"))
 
 
-async def compares_checksum(requester: Requester, key: str, body: bytes, crc32: str) -> bool:
+async def compares_checksum(requester: Requester, key: str, fd: int, size: int, crc32: str) -> bool:
     """As `S3Store.compares_checksum`."""
+    body = Body(fd, 0, size)
 
     def work(clients: Clients) -> Failure | None:
+        headers = {"x-amz-checksum-crc32": crc32}
+        body.seek(0)
         try:
-            clients.s3.put_object(**clients.request, Key=key, Body=body, ChecksumCRC32=crc32)
+            if clients.direct.send("PUT", key, body=body, headers=headers) is None:
+                clients.s3.put_object(**clients.request, Key=key, Body=body, ChecksumCRC32=crc32)
         except Exception as error:  # anything may come from botocore and what it uses
             return interpret(error)
         return None
 
-    failure = await requester.with_retries("PUT", key, work)
+    failure = await requester.with_retries("PUT", key, work, transfer=body)
     return failure is not None and 400 <= failure.status < 500

@@ -6,7 +6,8 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import trio
 
 from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S
-from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import recovery
 from fusefs.posix.write.staging import SOURCE
@@ -46,14 +46,34 @@ def mount(tmp_path: Path) -> MortalMount:
     return made
 
 
-def mutations(process: Process) -> Mutations:
-    assert process.operations.mutations is not None
-    return process.operations.mutations
+@asynccontextmanager
+async def next_mount(mount: MortalMount) -> AsyncIterator[Process]:
+    """A mount after a restart of the machine, which sends what it has found when it ends."""
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        yield process
+        await process.writer.deferred.drain()
+
+
+def fail_at(mount: MortalMount, operation: str) -> None:
+    """Have requests of a kind fail from now on."""
+
+    def fail(what: str, _key: str) -> None:
+        if what == operation:
+            raise StoreError("not now")
+
+    fail_at(mount, "COPY")
+
+
+def succeed(mount: MortalMount) -> None:
+    mount.store.before = mount.store.after = lambda _what, _key: None
 
 
 async def set_on(process: Process, path: str, **new: int) -> None:
     inode = await process.node(path)
-    await mutations(process).setattr(inode.nodeid, NewAttributes(**new))
+    assert process.operations.mutations is not None
+    await process.operations.mutations.setattr(inode.nodeid, NewAttributes(**new))
 
 
 async def describe(process: Process, path: str) -> None:
@@ -221,19 +241,13 @@ async def test_a_process_that_was_killed_loses_none(
 async def test_what_the_end_of_a_mount_could_not_send_the_next_one_does(
     mount: MortalMount,
 ) -> None:
-    def fail(what: str, _key: str) -> None:
-        if what == "COPY":
-            raise StoreError("not now")
-
-    mount.store.before = fail
+    fail_at(mount, "COPY")
     async with mount.serving() as process:
         await describe(process, "file")
         await process.writer.backlog.drain(1)
-    mount.store.before = lambda _what, _key: None
-    mount.reboot()
-    async with mount.serving() as process:
-        recovery.adopt(process.writer)
-        await process.writer.deferred.drain()
+    succeed(mount)
+    async with next_mount(mount):
+        pass
     check(mount, "file")
 
 
@@ -249,10 +263,8 @@ async def test_what_no_bucket_is_known_of_is_left_alone_and_reported(
         recovery.adopt(process.writer)
         assert f"{directory} has ['attributes'], which no mount sends" in caplog.text
         (directory / SOURCE).write_text(process.writer.staging.source)
-    mount.reboot()
-    async with mount.serving() as process:
-        recovery.adopt(process.writer)
-        await process.writer.deferred.drain()
+    async with next_mount(mount):
+        pass
     check(mount, "file")
 
 
@@ -269,19 +281,14 @@ async def test_what_is_changed_of_an_open_file_is_sent_by_the_next_mount(
             await process.write(fh, 0, b"another")
         set_ns = time.time_ns() if time_ns is None else time_ns
         await set_on(process, "file", mode=0o600, uid=3, mtime_ns=set_ns)
-    mount.reboot()
-    async with mount.serving() as process:
-        recovery.adopt(process.writer)
+    async with next_mount(mount) as process:
         expected_ns = before_ns if is_written else set_ns
         assert await shown(process, "file") == (0o600, 3, 0, expected_ns)
         await process.writer.deferred.drain()
         assert metadata_of(mount, "file")["mode"] == MODE
         await set_on(process, "file", mode=0o640)
-        await process.writer.deferred.drain()
-    mount.reboot()
-    async with mount.serving() as process:
-        recovery.adopt(process.writer)
-        await process.writer.deferred.drain()
+    async with next_mount(mount):
+        pass
     assert metadata_of(mount, "file")["mode"] == str(stat.S_IFREG | 0o640)
     assert mount.store.contents()["file"] == b"content"
     left = [path for path in (mount.directory / "staging").rglob("[0-9]*") if path.is_file()]
@@ -305,7 +312,7 @@ async def test_a_process_that_was_killed_while_sending_loses_none(
             await process.writer.deferred.drain()
     except* DiedError:
         pass
-    mount.store.before = mount.store.after = lambda _what, _key: None
+    succeed(mount)
     async with mount.serving() as process:
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
@@ -328,12 +335,9 @@ async def test_what_is_changed_while_a_process_is_killed_over_an_answer_is_sent(
     except* DiedError:
         pass
     held.holds = False
-    mount.reboot()
-    async with mount.serving() as process:
-        recovery.adopt(process.writer)
+    async with next_mount(mount) as process:
         if is_renamed:
             await process.rename("file", "new")
-        await process.writer.deferred.drain()
     assert metadata_of(mount, "new" if is_renamed else "file")["mode"] == MODE
 
 
@@ -362,17 +366,12 @@ async def test_what_is_changed_after_a_request_without_an_answer_is_sent(
 
 async def test_what_somebody_else_has_replaced_is_given_up(mount: MortalMount) -> None:
     """Also after a request without an answer."""
-
-    def fail(what: str, _key: str) -> None:
-        if what == "COPY":
-            raise StoreError("no answer")
-
     async with mount.serving() as process:
         await describe(process, "file")
-        mount.store.before = fail
-        with pytest.raises(StoreError, match="no answer"):
+        fail_at(mount, "COPY")
+        with pytest.raises(StoreError, match="not now"):
             await process.writer.deferred.flush("file")
-        mount.store.before = lambda _what, _key: None
+        succeed(mount)
         mount.store.put("file", b"somebody else's", mode="theirs")
         await process.writer.deferred.flush("file")
         assert len(process.writer.deferred) == 0
@@ -381,16 +380,12 @@ async def test_what_somebody_else_has_replaced_is_given_up(mount: MortalMount) -
 
 @pytest.mark.parametrize("operation", ["COPY", "DELETE"])
 async def test_a_rename_that_fails_loses_none(mount: MortalMount, operation: str) -> None:
-    def fail(what: str, _key: str) -> None:
-        if what == operation:
-            raise StoreError("not now")
-
     async with mount.serving() as process:
         await describe(process, "file")
-        mount.store.before = fail
+        fail_at(mount, operation)
         with pytest.raises(StoreError, match="not now"):
             await process.rename("file", "new")
-        mount.store.before = lambda _what, _key: None
+        succeed(mount)
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
     check(mount, "file")
@@ -413,7 +408,7 @@ async def test_a_process_that_was_killed_in_a_rename_loses_none(mount: MortalMou
             await process.rename("file", "new")
     except* DiedError:
         pass
-    mount.store.before = lambda _what, _key: None
+    succeed(mount)
     async with mount.serving() as process:
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.rename("file", "new")
@@ -422,18 +417,14 @@ async def test_a_process_that_was_killed_in_a_rename_loses_none(mount: MortalMou
 
 
 async def test_what_is_refused_stays_and_is_sent_again(mount: MortalMount) -> None:
-    def fail(what: str, _key: str) -> None:
-        if what == "COPY":
-            raise StoreError("not now")
-
     async with mount.serving() as process:
-        mount.store.before = fail
+        fail_at(mount, "COPY")
         await describe(process, "file")
         with pytest.raises(StoreError, match="not now"):
             await process.writer.deferred.flush("file")
         (waiting,) = process.writer.backlog.unsent("")
         assert process.writer.backlog.state(waiting) == "failed"
-        mount.store.before = lambda _what, _key: None
+        succeed(mount)
         await process.writer.deferred.flush("file")
         assert process.writer.backlog.unsent("") == []
     check(mount, "file")
@@ -499,7 +490,7 @@ async def test_what_a_full_disk_does_not_take_with_a_rename_is_sent_at_once(
 
         mount.store.before = fill_and_change_again
         await process.rename("file", "new")
-        mount.store.before = lambda _what, _key: None
+        succeed(mount)
         now = trio.current_time()
         assert all(waiting.due <= now for waiting in process.writer.deferred.pending("new"))
         await process.writer.deferred.drain()
@@ -523,17 +514,13 @@ async def test_a_mount_that_meets_a_full_disk_leaves_them_to_the_next(
 ) -> None:
     async with mount.serving() as process:
         await describe(process, "file")
-    mount.reboot()
     with monkeypatch.context() as patch:
         patch.setattr(AttributeLog, "append", is_full)
-        async with mount.serving() as process:
-            recovery.adopt(process.writer)
-            await process.writer.deferred.drain()
+        async with next_mount(mount):
+            pass
     assert mount.store.count("COPY") == 0
-    mount.reboot()
-    async with mount.serving() as process:
-        recovery.adopt(process.writer)
-        await process.writer.deferred.drain()
+    async with next_mount(mount):
+        pass
     check(mount, "file")
 
 
@@ -544,11 +531,9 @@ async def test_a_mount_of_another_prefix_leaves_them_to_one_of_theirs(mount: Mor
         await describe(process, "a/file")
         await describe(process, "b/file")
     for prefix, sent in (("c/", []), ("b/", ["b/file"]), ("", ["a/file", "b/file"])):
-        mount.reboot()
         mount.prefix = prefix
-        async with mount.serving() as process:
-            recovery.adopt(process.writer)
-            await process.writer.deferred.drain()
+        async with next_mount(mount):
+            pass
         copied = sorted(key for what, key in mount.store.requests if what == "COPY")
         assert copied == sent
     check(mount, "a/file")
