@@ -270,7 +270,6 @@ def test_what_a_killed_daemon_had_removed_unanswered_stays_removed(
         hold.release()
         removing.result(LIMIT_S)
     earlier.release()
-    until(lambda: mount.status()["writing"]["late_requests"]["uncertain"] == 0, "uncertain")
     assert content(bucket, key) is None
     assert not path.exists()
     assert content(bucket, "b") == (b"second" if what == "rename" else None)
