@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
-from fusefs.store.fencing import CHANGE
 from fusefs.store.interface import ObjectInfo
 
 logger = logging.getLogger("fusefs.attributes")
@@ -26,8 +25,7 @@ NAME = "attributes"
 class RecordedAttributes:
     """What an object is to say: `info` is its version, `metadata` all of its user metadata.
 
-    `tokens` are those of requests that may have made another version of it. They are in
-    the line as the metadata's token, which earlier versions pass over.
+    `tokens` are those of requests that may have made another version of it.
     """
 
     info: ObjectInfo
@@ -35,10 +33,9 @@ class RecordedAttributes:
     tokens: tuple[str, ...] = ()
 
     def line(self) -> bytes:
-        info, metadata = self.info, self.metadata
-        if self.tokens:
-            metadata = metadata | {CHANGE: " ".join(self.tokens)}
-        return line([info.key, info.etag, info.size, info.mtime_ns, metadata])
+        info = self.info
+        fields = [info.key, info.etag, info.size, info.mtime_ns, self.metadata, *self.tokens]
+        return line(fields)
 
 
 class AttributeLog(LineLog):
@@ -65,12 +62,9 @@ def load(directory: Path) -> list[RecordedAttributes]:
     records: list[RecordedAttributes] = []
     for key, fields in load_lines(directory / NAME).items():
         try:
-            etag, size, mtime_ns, metadata = fields
-            metadata = dict(metadata)
-            tokens = tuple(str(metadata.pop(CHANGE, "")).split())
-            records.append(
-                RecordedAttributes(ObjectInfo(key, size, etag, mtime_ns), metadata, tokens)
-            )
+            etag, size, mtime_ns, metadata, *tokens = fields
+            info = ObjectInfo(key, size, etag, mtime_ns)
+            records.append(RecordedAttributes(info, dict(metadata), tuple(map(str, tokens))))
         except (ValueError, TypeError):
             logger.warning("%s: what is on record of %s can't be read", directory / NAME, key)
     return records

@@ -109,6 +109,7 @@ class HeadCache:
         self._owner = owner
         self._nursery = nursery
         self._policy = directories.head_policy
+        self.asks_less = self._policy.asks_less
         self._pending: OrderedDict[str, PendingHead] = OrderedDict()
         self._scans: OrderedDict[str, ScanState] = OrderedDict()
         self._deferred = deferred
@@ -124,7 +125,7 @@ class HeadCache:
         if inode.meta is not None:
             return False
         if inode.parent is None:
-            return not self._policy.asks_less and self.lacks(inode)
+            return not self.asks_less and self.lacks(inode)
         return self.needs_head_of(inode, self.assumed(inode.parent))
 
     def needs_head_of(self, inode: Inode, assumed: Assumed) -> bool:
@@ -133,11 +134,6 @@ class HeadCache:
         is_asked = _modified_ns(inode) > until
         # `lacks` has it show what waits to be sent, and comes first where anything may.
         return is_asked and self.lacks(inode) if self.asks_less else self.lacks(inode) and is_asked
-
-    @property
-    def asks_less(self) -> bool:
-        """As `HeadPolicy.asks_less`."""
-        return self._policy.asks_less
 
     def assumed(self, directory: Inode) -> Assumed:
         """As `HeadPolicy.assumed`."""
@@ -148,7 +144,7 @@ class HeadCache:
 
         It does so where they do not let a program read or execute the file.
         """
-        if not self._policy.asks_less or inode.info is None or not inode.is_current:
+        if not self.asks_less or inode.info is None or not inode.is_current:
             return False
         now = time.monotonic()
         if now < self._inodes.forgotten_at + EVICTING_S or now > inode.valid_until + DOUBT_S:
@@ -243,7 +239,7 @@ class HeadCache:
         `inodes` are the next ones of the segment.
         """
         prefix = self._inodes.key(directory)
-        if self._policy.asks_less and self._policy.is_new(prefix) and prefix not in self._sampled:
+        if self.asks_less and self._policy.is_new(prefix) and prefix not in self._sampled:
             self._sample_ahead(prefix, segment)
         await self._sampled_ahead(prefix)
         unknown = [inode for inode in inodes if self.needs_head(inode)]
@@ -266,11 +262,11 @@ class HeadCache:
 
     def _sample_ahead(self, prefix: str, segment: Segment) -> None:
         """Send the HEAD of one file where that may spare those of its whole directory."""
-        most = ALIKE if self._policy.asks_less else MOST_AHEAD
+        most = ALIKE if self.asks_less else MOST_AHEAD
         if not self._policy.is_undecided(prefix) or len(self._sampled) >= most:
             return
         files = [entry for entry in segment.entries.values() if entry is not None]
-        if self._policy.asks_less:
+        if self.asks_less:
             samples = _telling(files) if self._policy.is_new(prefix) else []
         else:
             samples = files[:1] if self._policy.remaining(prefix) == 1 else []
@@ -385,7 +381,7 @@ class HeadCache:
         default = self._owner.directory if is_directory else self._owner.file
         known = meta.read(info.metadata or {}, default)
         has_attributes, has_usual = meta.has_attributes_in(info.metadata or {}), False
-        if self._policy.asks_less and has_attributes:
+        if self.asks_less and has_attributes:
             has_usual = known.changed(mtime_ns=None, other=(), form=default.form) == default
             has_attributes = not has_usual
         prefix = _directory(info.key)

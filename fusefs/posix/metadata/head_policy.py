@@ -71,13 +71,8 @@ class HeadPolicy:
     once, by the next mounts; without one they are known to this mount alone.
     """
 
-    def __init__(
-        self,
-        record: Path | None = None,
-        *,
-        is_read_only: bool = False,
-    ) -> None:
-        # On a read-only mount, which asks less: see the module's text.
+    def __init__(self, record: Path | None = None, *, is_read_only: bool = False) -> None:
+        # See the module's text.
         self.asks_less = is_read_only
         # Of a read-only mount: what is known of the directories of one parent together.
         self._alike: OrderedDict[str, _Directory] = OrderedDict()

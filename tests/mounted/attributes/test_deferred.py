@@ -63,7 +63,7 @@ def fail_at(mount: MortalMount, operation: str) -> None:
         if what == operation:
             raise StoreError("not now")
 
-    fail_at(mount, "COPY")
+    mount.store.before = fail
 
 
 def succeed(mount: MortalMount) -> None:
