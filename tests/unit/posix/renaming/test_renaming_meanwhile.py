@@ -339,7 +339,7 @@ async def test_what_is_created_before_its_directory_is_renamed_goes_along(
     mount: MortalMount,
 ) -> None:
     """Also where the bucket decides first whether it is new."""
-    stop = Stop(mount.store, "PUT", "a/new.lock")
+    stop = Stop(mount.store, "PUT", "a/new.pid")
     async with mount.serving() as process:
         mutations = process.operations.mutations
         assert mutations is not None
@@ -354,9 +354,9 @@ async def test_what_is_created_before_its_directory_is_renamed_goes_along(
                 stop.go_on.set()
 
             nursery.start_soon(rename)
-            answer = mutations.create(parent.nodeid, b"new.lock", 0o100644, flags, process.caller())
+            answer = mutations.create(parent.nodeid, b"new.pid", 0o100644, flags, process.caller())
             assert not isinstance(answer, tuple)
             _, opened = await answer
         await process.write(opened.fh, 0, b"new")
         await process.close(opened.fh)
-    assert mount.store.contents() == XYZ | {"b/new.lock": b"new"}
+    assert mount.store.contents() == XYZ | {"b/new.pid": b"new"}
