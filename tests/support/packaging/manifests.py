@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import kubernetes_validate
-import kubernetes_validate.utils
 import pytest
 import yaml
 
@@ -28,11 +26,6 @@ Object = dict[str, Any]
 
 each_kustomization = pytest.mark.parametrize(
     "directory", [MANIFESTS, *OVERLAYS], ids=lambda path: path.name
-)
-
-# The schemas are large files, and it reads them for each object.
-kubernetes_validate.utils.schema_contents = functools.cache(
-    kubernetes_validate.utils.schema_contents
 )
 
 
@@ -100,7 +93,17 @@ def check(document: Object, version: str) -> None:
 
 @functools.cache  # most objects are the same in many overlays
 def _check(document: str, version: str) -> None:
-    kubernetes_validate.validate(json.loads(document), version, strict=True)
+    _validator().validate(json.loads(document), version, strict=True)
+
+
+@functools.cache
+def _validator() -> Any:
+    """Kubernetes' schemas: 2.5 s to import, large files that it would read for each object."""
+    import kubernetes_validate.utils
+
+    utils = kubernetes_validate.utils
+    utils.schema_contents = functools.cache(utils.schema_contents)
+    return kubernetes_validate
 
 
 def find(documents: list[Object], kind: str, name: str | None = None) -> Object:
