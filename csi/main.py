@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from fusefs.api import MetricsTarget, OneLineFormatter, __version__, command_parser
+from fusefs.api import MetricsTarget, OneLineFormatter, Parser, __version__
 
 try:
     from csi import metrics
@@ -76,7 +76,7 @@ def _complain(what: object) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; tests of the manifests use it, too."""
-    parser = command_parser("fusefs-csi", "The fusefs CSI driver.")
+    parser = Parser(prog="fusefs-csi", description="The fusefs CSI driver.")
     parser.add_argument("--version", action="version", version=f"fusefs-csi {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 

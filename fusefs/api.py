@@ -51,6 +51,8 @@ from fusefs.linux.mountinfo import KernelMount as KernelMount
 from fusefs.linux.mountinfo import kernel_mounts as kernel_mounts
 from fusefs.linux.processes import has_ended as has_ended
 from fusefs.posix.nodes.names import PRIVATE as PRIVATE
+from fusefs.settings.arguments import Parser as Parser
+from fusefs.settings.display import human_duration as human_duration
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
 from fusefs.settings.mount import Layer as Layer
 from fusefs.settings.mount import MountSettings as MountSettings
@@ -94,8 +96,6 @@ from fusefs.store.s3.special_buckets import obstacle as bucket_obstacle
 from fusefs.store.s3.write_options import WriteOptions as WriteOptions
 
 if TYPE_CHECKING:
-    import argparse
-
     from fusefs.store.http.trust import Trust as Trust
 
 # What is called otherwise here; "X as X" above offers a name as it is.
@@ -173,23 +173,6 @@ def describe_warming(jobs: Sequence[Message]) -> str:
             f"{job['path'] or '.'}: {status_report.warm_progress(job)}" for job in jobs
         )
     return status_report.progress(warm.together(list(jobs)))
-
-
-def describe_duration(seconds: float) -> str:
-    """A time span for people, as in `2 min 30 s`."""
-    from fusefs.cli import status_report
-
-    return status_report.human_duration(seconds)
-
-
-# --- command lines ------------------------------------------------------------
-
-
-def command_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """A parser that reports errors as the command `fusefs` does: in one line, with a suggestion."""
-    from fusefs.settings.arguments import Parser
-
-    return Parser(prog=program, description=description)
 
 
 # --- metrics ------------------------------------------------------------------

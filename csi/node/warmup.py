@@ -36,8 +36,8 @@ from fusefs.api import (
     MountEndedError,
     NotAnsweringError,
     daemon_request,
-    describe_duration,
     describe_warming,
+    human_duration,
 )
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Warmups:
                 break
             now = time.monotonic()
             if now - began >= warm.timeout_s:
-                waited = describe_duration(warm.timeout_s)
+                waited = human_duration(warm.timeout_s)
                 status = f"not done in {waited}, goes on in the background: {status}"
                 break
             if now + POLL_S > ends:

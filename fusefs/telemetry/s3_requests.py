@@ -127,7 +127,7 @@ class RequestClock:
         self._operation = operation
         self._requests = requests
         self._work = current()
-        self._cause = _CAUSES.get(operation, WaitCause.S3_FIRST_BYTE)  # NOTHING after its end
+        self._cause = cause_of(operation)  # NOTHING after its end
         self._is_aside = False
         self._first_byte_s = -1.0
         if STALLS.notes:

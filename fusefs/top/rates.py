@@ -7,7 +7,7 @@ rates are per second, sizes in bytes, times in seconds, shares from 0 to 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -178,20 +178,18 @@ class _Change:
 
     def totals_by(self, name: str, label: str) -> dict[str, float]:
         """The values now, added up for each value of a label."""
-        found: dict[str, float] = {}
-        for (metric, labels), value in self._now.items():
-            if metric == name:
-                key = dict(labels).get(label, "")
-                found[key] = found.get(key, 0.0) + value
-        return found
+        return self._by(name, label, lambda _key, value: value)
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """The rates of a counter, added up for each value of a label."""
+        return self._by(name, label, self._rate)
+
+    def _by(self, name: str, label: str, of: Callable[[_Key, float], float]) -> dict[str, float]:
         found: dict[str, float] = {}
         for key, value in self._now.items():
             if key[0] == name:
-                of = dict(key[1]).get(label, "")
-                found[of] = found.get(of, 0.0) + self._rate(key, value)
+                group = dict(key[1]).get(label, "")
+                found[group] = found.get(group, 0.0) + of(key, value)
         return found
 
     def operations(self, name: str) -> dict[str, Operation]:
