@@ -68,16 +68,6 @@ def test_data_that_another_volume_may_have_are_retained(
     assert set(keys(bucket)) == {f"{NAME}/data", record_key("pvc-other")}
 
 
-def test_a_neighbour_with_a_similar_prefix_is_no_reason_to_retain(
-    driver: Driver, bucket: Bucket
-) -> None:
-    volume = create(driver, bucket.name, onDelete="delete")
-    create(driver, bucket.name, NAME + "0", onDelete="delete")
-    bucket.put(f"{NAME}/data", b"")
-    delete(driver, volume.volume_id)
-    assert set(keys(bucket)) == {record_key(NAME + "0")}
-
-
 @pytest.mark.parametrize(
     "body",
     [b"", b"{}", b"\xff", b'{"format": 2}', b"[" * 5000],

@@ -49,35 +49,6 @@ def test_a_long_deletion_tells_how_far_it_is_and_goes_on(
     assert len(faulty.requests("DELETE MANY")) == 1
 
 
-def test_a_second_call_for_a_volume_is_not_queued(
-    driver: Driver, bucket: Bucket, faulty: FaultyS3
-) -> None:
-    volume = create(driver, bucket.name, store="faulty")
-    held = Held(faulty, "GET")
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(delete, driver, volume.volume_id)
-        assert held.begun.wait(PATIENCE_S)
-        message = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
-        assert refusal(driver.controller.DeleteVolume, message)[0] is Code.ABORTED
-        held.let_go()
-        first.result()
-
-
-def test_a_volume_made_within_another_stops_its_deletion(
-    driver: Driver, bucket: Bucket, faulty: FaultyS3
-) -> None:
-    volume = create(driver, bucket.name, store="faulty", onDelete="delete")
-    bucket.put(f"{NAME}/data", b"precious")
-    held = Held(faulty, "LIST")
-    with ThreadPoolExecutor(1) as pool:
-        deletion = pool.submit(delete, driver, volume.volume_id)
-        assert held.begun.wait(PATIENCE_S)
-        create(driver, bucket.name, "pvc-late", prefix=f"{NAME}/late")
-        held.let_go()
-        deletion.result()
-    assert set(keys(bucket)) == {f"{NAME}/data", record_key("pvc-late")}
-
-
 def test_a_volume_made_within_another_keeps_what_is_left_of_it(
     driver: Driver, bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,17 +115,12 @@ def test_an_inline_volume_may_say_less(name: str) -> None:
 
 
 def test_local_durability_needs_the_administrators_word() -> None:
-    with pytest.raises(InvalidArgumentError, match="durability"):
-        read_options({"durability": "local"}, [], is_inline=False)
-    with pytest.raises(InvalidArgumentError, match="durability"):
-        read_options({}, ["durability=local"], is_inline=False)
-    allowed = {"allowLocalDurability": "true", "durability": "local"}
-    assert str(settings(allowed).durability) == "local"
-
-
-def test_a_local_path_needs_the_administrators_word_as_well() -> None:
     rules = "bucket,local:runs/**"
-    for attributes, flags in (({"durability": rules}, []), ({}, [f"durability={rules},ro"])):
+    for attributes, flags in (
+        ({"durability": "local"}, []),
+        ({"durability": rules}, []),
+        ({}, [f"durability={rules},ro"]),
+    ):
         with pytest.raises(InvalidArgumentError, match="durability: local loses files"):
             read_options(attributes, flags, is_inline=False)
         read_options({"allowLocalDurability": "true", **attributes}, flags, is_inline=False)
