@@ -15,7 +15,7 @@ import select
 
 FUSE_DEVICE = os.makedev(10, 229)  # as in Documentation/admin-guide/devices.txt
 FUSECTL = "/sys/fs/fuse/connections"
-_BDI = "/sys/class/bdi"
+BDI = "/sys/class/bdi"
 
 # The new mount interface has the same numbers on every architecture but alpha.
 _SYS_FSOPEN = 430
@@ -76,7 +76,7 @@ def numbers() -> set[int]:
 
 def _devices() -> set[int]:
     try:
-        names = os.listdir(_BDI)
+        names = os.listdir(BDI)
     except OSError:
         return set()
     # A connection's number is the minor one of its device, whose major one is 0.
@@ -92,7 +92,7 @@ def is_disconnected(fuse_fd: int) -> bool:
 
 def raise_read_ahead(connection: int, kib: int) -> bool:
     """Let the kernel read ahead further, where sysfs can be written; return whether it can."""
-    with contextlib.suppress(OSError), open(f"{_BDI}/0:{connection}/read_ahead_kb", "w") as file:
+    with contextlib.suppress(OSError), open(f"{BDI}/0:{connection}/read_ahead_kb", "w") as file:
         file.write(str(kib))
         return True
     return False

@@ -18,8 +18,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Where memory is short, a daemon goes before the process that starts the next one.
 _OOM_SCORE_ADJUSTMENT = 500
-_CGROUP_FILE = "/proc/self/cgroup"
-_CGROUPS = "/sys/fs/cgroup"
+CGROUP_FILE = "/proc/self/cgroup"
+CGROUPS = "/sys/fs/cgroup"
 
 
 class Credentials:
@@ -119,11 +119,11 @@ def _ends_with_group() -> bool:
     highest of the groups that say so counts.
     """
     with contextlib.suppress(OSError):
-        with open(_CGROUP_FILE) as file:
+        with open(CGROUP_FILE) as file:
             [path] = [line[3:].strip("\n/") for line in file if line.startswith("0::")] or [""]
         names = path.split("/")
         for count in range(len(names), -1, -1):
-            group = os.path.join(_CGROUPS, *names[:count], "memory.oom.group")
+            group = os.path.join(CGROUPS, *names[:count], "memory.oom.group")
             with contextlib.suppress(FileNotFoundError), open(group) as file:
                 if file.read().strip() == "1":
                     return True

@@ -216,16 +216,13 @@ def test_a_store_that_ignores_conditions_is_advice() -> None:
     assert found.text == "this store does not honour conditions of writes"
 
 
-async def test_the_throughput_takes_no_more_than_the_documents_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_throughput_takes_no_more_than_the_documents_say() -> None:
     requested = 0
 
-    async def read(_store: object, _version: object, start: int, stop: int, count: object) -> None:
+    async def download(_version: object, start: int, stop: int, _write: object) -> None:
         nonlocal requested
         requested += stop - start
         await trio.lowlevel.checkpoint()  # all readers have begun when the first has ended
 
-    monkeypatch.setattr(bucket, "_read", read)
-    await bucket._throughput(Mock(), ObjectInfo("a", 40 << 20, '"etag"', 0))
+    await bucket._throughput(Mock(download=download), ObjectInfo("a", 40 << 20, '"etag"', 0))
     assert requested == bucket.MOST_BYTES

@@ -20,7 +20,7 @@ def test_journals_of_mounts_that_have_ended_are_removed(
         (shown / name).mkdir(parents=True)
     nothing = str(tmp_path / "nothing")
     monkeypatch.setattr(fuse_connection, "FUSECTL", str(shown) if has_fusectl else nothing)
-    monkeypatch.setattr(fuse_connection, "_BDI", nothing if has_fusectl else str(shown))
+    monkeypatch.setattr(fuse_connection, "BDI", nothing if has_fusectl else str(shown))
     directory = tmp_path / "state"
     directory.mkdir()
     for number in (7, 41, 52):

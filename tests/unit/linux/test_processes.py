@@ -47,7 +47,7 @@ def test_a_process_that_takes_its_whole_group_along_yields_no_memory(
     (tmp_path / "groups" / group / "memory.oom.group").write_text("1\n")
     if own is not None:
         (tmp_path / "cgroup").write_text(f"1:name=systemd:/\n{own}\n")
-    monkeypatch.setattr(processes, "_CGROUP_FILE", str(tmp_path / "cgroup"))
-    monkeypatch.setattr(processes, "_CGROUPS", str(tmp_path / "groups"))
+    monkeypatch.setattr(processes, "CGROUP_FILE", str(tmp_path / "cgroup"))
+    monkeypatch.setattr(processes, "CGROUPS", str(tmp_path / "groups"))
     usual = int(Path("/proc/self/oom_score_adj").read_text())
     assert oom_score_adjustment(tmp_path) == (500 if yields else usual)
