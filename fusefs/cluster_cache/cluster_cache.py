@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import trio
@@ -23,15 +24,15 @@ _LOOKUPS = tuple(
 _FILLS = ("stored", "present", "failed", "dropped", "lost")
 
 
+@dataclass
 class ClearJob:
     """The removal of all blocks that a mount's domain has of its bucket."""
 
-    def __init__(self) -> None:
-        self.blocks = 0
-        self.bytes = 0
-        self.failed = 0
-        self.error: str | None = None
-        self.has_ended = False
+    blocks: int = 0
+    bytes: int = 0
+    failed: int = 0
+    why: str | None = None
+    has_ended: bool = False
 
     def note(self, blocks: list[tuple[str, int]], failed: set[str]) -> None:
         """These names and sizes were to be removed, and some could not be."""
@@ -39,16 +40,6 @@ class ClearJob:
         self.blocks += len(removed)
         self.bytes += sum(removed)
         self.failed += len(blocks) - len(removed)
-
-    def describe(self) -> dict[str, Any]:
-        """It as JSON can hold it."""
-        return {
-            "blocks": self.blocks,
-            "bytes": self.bytes,
-            "failed": self.failed,
-            "why": self.error,
-            "has_ended": self.has_ended,
-        }
 
 
 class ClusterCache:
@@ -110,7 +101,7 @@ class ClusterCache:
         if clearing is None or (is_new and clearing.has_ended):
             clearing = self._clearing = ClearJob()
             self._nursery.start_soon(self._clear, clearing)
-        return clearing.describe()
+        return asdict(clearing)
 
     async def _clear(self, clearing: ClearJob) -> None:
         try:
@@ -118,5 +109,5 @@ class ClusterCache:
                 names = [name for name, _ in blocks]
                 clearing.note(blocks, await self._remote.delete(names) if names else set())
         except Exception as error:  # a library's, too: it ends this removal alone
-            clearing.error = str(error) if isinstance(error, StoreError) else repr(error)
+            clearing.why = str(error) if isinstance(error, StoreError) else repr(error)
         clearing.has_ended = True

@@ -14,13 +14,13 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Protocol
 
 import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
 from fusefs.cluster_cache.block import BlockId, Domain, StoredBlock, block_ids
+from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import AttemptError
 
@@ -50,12 +50,6 @@ def rest_after(took_s: float, size: int, processors: int) -> float:
     least_s = SMALL_REST_S if size <= SMALL else REST_S
     share = SHARE * processors / AT_A_TIME
     return min(max(least_s, took_s * (1 / share - 1)), MOST_REST_S)
-
-
-class BlockSink(Protocol):
-    """Where blocks are stored; as `fusefs.cluster_cache.remote.BlockBucket`."""
-
-    async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool: ...
 
 
 class _Fill:
@@ -92,7 +86,7 @@ class Filler:
     def __init__(
         self,
         tier: ClusterTier,
-        store: BlockSink,
+        store: BlockBucket,
         domain: Domain,
         cache: FileCache,
         is_busy: Callable[[], bool],

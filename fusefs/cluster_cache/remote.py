@@ -57,6 +57,10 @@ def _prefetch() -> Priority:
     return Priority.PREFETCH
 
 
+def _range(start: int, stop: int) -> dict[str, str]:
+    return {"range": f"bytes={start}-{stop - 1}"}
+
+
 @contextmanager
 def _renewing(requester: Requester) -> Iterator[None]:
     """Have the next request look for other credentials where these are refused."""
@@ -118,24 +122,31 @@ class BlockBucket:
         *,
         sent: Callable[[], None],
         priority: Urgency,
-        in_loop: bool,
     ) -> None:
-        """Hand the bytes [start, stop) of a stored block on to `take`, as they come.
+        """Hand the bytes [start, stop) of a stored block on to `take`, as they come, in a thread.
 
-        `take` is called in the event loop, where a small range may be read `in_loop`, or in
-        a thread; `sent` once there is a connection for the request.
+        `sent` is called once there is a connection for the request.
 
         Raises:
             AttemptError: there is no such block, or no answer, or the answer broke off.
             Exception: whatever `take` raises.
         """
+        key = self._prefix + name
         with _renewing(self._gets):
-            key, size = self._prefix + name, stop - start
-            headers = {"range": f"bytes={start}-{stop - 1}"}
-            may_be_now = in_loop and size <= SMALL
-            if may_be_now and await self._get_now(key, headers, size, take, sent, priority):
-                return
-            await self._get_in_thread(key, headers, size, take, sent, priority)
+            async with self._gets.connected(GET, priority, key) as clients:
+                sent()
+                attempt = Attempt()
+
+                def take_locally(chunk: memoryview) -> None:
+                    attempt.locally(partial(take, chunk))
+
+                def work() -> None:
+                    download = clients.direct.download
+                    headers = _range(start, stop)
+                    if not download(key, headers, stop - start, lambda _: None, take_locally):
+                        raise AttemptError(_NOT_UNDERSTOOD)
+
+                await self._gets.in_thread(GET, attempt, work)
 
     async def get_now(
         self, name: str, start: int, stop: int, *, late: Late, priority: Urgency
@@ -149,70 +160,19 @@ class BlockBucket:
             AttemptError: there is no such block, or no answer, or the answer broke off.
             Exception: whatever `late` raises.
         """
-        if stop - start > SMALL or not self._gets.connections.has_room_now(priority):
-            return None
-        headers = {"range": f"bytes={start}-{stop - 1}"}
-        with _renewing(self._gets):
-            return await self._read_now(
-                self._prefix + name, headers, stop - start, priority, lambda: None, late
-            )
-
-    async def _get_in_thread(
-        self,
-        key: str,
-        headers: dict[str, str],
-        size: int,
-        take: Callable[[memoryview], None],
-        sent: Callable[[], None],
-        priority: Urgency,
-    ) -> None:
-        async with self._gets.connected(GET, priority, key) as clients:
-            sent()
-            attempt = Attempt()
-
-            def take_locally(chunk: memoryview) -> None:
-                attempt.locally(partial(take, chunk))
-
-            def work() -> None:
-                if not clients.direct.download(key, headers, size, lambda _: None, take_locally):
-                    raise AttemptError(_NOT_UNDERSTOOD)
-
-            await self._gets.in_thread(GET, attempt, work)
-
-    async def _get_now(
-        self,
-        key: str,
-        headers: dict[str, str],
-        size: int,
-        take: Callable[[memoryview], None],
-        sent: Callable[[], None],
-        priority: Urgency,
-    ) -> bool:
-        """Read a small range in the event loop; False if a thread is to do it."""
-        content = await self._read_now(key, headers, size, priority, sent)
-        if content is not None:
-            take(content)
-        return content is not None
-
-    async def _read_now(
-        self,
-        key: str,
-        headers: dict[str, str],
-        size: int,
-        priority: Urgency,
-        sent: Callable[[], None],
-        late: Late | None = None,
-    ) -> memoryview | None:
-        requester = self._gets
+        requester, key, size = self._gets, self._prefix + name, stop - start
         clients = requester.source.clients
-        if clients is None:
+        has_room = requester.connections.has_room_now(priority)
+        if size > SMALL or not has_room or clients is None:
             return None
-        send = partial(clients.direct.send_now, "GET", key, headers=headers, size=size, late=late)
-        async with requester.connections.lease(priority, key):
-            sent()
-            answer, failure = await requester.attempt_now(GET, key, send)
-        if failure is not None:
-            raise AttemptError(failure)
+        send = partial(
+            clients.direct.send_now, "GET", key, headers=_range(start, stop), size=size, late=late
+        )
+        with _renewing(requester):
+            async with requester.connections.lease(priority, key):
+                answer, failure = await requester.attempt_now(GET, key, send)
+            if failure is not None:
+                raise AttemptError(failure)
         return None if answer is None else memoryview(answer.content)[:size]
 
     async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool:

@@ -15,8 +15,6 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Protocol
 
 import trio
 
@@ -39,6 +37,7 @@ from fusefs.cluster_cache.policy import (
     Deadline,
     Sampling,
 )
+from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.store.errors import AttemptError, NotFoundError
 from fusefs.store.http.answers import Answer
 from fusefs.store.http.async_exchange import Late
@@ -57,30 +56,6 @@ OPEN_EVERY_S = 30.0
 LEAST_RATE = 8 << 20
 # A line about blocks that are not what was stored.
 LINE_EVERY_S = 60.0
-
-
-class BlockSource(Protocol):
-    """Where the blocks are; as `fusefs.cluster_cache.remote.BlockBucket`."""
-
-    async def open(self) -> None: ...
-
-    def hurry(self) -> None: ...
-
-    async def get(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        take: Callable[[memoryview], None],
-        *,
-        sent: Callable[[], None],
-        priority: Urgency,
-        in_loop: bool,
-    ) -> None: ...
-
-    async def get_now(
-        self, name: str, start: int, stop: int, *, late: Late, priority: Urgency
-    ) -> memoryview | None: ...
 
 
 class LookupOutcome(enum.StrEnum):
@@ -190,7 +165,7 @@ class _Lookup:
         self._token = trio.lowlevel.current_trio_token()
         self._began = trio.current_time()
 
-    async def run(self, blocks: BlockSource, priority: Urgency, *, in_loop: bool) -> None:
+    async def run(self, blocks: BlockBucket, priority: Urgency) -> None:
         """Send it, and write what comes; raises nothing."""
         first, last = self.block.stored_range(self._start, self._stop)
         try:
@@ -202,21 +177,18 @@ class _Lookup:
                     self._take,
                     sent=self._note_sent,
                     priority=priority,
-                    in_loop=in_loop,
                 )
                 if not self._frames.is_complete:
                     raise BadBlockError(f"{self.block.name} is too short")
                 self.outcome = LookupOutcome.HIT
-            if self._is_given_up:
-                self.outcome, self.why = LookupOutcome.FAILED, "its answer is too slow"
-            elif self.race.winner == "s3":
-                self.outcome = LookupOutcome.LATE
+            if self._is_given_up or self.race.winner == "s3":
+                self._note_lost()
         except Exception as error:
             self._judge(error)
         finally:
             self._end()
 
-    async def run_now(self, blocks: BlockSource, priority: Urgency, late: Late) -> bool:
+    async def run_now(self, blocks: BlockBucket, priority: Urgency, late: Late) -> bool:
         """As `run`, in the event loop, for a small range; False if that can't be done now."""
         first, last = self.block.stored_range(self._start, self._stop)
         try:
@@ -235,12 +207,15 @@ class _Lookup:
         self._end()
         return True
 
+    def _note_lost(self) -> None:
+        self.outcome = LookupOutcome.LATE
+        if self._is_given_up:
+            self.outcome, self.why = LookupOutcome.FAILED, "its answer is too slow"
+
     def _judge(self, error: Exception) -> None:
         """What an error says of how it ended."""
         if isinstance(error, _LostError | AbandonedError):
-            self.outcome = LookupOutcome.LATE
-            if self._is_given_up:
-                self.outcome, self.why = LookupOutcome.FAILED, "its answer is too slow"
+            self._note_lost()
         elif isinstance(error, BadBlockError):
             self.outcome, self.why = LookupOutcome.BAD, str(error)
         elif isinstance(error, AttemptError):
@@ -315,11 +290,8 @@ class _Lookup:
         """What it has shown of its block, once it has ended."""
         if self.outcome is LookupOutcome.BAD:
             return StoredState.CORRUPT
-        return (
-            StoredState.DOUBTFUL
-            if self.is_sent and self.outcome in _DOUBTFUL
-            else StoredState.UNKNOWN
-        )
+        is_doubtful = self.is_sent and self.outcome in _DOUBTFUL
+        return StoredState.DOUBTFUL if is_doubtful else StoredState.UNKNOWN
 
     def give_up(self) -> None:
         """End it; what it has written stays."""
@@ -369,7 +341,7 @@ class ClusterTier:
     """
 
     def __init__(
-        self, source: Source, blocks: BlockSource, domain: Domain, nursery: trio.Nursery
+        self, source: Source, blocks: BlockBucket, domain: Domain, nursery: trio.Nursery
     ) -> None:
         self._source = source
         self._blocks = blocks
@@ -441,8 +413,7 @@ class ClusterTier:
                 end = min(block.stop, stop)
                 lookup = last = _Lookup(self._domain, block, position, end, write)
                 if not (in_loop and await self._lookup_now(lookup, priority, from_source, write)):
-                    running = partial(lookup.run, self._blocks, priority, in_loop=in_loop)
-                    await self._race(lookup, running, from_source, write)
+                    await self._race(lookup, priority, from_source, write)
                 if lookup.race.winner == "s3":
                     return
                 position = lookup.position
@@ -459,7 +430,7 @@ class ClusterTier:
     async def _race(
         self,
         lookup: _Lookup,
-        running: Callable[[], Awaitable[None]],
+        priority: Urgency,
         from_source: Callable[[int, ChunkWriter], Awaitable[None]],
         write: ChunkWriter,
     ) -> None:
@@ -473,7 +444,7 @@ class ClusterTier:
         """
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(running)
+            nursery.start_soon(lookup.run, self._blocks, priority)
             lookup.waited_s = self.deadline.wait_s
             if not await lookup.begins_within(lookup.waited_s):
                 error = await _read_from_s3(lookup, from_source, write)
@@ -565,7 +536,7 @@ class ClusterTier:
         stop = min(block.start + FRAME, block.stop)
         lookup = _Lookup(self._domain, block, block.start, stop, lambda _offset, _chunk: None)
         with trio.move_on_after(PROBE_S):
-            await lookup.run(self._blocks, lambda: Priority.PREFETCH, in_loop=True)
+            await lookup.run(self._blocks, lambda: Priority.PREFETCH)
         if lookup.outcome is LookupOutcome.CANCELLED:
             lookup.outcome = LookupOutcome.FAILED
         return lookup

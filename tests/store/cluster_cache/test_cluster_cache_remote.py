@@ -31,9 +31,8 @@ def renewals(monkeypatch: pytest.MonkeyPatch) -> list[ClientSource]:
 
 
 @pytest.mark.usefixtures("as_owner")
-@pytest.mark.parametrize("in_loop", [True, False])
 async def test_expired_credentials_are_looked_for_anew(
-    bucket: Bucket, faulty: FaultyS3, renewals: list[ClientSource], in_loop: bool
+    bucket: Bucket, faulty: FaultyS3, renewals: list[ClientSource]
 ) -> None:
     faulty.clear()
     remote = BlockBucket(S3Settings(bucket.name, faulty.endpoint_url), "blocks/")
@@ -47,7 +46,6 @@ async def test_expired_credentials_are_looked_for_anew(
             lambda chunk: taken.append(bytes(chunk)),
             sent=lambda: None,
             priority=demanded,
-            in_loop=in_loop,
         )
 
     try:

@@ -9,5 +9,4 @@ def test_what_could_not_be_removed_is_not_counted_as_removed() -> None:
     clearing = ClearJob()
     clearing.note([("a", 3), ("b", 5)], {"b"})
     clearing.note([("c", 7)], set())
-    found = clearing.describe()
-    assert (found["blocks"], found["bytes"], found["failed"]) == (2, 10, 1)
+    assert (clearing.blocks, clearing.bytes, clearing.failed) == (2, 10, 1)

@@ -36,7 +36,6 @@ class Slow:
         *,
         sent: Callable[[], None],
         priority: Urgency,
-        in_loop: bool,
     ) -> None:
         sent()
         await trio.sleep(SLOW_S)

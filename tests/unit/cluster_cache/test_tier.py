@@ -104,7 +104,6 @@ class FakeBlocks:
         *,
         sent: Callable[[], None],
         priority: Urgency,
-        in_loop: bool,
     ) -> None:
         self.gets += 1
         await self.connecting()
@@ -134,9 +133,7 @@ class FakeBlocks:
         async def run() -> None:
             data = bytearray()
             try:
-                await self.get(
-                    name, start, stop, data.extend, sent=int, priority=priority, in_loop=True
-                )
+                await self.get(name, start, stop, data.extend, sent=int, priority=priority)
                 outcome.append(bytes(data))
             except Exception as error:
                 outcome.append(error)
