@@ -8,13 +8,11 @@ import threading
 import pytest
 import trio
 
-from fusefs.store.interface import Priority
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, LIMIT_S, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
-from tests.support.waiting import eventually
 
 
 async def test_a_cancelled_download_never_writes_again(shared: Bucket, faulty: FaultyS3) -> None:
@@ -93,24 +91,3 @@ async def test_an_error_of_the_writer_ends_the_download(shared: Bucket, faulty: 
         with pytest.raises(FileNotFoundError, match="the disk is gone"):
             await store.download(info.version, 0, info.size, write)
         assert len(faulty.requests("GET")) == 1
-
-
-async def test_a_prefetch_leaves_room_for_a_demand(shared: Bucket, faulty: FaultyS3) -> None:
-    async with opened(shared, faulty, read_timeout_s=10.0) as store:
-        info = await store.head("body")
-        rule = faulty.add("GET", stall=True)
-        async with trio.open_nursery() as nursery:
-            for _ in range(6):
-                nursery.start_soon(
-                    lambda: store.download(
-                        info.version,
-                        0,
-                        10,
-                        lambda offset, chunk: None,
-                        priority=lambda: Priority.PREFETCH,
-                    )
-                )
-            await eventually(lambda: len(faulty.requests("GET")) == 3)
-            assert (await store.head("body")) == info
-            assert len(faulty.requests("GET")) == 3
-            rule.release()

@@ -16,7 +16,6 @@ from fusefs.store.s3.clients import Clients
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
-from tests.support.servers.tls import TlsDoor, tls_door
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
@@ -170,38 +169,3 @@ async def test_a_proxy_that_weakens_etags_makes_no_other_versions(
         assert info.version == HELLO
         assert await download(store, info) == b"hello"
     assert {one.headers["if-match"] for one in faulty.requests("GET")} == {'"1"'}
-
-
-@pytest.fixture(scope="module")
-def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsDoor]:
-    with tls_door(shared.server.endpoint_url, tmp_path_factory.mktemp("tls")) as door:
-        yield door
-
-
-@pytest.mark.parametrize("place", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "config", "setting"])
-async def test_a_private_authority_is_trusted_for_all_requests(
-    shared: Bucket,
-    faulty: FaultyS3,
-    secure: TlsDoor,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    place: str,
-) -> None:
-    settings = {}
-    if place == "setting":
-        settings["ca_bundle"] = str(secure.authority)
-    elif place == "config":
-        (tmp_path / "config").write_text(f"[default]\nca_bundle = {secure.authority}\n")
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    else:
-        monkeypatch.setenv(place, str(secure.authority))
-    async with opened(shared, faulty, endpoint_url=secure.url, **settings) as store:
-        assert await download(store, await store.head("body")) == BODY
-
-
-async def test_an_unknown_authority_is_not_trusted(
-    shared: Bucket, faulty: FaultyS3, secure: TlsDoor
-) -> None:
-    async with opened(shared, faulty, endpoint_url=secure.url, retry_time_s=0.2) as store:
-        with pytest.raises(StoreError, match="secure connection"):
-            await store.list_page("")

@@ -6,7 +6,6 @@ import errno
 from typing import Any
 
 import pytest
-import trio
 
 from fusefs.store.errors import (
     AccessDeniedError,
@@ -21,7 +20,6 @@ from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
-from tests.support.waiting import eventually
 
 FAULTS = [
     ("AccessDenied", AccessDeniedError, errno.EACCES),
@@ -149,24 +147,6 @@ async def test_connections_that_die_idle_are_made_again(shared: Bucket, faulty: 
         assert (await store.list_page("")).objects
         assert await store.head("body") == info
         assert await download(store, info) == BODY
-
-
-async def test_being_throttled_lowers_the_concurrency_for_a_while(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    async with opened(shared, faulty) as store:
-        assert store.counters()["connections"] == 4
-        faulty.add("HEAD", code="SlowDown", times=1)
-        await store.list_page("")
-        seen = []
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(store.head, "body")
-            await eventually(lambda: store.counters()["throttled"] > 0)
-            seen.append(store.counters()["connections"])
-        for _ in range(10):
-            await store.head("body")
-        assert seen == [2]
-        assert store.counters()["connections"] == 4
 
 
 @pytest.mark.parametrize("operation", ["HEAD", "GET", "LIST"])

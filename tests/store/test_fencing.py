@@ -8,8 +8,7 @@ import pytest
 
 from fusefs.store.errors import ConflictError, ExistsError, StaleVersionError
 from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource, without_token
-from fusefs.store.http.client import HttpClient
-from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo, Write
+from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, Write
 from fusefs.store.s3 import copy
 from tests.support.machine.local_file import LocalFile
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -104,21 +103,6 @@ async def test_a_strict_condition_keeps_another_clients_object(
         with pytest.raises(ConflictError):
             await put(store, "file", make_file(size), IfMatch('"0123"'))
     assert stored(bucket, "file") == b"theirs"
-
-
-async def test_a_small_file_with_a_condition_takes_no_thread(
-    bucket: Bucket, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("sent in a thread")
-
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        await put(store, "first", make_file(1000))  # opens a connection
-        monkeypatch.setattr(HttpClient, "send", fail)
-        info = await put(store, "file", make_file(1000), Expect(None))
-        await put(store, "file", make_file(1000), Expect(info.etag))
-        # One that finds another object is sent again over that, from the event loop as well.
-        await put(store, "file", make_file(1000), Expect(None))
 
 
 async def test_a_server_that_refuses_the_etag_that_it_tells_gets_the_change_without_one(
@@ -226,13 +210,6 @@ async def test_a_delete_goes_over_another_object_only_where_it_adopts(bucket: Bu
         assert keys(bucket) == []
 
 
-@pytest.mark.parametrize("key", ["file", "dir/", "odd\x01key"])
-async def test_a_delete_of_what_is_gone_is_done(bucket: Bucket, key: str) -> None:
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        for adopts in (False, True):
-            await store.delete(key, '"0123"', adopts=adopts)
-
-
 async def test_of_many_only_those_that_are_meant_are_deleted(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -265,9 +242,3 @@ async def test_etags_of_deletes_that_a_store_ignores_are_not_relied_on(
         faulty.add("DELETE", ignored_header="if-match")
         assert await store.delete_many(etags, etags) == []
     assert keys(bucket) == ["b"]
-
-
-def test_an_object_tells_its_token() -> None:
-    token = TokenSource().next()
-    assert ObjectInfo("a", 0, "", 0, metadata={CHANGE: str(token)}).token == token
-    assert ObjectInfo("a", 0, "", 0).token is None

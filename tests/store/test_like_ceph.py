@@ -322,20 +322,6 @@ def test_two_mounts_race_for_a_file_and_both_end(
     assert uploads.get("Uploads", []) == []
 
 
-def test_a_mount_goes_on_after_its_daemon(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
-    if os.geteuid():
-        pytest.skip("needs root")
-    data = os.urandom(LARGE)
-    with (ceph_mount.path / "file").open("wb") as file:
-        file.write(data[: LARGE // 2])
-        old = ceph_mount.pid
-        os.kill(old, 9)
-        file.write(data[LARGE // 2 :])
-    assert stored(ceph_bucket, "file") == data
-    assert (ceph_mount.path / "file").read_bytes() == data
-    assert until(lambda: ceph_mount.pid) != old
-
-
 @pytest.mark.usefixtures("as_owner")
 async def test_a_file_over_the_named_version_arrives(
     ceph_bucket: Bucket, make_file: MakeFile

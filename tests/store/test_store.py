@@ -186,7 +186,7 @@ async def test_another_content_than_requested_is_stale(
 async def test_another_content_is_noticed_where_if_match_is_ignored(
     bucket: Bucket, faulty: FaultyS3, key: str
 ) -> None:
-    faulty.add("GET", key, ignore_if_match=True)
+    faulty.add("GET", key, ignored_header="if-match")
     bucket.put(key, b"old")
     async with opened(bucket, faulty) as store:
         info = await store.head(key)

@@ -97,16 +97,6 @@ async def test_what_a_store_allows_is_used_and_little_more_is_sent(
     assert used >= 0.9
 
 
-@pytest.mark.parametrize(("before", "after"), [(200.0, 40.0), (40.0, 200.0)])
-async def test_a_rate_follows_what_a_store_allows(
-    autojump_clock: trio.testing.MockClock, before: float, after: float
-) -> None:
-    refused, used = await _measured(before, 0.01, change_to=after)
-    print(f"{before:.0f} to {after:.0f}/s: {refused:.2%} refused, {used:.2%} used")
-    assert refused <= 0.1
-    assert used >= 0.9
-
-
 async def test_a_load_below_the_limit_does_not_lower_it(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -197,7 +197,7 @@ def test_a_replaced_object_is_noticed_where_if_match_is_ignored(
     folder: Folder, faulty: FaultyS3
 ) -> None:
     path = folder.put("big", BIG)
-    faulty.add("GET", ignore_if_match=True)
+    faulty.add("GET", ignored_header="if-match")
     with path.open("rb", buffering=0) as file:
         got = bytearray(file.read(1000))
         folder.put("big", OTHER)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusefs.store.errors import StaleVersionError, StoreError
+from fusefs.store.errors import StoreError
 from fusefs.store.s3.get import SMALL, GetStream
 from fusefs.store.s3.store import S3Store
 from tests.store.test_failures import FAULTS
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
-from tests.support.servers.tls import tls_door
 from tests.support.store_reading import BODY, ODD_KEY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
@@ -54,17 +52,6 @@ async def test_what_the_loop_has_no_time_for_goes_to_a_thread(
             await small(store, size=SMALL + 1)
 
 
-async def test_a_small_range_comes_through_tls_as_well(
-    shared: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, faulty: FaultyS3
-) -> None:
-    with tls_door(shared.server.endpoint_url, tmp_path) as door:
-        settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
-        async with opened(shared, faulty, **settings) as store:
-            await store.check("")
-            monkeypatch.setattr(GetStream, "run", _fail)
-            assert await small(store) == BODY[START : START + SMALL]
-
-
 @pytest.mark.parametrize(
     "fault",
     [
@@ -99,28 +86,6 @@ async def test_what_can_not_be_read_says_why(
         with pytest.raises(kind, match=REQUEST_ID) as raised:
             await small(store)
         assert raised.value.errno == number
-
-
-async def test_another_content_than_requested_is_stale(bucket: Bucket, faulty: FaultyS3) -> None:
-    bucket.put("body", BODY[:SMALL])
-    async with opened(bucket, faulty) as store:
-        await store.check("")
-        info = await store.head("body")
-        bucket.put("body", BODY[-SMALL:])
-        for ignores in (False, True):
-            if ignores:
-                faulty.add("GET", ignore_if_match=True)
-            with pytest.raises(StaleVersionError):
-                await download(store, info, in_loop=True)
-
-
-async def test_a_server_that_refuses_the_very_etag_that_it_tells_is_read(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    async with opened(shared, faulty) as store:
-        await store.check("")
-        faulty.add("GET", code="PreconditionFailed", times=1)
-        assert await small(store) == BODY[START : START + SMALL]
 
 
 async def test_an_answer_that_is_longer_than_requested_is_refused(

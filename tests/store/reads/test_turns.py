@@ -9,15 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
-import trio
-import trio.testing
 
 from fusefs.store.http import exchange, records
-from fusefs.store.http.async_exchange import exchange as exchange_now
 from fusefs.store.http.pool import ConnectionPool, Network
 from fusefs.store.http.proxies import Proxies
 from tests.support.servers.tls import tls_door
@@ -112,36 +108,6 @@ def test_few_threads_decrypt_at_a_time_and_pause(
     assert most == [1]
     # As many as the longest turns have; short ones have none.
     assert pauses[0] <= (READERS + 1) * len(BODY) // RECORD / records.RECORDS
-
-
-def test_a_pause_comes_after_each_so_many_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(records, "_pause", pauses.append)
-
-    class Decrypted:
-        """A connection of which as many records have come as are asked for."""
-
-        def read(self, size: int, room: memoryview) -> int:
-            return min(size, RECORD)
-
-    room = memoryview(bytearray(5 * records.RECORDS * RECORD))
-    assert records._decrypt(Decrypted(), room, pauses=False) == len(room)  # type: ignore[arg-type]
-    assert pauses == []
-    assert records._decrypt(Decrypted(), room, pauses=True) == len(room)  # type: ignore[arg-type]
-    assert pauses == [records.PAUSE_S] * 5
-
-
-async def test_threads_know_when_the_event_loop_has_requests(tmp_path: Path) -> None:
-    assert records.EventLoop.requests == 0
-    with connected(tmp_path, 1000) as pool:
-        await trio.to_thread.run_sync(pool.open_idle)
-        async with trio.open_nursery() as nursery:
-            request = partial(exchange_now, is_head=False, size=len(BODY))
-            nursery.start_soon(request, pool, b"GET /key HTTP/1.1\r\n\r\n", b"")
-            await trio.testing.wait_all_tasks_blocked()
-            assert records.EventLoop.requests == 1
-            nursery.cancel_scope.cancel()
-    assert records.EventLoop.requests == 0
 
 
 @pytest.mark.parametrize("sent", [0, 1000, RECORD, 300_000])

@@ -9,13 +9,12 @@ import trio
 
 from fusefs.store.errors import (
     AccessDeniedError,
-    ConflictError,
     CredentialsError,
     StoreError,
     ThrottledError,
     UnsupportedError,
 )
-from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
+from fusefs.store.interface import IF_ABSENT, ObjectVersion
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -98,16 +97,6 @@ async def test_a_store_that_goes_on_failing_is_given_up(
     assert keys(bucket) == []
 
 
-async def test_an_upload_that_is_throttled_takes_fewer_connections(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
-) -> None:
-    faulty.add("PART", code="SlowDown")
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
-        with pytest.raises(ThrottledError):
-            await put(store, "file", make_file(3 * PART))
-        assert store.counters()["connections"] < 4
-
-
 @each_way
 async def test_what_is_forbidden_is_not_tried_again(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
@@ -171,18 +160,6 @@ async def test_a_store_without_conditions_says_so(
             await put(store, "file", make_file(size), IF_ABSENT)
         assert store.counters()["retries"] == 0
     assert caught.value.errno == errno.EOPNOTSUPP
-
-
-@each_way
-async def test_a_missing_object_to_be_replaced_is_a_conflict(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
-) -> None:
-    ends = "COMPLETE" if operation == "PART" else "PUT"
-    faulty.add(ends, code="NoSuchKey")  # AWS's way to say so
-    async with opened(bucket, faulty.endpoint_url) as store:
-        with pytest.raises(ConflictError) as caught:
-            await put(store, "file", make_file(size), IfMatch('"00"'))
-    assert caught.value.errno == errno.ESTALE
 
 
 # --- credentials ----------------------------------------------------------------------

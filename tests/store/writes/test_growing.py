@@ -75,20 +75,6 @@ async def test_a_file_that_was_cut_short_is_complete_without_its_end(
     assert digest(stored(bucket, "file")) == digest(file.data[:PART])
 
 
-async def test_nothing_is_no_upload(bucket: Bucket, faulty: FaultyS3, file: LocalFile) -> None:
-    async with begun(bucket, faulty) as (_, upload):
-        with pytest.raises(ValueError, match="parts are missing"):
-            await upload.complete(0)
-
-
-async def test_a_part_that_the_file_does_not_have_is_not_sent(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
-) -> None:
-    async with begun(bucket, faulty) as (_, upload):
-        with pytest.raises(ValueError, match="no part 3"):
-            await upload.send(file.fd, [3], file.size)
-
-
 async def test_a_part_that_is_written_to_again_is_sent_again(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
@@ -102,19 +88,6 @@ async def test_a_part_that_is_written_to_again_is_sent_again(
         await upload.complete(file.size)
     assert len(faulty.requests("PART")) == 3
     assert digest(stored(bucket, "file")) == digest(file.data)
-
-
-async def test_a_part_that_is_dropped_on_its_way_does_not_count(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
-) -> None:
-    rule = faulty.add("PART", times=1, stall=True)
-    async with begun(bucket, faulty, read_timeout_s=60.0) as (_, upload):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(upload.send, file.fd, [1], file.size)
-            await eventually(lambda: rule.used == 1)
-            upload.drop(1)
-            rule.release()
-        assert not upload.has(1)
 
 
 async def test_two_who_send_one_part_wait_for_one_another(
@@ -161,17 +134,6 @@ async def test_what_has_not_been_verified_is_missing(
         await resumed.verify(file.fd, file.size)
         assert resumed.missing(file.size) == [1]
         assert [part.number for part in resumed.state.parts] == [2]
-
-
-async def test_a_part_that_is_dropped_need_not_be_verified(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
-) -> None:
-    async with begun(bucket, faulty) as (store, upload):
-        await upload.send(file.fd, [1, 2], file.size)
-        resumed = await store.resume_upload(upload.state)
-        resumed.drop(1)
-        await resumed.verify(file.fd, file.size)
-        assert resumed.missing(file.size) == [1]
 
 
 async def test_a_file_that_is_too_short_cannot_be_verified(

@@ -80,21 +80,6 @@ async def test_another_process_sends_only_what_is_missing(
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 
-async def test_a_part_that_changed_meanwhile_is_sent_again(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
-) -> None:
-    state = await begun(bucket, faulty, file)
-    changed = state.parts[0].number
-    file.change((changed - 1) * PART + 77, b"changed")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.resume_upload(state)
-        await finish(upload, file)
-    sent = sorted(int(request.query["partNumber"]) for request in faulty.requests("PART"))
-    missing = {1, 2, 3, 4} - {part.number for part in state.parts}
-    assert sent == sorted({changed} | missing)
-    assert digest(stored(bucket, "file")) == digest(file.data)
-
-
 async def test_a_part_that_is_on_record_but_not_in_the_bucket_is_sent(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
@@ -105,18 +90,6 @@ async def test_a_part_that_is_on_record_but_not_in_the_bucket_is_sent(
         assert lost.used == 1
         resumed = await store.resume_upload(upload.state)
         assert len(resumed.state.parts) == 3
-        await finish(resumed, file)
-    assert digest(stored(bucket, "file")) == digest(file.data)
-
-
-async def test_an_upload_of_which_only_the_beginning_is_on_record_goes_on(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
-) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.begin_upload("file")
-        state = upload.state
-        await send(upload, file)
-        resumed = await store.resume_upload(state)
         await finish(resumed, file)
     assert digest(stored(bucket, "file")) == digest(file.data)
 
@@ -145,18 +118,6 @@ async def test_an_upload_that_was_aborted_cannot_be_resumed(
         await store.abort_upload(state.key, state.upload_id)
         with pytest.raises(NotFoundError):
             await store.resume_upload(state)
-    assert keys(bucket) == []
-
-
-async def test_an_upload_with_missing_parts_is_not_completed(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
-) -> None:
-    state = await begun(bucket, faulty, file)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        upload = await store.resume_upload(state)
-        await upload.verify(file.fd, file.size)
-        with pytest.raises(ValueError, match="2 parts are missing"):
-            await upload.complete(file.size)
     assert keys(bucket) == []
 
 
@@ -250,16 +211,6 @@ async def test_parts_of_another_version_are_not_copied(
             await upload.copy_part(1, old.version, 0, PART)
         await store.abort_upload("file", upload.state.upload_id)
     assert stored(bucket, "file") == b"another"
-
-
-async def test_a_copied_range_must_fit_into_its_part(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
-) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        old = await put(store, "file", file)
-        upload = await store.begin_upload("new")
-        with pytest.raises(ValueError, match=f"part 3 has {PART} bytes"):
-            await upload.copy_part(3, old.version, 0, PART + 1)
 
 
 # --- listings that make no sense --------------------------------------------------------

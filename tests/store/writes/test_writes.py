@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
-import trio.testing
 
-from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.errors import ConflictError, ExistsError, StoreError
 from fusefs.store.fencing import without_token
-from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion, Priority
+from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
 from fusefs.store.s3 import delete
 from fusefs.store.s3 import put as writing
 from fusefs.store.s3.body import Body
@@ -68,20 +65,6 @@ async def test_a_file_of_many_parts_arrives_as_it_is(bucket: Bucket, make_file: 
         assert store.counters()["puts"] == 14 + 2
         assert store.counters()["bytes_sent"] == file.size
     assert digest(stored(bucket, "many")) == digest(file.data)
-
-
-async def test_uploads_at_the_same_time_share_few_connections(
-    bucket: Bucket, make_file: MakeFile
-) -> None:
-    files = [make_file(2 * PART + number) for number in range(5)]
-    async with (
-        opened(bucket, bucket.server.endpoint_url, max_connections=2) as store,
-        trio.open_nursery() as nursery,
-    ):
-        for number, file in enumerate(files):
-            nursery.start_soon(put, store, str(number), file)
-    for number, file in enumerate(files):
-        assert digest(stored(bucket, str(number))) == digest(file.data)
 
 
 async def test_an_upload_does_not_hold_the_file_in_memory(
@@ -160,18 +143,6 @@ async def test_metadata_that_are_no_headers_are_refused(
             for metadata in refused:
                 with pytest.raises(ValueError, match="no metadata"):
                     await put(store, "refused", file, metadata=metadata)
-
-
-async def test_uploads_leave_connections_to_those_who_wait_for_data() -> None:
-    budget = ConnectionBudget(8)
-    async with trio.open_nursery() as nursery:
-        for _ in range(8):
-            nursery.start_soon(budget.acquire, lambda: Priority.WRITE)
-        await trio.testing.wait_all_tasks_blocked()
-        assert budget.in_use == 6
-        await budget.acquire(lambda: Priority.DEMAND)
-        assert budget.in_use == 7
-        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -295,9 +266,3 @@ async def test_many_objects_are_deleted_and_missing_ones_are_no_errors(
         # One of them is in no XML, and 18 take four batches.
         assert store.counters()["deletes"] == 1 + 4
     assert keys(bucket) == ["stays"]
-
-
-async def test_nothing_is_deleted_without_a_request(bucket: Bucket) -> None:
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        assert await store.delete_many([]) == []
-        assert store.counters()["deletes"] == 0

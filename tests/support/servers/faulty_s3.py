@@ -170,14 +170,13 @@ class Rule:
     `stall` (silence until the client gives up or the test says `release`),
     `cut_after` and `stall_after` (the body breaks off, or stops, after so many
     bytes), `trickle_after` (behind so many it comes byte by byte), `short` (a body
-    with so many bytes, declared as whole). `ignore_if_match`
-    takes the header away, `ignored_header` the one of that name; `with_header` is for
-    requests that have the one of that name alone. `headers` go with an
+    with so many bytes, declared as whole). `ignored_header` is taken away; `with_header`
+    is for requests that have the one of that name alone. `headers` go with an
     answer of the rule's own, which comes after the real server's if `is_done`. Of a
     request with a body: `cut_request_after` hangs up when so many bytes of it have
     come, `corrupt` changes one of them on the way, and `lose_answer` hangs up when
     the real server has answered. `before` is called before the request
-    goes on, `after` before its answer does, `at` (a number of body bytes, and what to
+    goes on, `at` (a number of body bytes, and what to
     call then) in the middle of the answer. `delay_s` comes before all. `hold` keeps the
     request back until its client is gone, and later. With `above_per_s` the rule is only
     for requests above that rate (a tenth of a second's worth may come at once); `used`
@@ -196,7 +195,6 @@ class Rule:
     stall_after: int | None = None
     trickle_after: int | None = None
     short: int | None = None
-    ignore_if_match: bool = False
     ignored_header: str | None = None
     with_header: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -205,7 +203,6 @@ class Rule:
     corrupt: bool = False
     lose_answer: bool = False
     before: Callable[[], None] | None = None
-    after: Callable[[], None] | None = None
     at: tuple[int, Callable[[], None]] | None = None
     delay_s: float = 0.0
     bytes_per_s: float | None = None
@@ -422,11 +419,7 @@ class _Client(socketserver.StreamRequestHandler):
                 self._ask(upstream, method, target, body, headers).read()
             self._answer(method, rule)
             return
-        if rule.ignore_if_match and "if-match" in headers:
-            headers = self._signed_anew(owner, method, target, headers)
         answer = self._ask(upstream, method, target, body, headers)
-        if rule.after is not None:
-            rule.after()
         if rule.lose_answer:
             answer.read()
             raise _HangUpError
@@ -487,21 +480,6 @@ class _Client(socketserver.StreamRequestHandler):
                 except OSError:
                     return True
         return False
-
-    def _signed_anew(
-        self, owner: FaultyS3, method: str, target: str, headers: dict[str, str]
-    ) -> dict[str, str]:
-        """The request without If-Match, which the old signature covers."""
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-        from botocore.credentials import Credentials
-
-        kept = {"host": owner.upstream}
-        if "range" in headers:  # not with a GET of a whole small object
-            kept["range"] = headers["range"]
-        request = AWSRequest(method, f"http://{owner.upstream}{target}", headers=kept)
-        S3SigV4Auth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", REGION).add_auth(request)
-        return dict(request.headers.items())
 
     def _signed_without(
         self,

@@ -262,25 +262,6 @@ async def test_a_job_waits_until_its_blocks_are_stored(case: Case) -> None:
     case.parts.cache.unpin(file)
 
 
-async def test_a_job_learns_of_a_failure_that_was_under_way(case: Case) -> None:
-    case.store.gate = trio.Event()
-    case.store.error = AttemptError(from_status(500, "InternalError", ""))
-    await case.fetch(ObjectVersion("one", '"etag"', 1000))
-    await eventually(lambda: case.store.under_way == 1)
-    file = case.pinned(ObjectVersion("one", '"etag"', 1000))
-    failed = []
-
-    async def job() -> None:
-        failed.append(await case.filler.finish(file, 0, 1000))
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(job)
-        await wait_all_tasks_blocked()
-        case.store.gate.set()
-    assert failed == [1]
-    case.parts.cache.unpin(file)
-
-
 async def test_a_job_learns_what_was_not_taken_and_does_not_wait_for_the_next_time(
     case: Case,
 ) -> None:
@@ -357,17 +338,6 @@ async def test_a_job_learns_that_its_block_was_dropped(
     assert job.failed == 1
 
 
-async def test_what_was_passed_over_is_no_success(case: Case) -> None:
-    """Each failure in a row doubles the pause, whatever has left the local disk in between."""
-    await case.parts.fetch(SMALL[0])
-    file = case.parts.cache.find(SMALL[0])
-    assert file is not None
-    await case.parts.cache.evict(file)
-    case.filler._failures = 3
-    await case.filler._bring(filler._Fill(file, BlockId(SMALL[0], 0), StoredState.UNKNOWN))
-    assert (case.filler.counted["lost"], case.filler._failures) == (1, 3)
-
-
 async def test_two_downloads_that_share_a_block_have_it_stored_once(case: Case) -> None:
     """The first to end finds the block whole, for the other has written all but not ended."""
     case.store.gate = trio.Event()
@@ -384,24 +354,3 @@ async def test_two_downloads_that_share_a_block_have_it_stored_once(case: Case) 
     await eventually(lambda: case.filler.counted["stored"] == 3)
     assert case.store.replaced == case.names(SMALL[2]), "what either of them knows counts"
     case.parts.cache.unpin(file)
-
-
-async def test_a_job_stores_a_block_that_was_fetched_into_another_file_meanwhile(
-    case: Case, nursery: trio.Nursery
-) -> None:
-    case.store.gate = trio.Event()
-    for version in SMALL[:3]:
-        await case.fetch(version)
-    await eventually(lambda: case.store.under_way == 2)
-    block, gone = BlockId(SMALL[2], 0), case.parts.cache.find(SMALL[2])
-    job = Job(case, nursery)
-    await job.waits_for(SMALL[2])
-    case.filler._queue[block].file = cast("CacheFile", object())  # it has gone, and is known again
-    case.tier.missed[block] = StoredState.UNKNOWN
-    case.filler.fetched(cast("CacheFile", gone), 0, 1000)
-    assert case.filler.counted["dropped"] == 1
-    await job.gets_its_place()
-    assert job.failed is None, "it is being stored"
-    case.store.gate.set()
-    await eventually(lambda: job.failed == 0)
-    assert case.names(SMALL[2])[0] in case.store.blocks

@@ -139,13 +139,6 @@ async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nu
     nursery.cancel_scope.cancel()
 
 
-async def test_one_connection_serves_prefetches_too(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(1), nursery)
-    await holders.start("prefetch", prefetch)
-    assert holders.holding == ["prefetch"]
-    nursery.cancel_scope.cancel()
-
-
 async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: trio.Nursery) -> None:
     holders = Holders(ConnectionBudget(1), nursery)
     await holders.start("a", demand)
@@ -221,28 +214,12 @@ async def test_a_store_that_refuses_everything_is_soon_sent_little(
     assert sum(at - began >= 1.0 for at in sent) <= 40
 
 
-def test_one_connection_always_stays(clock: list[float]) -> None:
-    budget = ConnectionBudget(4, clock=lambda: clock[0])
-    for _ in range(10):
-        budget.note_throttled()
-        clock[0] += connection_budget.BACK_OFF_EVERY_S
-    assert budget.allowed == 1
-
-
 def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
     budget = ConnectionBudget(16, clock=lambda: clock[0])
     budget.note_throttled()
     for _ in range(9):
         budget.note_success()
     assert budget.allowed == 9
-
-
-def test_successes_never_allow_more_than_the_maximum(clock: list[float]) -> None:
-    budget = ConnectionBudget(4, clock=lambda: clock[0])
-    budget.note_throttled()
-    for _ in range(100):
-        budget.note_success()
-    assert budget.allowed == 4
 
 
 async def test_who_waits_goes_on_when_more_are_allowed(

@@ -65,17 +65,6 @@ def test_the_share_of_second_requests_is_bounded() -> None:
     assert at_once == MOST_AT_ONCE
 
 
-def test_what_was_sent_again_is_counted() -> None:
-    counted: Counter[str] = Counter()
-    hedging = Hedging(ConnectionBudget(8), counted)
-    for _ in range(1000):
-        hedging.note_sent()
-    for has_won in (True, False):
-        assert hedging.take()
-        hedging.give_back(has_won=has_won)
-    assert counted == Counter(gets=2, hedged=2, hedged_won=1)
-
-
 async def test_nothing_is_sent_again_over_connections_that_others_need() -> None:
     connections = ConnectionBudget(8)
     hedging = warmed(connections)

@@ -22,7 +22,7 @@ from botocore.exceptions import HTTPClientError
 from botocore.session import Session
 
 from fusefs.store.errors import AttemptError, translate
-from fusefs.store.http import answers, async_exchange
+from fusefs.store.http import async_exchange
 from fusefs.store.http import exchange as exchange_module
 from fusefs.store.http.answers import MOST_CONTENT, MOST_ERROR, MOST_HEADERS, Answer, WireError
 from fusefs.store.http.exchange import (
@@ -270,20 +270,6 @@ def test_a_failure_without_measure_is_what_its_status_says(server: Server) -> No
     server.answer(b"HTTP/1.1 404 Not Found\r\n\r\n" + bytes(MOST_ERROR + 1))
     answer = ask(server)
     assert (answer.status, answer.content, server.is_idle) == (404, b"", False)
-
-
-def test_each_byte_of_an_answer_is_looked_at_once() -> None:
-    """Twice the bytes take about twice the time, in however small pieces they come."""
-
-    def took_s(count: int) -> float:
-        parsing = answers.answer(answers.Arrived(), is_head=False)
-        pieces = iter([CHUNKED, *[b"1\r\nx\r\n"] * count, b"0\r\n\r\n"])
-        began = time.thread_time()
-        answer, _ = answers.parse(parsing, lambda: next(pieces))
-        assert len(answer.content) == count
-        return time.thread_time() - began
-
-    assert took_s(64_000) < 16 * took_s(16_000)
 
 
 async def test_in_the_event_loop_a_chunked_answer_is_parsed_as_it_comes(server: Server) -> None:
