@@ -328,8 +328,8 @@ class Upload(Protocol):
         """
 
 
-class UploadLog(Protocol):
-    """The record of uploads that a store begins by itself, for one object each."""
+class UploadLog:
+    """The record of uploads that a store begins by itself, for one object each; here none is."""
 
     def begun(self, key: str, upload_id: str) -> None:
         """One has begun: if its process dies, the next one has to abort it."""
@@ -339,19 +339,6 @@ class UploadLog(Protocol):
 
     def add(self, key: str, upload_id: str) -> None:
         """It could not be aborted yet."""
-
-
-class NoUploadLog:
-    """As `UploadLog`, without a disk."""
-
-    def begun(self, key: str, upload_id: str) -> None:
-        pass
-
-    def ended(self, upload_id: str) -> None:
-        pass
-
-    def add(self, key: str, upload_id: str) -> None:
-        pass
 
 
 class Source(Protocol):

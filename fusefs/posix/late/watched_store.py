@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mappin
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import trio
 
@@ -353,8 +353,12 @@ class WatchedStore:
             return None
         path = self.uncertain_keys.content_path(entry)
         try:
-            with _new_file(path) as fd:
-                await self.inner.download(info.version, 0, info.size, partial(_write, fd))
+            with _new_file(path) as file:
+
+                def write(_offset: int, chunk: memoryview) -> None:
+                    file.write(chunk)
+
+                await self.inner.download(info.version, 0, info.size, write)
         except (NotFoundError, StaleVersionError):
             raise
         except (OSError, StoreError) as error:
@@ -403,31 +407,17 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    """The descriptor of a new file; it is removed if what fills it fails."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with _removed_on_failure(path):
-            yield fd
-    finally:
-        os.close(fd)
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file, below a directory of this user alone; it is removed if what fills it fails."""
+    with _removed_on_failure(path), open(path, "xb") as file:
+        yield file
 
 
 def _copy_file(fd: int, size: int, path: Path) -> None:
     """Copy the first `size` bytes of a file. Blocks."""
     with _new_file(path) as copy:
-        done = 0
-        while done < size:
-            piece = os.pread(fd, min(_PIECE, size - done), done)
+        while missing := size - copy.tell():
+            piece = os.pread(fd, min(_PIECE, missing), copy.tell())
             if not piece:
                 raise OSError("the file is shorter than it was")
-            _write(copy, done, piece)
-            done += len(piece)
-
-
-def _write(fd: int, offset: int, chunk: Any) -> None:
-    """Write a chunk where it belongs. Blocks."""
-    view = memoryview(chunk)
-    while view:
-        count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
+            copy.write(piece)

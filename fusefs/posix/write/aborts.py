@@ -17,6 +17,7 @@ from pathlib import Path
 import trio
 
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
+from fusefs.store.interface import UploadLog
 
 logger = logging.getLogger("fusefs.uploads")
 
@@ -25,8 +26,8 @@ NAME = "aborts"
 AGAIN_S = 60.0
 
 
-class PendingAborts:
-    """The uploads of one mount that are to be aborted: an `UploadLog`. For the event loop.
+class PendingAborts(UploadLog):
+    """The uploads of one mount that are to be aborted. Belongs to the event loop.
 
     `abort` takes a key and an id, and tells whether that is over, well or badly.
     """

@@ -148,6 +148,9 @@ class S3Upload:
         self._fence = fence
         self._state = replace(state, parts=())
         self._schedule = Schedule(state.part_size)
+        self.part_at = self._schedule.part_at
+        self.part_range = self._schedule.range_of
+        self.part_count = self._schedule.count
         # What the bucket has of what the file has; and of what it perhaps has.
         self._parts: dict[int, Part] = {}
         self._unverified = {part.number: part for part in state.parts}
@@ -161,15 +164,6 @@ class S3Upload:
     def state(self) -> UploadState:
         parts = self._unverified | self._parts
         return replace(self._state, parts=tuple(parts[number] for number in sorted(parts)))
-
-    def part_at(self, offset: int) -> int:
-        return self._schedule.part_at(offset)
-
-    def part_range(self, number: int, size: int) -> tuple[int, int]:
-        return self._schedule.range_of(number, size)
-
-    def part_count(self, size: int) -> int:
-        return self._schedule.count(size)
 
     def has(self, number: int) -> bool:
         return number in self._parts

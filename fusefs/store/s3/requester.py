@@ -44,7 +44,6 @@ from fusefs.store.http.exchange import ANSWER_LIMIT_S
 from fusefs.store.http.threads import AbandonedError, Attempt, Progress, Threads, Transfer
 from fusefs.store.interface import (
     ListPage,
-    NoUploadLog,
     Strict,
     UploadLog,
     Urgency,
@@ -167,7 +166,7 @@ class Requester:
         # the server may execute it at any later time.
         self.on_unanswered: Callable[[str], None] = lambda _key: None
         # What the store begins by itself, to make one object of.
-        self.upload_log: UploadLog = NoUploadLog()
+        self.upload_log = UploadLog()
         self._last_explained = -math.inf
         # The requests that are retried because their credentials were refused.
         self._refused: set[RetryBudget] = set()
