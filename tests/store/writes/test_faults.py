@@ -14,11 +14,11 @@ from fusefs.store.errors import (
     ThrottledError,
     UnsupportedError,
 )
-from fusefs.store.interface import IF_ABSENT, ObjectVersion
+from fusefs.store.interface import IF_ABSENT
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_writing import METADATA, PART, digest, each_way, opened, put
+from tests.support.store_writing import PART, digest, each_way, opened, put
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("as_owner")
@@ -293,23 +293,6 @@ async def test_many_deletes_that_fail_together_are_reported_one_by_one(
 
 
 # --- the cost -------------------------------------------------------------------------
-
-
-async def test_what_is_sent_is_counted(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
-) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        small = await put(store, "small", make_file(1000))
-        await put(store, "large", make_file(2 * PART))
-        await store.copy(ObjectVersion("small", small.etag, small.size), "copy")
-        await store.delete("copy")
-        counters = store.counters()
-    assert counters["puts"] == len(faulty.requests("PUT")) + 4 == 5
-    assert (counters["copies"], counters["deletes"]) == (1, 1)
-    assert counters["bytes_sent"] == 1000 + 2 * PART
-    # A small file takes one request and no more.
-    assert len(faulty.requests(key="small")) == 2  # the other is the copy's HEAD
-    assert METADATA["mtime"] == faulty.requests("PUT")[0].headers["x-amz-meta-mtime"]
 
 
 class Log:
