@@ -32,9 +32,9 @@ from tests.support.waiting import until
 
 SAVE = """
 import os, sys
-with open(sys.argv[1] + ".tmp", "wb") as file:
+with open(sys.argv[1] + "-first", "wb") as file:
     file.write(b"data")
-os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+os.rename(sys.argv[1] + "-first", sys.argv[1])
 """
 # Longer than it takes to start a daemon, shorter than that one waits.
 LATE_S = 0.9
@@ -50,7 +50,7 @@ def test_an_upload_that_lands_late_brings_no_old_name_back(
     if os.geteuid():
         pytest.skip("needs root")
     has_landed = threading.Event()
-    late = faulty.add("PUT", "*.tmp", times=1, delay_s=LATE_S, before=has_landed.set)
+    late = faulty.add("PUT", "*-first", times=1, delay_s=LATE_S, before=has_landed.set)
     mount = mounter("--session", "kernel", *WRITABLE, endpoint_url=faulty.endpoint_url)
     program = python(SAVE, mount.path / "a")
     until(lambda: late.used, "it is being uploaded")
