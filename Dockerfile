@@ -46,7 +46,6 @@ RUN /build/bin/pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-d
     && /build/bin/pip --python /opt/fusefs/bin/python install --no-cache-dir --no-index \
         --no-compile --no-deps /wheels/*.whl \
     && /opt/fusefs/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/fusefs/lib \
-    && /opt/fusefs/bin/python -m fusefs.daemon.generated_code \
     && mkdir /opt/fusefs/share \
     && /sbom/bin/cyclonedx-py environment --output-reproducible \
         --output-file /opt/fusefs/share/sbom.json /opt/fusefs/bin/python

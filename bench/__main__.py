@@ -94,7 +94,6 @@ def _run(
     for checkout in (RESULTS.parents[1], *([arguments.before] if arguments.before else [])):
         for package in ("fusefs", "csi"):
             compileall.compile_dir(checkout / package, quiet=1)
-    subprocess.run([sys.executable, "-P", "-m", "fusefs.daemon.generated_code"], check=True)
     with ExitStack() as cleanup:
         scratch = cleanup.enter_context(processes.scratch_directory(base, "run-"))
         server = cleanup.enter_context(S3Server(scratch / "server"))

@@ -93,7 +93,6 @@ TARGETS = (
     Target("flat_cold", 40_000),
     Target("flat_warm", 1.0, PEERS),
     Target("flat_warm", 0.90, NATIVE),
-    Target("mount_first_byte", 250, below=True),
     Target("publish_first_byte", 250, subject=CSI, below=True),
     Target("publish20", 3, subject=CSI, below=True),
     Target("direct8", 4.0, ("fusefs-pyfuse3",), subject="fusefs-nopt"),

@@ -18,7 +18,7 @@ import pwd
 import sys
 from collections.abc import Callable, Sequence
 
-from fusefs import __main__ as program
+from fusefs.cli import main as program
 from fusefs.settings.mount import SETTINGS
 from fusefs.settings.sources import split_options
 

@@ -29,17 +29,15 @@ from fusefs.cli.parser import make_parser
 
 if TYPE_CHECKING:
     from fusefs.cli import warm
-    from fusefs.launch.early_keeper import EarlyKeeper
 
 
-def main(arguments: Sequence[str] | None = None, keeper: EarlyKeeper | None = None) -> int:
-    """Run one command and return its exit status. A mount may use the keeper."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
     _prepare_streams()
     if arguments is None:
         arguments = sys.argv[1:]
     try:
         options = _parsed(arguments)
-        options.early_keeper = keeper
         status = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return status
@@ -155,7 +153,7 @@ def _written(error: UnicodeError) -> tuple[str | bytes, int]:
 def _mount(options: argparse.Namespace) -> int:
     from fusefs.cli import mount
 
-    return mount.mount(options, _complain, options.early_keeper)
+    return mount.mount(options, _complain)
 
 
 def _profile(options: argparse.Namespace) -> int:

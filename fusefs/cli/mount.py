@@ -15,7 +15,6 @@ from typing import NoReturn
 from fusefs.cli.sync import mountpoint
 from fusefs.launch import control, launcher, preflight, users
 from fusefs.launch.control import CommandError
-from fusefs.launch.early_keeper import EarlyKeeper
 from fusefs.launch.mount_requests import keeper_pid, keeper_request
 from fusefs.settings.display import shown
 from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, build
@@ -26,9 +25,7 @@ SETTINGS_TIMEOUT_S = 15.0
 UPGRADE_TIMEOUT_S = 90.0
 
 
-def mount(
-    options: argparse.Namespace, warn: Callable[[object], None], keeper: EarlyKeeper | None = None
-) -> int:
+def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
     """Mount as the command line says, and return the exit status.
 
     Raises:
@@ -43,8 +40,8 @@ def mount(
         warn(f"warning: {warning}")
     with _signals_interrupt():
         if chosen.foreground:
-            return launcher.run_foreground(chosen, keeper)
-        launcher.start(chosen, keeper=keeper)
+            return launcher.run_foreground(chosen)
+        launcher.start(chosen)
     return 0
 
 

@@ -245,10 +245,9 @@ def _survival(status: Status) -> str:
     if not restarts and not upgrades:
         return text
     ago = max(0.0, time.time() - keeper.get("last_death_ns", 0) / 1e9)
-    standby = f"; standby pid {keeper['standby']}" if keeper.get("standby") else ""
     return (
         f"{text}, the last {human_duration(ago)} ago ({keeper.get('last_reason', '?')}); "
-        f"longest pause {human_duration(keeper.get('longest_pause_s', 0.0))}{standby}"
+        f"longest pause {human_duration(keeper.get('longest_pause_s', 0.0))}"
     )
 
 

@@ -4,8 +4,6 @@ import ctypes.util
 import gc
 import sys
 
-from fusefs.daemon import generated_code
-
 _find_library = ctypes.util.find_library
 
 
@@ -13,18 +11,11 @@ def _known_library(name: str) -> str | None:
     return "libpthread.so.0" if name == "pthread" else _find_library(name)
 
 
-def start() -> int:
-    """Be a daemon; return the exit status."""
+if __name__ == "__main__":
     gc.disable()  # as `main` does: what is imported stays, and is not to be looked through
     # To name its threads trio looks for this library as it is imported, with a process
     # (`ldconfig -p`) that takes as long as a twentieth of all imports.
     ctypes.util.find_library = _known_library
-    code = generated_code.beside_bytecode()
-    with code.used():
-        from fusefs.daemon.main import main
-    code.save()
-    return main()
+    from fusefs.daemon.main import main
 
-
-if __name__ == "__main__":
-    sys.exit(start())
+    sys.exit(main())

@@ -37,7 +37,7 @@ from fusefs.cache.disk import CacheDirectoryError, usable
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.integrity.scrub import Scrub
-from fusefs.daemon import control_socket, preloading, setup, status
+from fusefs.daemon import control_socket, setup, status
 from fusefs.daemon.access_guard import AccessGuard
 from fusefs.daemon.error_groups import first_of
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer
@@ -53,7 +53,7 @@ from fusefs.daemon.takeover import (
 )
 from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
-from fusefs.keeper import early_start, template
+from fusefs.keeper import template
 from fusefs.keeper.client import KeeperError
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
 from fusefs.launch import registry
@@ -84,6 +84,7 @@ from fusefs.settings.types import Conflict, SessionKind
 from fusefs.store.errors import ErrorCode, StoreError
 from fusefs.store.interface import UnansweredChanges
 from fusefs.store.probing import Prober
+from fusefs.store.s3 import clients
 from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.activity import ACTIVITY
 
@@ -104,8 +105,6 @@ USER_ERRORS = (
 )
 INIT_TIMEOUT_S = 30
 COMPACT_EVERY_S = 10.0
-# After the mount has answered: imports in a thread slow the first requests down.
-IMPORT_REST_AFTER_S = 1.0
 # How often a mount that was taken over tries to be found by commands.
 REGISTER_EVERY_S = 5.0
 # Called with warnings for the user when the mount answers.
@@ -312,7 +311,6 @@ class Daemon:
                     gc.freeze()
                     gc.enable()
                     ready(self._warnings())
-                    nursery.start_soon(_import_rest)
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.evictor.run)
                     nursery.start_soon(self.pages.run)
@@ -595,12 +593,6 @@ def run(settings: MountSettings, ready: Ready) -> None:
         raise first_of(group) from None
 
 
-async def _import_rest() -> None:
-    await trio.sleep(IMPORT_REST_AFTER_S)
-    with suppress(OSError, ImportError):  # then it is imported where it is needed
-        await trio.to_thread.run_sync(preloading.import_rest)
-
-
 def main() -> int:
 
     def tell(message: dict[str, object]) -> None:
@@ -614,12 +606,13 @@ def main() -> int:
     # What a start makes stays: modules, boto3's models, perhaps a million restored nodes. To look
     # through them again and again takes a twentieth of a start, and more with many nodes.
     gc.disable()
-    is_early = early_start.was_early()
-    if not is_early and (purpose := template.purpose()):
-        preloading.serve(purpose)
+    if template.is_wanted():
+        # What fails here fails again when it is needed, and is reported then.
+        with suppress(Exception):
+            clients.prepare()
+        gc.freeze()  # so that less of the shared memory is written to
+        template.serve()
     try:
-        if is_early:
-            early_start.wait()
         run(
             setup.read_input(sys.stdin.read()),
             lambda warnings: tell({"ready": True, "pid": os.getpid(), "warnings": warnings}),

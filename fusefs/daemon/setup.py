@@ -40,8 +40,6 @@ def set_up(settings: MountSettings) -> None:
 def read_input(text: str) -> MountSettings:
     """The settings that the launcher wrote, and the AWS configuration as files of this process."""
     given = json.loads(text)
-    # A standby was started with next to no environment.
-    os.environ.update(given.get("environment", {}))
     for variable, content in given["files"].items():
         # In memory alone: it holds secrets.
         fd = os.memfd_create(variable)

@@ -27,13 +27,11 @@ import json
 import os
 import socket
 
-from fusefs.keeper import early_start
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.broker import Broker
 from fusefs.keeper.control import Listener, listen
-from fusefs.keeper.early_start import EarlyDaemon
 from fusefs.keeper.policy import Keeper
-from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null, take_early
+from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null
 from fusefs.keeper.state import Configuration, KeeperState, Program, abort_own, log
 from fusefs.keeper.supervisor_protocol import ProcessHandle
 from fusefs.linux import fuse_connection, mountinfo, processes
@@ -46,13 +44,8 @@ if TYPE_CHECKING:
 MOST_FAILURES = 10
 
 
-def begin(
-    given: dict[str, Any],
-    configuration: Configuration,
-    listener: Listener | None,
-    early: EarlyDaemon | None = None,
-) -> Keeper:
-    """A keeper that has started its first daemon, or goes on with one that was started early.
+def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
+    """Make a keeper that has started its first daemon, or goes on with one that serves already.
 
     With `fuse_fd` the mount is there already, and `table` tells what is
     registered with it, as [id, st_ino] pairs. With `daemon_fd` too, our end of a
@@ -80,8 +73,7 @@ def begin(
     keeper = Keeper(configuration, state, listener)
     daemon = _find_adoptee(given, state.program) if "daemon_fd" in given else None
     if daemon is None:
-        first = take_early(early, state.program, configuration) if early is not None else None
-        keeper.start(first)
+        keeper.start()
     else:
         broker = Broker(configuration, state, daemon.socket, daemon.process, wire.TAKE_OVER)
         broker.attach()
@@ -138,17 +130,7 @@ def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
 Role = Keeper | BecomeBroker | int
 
 
-def main_early(daemon: EarlyDaemon | None) -> int:
-    """As `main`, for a keeper that waits for its configuration; see early_start.py."""
-    early_start.forget_variables()
-    if early_start.receive() is not None:
-        return main(daemon)
-    if daemon is not None:  # nothing is to be mounted
-        daemon.end()
-    return 1
-
-
-def main(early: EarlyDaemon | None = None) -> int:
+def main() -> int:
     """Be the keeper, and in its children what they become; return the exit status."""
     with open(0, "rb", closefd=False) as stdin:
         text = stdin.read()
@@ -160,10 +142,8 @@ def main(early: EarlyDaemon | None = None) -> int:
     try:
         configuration = Configuration(given)
         listener = listen(configuration.control)
-        role: Role = begin(given, configuration, listener, early)
+        role: Role = begin(given, configuration, listener)
     except OSError as error:
-        if early is not None:
-            early.end()
         os.write(1, json.dumps({"error": f"no daemon can be started: {error}"}).encode() + b"\n")
         return 1
     except BecomeBroker as fork:

@@ -25,7 +25,6 @@ from fusefs.keeper.broker import FAILED, MOUNT_MADE, Broker
 from fusefs.keeper.control import Client, ControlSocket, Listener, Loop
 from fusefs.keeper.exchange import HOPELESS
 from fusefs.keeper.processes import DaemonProcess, ProcessTable, describe
-from fusefs.keeper.standby import Standby
 from fusefs.keeper.state import (
     NEVER,
     Configuration,
@@ -75,13 +74,6 @@ class Keeper:
             on_exit=self._on_exit,
             close_in_child=self._close_in_child,
         )
-        self._standby = Standby(
-            configuration,
-            state,
-            self._loop,
-            on_change=self._standby_changed,
-            reap=self._processes.reap,
-        )
         self._upgrader: Client | None = None
         self._start_at = NEVER
         self._obstacle = ""  # to the last start
@@ -90,16 +82,15 @@ class Keeper:
         self._signals: list[int] = []
         self._wake = self._catch_signals()
 
-    def start(self, early: DaemonProcess | None = None) -> None:
-        """Start a daemon: the first, unless that was started early, or one for a mount without.
+    def start(self) -> None:
+        """Start a daemon: the first, or one for a mount without.
 
         Raises:
             OSError: it could not be started.
             BecomeBroker: in the child.
         """
         task = wire.TAKE_OVER if self._state.has_served else wire.FRESH
-        ready = self._standby.take() if task == wire.TAKE_OVER else early
-        self._processes.start(self._state.program, task, ready)
+        self._processes.start(self._state.program, task)
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
         """Go on with a daemon that somebody else has started, and its broker's session.
@@ -122,7 +113,6 @@ class Keeper:
                 self._start_at,
                 self._control.deadline(),
                 self._pause_end(),
-                self._standby.deadline(),
                 *self._processes.deadlines(),
             )
             self._loop.run_once(None if soonest == NEVER else soonest - time.monotonic())
@@ -139,7 +129,6 @@ class Keeper:
     def _check_clock(self, now: float) -> None:
         self._control.dismiss_late(now)
         self._processes.check_clock(now)
-        self._standby.check_clock(now)
         if now >= self._start_at and self._exit_code is None:
             self._start_again()
         if now >= self._pause_end():
@@ -183,7 +172,6 @@ class Keeper:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
-        self._standby.close_in_child()
         for fd in self._wake:
             os.close(fd)
 
@@ -266,7 +254,6 @@ class Keeper:
             log(f"{daemon.name} serves, after a pause of {pause_s:.3f} s")
             if self._state.restarts or self._state.upgrades:
                 self._deposit()
-            self._standby.prepare()
         self._answer_upgrade({"ok": True, "pid": daemon.pid, "pause_s": pause_s})
 
     # --- a daemon's end ---
@@ -314,8 +301,6 @@ class Keeper:
         state.died(end)
         state.is_all_answered = state.is_all_answered or daemon.is_ending
         state.paused(now)
-        state.note_death(now, self._configuration.standby_s)
-        self._standby.daemon_died()
         is_falling_back = state.fallback is not None
         if state.fallback is not None:
             state.program, state.fallback = state.fallback, None
@@ -347,10 +332,6 @@ class Keeper:
         if fuse_connection.is_disconnected(self._state.fuse_fd):
             self._exit_code = 0
             return
-        self._standby.prepare()
-        # Until there is a daemon with a broker of its own, the last one's may be needed.
-        if self._standby.is_soon_ready and self._processes.has_successor:
-            return  # it goes on when that has changed
         try:
             self.start()
             # Before it has the mount: the descriptor store may have died with the last one.
@@ -361,11 +342,6 @@ class Keeper:
                 log(f"no daemon can be started: {error}")
             self._obstacle = str(error)
             self._start_at = time.monotonic() + RETRY_S
-
-    def _standby_changed(self) -> None:
-        """Go on with a start that has waited for the standby."""
-        if self._processes.current is None and self._start_at == NEVER:
-            self._start_at = time.monotonic()
 
     # --- an upgrade ---
 
@@ -397,7 +373,6 @@ class Keeper:
         assert daemon is not None
         state.fallback, state.program = state.program, daemon.program
         state.upgraded()
-        self._standby.dismiss("an upgrade")
         self._processes.promote()
 
     def _answer_upgrade(self, answer: dict[str, Any]) -> None:
@@ -431,7 +406,6 @@ class Keeper:
                 log(f"{mountpoint} cannot be unmounted: {error.strerror}")
 
     def _clean_up(self) -> None:
-        self._standby.dismiss("the mount ends")
         if self._state.connection and not fuse_connection.is_disconnected(self._state.fuse_fd):
             self._send_to_descriptor_store(fd_store.drop)
         self._processes.end()
@@ -448,8 +422,7 @@ class Keeper:
         program = self._state.program
         match request["do"]:
             case "status":
-                status = describe(self._configuration, self._state, self._processes.current)
-                client.answer(status | self._standby.describe())
+                client.answer(describe(self._configuration, self._state, self._processes.current))
             case "settings":
                 client.answer({"settings": program.settings, "command": program.command})
             case "upgrade":

@@ -30,8 +30,6 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
-    from fusefs.keeper.early_start import EarlyDaemon
-
 DUMP_S = 0.5  # for the stacks of a daemon that hangs
 CUT_OFF_S = 1.0  # between a daemon's closed socket and its death
 DRAIN_S = 1.0  # for a broker to say what it still knows
@@ -157,23 +155,6 @@ def start_daemon(
     return DaemonProcess(process, ours, program)
 
 
-def take_early(
-    early: EarlyDaemon, program: Program, configuration: Configuration
-) -> DaemonProcess | None:
-    """Make an early daemon the mount's; None, once it is ended, if it can't be that."""
-    settings = _input_of(program)
-    try:
-        taken = early.take(program.command, settings, configuration.credentials)
-    finally:
-        os.close(settings)
-    if taken is None:
-        log("the daemon that was started early is not used")
-        early.end()
-        return None
-    pid, pidfd, channel = taken
-    return DaemonProcess(ProcessHandle(pid, pidfd), channel, program)
-
-
 def _input_of(program: Program) -> int:
     """A file with a daemon's settings.
 
@@ -258,16 +239,14 @@ class ProcessTable:
 
     # --- beginning ---
 
-    def start(
-        self, program: Program, task: int, ready: DaemonProcess | None = None
-    ) -> DaemonProcess:
-        """Start a daemon, unless there is one that is ready to go on, and a broker for it.
+    def start(self, program: Program, task: int) -> DaemonProcess:
+        """Start a daemon, and a broker for it.
 
         Raises:
             OSError: its program could not be executed.
             BecomeBroker: in the child.
         """
-        daemon = ready or start_daemon(program, self._configuration, is_beside=task == wire.PREPARE)
+        daemon = start_daemon(program, self._configuration, is_beside=task == wire.PREPARE)
         point_to_null(1)  # the first one's alone, so that its end can be seen
         if task == wire.PREPARE:
             daemon.is_incoming = True
@@ -401,15 +380,6 @@ class ProcessTable:
         for daemon in (self.current, self.incoming):
             if daemon is not None and now >= daemon.deadline:
                 self._overdue(daemon, now)
-
-    def reap(self, pid: int) -> None:
-        """Take note of the end of a child that was killed, when it comes."""
-        self._unreaped[pid] = time.monotonic()
-
-    @property
-    def has_successor(self) -> bool:
-        """Whether a broker would go on in our place, though there is no daemon."""
-        return self._spare is not None
 
     def count_lingering(self, now: float) -> int:
         """How many processes hang in the kernel although they were killed."""

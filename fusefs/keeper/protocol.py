@@ -69,10 +69,9 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 
-from fusefs.keeper.early_start import CHANNEL_VARIABLE
 from fusefs.linux import sockets
 
-ENVIRONMENT = CHANNEL_VARIABLE
+ENVIRONMENT = "FUSEFS_KEEPER_FD"
 VERSION = 1
 # What a keeper understands; it answers a daemon in the same version.
 SPOKEN = frozenset((1,))

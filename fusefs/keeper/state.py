@@ -30,9 +30,6 @@ NEVER = math.inf
 
 # A keeper that fails so soon after another met what its successor will meet as well.
 QUICK_FAILURE_S = 5.0
-# A daemon that dies so soon after another one's death is not the last to do so.
-SOON_S = 10.0
-STANDBY_S = 180.0
 
 
 def log(sentence: str) -> None:
@@ -66,7 +63,6 @@ class Configuration:
         "mountpoint",
         "read_ahead_kib",
         "source",
-        "standby_s",
     )
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -85,8 +81,6 @@ class Configuration:
         self.most_backing_ids: int = given["most_backing_ids"]
         self.hang_s = float(given["hang_s"])
         self.max_pause_s = float(given["max_pause_s"])
-        # For how long after a death a standby waits for the next one.
-        self.standby_s = float(given.get("standby_s", STANDBY_S))
         # What the kernel reads ahead of a sequential reader; set after mounting.
         self.read_ahead_kib: int | None = given.get("read_ahead_kib")
         # The named socket of a second descriptor store.
@@ -110,17 +104,13 @@ class SupervisorPlace:
 
 
 class Program:
-    """How a daemon is started; `settings` go to its standard input.
+    """A daemon's command line, and the `settings` that go to its standard input."""
 
-    `is_unready` tells that it makes no standby.
-    """
-
-    __slots__ = ("command", "is_unready", "settings")
+    __slots__ = ("command", "settings")
 
     def __init__(self, command: list[str], settings: str) -> None:
         self.command = command
         self.settings = settings
-        self.is_unready = False
 
 
 class FileTable:
@@ -180,9 +170,6 @@ class KeeperState:
         self.restarts = 0  # after a death
         self.upgrades = 0
         self.quick_deaths = 0
-        self.died_at = -math.inf
-        # Until when a standby is worth its memory.
-        self.expects_deaths_until = -math.inf
         self.last_death_ns = 0
         self.last_reason = ""
         self.keeper_failures = 0
@@ -242,16 +229,6 @@ class KeeperState:
     def can_go_on(self) -> bool:
         """Whether another daemon could answer all requests that are unanswered."""
         return self.has_resend or self.is_all_answered
-
-    def note_death(self, now: float, standby_s: float) -> None:
-        """Expect further deaths for this long, if this one comes soon after another."""
-        if now - self.died_at < SOON_S or self.expects_deaths(now):
-            self.expects_deaths_until = now + standby_s
-        self.died_at = now
-
-    def expects_deaths(self, now: float) -> bool:
-        """Whether daemons have died so soon after each other that more deaths are expected."""
-        return now < self.expects_deaths_until
 
     def died(self, reason: str) -> None:
         """Count a restart: the daemon has died, for this reason."""

@@ -12,17 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from fusefs.launch.control import ControlError
 from fusefs.launch.mount_requests import daemon_pid, daemon_request, keeper_pid, keeper_status
 from fusefs.linux import mountinfo, processes, service_manager, unmount
-
-if TYPE_CHECKING:
-    from fusefs.launch.forked_keeper import KeeperProcess
 
 # How long after a keeper's death another one may take to come up.
 SUCCESSOR_S = 15.0
@@ -33,7 +30,9 @@ ANSWER_S = 2.0
 class Foreground:
     """A mount whose first keeper is `process`; without `has_keeper` its only daemon. Blocks."""
 
-    def __init__(self, process: KeeperProcess, mountpoint: Path, *, has_keeper: bool) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], mountpoint: Path, *, has_keeper: bool
+    ) -> None:
         self._process = process
         self._mountpoint = mountpoint
         self._has_keeper = has_keeper

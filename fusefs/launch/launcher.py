@@ -1,8 +1,7 @@
 """Starting a mount, and the wait for it.
 
-When `preflight` has found no obstacle, `start` runs the keeper (keeper/main.py), or has one
-begin that was started early (early_keeper.py). It starts `python -m fusefs.daemon`, unless it
-has done so early as well; under pyfuse3 there is no keeper. The settings go to the standard
+When `preflight` has found no obstacle, `start` runs the keeper (keeper/main.py), which starts
+`python -m fusefs.daemon`; under pyfuse3 there is no keeper. The settings go to the standard
 input as JSON; the daemon answers with one JSON line on the standard output, `{"ready": true}`
 or `{"error": "...", "code": "..."}`, and closes that. Its standard error is the log. If a daemon
 ends without that line, the last line of the log is shown.
@@ -26,12 +25,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from fusefs.cluster_cache import access
-from fusefs.keeper import early_start, fd_store, supervisor_protocol
+from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.launch import control, log_location, registry, users
-from fusefs.launch.early_keeper import EarlyKeeper, keeper_command
 from fusefs.launch.foreground import Foreground
 from fusefs.launch.preflight import LaunchError, refuse_mounted
 from fusefs.launch.runtime_location import runtime_environment
@@ -42,11 +40,18 @@ from fusefs.settings.types import SessionKind
 from fusefs.store import customer_key
 from fusefs.store.errors import ErrorCode
 
-if TYPE_CHECKING:
-    from fusefs.launch.forked_keeper import KeeperProcess
-
-DAEMON = early_start.DAEMON
-KEEPER = keeper_command("from fusefs.keeper.main import main; sys.exit(main())")
+# -P keeps the working directory, which is "/", out of the module path.
+DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon"]
+_PACKAGE_PARENT = os.fspath(Path(__file__).absolute().parents[2])
+# With nothing but the interpreter's own modules: the keeper stays small.
+KEEPER = [
+    sys.executable,
+    "-I",
+    "-S",
+    "-c",
+    f"import sys; sys.path.insert(0, {_PACKAGE_PARENT!r});"
+    " from fusefs.keeper.main import main; sys.exit(main())",
+]
 # Each keeps a file open in the kernel; the daemon closes the least used before.
 MOST_BACKING_IDS = 20_000
 
@@ -76,15 +81,13 @@ END_TIMEOUT_S = 10.0
 def start(
     settings: MountSettings,
     supervisor: SupervisorAddress | None = None,
-    keeper: EarlyKeeper | None = None,
     *,
     environment: Mapping[str, str] = os.environ,
     deadline: float = math.inf,
-) -> KeeperProcess:
+) -> subprocess.Popen[bytes]:
     """Start the mount and return its process once it answers: the keeper, or pyfuse3's daemon.
 
-    An early keeper is used where there may be one, and else dismissed. `environment` is that
-    of a new keeper; at `deadline` (monotonic clock) the mount is given up.
+    `environment` is that of a new keeper; at `deadline` (monotonic clock) the mount is given up.
 
     Raises:
         NotUpError: it was not up in time; nothing is left of it.
@@ -93,9 +96,9 @@ def start(
     log_path = log_location.path_of(settings)
     with _claim(settings.mountpoint) as directory, log_location.opened(log_path) as log:
         log_start = log.seek(0, os.SEEK_END) if log_path is not None else 0
-        process: KeeperProcess | None = None
+        process: subprocess.Popen[bytes] | None = None
         try:
-            process = _spawn(settings, directory, log, supervisor, keeper, environment)
+            process = _spawn(settings, directory, log, supervisor, environment)
             _wait_until_ready(process, settings.retry_time + START_TIMEOUT_S, deadline)
         except _DiedError:
             assert process is not None
@@ -104,8 +107,6 @@ def start(
             why = last_line or f"exit status {process.returncode}"
             raise LaunchError(f"the daemon ended while starting: {why}") from None
         except BaseException:  # Ctrl-C too leaves nothing behind
-            if process is None and keeper is not None:
-                process = keeper.configured
             if process is not None:
                 _clean_up(process, settings.mountpoint)
             raise
@@ -210,13 +211,13 @@ def _wait_until_listening(keeper: subprocess.Popen[bytes], path: Path, deadline:
     keeper.stdout.close()
 
 
-def run_foreground(settings: MountSettings, keeper: EarlyKeeper | None = None) -> int:
+def run_foreground(settings: MountSettings) -> int:
     """Start the mount, and stay until it has ended; what ends this process ends the mount.
 
     A service manager gets signs of life while the mount has a keeper.
     """
     has_keeper = settings.session != SessionKind.PYFUSE3
-    process = start(settings, keeper=keeper)
+    process = start(settings)
     return Foreground(process, settings.mountpoint, has_keeper=has_keeper).run()
 
 
@@ -251,12 +252,9 @@ def _spawn(
     directory: int,
     log: IO[bytes],
     supervisor: SupervisorAddress | None,
-    keeper: EarlyKeeper | None,
     environment: Mapping[str, str],
-) -> KeeperProcess:
+) -> subprocess.Popen[bytes]:
     if settings.session == SessionKind.PYFUSE3:
-        if keeper is not None:
-            keeper.dismiss()
         return _popen(DAEMON, daemon_input(settings, users.current_user()), log, environment)
     user = _choose_user(settings, environment)
     settings = _with_owner(settings)
@@ -267,10 +265,6 @@ def _spawn(
         # Whoever comes by the path waits for this mount; only processes of the automounter's
         # process group do not, of which this one may be and a keeper never is.
         configuration["mount_at"] = f"/proc/{os.getpid()}/fd/{directory}"
-    if keeper is not None:
-        if process := keeper.configure(json.dumps(configuration), log):
-            return process
-        keeper.dismiss()
     return _popen(KEEPER, json.dumps(configuration), log, environment)
 
 
@@ -432,7 +426,9 @@ def revive_keeper(
         process.stdin.write(json.dumps(configuration).encode())
 
 
-def _wait_until_ready(daemon: KeeperProcess, timeout_s: float, deadline: float) -> None:
+def _wait_until_ready(
+    daemon: subprocess.Popen[bytes], timeout_s: float, deadline: float
+) -> None:
     assert daemon.stdout is not None
     line = _read_line(daemon.stdout, min(timeout_s, deadline - time.monotonic()))
     daemon.stdout.close()
@@ -483,7 +479,7 @@ def _wait_until_closed(answer: IO[bytes] | None) -> None:
             _read_line(answer, deadline - time.monotonic())
 
 
-def _clean_up(daemon: KeeperProcess, mountpoint: Path) -> None:
+def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
     """End the daemon and take away what it mounted."""
     daemon.terminate()
     try:

@@ -130,15 +130,6 @@ def _ends_with_group() -> bool:
     return False
 
 
-def copy_memory_order(pid: int) -> None:
-    """Undo `yields_memory`: where memory is short, the process goes no sooner than this one."""
-    with contextlib.suppress(OSError):
-        with open("/proc/self/oom_score_adj") as file:
-            own = file.read()
-        with open(f"/proc/{pid}/oom_score_adj", "w") as file:
-            file.write(own)
-
-
 def die_with_parent() -> None:
     """Have this process killed when the one that has forked it ends, which has its user."""
     set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)

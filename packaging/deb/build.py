@@ -131,9 +131,6 @@ def install_tree(root: Path, full: str, files: list[Path]) -> None:
         path.unlink()
     compiled = ("--invalidation-mode", "unchecked-hash", "-q", "-s", root, "-p", "/")
     run(PYTHON, "-m", "compileall", *compiled, site)
-    # With nothing that this machine has installed.
-    make = "import runpy; runpy.run_module('fusefs.daemon.generated_code', run_name='__main__')"
-    run(PYTHON, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {make}")
 
 
 def tree(full: str) -> Path:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.keeper import early_start
 from fusefs.launch import control
 from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.mounting import FUSEFS, OLD_KERNEL, Mount, Mounter, fusefs
@@ -192,18 +191,15 @@ def mounted_for_nobody(
     directory: Path,
     *options: str,
     before: Sequence[str] = (),
-    modules: Path | None = None,
     user: Sequence[str] = ("--user", "nobody"),
 ) -> Iterator[Mount]:
     """A mount of root's whose daemon is another user, gone at the end whatever happened.
 
-    The command comes after `before`, and finds what is in `modules` first.
+    The command comes after `before`.
     """
     if os.geteuid() or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and /dev/fuse")
     with runnable_by_all() as (command, environment):
-        if modules is not None:
-            environment["PYTHONPATH"] = f"{modules}:{environment['PYTHONPATH']}"
         path = directory / "mnt"
         path.mkdir()
         mount = Mount(
@@ -295,21 +291,6 @@ def test_a_daemon_gives_up_capabilities_that_outlive_a_change_of_the_user(
         for status in Path(f"/proc/{daemon}/task").glob("*/status"):
             sets = re.findall(r"^Cap(?:Inh|Prm|Eff|Amb):\t(\w+)", status.read_text(), re.MULTILINE)
             assert [int(found, 16) for found in sets] == [0] * 4
-
-
-def test_no_daemon_runs_with_modules_that_the_next_one_cannot_import(
-    filled: Bucket, public_path: Path
-) -> None:
-    private = public_path / "private"
-    private.mkdir(mode=0o700)
-    (private / "sitecustomize.py").touch()
-    with mounted_for_nobody(filled, public_path, modules=private) as mount:
-        assert f"cannot read {private}" in mount.log.read_text()
-        # It is the program's second execution, which is not an early one.
-        environment = Path(f"/proc/{serving_pid(mount)}/environ").read_bytes()
-        assert f"\0{early_start.VARIABLE}=".encode() not in environment
-        signal_daemon(mount, signal.SIGKILL)
-        assert (mount.path / data.small_name(6)).read_bytes() == data.small(6)
 
 
 def test_a_daemon_starts_a_keeper_with_secrets_whose_files_it_cannot_read(

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
 
@@ -40,8 +41,6 @@ class ServerClock:
 
         `signed_offset_s` is the `offset_s` with which the request was signed.
         """
-        from email.utils import parsedate_to_datetime  # see daemon/preloading.py
-
         if status != 403 and code != SKEWED:
             return False
         try:

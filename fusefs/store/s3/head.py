@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from fusefs.store.errors import (
@@ -135,8 +136,6 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
     Raises:
         AttemptError: some are missing.
     """
-    from email.utils import parsedate_to_datetime  # see daemon/preloading.py
-
     try:
         modified = parsedate_to_datetime(headers["last-modified"])
         size = int(headers["content-length"])

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import lru_cache
+from html import unescape
 from itertools import chain, repeat
 from typing import Any
 from urllib.parse import unquote_plus
@@ -203,11 +204,7 @@ def _etag(text: str) -> str:
 
 def unescaped(text: str) -> str:
     """What an element's text stands for."""
-    if "&" not in text:
-        return text
-    from html import unescape  # see daemon/preloading.py
-
-    return unescape(text)
+    return unescape(text) if "&" in text else text
 
 
 # --- entries of any kind --------------------------------------------------------

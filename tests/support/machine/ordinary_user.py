@@ -62,6 +62,6 @@ def runnable_by_all() -> Iterator[tuple[list[str], dict[str, str]]]:
             "LD_LIBRARY_PATH": os.fspath(Path(python).parents[1] / "lib"),
         }
         yield (
-            [python, "-c", "import sys; from fusefs.__main__ import main; sys.exit(main())"],
+            [python, "-c", "import sys; from fusefs.cli.main import main; sys.exit(main())"],
             environment,
         )

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from fusefs.fuse import protocol as wire
 from fusefs.fuse.protocol import Fopen, Init, Opcode
-from fusefs.keeper import protocol, template
+from fusefs.keeper import protocol
 from fusefs.linux import libc
 
 NAMES = {b"plain": 2, b"held": 3, b"through": 4}
@@ -355,23 +355,9 @@ class Standin:
         return wire.OPEN_OUT.pack(2, Fopen.PASSTHROUGH | Fopen.NOFLUSH, backing_id)
 
 
-def be_template(arguments: list[str]) -> None:
-    """Return in a standby that takes over; an argument may say what to do wrong."""
-    if "template=exit" in arguments:
-        sys.exit(5)
-    while "template=silent" in arguments:
-        time.sleep(60)
-    template.serve(lambda: False)
-
-
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)
-    was_standby = bool(template.purpose())
-    if was_standby:
-        be_template(sys.argv[1:])
-    settings = json.load(sys.stdin)
-    standin = Standin(settings)
-    standin.facts |= {"was_standby": was_standby, "environment": settings.get("environment")}
+    standin = Standin(json.load(sys.stdin))
 
     def end(*_: object) -> None:
         standin.is_to_end = True
