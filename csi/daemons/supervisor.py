@@ -52,7 +52,6 @@ class Child:
         self.uid = uid
         self.channel = channel  # on which it hears of another keeper
         self.keeper: socket.socket | None = None
-        self.version = supervisor_protocol.VERSION  # in which that is spoken to
         self.doomed: float | None = None  # since when it is to be gone, of the monotonic clock
 
     def signal(self, number: int) -> None:
@@ -193,9 +192,7 @@ class Supervisor:
             number = error.errno or errno.EIO
             _say(
                 client,
-                supervisor_protocol.pack(
-                    supervisor_protocol.REFUSED, a=number, version=message.version
-                ),
+                supervisor_protocol.pack(supervisor_protocol.REFUSED, a=number),
             )
         finally:
             message.close()
@@ -210,9 +207,9 @@ class Supervisor:
     def _answer(self, client: socket.socket, message: SupervisorMessage) -> None:
         match message.kind:
             case supervisor_protocol.LAUNCH:
-                self._begin(client, message, self._launch(message))
+                self._begin(client, self._launch(message))
             case supervisor_protocol.ADOPT:
-                self._begin(client, message, self._give(message))
+                self._begin(client, self._give(message))
             case supervisor_protocol.SIGNAL:
                 for child in self._children.values():
                     if child.keeper is client:
@@ -229,11 +226,9 @@ class Supervisor:
 
     # --- daemons ---
 
-    def _begin(self, client: socket.socket, message: SupervisorMessage, child: Child) -> None:
-        child.keeper, child.version = client, message.version
-        answer = supervisor_protocol.pack(
-            supervisor_protocol.STARTED, a=self.number, version=message.version
-        )
+    def _begin(self, client: socket.socket, child: Child) -> None:
+        child.keeper = client
+        answer = supervisor_protocol.pack(supervisor_protocol.STARTED, a=self.number)
         _say(client, answer, child.pidfd)
 
     def _launch(self, message: SupervisorMessage) -> Child:
@@ -307,9 +302,7 @@ class Supervisor:
         if child.keeper is not None:
             _say(
                 child.keeper,
-                supervisor_protocol.pack(
-                    supervisor_protocol.ENDED, a=status, version=child.version
-                ),
+                supervisor_protocol.pack(supervisor_protocol.ENDED, a=status),
             )
 
 
@@ -319,6 +312,4 @@ def _say(client: socket.socket, packed: bytes, *fds: int) -> None:
 
 
 def _counted(message: SupervisorMessage, count: int) -> bytes:
-    return supervisor_protocol.pack(
-        supervisor_protocol.COUNTED, message.mount, count, version=message.version
-    )
+    return supervisor_protocol.pack(supervisor_protocol.COUNTED, message.mount, count)

@@ -465,8 +465,6 @@ class Daemon:
             operations,
             log,
             max_stack_depth=depth,
-            busy_polling=settings.busy_polling,
-            fast_path=settings.fast_path,
         )
         session.callers.keeper = takeover
         nursery.start_soon(takeover.keep, lambda: len(session.waiting))

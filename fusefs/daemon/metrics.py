@@ -156,11 +156,9 @@ def _warming(parts: MountParts) -> Samples:
 
 def _process(parts: MountParts) -> Samples:
     assert parts.session is not None
-    polling = parts.session.busy_poll
     # This is the event loop's thread. What it spent looking for the next request it could do
     # without; that is measured by the clock, so the difference might fall where it is preempted.
-    spent_s = polling.spent_ns / 1e9 if polling is not None else 0.0
-    parts.loop_busy_s = max(parts.loop_busy_s, time.thread_time() - spent_s)
+    parts.loop_busy_s = max(parts.loop_busy_s, time.thread_time() - parts.session.polled_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "daemon_loop_busy_seconds_total": [value(parts.loop_busy_s)],

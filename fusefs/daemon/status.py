@@ -170,7 +170,6 @@ def collect(daemon: MountParts) -> dict[str, Any]:
             "total": session.requests,
             "compiled": session.compiled_requests,
             "waiting": len(session.waiting),
-            "busy_polling": session.busy_poll.describe() if session.busy_poll else None,
             "downloads": daemon.downloader.under_way,
         },
         "stalls": _stalls(session),

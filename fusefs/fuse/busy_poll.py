@@ -3,10 +3,11 @@
 To put the event loop to sleep and to wake it up again costs the daemon some 15
 microseconds of processor time, and the program that waits for its answer as much
 again or more. A program that opens small files, or walks, makes its next request
-sooner than that. So the session looks for the next request for up to 50
-microseconds before it goes back to the loop.
+sooner than that. So compiled code (fast_path.c) looks for the next request for up to 50
+microseconds before the session goes back to the loop: `opens1` of the bench is 26,500
+opens/s with that, and 15,600 without.
 
-Time that is spent so is lost to others. So the session keeps an account: a request
+Time that is spent so is lost to others. So there is an account: a request
 that comes in time is worth 50 microseconds, less what was spent to wait for it; one
 that does not come costs what was spent. While the account shows a loss, most waits
 go without polling, and one in a while tries again: after 16 waits, 32, up to 4,096.
@@ -21,11 +22,6 @@ from __future__ import annotations
 
 import os
 import resource
-import select
-import time
-from typing import Any
-
-from fusefs.settings.types import BusyPolling
 
 # How long one wait is polled, and what it is worth when a request comes.
 LONGEST_NS = 50_000
@@ -40,86 +36,46 @@ PREEMPTION_NS = 200_000
 
 
 class BusyPoll:
-    """Polls one descriptor, which is read by the event loop. Belongs to the event loop.
+    """The account that decides which waits are polled. Belongs to the event loop.
 
-    `polled`, `hits` and `spent_ns` count the waits that were polled, those in which a request
-    came, and the time spent in all of them.
+    On the only processor no program could make a request meanwhile, so there none is.
     """
 
-    def __init__(self, fd: int, *, is_always: bool = False) -> None:
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
-        self._is_always = is_always
+    def __init__(self) -> None:
+        self._has_processors = len(os.sched_getaffinity(0)) > 1
         self._account_ns = 0
         self._pause = FIRST_PAUSE
         self._skipping = 0
         self._preempted = _preemptions()
-        self._look_at = PREEMPTIONS_EVERY
-        self.polled = self.hits = self.spent_ns = 0
-
-    def finds_request(self) -> bool:
-        """Wait up to 50 microseconds for a request, if that pays; whether there is one."""
-        if not self.is_worth_it():
-            return False
-        poll, clock = self._poll.poll, time.perf_counter_ns
-        began = clock()
-        until = began + LONGEST_NS
-        found = poll(0)
-        now = began
-        while not found:
-            now = clock()
-            if now >= until:
-                break
-            found = poll(0)
-        self.account(1, bool(found), now - began)
-        return bool(found)
+        self._polled, self._look_at = 0, PREEMPTIONS_EVERY
 
     def is_worth_it(self) -> bool:
-        """Whether the next wait is to be polled; to be called before each."""
+        """True if the next wait is to be polled; to be called before each."""
         if not self._skipping:
-            return True
+            return self._has_processors
         self._skipping -= 1
         if not self._skipping:
             self._preempted = _preemptions()
         return False
 
     def account(self, polled: int, hits: int, spent_ns: int) -> None:
-        """Take into account how some waits went."""
-        self.polled += polled
-        self.hits += hits
-        self.spent_ns += spent_ns
+        """Take into account how some waits went: in how many of them a request came."""
+        self._polled += polled
         gain = hits * LONGEST_NS - spent_ns
-        if self.polled >= self._look_at:
-            self._look_at = self.polled + PREEMPTIONS_EVERY
+        if self._polled >= self._look_at:
+            self._look_at = self._polled + PREEMPTIONS_EVERY
             preempted = _preemptions()
             gain -= (preempted - self._preempted) * PREEMPTION_NS
             self._preempted = preempted
         self._account_ns = account = min(MOST_NS, self._account_ns + gain)
         if account > 0:
             self._pause = FIRST_PAUSE
-        elif account < -MOST_NS and not self._is_always:
+        elif account < -MOST_NS:
             self._account_ns = TRIED_AGAIN * LONGEST_NS - MOST_NS
             self._skipping = self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "waits": self.polled,
-            "hits": self.hits,
-            "spent_s": self.spent_ns / 1e9,
-        }
 
 
 def _preemptions() -> int:
     """How often this thread had to give its processor up."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-
-
-def polling(fd: int, mode: BusyPolling) -> BusyPoll | None:
-    """What polls a descriptor as a setting wants it; None for not to poll.
-
-    On the only processor no program could make a request meanwhile.
-    """
-    if mode is BusyPolling.OFF or len(os.sched_getaffinity(0)) < 2:
-        return None
-    return BusyPoll(fd, is_always=mode is BusyPolling.ON)

@@ -98,6 +98,7 @@ class FastPathReader:
             operations.backing.ids,
             CHECKED_AT_OPEN,
         )
+        self._busy_poll = BusyPoll()
         self._left = MOST_AT_ONCE
 
     @contextmanager
@@ -125,21 +126,27 @@ class FastPathReader:
         """Whether requests may be answered without Python at this moment."""
         return self._log.plain_log is not None
 
-    def receive(self, busy_poll: BusyPoll | None) -> int | None:
+    @property
+    def polled_s(self) -> float:
+        """How long requests were polled for, in seconds."""
+        return float(self._compiled.polled_ns / 1e9)
+
+    def receive(self, *, may_poll: bool) -> int | None:
         """Read requests until there is one for Python; return its size.
 
-        Returns 0 when other tasks should have their turn, None if there is no request.
+        Returns 0 when other tasks should have their turn, None if there is no request, also
+        after it was polled for if that `may` be and pays (busy_poll.py).
 
         Raises:
             OSError: as `read` of /dev/fuse.
         """
         compiled = self._compiled
-        poll_ns = LONGEST_NS if busy_poll is not None and busy_poll.is_worth_it() else 0
+        poll_ns = LONGEST_NS if may_poll and self._busy_poll.is_worth_it() else 0
         polled, hits, polled_ns = compiled.polled, compiled.hits, compiled.polled_ns
         outcome = compiled.serve(self._log.plain_log, self._left, poll_ns)
         self._left -= compiled.spent
-        if busy_poll is not None and compiled.polled != polled:
-            busy_poll.account(
+        if compiled.polled != polled:
+            self._busy_poll.account(
                 compiled.polled - polled, compiled.hits - hits, compiled.polled_ns - polled_ns
             )
         if outcome == -errno.EAGAIN:

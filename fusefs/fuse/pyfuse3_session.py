@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import pyfuse3
 import trio
 
-from fusefs.fuse.busy_poll import BusyPoll
 from fusefs.fuse.protocol import Opcode
 from fusefs.fuse.session import OPERATIONS, WaitingRequest, name_request
 from fusefs.linux.mount import MountError, MountRequest, helper_options
@@ -50,7 +49,7 @@ class PyfuseSession(KernelNotifications):
         self._request = request
         self._handlers = Pyfuse3Handlers(operations)
         self.times = self._handlers.times
-        self.busy_poll: BusyPoll | None = None
+        self.polled_s = 0.0
         self.compiled_requests: int | None = None
         self.slowest = self._handlers.slowest
         operations.notifier.connect(self)

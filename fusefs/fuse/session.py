@@ -9,8 +9,7 @@ is being killed. Measured with
 task for each, 19,000 under pyfuse3.
 
 Between two waits at most a fixed number of requests is handled, so that other
-tasks get their turn. Before the session waits it polls for the next request, where
-that pays (busy_poll.py).
+tasks get their turn.
 
 The request and reply buffers are private memory, resident and locked: a page
 that had to be faulted in while the kernel copies a reply would, if the
@@ -44,7 +43,6 @@ from typing import Any, Protocol
 import trio
 
 from fusefs.fuse import protocol
-from fusefs.fuse.busy_poll import BusyPoll, polling
 from fusefs.fuse.fast_path import IS_BUILT, FastPathReader
 from fusefs.fuse.interrupts import Callers, Interrupts
 from fusefs.fuse.protocol import Init, Opcode
@@ -55,7 +53,6 @@ from fusefs.posix.nodes.inode_table import NodeLog
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
-from fusefs.settings.types import BusyPolling, FastPathMode
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.slowest import LEAST_S, SlowestWaits
@@ -76,8 +73,6 @@ MAX_BACKGROUND = 1024
 CONGESTED = 48
 # Requests between two checkpoints: about 2 ms of them.
 BATCH = 64
-# Between two checkpoints requests are polled for no longer than this.
-LONGEST_POLLED_S = 0.0005
 
 _WANTED = (
     Init.ASYNC_READ
@@ -150,7 +145,7 @@ class RunningSession(Protocol):
     @property
     def waiting(self) -> list[WaitingRequest]: ...
     @property
-    def busy_poll(self) -> BusyPoll | None: ...
+    def polled_s(self) -> float: ...
     @property
     def survival(self) -> tuple[bool, str]: ...
     async def run(self) -> bool: ...
@@ -169,7 +164,8 @@ class Session(KernelNotifications):
     """One mount's conversation with the kernel, over its /dev/fuse descriptor.
 
     `max_stack_depth` is 0 to leave passthrough alone, 1 to negotiate it, 2 if
-    the cache's own file system is stacked (overlayfs).
+    the cache's own file system is stacked (overlayfs). Where compiled code for warm files was
+    built, it is used if `has_fast_path`.
     """
 
     name = "kernel"
@@ -181,8 +177,7 @@ class Session(KernelNotifications):
         log: NodeLog,
         *,
         max_stack_depth: int = 1,
-        busy_polling: BusyPolling = BusyPolling.AUTO,
-        fast_path: FastPathMode = FastPathMode.AUTO,
+        has_fast_path: bool = True,
     ) -> None:
         self._fd = fd
         self._operations = operations
@@ -191,7 +186,6 @@ class Session(KernelNotifications):
         memory = _locked_memory(BUFFER_SIZE)
         self._buffer = memoryview(memory)
         self._buffers = [self._buffer]
-        self.busy_poll = polling(fd, busy_polling)
         # By their unique numbers, without the mark.
         self._waiting: dict[int, WaitingRequest] = {}
         self.callers = Callers()
@@ -209,7 +203,7 @@ class Session(KernelNotifications):
         if operations.mutations is not None:
             self._handlers |= WriteHandlers(handlers, operations.mutations).table
         self._warm: FastPathReader | None = None
-        if IS_BUILT and fast_path is FastPathMode.AUTO:
+        if IS_BUILT and has_fast_path:
             reply = _locked_memory(REPLY_SIZE)
             self._warm = FastPathReader(
                 fd, memory, reply, operations, self.times, log, self._note_lost_reply
@@ -225,6 +219,11 @@ class Session(KernelNotifications):
     def compiled_requests(self) -> int | None:
         """How many of them by compiled code; None where there is none."""
         return self._warm.requests if self._warm is not None else None
+
+    @property
+    def polled_s(self) -> float:
+        """How long compiled code has polled for requests, in seconds."""
+        return self._warm.polled_s if self._warm is not None else 0.0
 
     @property
     def waiting(self) -> list[WaitingRequest]:
@@ -346,7 +345,8 @@ class Session(KernelNotifications):
         warm.begin()
         for count in range(BATCH):
             try:
-                size = warm.receive(self.busy_poll if not self._waiting else None)
+                # What waits already has a task, which is to have its turn.
+                size = warm.receive(may_poll=not self._waiting)
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     return -1
@@ -360,18 +360,11 @@ class Session(KernelNotifications):
         return BATCH
 
     def _answer_all(self, nursery: trio.Nursery) -> int:
-        polled_until = 0.0
         for count in range(BATCH):
             try:
                 size = os.readv(self._fd, self._buffers)
             except BlockingIOError:
-                if not self._finds_request():
-                    return count
-                now = time.monotonic()
-                polled_until = polled_until or now + LONGEST_POLLED_S
-                if now > polled_until:
-                    break
-                continue
+                return count
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     return -1
@@ -380,13 +373,6 @@ class Session(KernelNotifications):
                 raise
             self._answer(size, nursery)
         return BATCH
-
-    def _finds_request(self) -> bool:
-        """Whether a request comes within microseconds, if it pays to wait for one."""
-        # What waits already has a task, which is to have its turn.
-        if self.busy_poll is None or self._waiting:
-            return False
-        return self.busy_poll.finds_request()
 
     def _answer(self, size: int, nursery: trio.Nursery) -> None:
         _, opcode, unique, nodeid, uid, gid, pid, extension, _ = _UNPACK_HEADER(self._buffer)

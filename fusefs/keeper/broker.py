@@ -233,13 +233,11 @@ class Broker:
             self._outbox.popleft()
 
     def _hello(self, message: wire.KeeperMessage) -> None:
-        if message.a not in wire.SPOKEN:
+        if message.a != wire.VERSION:
             raise wire.ProtocolError(f"version {message.a}")
         self._report(message)
         state = self.state
-        about = int(self.configuration.is_privileged)
-        if message.b:  # daemons of earlier versions take any number for a 1
-            about |= state.connection << 1
+        about = int(self.configuration.is_privileged) | state.connection << 1
         packed = wire.pack(wire.WELCOME, self.task, state.restarts, state.last_death_ns, about)
         self._allowed = UNMOUNTED if self.task == wire.FRESH else PREPARING
         self._post(packed)
@@ -280,7 +278,7 @@ class Broker:
         self.state.serving(bool(message.a))
         self._report(message)
         namespace = callers.namespace() if self.state.is_ours else 0
-        self._post(wire.pack(wire.ABLE, 0, namespace, wire.MOST_FILES))
+        self._post(wire.pack(wire.ABLE, 0, namespace))
 
     def _look(self, message: wire.KeeperMessage) -> None:
         is_privileged = self.configuration.is_privileged

@@ -79,8 +79,6 @@ class KeeperClient:
         self._is_idle = True
         self._last_number = 0
         self._waiting: dict[int, _Reply] = {}
-        # How many files the keeper takes in one message; 0: it is of an earlier version.
-        self._most_files = 0
         # Files to be registered in one message, and how many such have no answer yet.
         self._gathered: list[tuple[int, Callable[[int, int], None]]] = []
         self._has_gathered = trio.Event()
@@ -158,8 +156,7 @@ class KeeperClient:
 
     def serving(self, *, has_resend: bool) -> None:
         """Say that this process answers requests, and whether the kernel can send them again."""
-        # Keepers of earlier versions answer with ABLE only where the second number is 1.
-        self._send(wire.pack(wire.SERVING, has_resend, 1))
+        self._send(wire.pack(wire.SERVING, has_resend))
 
     def known(self, backing_id: int, inode: int) -> None:
         """Tell a keeper that is new of a file that another has registered."""
@@ -221,13 +218,9 @@ class KeeperClient:
         """
         if self.gone.is_set():
             done(0, errno.ECONNRESET)
-        elif not self._most_files:
-            number, reply = self._expect_reply()
-            reply.done = done
-            self._send(wire.pack(wire.BACKING_OPEN, number), fd)
         else:
             self._gathered.append((fd, done))
-            if len(self._gathered) >= self._most_files:
+            if len(self._gathered) >= wire.MOST_FILES:
                 self.open_gathered()
             else:
                 self._has_gathered.set()
@@ -235,7 +228,7 @@ class KeeperClient:
     def open_gathered(self) -> None:
         """Have registered at once what waits for others; it is needed."""
         while self._gathered and self._unanswered < MOST_UNANSWERED:
-            files = self._gathered[: self._most_files]
+            files = self._gathered[: wire.MOST_FILES]
             del self._gathered[: len(files)]
             first = self._last_number + 1
             for _, done in files:
@@ -319,13 +312,12 @@ class KeeperClient:
                 self.quiesced.set()
             elif message.kind == wire.ABLE:
                 self.namespace = message.b
-                self._most_files = min(message.c, wire.MOST_FILES)
             elif message.kind == wire.BACKINGS_OPENED:
                 self._unanswered -= 1
                 for number, (backing_id, error) in enumerate(message.pairs, message.a):
                     if number in self._waiting:
                         self._waiting.pop(number).come(backing_id, error)
-                if len(self._gathered) >= self._most_files:
+                if len(self._gathered) >= wire.MOST_FILES:
                     self.open_gathered()
                 if self._gathered:
                     self._has_gathered.set()

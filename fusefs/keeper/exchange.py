@@ -2,9 +2,8 @@
 
 Keepers (control.py), daemons (daemon/control_socket.py) and the descriptor store
 (fd_store.py) are spoken to in this way. A request may bring descriptors, and so
-may its answer. It names the version of the protocol (`protocol`; version 1 if it
-names none) and is answered in that one or refused, so that a later version can
-go on speaking to processes of this one.
+may its answer. A request that names another version of the protocol than this one
+(`protocol`) is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 PROTOCOL = 1
-SPOKEN = (1, 2)  # clients of earlier versions call the same 2
 
 MAX_ANSWER = 4 << 20
 PEER_TIMEOUT_S = 5.0
@@ -72,8 +70,8 @@ def check_version(request: dict[str, Any]) -> None:
     Raises:
         ControlError: it is.
     """
-    version = request.get("protocol", 1)
-    if version not in SPOKEN:
+    version = request.get("protocol", PROTOCOL)
+    if version != PROTOCOL:
         raise ControlError(f"version {version} of the protocol is not spoken here")
 
 
@@ -126,7 +124,6 @@ def exchange_fds(
         if isinstance(error, OSError):
             raise NotAnsweringError(error.strerror or str(error)) from error
         raise
-    answer.pop("protocol", None)  # a later version may name the one that it answers in
     return answer, received
 
 

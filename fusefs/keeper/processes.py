@@ -51,8 +51,6 @@ DEAD = 4  # its broker may still have something to say
 class BrokerHandle:
     """A broker's process, and the keeper's non-blocking end of the socket to it."""
 
-    __slots__ = ("channel", "pid")
-
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self.channel = channel
@@ -73,28 +71,6 @@ class DaemonProcess:
     daemon sees it closed only when broker and keeper are both dead.
     `deadline` is when the keeper has to do something about it.
     """
-
-    __slots__ = (
-        "broker",
-        "deadline",
-        "heard",
-        "is_child",
-        "is_drained",
-        "is_ending",
-        "is_faulty",
-        "is_incoming",
-        "is_prepared",
-        "is_quiesced",
-        "pid",
-        "pidfd",
-        "process",
-        "program",
-        "reason",
-        "served",
-        "socket",
-        "status",
-        "step",
-    )
 
     def __init__(self, process: ProcessHandle, channel: socket.socket, program: Program) -> None:
         self.process = process
@@ -142,8 +118,11 @@ def start_daemon(
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    settings = _input_of(program)
+    # Like a pipe to the reader, but no writer waits for a reader that is slow.
+    settings = os.memfd_create("settings")
     try:
+        os.write(settings, program.settings.encode())
+        os.lseek(settings, 0, os.SEEK_SET)
         channel = theirs.fileno()
         process = _start(program.command, configuration, channel, settings, is_beside=is_beside)
     except OSError:
@@ -153,18 +132,6 @@ def start_daemon(
         theirs.close()
         os.close(settings)
     return DaemonProcess(process, ours, program)
-
-
-def _input_of(program: Program) -> int:
-    """A file with a daemon's settings.
-
-    Like a pipe to the reader, but no writer waits for a reader that is slow.
-    """
-    settings = os.memfd_create("settings")
-    with open(settings, "wb", closefd=False) as file:
-        file.write(program.settings.encode())
-    os.lseek(settings, 0, os.SEEK_SET)
-    return settings
 
 
 def _start(
@@ -239,7 +206,7 @@ class ProcessTable:
 
     # --- beginning ---
 
-    def start(self, program: Program, task: int) -> DaemonProcess:
+    def start(self, program: Program, task: int) -> None:
         """Start a daemon, and a broker for it.
 
         Raises:
@@ -258,7 +225,6 @@ class ProcessTable:
             daemon.deadline = time.monotonic() + self._configuration.hang_s
         self._watch(daemon)
         self._fork_broker(daemon, self._new_broker(daemon, task))
-        return daemon
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
         """Watch a daemon that serves already, and give it a broker."""

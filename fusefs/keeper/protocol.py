@@ -10,8 +10,7 @@ process that may have been taken over.
 
 Daemon to keeper, in the order in which they come:
 
-    HELLO         a: VERSION; b: 1 if it knows of the number in d of WELCOME. The first
-                  message.
+    HELLO         a: VERSION; b: 1. The first message.
     PREPARED      ready to take over; only after a WELCOME with PREPARE
     MOUNT         once, only after FRESH; answered by MOUNTED
     DEPOSIT       + the /dev/fuse descriptor of a mount that the daemon made;
@@ -30,7 +29,7 @@ Daemon to keeper, in the order in which they come:
                   have it, c: 0, or the st_ino of a file; only after ABLE. Answered by LOOKED.
     BACKINGS_OPEN a: a number of the daemon's for the first file, which the others'
                   follow, b: how many files; + these. As many BACKING_OPEN in one, at most
-                  c of ABLE. Answered by BACKINGS_OPENED.
+                  MOST_FILES. Answered by BACKINGS_OPENED.
 
 Keeper to daemon:
 
@@ -48,8 +47,7 @@ Keeper to daemon:
     BACKING_OPENED error; a: as in the request, b: id
     BACKING_CLOSED error; a: as in the request
     ABLE           b: the PID namespace in which requests' processes have their numbers,
-                   if the keeper is in it and looks at them, else 0; c: the most files of
-                   a BACKINGS_OPEN. Answers SERVING.
+                   if the keeper is in it and looks at them, else 0. Answers SERVING.
     LOOKED         a: as in the request, b: what becomes of the process, or whether it has the
                    file open, as in linux/callers.py
     BACKINGS_OPENED a, b: as in the request; for each file a pair of its id and an errno,
@@ -73,8 +71,6 @@ from fusefs.linux import sockets
 
 ENVIRONMENT = "FUSEFS_KEEPER_FD"
 VERSION = 1
-# What a keeper understands; it answers a daemon in the same version.
-SPOKEN = frozenset((1,))
 
 MESSAGE = struct.Struct("<IiQQQQ")
 PAIR = struct.Struct("<QQ")
@@ -133,8 +129,6 @@ class KeeperMessage:
 
     `fd` is the first of them, or -1.
     """
-
-    __slots__ = ("a", "b", "c", "d", "error", "fd", "fds", "kind", "pairs")
 
     def __init__(self, packed: bytes, fds: Sequence[int] = ()) -> None:
         self.kind: int

@@ -46,25 +46,6 @@ def log(sentence: str) -> None:
 class Configuration:
     """What does not change, from the JSON object on the keeper's standard input."""
 
-    __slots__ = (
-        "cache_device",
-        "control",
-        "credentials",
-        "descriptor_store",
-        "hang_s",
-        "is_privileged",
-        "is_read_only",
-        "launcher",
-        "max_pause_s",
-        "most_backing_ids",
-        "mount_at",
-        "mount_data",
-        "mount_flags",
-        "mountpoint",
-        "read_ahead_kib",
-        "source",
-    )
-
     def __init__(self, given: dict[str, Any]) -> None:
         self.mountpoint: str = given["mountpoint"]
         # Another name of the mountpoint, which mount(2) takes where an automounter waits.
@@ -95,8 +76,6 @@ class SupervisorPlace:
     Without `is_needed` the keeper starts a daemon itself if no process listens.
     """
 
-    __slots__ = ("is_needed", "mount", "socket")
-
     def __init__(self, socket: str, mount: int, is_needed: bool) -> None:
         self.socket = socket
         self.mount = mount
@@ -105,8 +84,6 @@ class SupervisorPlace:
 
 class Program:
     """A daemon's command line, and the `settings` that go to its standard input."""
-
-    __slots__ = ("command", "settings")
 
     def __init__(self, command: list[str], settings: str) -> None:
         self.command = command

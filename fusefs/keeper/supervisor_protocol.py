@@ -7,8 +7,7 @@ PID namespace may not reach it, and hears of its end. The connection's end is
 the keeper's: the daemon goes on without one, until another adopts it.
 
 Every message is one `MESSAGE`: version, kind, the mount's number and three
-numbers; the size and the place of the version are the same for ever. Each is
-answered in its own version.
+numbers. One of another version is refused.
 
 To the supervisor:
 
@@ -43,7 +42,6 @@ from fusefs.linux import sockets
 from fusefs.linux.processes import pid_behind, send_signal
 
 VERSION = 1
-SPOKEN = frozenset((1,))
 
 MESSAGE = struct.Struct("<IIQQQQ")
 
@@ -77,8 +75,6 @@ class SupervisorProtocolError(OSError):
 class SupervisorMessage:
     """One message, and the descriptors that came with it, non-inheritable."""
 
-    __slots__ = ("a", "b", "c", "fds", "kind", "mount", "version")
-
     def __init__(self, packed: bytes, fds: list[int]) -> None:
         self.version: int
         self.kind: int
@@ -95,10 +91,8 @@ class SupervisorMessage:
         self.fds = []
 
 
-def pack(
-    kind: int, mount: int = 0, a: int = 0, b: int = 0, c: int = 0, *, version: int = VERSION
-) -> bytes:
-    return MESSAGE.pack(version, kind, mount, a, b, c)
+def pack(kind: int, mount: int = 0, a: int = 0, b: int = 0, c: int = 0) -> bytes:
+    return MESSAGE.pack(VERSION, kind, mount, a, b, c)
 
 
 def send(sock: socket.socket, packed: bytes, *fds: int) -> None:
@@ -111,7 +105,7 @@ def send(sock: socket.socket, packed: bytes, *fds: int) -> None:
 
 
 def receive(sock: socket.socket) -> SupervisorMessage | None:
-    """One message of a version that is spoken here; None when the other side is gone.
+    """One message; None when the other side is gone.
 
     Raises:
         BlockingIOError, TimeoutError: there is none.
@@ -122,7 +116,7 @@ def receive(sock: socket.socket) -> SupervisorMessage | None:
         return None
     is_whole = len(data) == MESSAGE.size and not is_cut
     message = SupervisorMessage(data if is_whole else bytes(MESSAGE.size), fds)
-    if message.version in SPOKEN and len(fds) == _DESCRIPTORS.get(message.kind, 0):
+    if message.version == VERSION and len(fds) == _DESCRIPTORS.get(message.kind, 0):
         return message
     message.close()
     raise SupervisorProtocolError(
@@ -135,8 +129,6 @@ def receive(sock: socket.socket) -> SupervisorMessage | None:
 
 class ProcessHandle:
     """A daemon's process: a child of this one, or a supervisor's, with the connection to that."""
-
-    __slots__ = ("pid", "pidfd", "supervisor", "supervisor_number")
 
     def __init__(
         self,

@@ -32,7 +32,6 @@ from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.launch import control, log_location, registry, users
 from fusefs.launch.foreground import Foreground
 from fusefs.launch.preflight import LaunchError, refuse_mounted
-from fusefs.launch.runtime_location import runtime_environment
 from fusefs.linux import mountinfo, unmount
 from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
@@ -271,19 +270,20 @@ def _spawn(
 def _popen(
     command: Sequence[str],
     configuration: str,
-    log: IO[bytes],
+    log: IO[bytes] | None,
     environment: Mapping[str, str],
     pass_fds: tuple[int, ...] = (),
+    stdout: int = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=log,
         cwd="/",
         start_new_session=True,
         pass_fds=pass_fds,
-        env={**environment, **runtime_environment()},
+        env={**environment, registry.RUNTIME_VARIABLE: os.fspath(registry.runtime_directory())},
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
@@ -413,22 +413,12 @@ def revive_keeper(
         "daemon_fd": daemon_fd,
         "table": table,
     }
-    process = subprocess.Popen(
-        KEEPER,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        cwd="/",
-        start_new_session=True,
-        pass_fds=(fuse_fd, daemon_fd),
-    )
-    assert process.stdin is not None
-    with process.stdin:
-        process.stdin.write(json.dumps(configuration).encode())
+    fds = (fuse_fd, daemon_fd)
+    text = json.dumps(configuration)
+    _popen(KEEPER, text, None, os.environ, pass_fds=fds, stdout=subprocess.DEVNULL)
 
 
-def _wait_until_ready(
-    daemon: subprocess.Popen[bytes], timeout_s: float, deadline: float
-) -> None:
+def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float, deadline: float) -> None:
     assert daemon.stdout is not None
     line = _read_line(daemon.stdout, min(timeout_s, deadline - time.monotonic()))
     daemon.stdout.close()

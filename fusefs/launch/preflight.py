@@ -16,13 +16,13 @@ from pathlib import Path
 
 from fusefs.launch import registry
 from fusefs.linux import mountinfo, unmount
+from fusefs.linux.fuse_connection import FUSE_DEVICE
 from fusefs.linux.mount import may_mount
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
 from fusefs.store.errors import ErrorCode
 
-FUSE_DEVICE = Path("/dev/fuse")
-FUSE_NUMBER = os.makedev(10, 229)  # as Linux has it in Documentation/admin-guide/devices.txt
+DEVICE = Path("/dev/fuse")
 FUSE_CONFIGURATION = Path("/etc/fuse.conf")
 FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
 DEAD_TIMEOUT_S = 2.0
@@ -122,16 +122,16 @@ def check_device() -> None:
         LaunchError: with what is wrong and what to do.
     """
     try:
-        status = FUSE_DEVICE.stat()
+        status = DEVICE.stat()
     except OSError:
         status = None
-    if status is None or not stat.S_ISCHR(status.st_mode) or status.st_rdev != FUSE_NUMBER:
+    if status is None or not stat.S_ISCHR(status.st_mode) or status.st_rdev != FUSE_DEVICE:
         raise LaunchError(
             "there is no /dev/fuse; load the kernel module (modprobe fuse), "
             "or give the container the device"
         )
     try:
-        os.close(os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC))
+        os.close(os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
         raise LaunchError(
             f"/dev/fuse cannot be opened ({error.strerror}); it needs mode 0666, "

@@ -24,10 +24,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from fusefs.launch.runtime_location import RUNTIME_VARIABLE as RUNTIME_VARIABLE
-from fusefs.launch.runtime_location import runtime_path, runtime_paths
 from fusefs.linux import files, mountinfo
 
+RUNTIME_VARIABLE = "FUSEFS_RUNTIME_DIRECTORY"
+# Where it is for users without a session of their own, and for all that have one.
+TEMPORARY = "/tmp"
+SESSIONS = "/run/user"
 _MAX_RECORD = 1 << 16  # bytes
 MAX_LINKS = 40  # as many symbolic links as the kernel itself follows
 
@@ -130,13 +132,34 @@ class Registration(NamedTuple):
 
 
 def runtime_directory() -> Path:
-    """Where this user's new mounts are put on record; it need not exist."""
-    return Path(runtime_path())
+    """Where this user's new mounts are put on record; it need not exist.
+
+    A daemon runs as another user than the one who mounts, and gets the directory
+    from the environment.
+    """
+    return Path(_runtime_paths()[0])
+
+
+def _runtime_paths() -> list[str]:
+    """The runtime directories in which this user's mounts may be, that of new mounts first.
+
+    Jobs of cron and of batch systems have no XDG_RUNTIME_DIR, or that of the machine from which
+    they were sent, where the user's shell on this machine has one.
+    """
+    given = os.environ.get(RUNTIME_VARIABLE)
+    if given:
+        return [given]
+    uid = os.geteuid()
+    if uid == 0:
+        return ["/run/fusefs"]
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    own = [f"{base}/fusefs"] if base and os.path.isdir(base) else []
+    return list(dict.fromkeys([*own, f"{TEMPORARY}/fusefs-{uid}", f"{SESSIONS}/{uid}/fusefs"]))
 
 
 def _places() -> Iterator[Path]:
     """Where this user's mounts may be on record."""
-    first, *others = map(Path, runtime_paths())
+    first, *others = map(Path, _runtime_paths())
     yield first
     for place in others:
         # Another user may have planted what is in /tmp.
@@ -294,10 +317,7 @@ def _read(directory: Path) -> Registration | None:
         with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
-            # A newer daemon's may have more.
-            given = dict(json.loads(file.read(_MAX_RECORD)))
-            known = {name: given[name] for name in Registration._fields}
-            found = Registration(**known)
+            found = Registration(**json.loads(file.read(_MAX_RECORD)))
         is_sound = isinstance(found.pid, int) and _hashed(Path(found.mountpoint)) == directory.name
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         # A mount that is just coming or going, or not one of ours.

@@ -71,7 +71,7 @@ def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ)
     if os.geteuid() != 0:
         if settings.user is not None:
             raise UserError("--user is root's to choose; drop it")
-        return _own("")
+        return current_user()
     if settings.user is not None:
         user = _look_up(settings.user)
         if user is None:
@@ -84,12 +84,7 @@ def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ)
         why = _obstacle(user, settings, environment) or _default_obstacle(settings, environment)
         if not why:
             return user
-    return _own(why)
-
-
-def current_user() -> User:
-    """Whoever runs this."""
-    return _own("")
+    return current_user(why)
 
 
 def daemon_user(mountpoint: Path) -> User | None:
@@ -98,7 +93,8 @@ def daemon_user(mountpoint: Path) -> User | None:
     return None if uid is None else _look_up(str(uid))
 
 
-def _own(why: str) -> User:
+def current_user(why: str = "") -> User:
+    """The user who runs this; `why` says why it is to be the daemon's."""
     return User(str(os.geteuid()), os.geteuid(), os.getegid(), tuple(os.getgroups()), why)
 
 

@@ -47,10 +47,8 @@ from fusefs.settings.types import (
     Acl,
     Addressing,
     AttributeForm,
-    BusyPolling,
     Conflict,
     Encryption,
-    FastPathMode,
     LogLevel,
     MinFree,
     MountSource,
@@ -264,21 +262,6 @@ class MountSettings:
         "let the kernel read cached files directly (as root, Linux 6.9 or newer)",
         PassthroughMode.AUTO,
     )
-    busy_polling: BusyPolling = option(
-        choice(BusyPolling),
-        "Kernel",
-        "poll for the next request for up to 50 us before sleeping, while requests come close"
-        " together (auto: as long as it saves more time than it takes)",
-        BusyPolling.AUTO,
-    )
-
-    fast_path: FastPathMode = option(
-        choice(FastPathMode),
-        "Kernel",
-        "have compiled code answer the requests of warm files (auto: where it was built)",
-        FastPathMode.AUTO,
-    )
-
     user: str | None = option(
         WORD,
         "Survival",

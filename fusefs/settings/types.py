@@ -164,21 +164,6 @@ class PassthroughMode(enum.StrEnum):
     OFF = "off"
 
 
-class BusyPolling(enum.StrEnum):
-    """Whether the daemon polls for a program's next request before it sleeps."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-class FastPathMode(enum.StrEnum):
-    """Whether compiled code answers the requests of warm files."""
-
-    AUTO = "auto"
-    OFF = "off"
-
-
 class Encryption(enum.StrEnum):
     """How S3 encrypts an object: with its own keys, KMS', or KMS' twice."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.launch import control, registry
-from fusefs.launch.runtime_location import RUNTIME_VARIABLE
+from fusefs.launch.registry import RUNTIME_VARIABLE
 from tests.support.machine.disks import small_disk
 from tests.support.mounting import fusefs
 from tests.support.servers.buckets import Bucket

@@ -1,4 +1,4 @@
-"""Warm files on a real mount, with compiled code that answers for them and without."""
+"""Warm files on a real mount, with compiled code that answers for them."""
 
 from __future__ import annotations
 
@@ -44,22 +44,12 @@ def test_warm_opens_are_answered_by_compiled_code(passthrough: Mounter, bucket: 
     assert after["cache"]["passthrough_opens"] >= 3 * FILES
 
 
-def test_without_compiled_code_it_is_the_same(passthrough: Mounter, bucket: Bucket) -> None:
-    mount = passthrough("--fast-path", "off")
-    path = filled(bucket, mount)
-    for number in range(3 * FILES):
-        with open(path(number), "rb") as file:
-            assert file.read() == stamped(number % FILES, SIZE)
-    assert compiled(mount) is None
-
-
 @needs_compiled
-@pytest.mark.parametrize("mode", ["off", "auto"])
-def test_what_one_has_opened_the_other_goes_on_with(
-    passthrough: Mounter, bucket: Bucket, mode: str
+def test_what_compiled_code_has_opened_the_next_daemon_goes_on_with(
+    passthrough: Mounter, bucket: Bucket
 ) -> None:
     """Files that were open when the daemon was killed are read and closed under the next one."""
-    mount = passthrough("--fast-path", mode)
+    mount = passthrough()
     path = filled(bucket, mount)
     files = [open(path(number), "rb", buffering=0) for number in range(FILES)]  # noqa: SIM115
     pid = mount.status()["daemon"]["pid"]

@@ -54,7 +54,17 @@ def test_the_descriptor_can_be_handed_to_somebody_else(kept: Kept) -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("line", [b"nonsense\n", b"[]\n", b"{}\n", b'{"do": "dance"}\n', b"\xff\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"nonsense\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"do": "dance"}\n',
+        b"\xff\n",
+        b'{"do": "status", "protocol": 99}\n',
+    ],
+)
 def test_nonsense_on_the_control_socket_gets_an_error(kept: Kept, line: bytes) -> None:
     kept.start()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:

@@ -1,4 +1,4 @@
-"""The messages between keepers and `fusefs-csi daemons`, of this version and of the last."""
+"""The messages between keepers and `fusefs-csi daemons`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.daemon import setup as process
-from fusefs.keeper import fd_store, protocol, supervisor_protocol
+from fusefs.keeper import supervisor_protocol
 from fusefs.linux.processes import has_ended
 from tests.support.machine.ordinary_user import NOBODY
 from tests.support.survival.keeping import LIMIT_S, PROJECT, needs_root
@@ -29,12 +28,6 @@ pytestmark = needs_root
 
 MOUNT = 0x1122334455667788
 HOLD = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"
-# One of the next version, as far as that is known now: it begins no conversation in this one.
-NEXT = (
-    "from fusefs.keeper import supervisor_protocol as protocol;"
-    " protocol.SPOKEN = {1, 2}; protocol.VERSION = 2;"
-    " protocol.pack.__kwdefaults__['version'] = 2; "
-)
 # In place of a daemon: reads its input, says who it is, and waits to be killed.
 RUN = """
 import os, sys, time
@@ -53,10 +46,10 @@ supervisor.Supervisor(path, serve, main.running(path)).run()
 
 
 @contextmanager
-def supervising(directory: Path, before: str = "") -> Iterator[str]:
-    """The socket of a supervisor that starts the stand-in, and runs `before` first."""
+def supervising(directory: Path) -> Iterator[str]:
+    """The socket of a supervisor that starts the stand-in."""
     path = directory / "daemons.sock"
-    process = subprocess.Popen([sys.executable, "-c", before + RUN, path], cwd=PROJECT)
+    process = subprocess.Popen([sys.executable, "-c", RUN, path], cwd=PROJECT)
     try:
         until(lambda: listener_at(path) == process.pid, "it listens")
         yield os.fspath(path)
@@ -211,66 +204,10 @@ def refuses(path: str, stdout: int) -> bool:
     return False
 
 
-# --- versions ---------------------------------------------------------------------
-
-# Messages as the first version of each side has sent them, and must be understood for as long
-# as it is supported.
-COUNT_V1 = bytes.fromhex(
-    "01000000040000008877665544332211000000000000000000000000000000000000000000000000"
-)
-COUNTED_NONE_V1 = bytes.fromhex("01000000230000008877665544332211" + 24 * "00")
-LAUNCH_V1 = bytes.fromhex("01000000010000008877665544332211" + 2 * "feff000000000000" + 8 * "00")
-ADOPT_V1 = bytes.fromhex("01000000020000008877665544332211" + 24 * "00")
-STARTED_V1 = bytes.fromhex("01000000200000000000000000000000")  # and the supervisor's number
-KILL_V1 = bytes.fromhex("01000000030000000000000000000000" + "09" + 23 * "00")
-KILLED_V1 = bytes.fromhex("01000000220000000000000000000000" + "09" + 23 * "00")
-END_V1 = bytes.fromhex("01000000050000008877665544332211" + 24 * "00")
-HELLO_V1 = bytes.fromhex("01000000000000000100000000000000" + 24 * "00")
-
-
-def test_a_request_of_the_first_version_is_answered_in_it(supervisor: str) -> None:
-    with supervisor_protocol.connect(supervisor) as sock:
-        sock.send(COUNT_V1)
-        assert sock.recv(100) == COUNTED_NONE_V1
-
-
-def test_a_keeper_of_the_first_version_is_spoken_to_in_it_by_the_next_ones_supervisor(
-    tmp_path: Path, output: tuple[int, int]
-) -> None:
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = os.memfd_create("environment")
-    os.write(environment, b'{"AWS_GIVEN": "given"}')
-    os.lseek(environment, 0, os.SEEK_SET)
-    with ours, its, open(os.devnull) as null, supervising(tmp_path, NEXT) as path:
-        with supervisor_protocol.connect(path) as first:
-            given = [its.fileno(), null.fileno(), output[1], environment]
-            socket.send_fds(first, [LAUNCH_V1], given)
-            assert pidfd_after(first, STARTED_V1)
-        with supervisor_protocol.connect(path) as second:
-            until(lambda: is_adopted(second, its.fileno()), "the first one's end is known")
-            second.send(KILL_V1)
-            assert second.recv(100) == KILLED_V1
-            second.send(END_V1)
-            assert second.recv(100) == COUNTED_NONE_V1
-    os.close(environment)
-
-
-def pidfd_after(sock: socket.socket, begin: bytes) -> bool:
-    """Whether an answer begins so, and comes with a process."""
-    message, fds, _, _ = socket.recv_fds(sock, 100, 1)
-    for fd in fds:
-        os.close(fd)
-    return message.startswith(begin) and len(fds) == 1
-
-
-def is_adopted(sock: socket.socket, channel: int) -> bool:
-    socket.send_fds(sock, [ADOPT_V1], [channel])
-    return pidfd_after(sock, STARTED_V1)
-
-
 def test_a_request_of_an_unknown_version_is_refused_and_harmless(supervisor: str) -> None:
     with supervisor_protocol.connect(supervisor) as sock:
-        sock.send(b"\xff" + COUNT_V1[1:])
+        count = supervisor_protocol.pack(supervisor_protocol.COUNT, MOUNT)
+        sock.send(b"\xff" + count[1:])
         answer = supervisor_protocol.receive(sock)
         assert answer is not None
         assert (answer.kind, answer.a) == (supervisor_protocol.REFUSED, errno.EPROTONOSUPPORT)
@@ -279,31 +216,10 @@ def test_a_request_of_an_unknown_version_is_refused_and_harmless(supervisor: str
     assert supervisor_protocol.count(supervisor) == 0
 
 
-def test_a_daemons_first_words_are_those_of_the_first_version() -> None:
-    assert protocol.pack(protocol.HELLO, protocol.VERSION) == HELLO_V1
-    assert protocol.KeeperMessage(HELLO_V1).a in protocol.SPOKEN
-
-
 def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
     settings = {"source": "s3://bucket", "mountpoint": "/mnt", "cache_dir": "/c", "newer": "1"}
     message = {"settings": json.dumps(settings), "files": {}}
     assert process.read_input(json.dumps(message)).source.bucket == "bucket"
-
-
-@pytest.mark.parametrize(
-    ("request_", "answer"),
-    [
-        (b'{"do": "list"}\n', b'{"ok": true, "names": []}\n'),
-        (b'{"do": "list", "protocol": 1}\n', b'{"ok": true, "names": []}\n'),
-    ],
-)
-def test_the_descriptor_store_answers_in_the_version_of_the_request(
-    tmp_path: Path, request_: bytes, answer: bytes
-) -> None:
-    with holding(tmp_path) as path, socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(path)
-        sock.send(request_)
-        assert sock.recv(1000) == answer
 
 
 def test_the_descriptor_store_refuses_a_version_that_it_does_not_know(tmp_path: Path) -> None:
@@ -312,63 +228,6 @@ def test_the_descriptor_store_refuses_a_version_that_it_does_not_know(tmp_path: 
         sock.send(b'{"do": "list", "protocol": 99}\n')
         refusal = b'{"error": "version 99 of the protocol is not spoken here"}\n'
         assert sock.recv(1000) == refusal
-
-
-def test_a_descriptor_store_of_the_first_version_is_understood(tmp_path: Path) -> None:
-    path = os.fspath(tmp_path / "descriptor-store.sock")
-    with socket.socket(socket.AF_UNIX) as listening, open(os.devnull) as null:
-        listening.bind(path)
-        listening.listen()
-
-        def answer() -> None:
-            """Three requests, of which the second is a fetch."""
-            for given in ([], [null.fileno()], []):
-                with listening.accept()[0] as connection:
-                    _, fds, _, _ = socket.recv_fds(connection, 1000, 1)
-                    socket.send_fds(connection, [b'{"ok": true}\n'], given)
-                    for fd in fds:
-                        os.close(fd)
-
-        service = threading.Thread(target=answer, daemon=True)
-        service.start()
-        fd_store.hold(path, "name", null.fileno())
-        os.close(fd_store.fetch(path, "name"))
-        fd_store.drop(path, "name")
-        service.join(LIMIT_S)
-
-
-# What each number stands for, for ever: whoever runs another version knows them so.
-WIRE_V1 = {
-    "HELLO": 1,
-    "PREPARED": 2,
-    "MOUNT": 3,
-    "DEPOSIT": 4,
-    "SERVING": 5,
-    "BACKING_OPEN": 6,
-    "BACKING_CLOSE": 7,
-    "TICK": 8,
-    "ENDING": 9,
-    "UNMOUNT": 10,
-    "KNOWN": 11,
-    "WELCOME": 32,
-    "MOUNTED": 33,
-    "TAKE": 34,
-    "ENTRY": 35,
-    "BACKING_OPENED": 36,
-    "BACKING_CLOSED": 37,
-    "QUIESCE": 38,
-    "FRESH": 0,
-    "TAKE_OVER": 1,
-    "PREPARE": 2,
-    "CANNOT_TAKE_OVER": 3,
-}
-
-
-def test_what_daemons_and_keepers_say_is_what_the_first_version_says() -> None:
-    assert {name: getattr(protocol, name) for name in WIRE_V1} == WIRE_V1
-    assert protocol.pack(1, 2, 3, 4, 5, error=6) == bytes.fromhex(
-        "0100000006000000" + "".join(f"0{number}00000000000000" for number in (2, 3, 4, 5))
-    )
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from fusefs.fuse.session import Session
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import replay
 from fusefs.posix.nodes.inode import Inode
-from fusefs.settings.types import BusyPolling, FastPathMode
 from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.support.waiting import eventually
 
@@ -144,7 +143,9 @@ class Side:
 
 
 @asynccontextmanager
-async def one_side(directory: Path, mode: FastPathMode, more: int = 0) -> AsyncIterator[Side]:
+async def one_side(
+    directory: Path, *, is_compiled: bool = True, more: int = 0
+) -> AsyncIterator[Side]:
     """A mount whose files are cached, and known to the kernel, which has not opened any.
 
     Of `more` files none was opened by any program.
@@ -164,9 +165,7 @@ async def one_side(directory: Path, mode: FastPathMode, more: int = 0) -> AsyncI
             operations.cache.on_evict = backing.drop
             log = operations._state.journal
             assert isinstance(log, Journal)
-            session = Session(
-                its.fileno(), operations, log, busy_polling=BusyPolling.OFF, fast_path=mode
-            )
+            session = Session(its.fileno(), operations, log, has_fast_path=is_compiled)
             side = Side(directory, process, session, end)
             for number in range(FILES):
                 side.nodes.append(await process.node(str(number)))
@@ -186,14 +185,14 @@ async def one_side(directory: Path, mode: FastPathMode, more: int = 0) -> AsyncI
 @asynccontextmanager
 async def both(directory: Path) -> AsyncIterator[list[Side]]:
     async with (
-        one_side(directory / "compiled", FastPathMode.AUTO) as compiled,
-        one_side(directory / "python", FastPathMode.OFF) as python,
+        one_side(directory / "compiled") as compiled,
+        one_side(directory / "python", is_compiled=False) as python,
     ):
         yield [compiled, python]
 
 
 async def test_an_open_and_its_close_need_no_python(tmp_path: Path) -> None:
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
         before = side.session.compiled_requests or 0
         assert (await side.opens(0))[1] & PASSTHROUGH
         assert await side.closes(0) == (0, b"")
@@ -210,7 +209,7 @@ async def test_the_first_open_of_a_file_that_was_fetched_ahead_needs_no_python(
 ) -> None:
     """And it has further ones fetched, as an open has that Python answers."""
     monkeypatch.setattr(siblings, "UNREAD_EACH", 1)
-    async with one_side(tmp_path, FastPathMode.AUTO, more=10) as side:
+    async with one_side(tmp_path, more=10) as side:
         ids = side.operations.backing.ids
 
         def ahead() -> list[int]:
@@ -232,7 +231,7 @@ async def test_the_first_open_of_a_file_that_was_fetched_ahead_needs_no_python(
 
 
 async def test_a_close_that_comes_after_other_tasks_ran_is_one(tmp_path: Path) -> None:
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
         await side.opens(1)
         await side.settled()
         assert list(side.operations.handles.files) == side.open
@@ -248,7 +247,7 @@ async def test_a_close_that_comes_after_other_tasks_ran_is_one(tmp_path: Path) -
 
 async def test_what_was_opened_is_on_record_before_other_tasks_run(tmp_path: Path) -> None:
     """The journal has it with the reply, so a kill at any moment loses nothing."""
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
         seen = []
         settle = side.operations.was_opened
         journal = tmp_path / "journal"
@@ -275,7 +274,7 @@ async def test_what_was_opened_is_on_record_before_other_tasks_run(tmp_path: Pat
     ],
 )
 async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) -> None:
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
         inode, operations = side.nodes[0], side.operations
         file = side.file(0)
         assert file is not None
@@ -306,7 +305,7 @@ async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) ->
 
 
 async def test_a_journal_that_is_rewritten_is_pythons(tmp_path: Path) -> None:
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
         journal = side.operations._state.journal
         assert isinstance(journal, Journal)
         await side.opens(0)
@@ -325,7 +324,7 @@ async def test_a_journal_that_is_full_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusefs.posix.journal.journal.STEP", 8192)
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
         for number in range(300):
             await side.opens(number % FILES)
             if number % 2:
@@ -338,7 +337,7 @@ async def test_a_journal_that_the_disk_does_not_take_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusefs.posix.journal.journal.STEP", 4096)
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
 
         def is_full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "no room")
@@ -364,7 +363,7 @@ async def test_a_fault_in_what_is_taken_over_ends_the_process(
     def fails(*_: object, **__: object) -> None:
         raise ValueError("a fault")
 
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
         was_opened = side.operations.was_opened
         side.operations.was_opened = fails  # type: ignore[method-assign]
         await side.opens(0)
@@ -376,7 +375,7 @@ async def test_a_fault_in_what_is_taken_over_ends_the_process(
 async def test_other_tasks_have_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much is there to be answered."""
     monkeypatch.setattr(fast_path, "MOST_AT_ONCE", 16)
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
         warm = side.session._warm
         assert warm is not None
         turns: list[int] = []
@@ -401,7 +400,7 @@ async def test_other_tasks_have_their_turn(tmp_path: Path, monkeypatch: pytest.M
 
 async def test_many_opens_at_once_are_all_taken(tmp_path: Path) -> None:
     """More than are noted at a time, from a kernel that does not wait for replies."""
-    async with one_side(tmp_path, FastPathMode.AUTO) as side:
+    async with one_side(tmp_path) as side:
         count = 3000
         async with trio.open_nursery() as nursery:
 

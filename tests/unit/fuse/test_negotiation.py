@@ -16,7 +16,6 @@ from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Init, Opcode
 from fusefs.fuse.session import Session, UnsupportedKernelError
 from fusefs.posix.nodes.notifier import Notifier
-from fusefs.settings.types import FastPathMode
 from tests.support.semantics import states
 
 EVERYTHING = (1 << 64) - 1
@@ -39,7 +38,7 @@ class Kernel:
     def start(self) -> None:
         """Begin a session, or the next one."""
         log: Any = SimpleNamespace(negotiated=self.log.append)
-        self.session = Session(self._its.fileno(), self.operations, log, fast_path=FastPathMode.OFF)
+        self.session = Session(self._its.fileno(), self.operations, log, has_fast_path=False)
 
     def close(self) -> None:
         self.end.close()

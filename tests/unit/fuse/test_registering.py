@@ -18,7 +18,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.keeper import client, protocol
 from fusefs.keeper.client import KeeperClient
-from fusefs.keeper.protocol import KeeperMessage
+from fusefs.keeper.protocol import MOST_FILES, KeeperMessage
 from tests.support.waiting import eventually
 
 LIMIT_S = 10
@@ -59,15 +59,15 @@ class Registering:
 
 
 @asynccontextmanager
-async def registering(most: int) -> AsyncIterator[Registering]:
-    """A keeper that takes `most` files in one message, 0 as earlier versions."""
+async def registering() -> AsyncIterator[Registering]:
+    """A client whose keeper is the test."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     there.setblocking(False)
     keeper = KeeperClient(here)
     with here, there, tempfile.TemporaryFile() as file, trio.fail_after(LIMIT_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keeper.run, lambda: 1)
-            there.send(protocol.pack(protocol.ABLE, 0, 5, most))
+            there.send(protocol.pack(protocol.ABLE, 0, 5))
             await eventually(lambda: keeper.namespace == 5)
             yield Registering(keeper, there, file.fileno())
             nursery.cancel_scope.cancel()
@@ -79,7 +79,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_what_comes_shortly_after_each_other_goes_together() -> None:
-    async with registering(16) as one:
+    async with registering() as one:
         one.add(1, 2, 3)
         message = await one.receive()
         assert (message.kind, message.b, len(message.fds)) == (protocol.BACKINGS_OPEN, 3, 3)
@@ -92,27 +92,21 @@ async def test_what_comes_shortly_after_each_other_goes_together() -> None:
 
 
 async def test_a_message_that_is_full_waits_for_nothing(patient: None) -> None:
-    async with registering(4) as one:
-        one.add(*range(9))
-        assert [(await one.receive()).b for _ in range(2)] == [4, 4]
-
-
-async def test_a_keeper_that_takes_more_gets_no_more_than_this_version_sends(patient: None) -> None:
-    async with registering(2 * protocol.MOST_FILES) as one:
-        one.add(*range(protocol.MOST_FILES))
-        assert (await one.receive()).b == protocol.MOST_FILES
+    async with registering() as one:
+        one.add(*range(2 * MOST_FILES + 1))
+        assert [(await one.receive()).b for _ in range(2)] == [MOST_FILES, MOST_FILES]
 
 
 async def test_what_is_needed_goes_at_once(patient: None) -> None:
-    async with registering(16) as one:
+    async with registering() as one:
         one.add(1)
         one.client.open_gathered()
         assert (await one.receive()).b == 1
 
 
 async def test_only_so_many_messages_are_on_their_way() -> None:
-    async with registering(2) as one:
-        one.add(*range(2 * client.MOST_UNANSWERED + 3))
+    async with registering() as one:
+        one.add(*range(MOST_FILES * (client.MOST_UNANSWERED + 1) + 1))
         messages = [await one.receive() for _ in range(client.MOST_UNANSWERED)]
         await trio.sleep(3 * client.GATHER_S)
         with pytest.raises(BlockingIOError):
@@ -121,25 +115,14 @@ async def test_only_so_many_messages_are_on_their_way() -> None:
         rest = await one.receive()
         await one.answer(messages[1])
         last = await one.receive()
-        assert (rest.b, last.b) == (2, 1)
+        assert (rest.b, last.b) == (MOST_FILES, 1)
         for message in (*messages[2:], rest, last):
             await one.answer(message)
         assert sorted(which for which, _, _ in one.done) == list(range(len(one.done)))
 
 
-async def test_an_earlier_keeper_gets_a_message_for_each_file() -> None:
-    async with registering(0) as one:
-        one.add(1, 2)
-        for _ in range(2):
-            message = await one.receive()
-            assert (message.kind, len(message.fds)) == (protocol.BACKING_OPEN, 1)
-            one.there.send(protocol.pack(protocol.BACKING_OPENED, message.a, 7))
-        await eventually(lambda: len(one.done) == 2)
-        assert one.done == [(1, 7, 0), (2, 7, 0)]
-
-
 async def test_what_waits_for_others_fails_with_the_keeper(patient: None) -> None:
-    async with registering(4) as one:
+    async with registering() as one:
         one.add(*range(5))
         one.there.close()
         await eventually(lambda: len(one.done) == 5)
@@ -159,7 +142,7 @@ class Copy:
 
 
 async def test_what_is_given_up_without_a_keeper_is_given_back_by_the_next() -> None:
-    async with registering(16) as one:
+    async with registering() as one:
         files = PassthroughFiles(one.client)
         used, dropped, answered = (cast(CacheFile, Copy(number, one.fd)) for number in (1, 2, 3))
         for file in (used, dropped, answered):
@@ -175,7 +158,7 @@ async def test_what_is_given_up_without_a_keeper_is_given_back_by_the_next() -> 
         assert event is not None
         assert event.is_set(), "no eviction waits for a keeper that has gone"
         assert sorted(files.table()) == [(101, 1), (102, 2)], "the kernel has both"
-    async with registering(16) as another:
+    async with registering() as another:
         files.move_to(another.client)
         closing = await another.receive()
         assert (closing.kind, closing.b) == (protocol.BACKING_CLOSE, 102)
@@ -184,7 +167,7 @@ async def test_what_is_given_up_without_a_keeper_is_given_back_by_the_next() -> 
 
 
 async def test_what_the_keeper_has_not_answered_is_given_back_by_the_next() -> None:
-    async with registering(16) as one:
+    async with registering() as one:
         files = PassthroughFiles(one.client)
         file = cast(CacheFile, Copy(1, one.fd))
         files.adopt(file, 101)
@@ -193,7 +176,7 @@ async def test_what_the_keeper_has_not_answered_is_given_back_by_the_next() -> N
         one.there.close()
         await one.client.gone.wait()
         assert files.table() == [(101, 1)]
-    async with registering(16) as another:
+    async with registering() as another:
         files.move_to(another.client)
         closing = await another.receive()
         assert closing.b == 101

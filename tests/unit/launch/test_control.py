@@ -49,7 +49,9 @@ async def test_a_fault_in_an_answer_ends_nothing(tmp_path: Path, nursery: trio.N
             await ask(path)
 
 
-@pytest.mark.parametrize("line", [b"nonsense\n", b"[]\n", b"x" * 4097, b""])
+@pytest.mark.parametrize(
+    "line", [b"nonsense\n", b"[]\n", b"x" * 4097, b"", b'{"command": "status", "protocol": 99}\n']
+)
 async def test_nonsense_is_answered_with_an_error(
     tmp_path: Path, nursery: trio.Nursery, line: bytes
 ) -> None:
@@ -71,7 +73,7 @@ async def test_only_the_owner_and_root_are_answered(
     for uid, is_answered in ((os.geteuid(), True), (0, True), (54321, False)):
         monkeypatch.setattr(sockets, "peer_of", lambda _, uid=uid: (1, uid))
         if is_answered:
-            assert await ask(path) == {"command": "status"}
+            assert (await ask(path))["command"] == "status"
         else:
             with pytest.raises(control.ControlError, match="owner and root"):
                 await ask(path)

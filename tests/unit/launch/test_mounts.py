@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.launch import control, mount_requests, registry, runtime_location, users
+from fusefs.launch import control, mount_requests, registry, users
 from fusefs.linux import mountinfo
 from tests.support.commands import MOUNTINFO
 from tests.support.commands import runtime as runtime
@@ -140,15 +140,6 @@ def test_a_record_that_a_daemon_has_made_into_something_else_is_none(
     assert registry.all_mounts() == []
 
 
-def test_the_record_of_a_newer_daemon_has_what_this_version_knows(
-    runtime: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
-    registration = registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
-    record = registration.directory / "mount.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"region": "eu"}))
-    assert registry.all_mounts() == [registration]
-
-
 @pytest.mark.parametrize("changed", [{"pid": None}, {"connection": "x"}, {"daemon": [1]}])
 def test_the_status_of_a_keeper_of_another_version_counts_as_no_answer(
     changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -209,8 +200,8 @@ def test_a_runtime_directory_that_is_a_link_is_refused(runtime: Path, tmp_path: 
 def ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory for /tmp and /run/user, seen by an ordinary user whose session has none."""
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid or 4242)
-    monkeypatch.setattr(runtime_location, "TEMPORARY", str(tmp_path))
-    monkeypatch.setattr(runtime_location, "SESSIONS", str(tmp_path))
+    monkeypatch.setattr(registry, "TEMPORARY", str(tmp_path))
+    monkeypatch.setattr(registry, "SESSIONS", str(tmp_path))
     for variable in (registry.RUNTIME_VARIABLE, "XDG_RUNTIME_DIR"):
         monkeypatch.delenv(variable, raising=False)
     return tmp_path
