@@ -90,13 +90,17 @@ struct timed {
     double took_s;
 };
 
+/* Python's objects, as `__init__` gets them. */
+#define FOR_EACH_OBJECT(X)                                                                        \
+    X(operations) X(inodes) X(handles) X(open_files) X(restored) X(name_of) X(files)              \
+    X(backing_ids)
+#define MEMBER(name) PyObject *name;
+
 typedef struct {
     PyObject_HEAD
     int fd;
     Py_buffer request, reply;
-    /* Python's objects, as `__init__` gets them. */
-    PyObject *operations, *inodes, *handles, *open_files, *restored, *name_of, *files,
-        *backing_ids;
+    FOR_EACH_OBJECT(MEMBER)
     long long checked_at_open; /* larger files are not compared with their checksums */
     PyObject *names; /* node id: (info, name of its cache file) */
     int can_read; /* files can be read without waiting for the disk */
@@ -114,47 +118,27 @@ typedef struct {
     uint64_t untimed;
     long long period; /* how many requests there are for each that is timed */
     unsigned long long requests;
-    unsigned long long polled, hits, polled_ns; /* as in busy_poll.py */
+    unsigned long long polled, hits, polled_ns; /* for busy_poll.py */
     int spent; /* what the requests of one `serve` count as */
 } FastPath;
 
 static uint32_t crc_table[256];
 
-static PyObject *s_backing_id, *s_count, *s_crc, *s_fd, *s_fetched, *s_file, *s_info, *s_inode, *s_is_checked,
-    *s_is_current, *s_is_removed, *s_is_shut, *s_limit, *s_looked_up, *s_memory, *s_meta,
-    *s_next_fh, *s_packed, *s_present, *s_readahead, *s_served, *s_size, *s_staged, *s_total,
-    *s_valid_until, *s_version;
+/* The attributes that are looked up, each by its interned name. */
+#define FOR_EACH_NAME(X)                                                                          \
+    X(backing_id) X(count) X(crc) X(fd) X(fetched) X(file) X(info) X(inode) X(is_checked)         \
+    X(is_current) X(is_removed) X(is_shut) X(limit) X(looked_up) X(memory) X(meta) X(next_fh)     \
+    X(packed) X(present) X(readahead) X(served) X(size) X(staged) X(total)                        \
+    X(valid_until) X(version)
+#define DECLARE(name) static PyObject *s_##name;
+FOR_EACH_NAME(DECLARE)
 
 static const struct {
     PyObject **name;
     const char *text;
 } interned[] = {
-    {&s_backing_id, "backing_id"},
-    {&s_count, "count"},
-    {&s_crc, "crc"},
-    {&s_fd, "fd"},
-    {&s_fetched, "fetched"},
-    {&s_file, "file"},
-    {&s_info, "info"},
-    {&s_inode, "inode"},
-    {&s_is_checked, "is_checked"},
-    {&s_is_current, "is_current"},
-    {&s_is_removed, "is_removed"},
-    {&s_is_shut, "is_shut"},
-    {&s_limit, "limit"},
-    {&s_looked_up, "looked_up"},
-    {&s_memory, "memory"},
-    {&s_meta, "meta"},
-    {&s_next_fh, "next_fh"},
-    {&s_packed, "packed"},
-    {&s_present, "present"},
-    {&s_readahead, "readahead"},
-    {&s_served, "served"},
-    {&s_size, "size"},
-    {&s_staged, "staged"},
-    {&s_total, "total"},
-    {&s_valid_until, "valid_until"},
-    {&s_version, "version"},
+#define ENTRY(name) {&s_##name, #name},
+    FOR_EACH_NAME(ENTRY)
 };
 
 /* Each function that looks something up or handles a request returns 1 for yes or done,
@@ -891,8 +875,7 @@ static int init(FastPath *self, PyObject *args, PyObject *keywords)
         "fd",         "request", "reply", "operations",  "inodes",    "handles",
         "open_files", "restored", "name_of", "files",    "backing_ids", "checked_at_open",
         NULL};
-    PyObject *operations, *inodes, *handles, *open_files, *restored, *name_of, *files,
-        *backing_ids;
+    FOR_EACH_OBJECT(MEMBER)
     if (self->names != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
@@ -906,14 +889,8 @@ static int init(FastPath *self, PyObject *args, PyObject *keywords)
         return -1;
     self->request = request;
     self->reply = reply;
-    self->operations = Py_NewRef(operations);
-    self->inodes = Py_NewRef(inodes);
-    self->handles = Py_NewRef(handles);
-    self->open_files = Py_NewRef(open_files);
-    self->restored = Py_NewRef(restored);
-    self->name_of = Py_NewRef(name_of);
-    self->files = Py_NewRef(files);
-    self->backing_ids = Py_NewRef(backing_ids);
+#define KEEP(name) self->name = Py_NewRef(name);
+    FOR_EACH_OBJECT(KEEP)
     self->can_read = 1;
     self->period = 1;
     self->names = PyDict_New();
@@ -929,14 +906,8 @@ static int init(FastPath *self, PyObject *args, PyObject *keywords)
 
 static int traverse(FastPath *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->operations);
-    Py_VISIT(self->inodes);
-    Py_VISIT(self->handles);
-    Py_VISIT(self->open_files);
-    Py_VISIT(self->restored);
-    Py_VISIT(self->name_of);
-    Py_VISIT(self->files);
-    Py_VISIT(self->backing_ids);
+#define VISIT(name) Py_VISIT(self->name);
+    FOR_EACH_OBJECT(VISIT)
     Py_VISIT(self->names);
     for (int at = 0; at < self->opened_count; at++) {
         Py_VISIT(self->opened[at].inode);
@@ -947,14 +918,8 @@ static int traverse(FastPath *self, visitproc visit, void *arg)
 
 static int clear(FastPath *self)
 {
-    Py_CLEAR(self->operations);
-    Py_CLEAR(self->inodes);
-    Py_CLEAR(self->handles);
-    Py_CLEAR(self->open_files);
-    Py_CLEAR(self->restored);
-    Py_CLEAR(self->name_of);
-    Py_CLEAR(self->files);
-    Py_CLEAR(self->backing_ids);
+#define CLEAR(name) Py_CLEAR(self->name);
+    FOR_EACH_OBJECT(CLEAR)
     Py_CLEAR(self->names);
     while (self->opened_count) {
         struct opened *last = &self->opened[--self->opened_count];

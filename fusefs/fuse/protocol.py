@@ -103,7 +103,6 @@ INTERRUPT_IN = Layout("fuse_interrupt_in", "unique:Q")
 NOTIFY_INVAL_INODE = Layout("fuse_notify_inval_inode_out", "ino:Q off:q len:q")
 # Followed by `count` node ids.
 NOTIFY_PRUNE = Layout("fuse_notify_prune_out", "count:I padding:I spare:Q")
-BACKING_MAP = Layout("fuse_backing_map", "fd:i flags:I padding:Q")
 
 LAYOUTS = [value for value in list(globals().values()) if isinstance(value, Layout)]
 
@@ -206,7 +205,3 @@ NOTIFY_PRUNE_CODE = 9
 
 ROOT_ID = 1
 UNIQUE_RESEND = 1 << 63
-
-# ioctls on /dev/fuse: _IOW(229, 1, struct fuse_backing_map), _IOW(229, 2, uint32_t)
-DEV_IOC_BACKING_OPEN = 0x4010E501
-DEV_IOC_BACKING_CLOSE = 0x4004E502

@@ -56,9 +56,9 @@ TO_BROKER = frozenset((MOUNT_MADE, FAILED, wire.QUIESCE))
 TICK_INTERVAL_S = 0.2
 
 # ioctls on /dev/fuse: _IOW(229, 1, struct fuse_backing_map), _IOW(229, 2, uint32_t)
-_BACKING_OPEN = 0x4010E501
-_BACKING_CLOSE = 0x4004E502
-_BACKING_MAP = struct.Struct("=iIQ")
+DEV_IOC_BACKING_OPEN = 0x4010E501
+DEV_IOC_BACKING_CLOSE = 0x4004E502
+BACKING_MAP = struct.Struct("=iIQ")
 
 # What the daemon may say when.
 _ALWAYS = frozenset((wire.TICK, wire.ENDING))
@@ -326,8 +326,8 @@ class Broker:
             try:
                 inode = self._check(fd)
                 # A mutable buffer: with an immutable one Python loses the return value.
-                request = bytearray(_BACKING_MAP.pack(fd, 0, 0))
-                backing_id = fcntl.ioctl(self.state.fuse_fd, _BACKING_OPEN, request)
+                request = bytearray(BACKING_MAP.pack(fd, 0, 0))
+                backing_id = fcntl.ioctl(self.state.fuse_fd, DEV_IOC_BACKING_OPEN, request)
             except OSError as refusal:
                 error = refusal.errno or errno.EIO
             else:
@@ -384,7 +384,7 @@ class Broker:
 
     def _close_id(self, backing_id: int) -> None:
         try:
-            fcntl.ioctl(self.state.fuse_fd, _BACKING_CLOSE, struct.pack("=I", backing_id))
+            fcntl.ioctl(self.state.fuse_fd, DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV):
                 log(f"backing id {backing_id} could not be closed: {error.strerror}")

@@ -41,14 +41,12 @@ class KeeperError(Exception):
 
 @dataclass(slots=True)
 class Welcome:
-    """What the mount is like; `died_ns` is 0 unless a daemon has died before this one.
+    """The keeper's words about its mount.
 
     `connection` is the number of the mount's connection, 0 if it is not there yet or not known.
     """
 
     task: int
-    restarts: int
-    died_ns: int
     is_privileged: bool
     connection: int
 
@@ -102,7 +100,7 @@ class KeeperClient:
     async def hello(self) -> Welcome:
         """Begin the session; what the keeper says of the mount."""
         message = await self._ask(wire.pack(wire.HELLO, wire.VERSION, 1), wire.WELCOME)
-        return Welcome(message.a, message.b, message.c, bool(message.d & 1), message.d >> 1)
+        return Welcome(message.a, bool(message.d & 1), message.d >> 1)
 
     async def mount(self) -> int:
         """Have the keeper mount; return the /dev/fuse descriptor.

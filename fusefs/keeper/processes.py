@@ -141,8 +141,8 @@ def _start(
     if launcher is not None:
         try:
             return supervisor_protocol.launch(
-                launcher.socket,
-                launcher.mount,
+                launcher["socket"],
+                launcher["mount"],
                 uid=credentials.uid,
                 gid=credentials.gid,
                 channel=channel,
@@ -151,7 +151,7 @@ def _start(
                 is_beside=is_beside,
             )
         except (FileNotFoundError, ConnectionRefusedError):
-            if launcher.is_needed:
+            if launcher["is_needed"]:
                 raise
     pid = spawn(
         command,

@@ -131,12 +131,6 @@ class KeeperMessage:
     """
 
     def __init__(self, packed: bytes, fds: Sequence[int] = ()) -> None:
-        self.kind: int
-        self.error: int
-        self.a: int
-        self.b: int
-        self.c: int
-        self.d: int
         self.kind, self.error, self.a, self.b, self.c, self.d = MESSAGE.unpack_from(packed)
         self.pairs = list(PAIR.iter_unpack(packed[MESSAGE.size :]))
         self.fds = fds

@@ -66,20 +66,10 @@ class Configuration:
         self.read_ahead_kib: int | None = given.get("read_ahead_kib")
         # The named socket of a second descriptor store.
         self.descriptor_store: str | None = given.get("descriptor_store")
-        # Who starts the daemons, where that is not the keeper itself.
-        self.launcher = SupervisorPlace(**given["launcher"]) if given.get("launcher") else None
-
-
-class SupervisorPlace:
-    """A supervisor's named socket, and the mount's number there.
-
-    Without `is_needed` the keeper starts a daemon itself if no process listens.
-    """
-
-    def __init__(self, socket: str, mount: int, is_needed: bool) -> None:
-        self.socket = socket
-        self.mount = mount
-        self.is_needed = is_needed
+        # The supervisor that starts the daemons, where the keeper does not itself: its named
+        # `socket`, the number of the `mount` there, and `is_needed`, without which the keeper
+        # starts a daemon itself if no process listens.
+        self.launcher: dict[str, Any] | None = given.get("launcher")
 
 
 class Program:

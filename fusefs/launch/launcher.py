@@ -337,7 +337,7 @@ def daemon_input(
     files = {
         name: path.read_text(errors="replace")
         for name, path in users.aws_files(environment)
-        if user is None or not path.is_absolute() or not users.may_read(user, path)
+        if user is None or not path.is_absolute() or not users.may_use(user, path, os.R_OK)
     }
     try:
         key = customer_key.find(settings.customer_key)
@@ -456,19 +456,6 @@ def _read_line(answer: IO[bytes], timeout_s: float) -> bytes:
     return line
 
 
-def _wait_until_closed(answer: IO[bytes] | None) -> None:
-    """Wait until no process is left that could have answered; not for longer than they may take.
-
-    A keeper that is only just starting ends at once, and its daemon when it has its imports.
-    """
-    if answer is None or answer.closed:
-        return
-    with contextlib.suppress(LaunchError, _DiedError), answer:
-        deadline = time.monotonic() + END_TIMEOUT_S
-        while True:  # an answer that comes after all is none
-            _read_line(answer, deadline - time.monotonic())
-
-
 def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
     """End the daemon and take away what it mounted."""
     daemon.terminate()
@@ -476,7 +463,8 @@ def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
         daemon.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         daemon.kill()
-    _wait_until_closed(daemon.stdout)
+    assert daemon.stdout is not None
+    daemon.stdout.close()
     mount = mountinfo.find_mount(mountpoint)
     if mount is not None and mount.is_fusefs:
         with contextlib.suppress(unmount.UnmountError):

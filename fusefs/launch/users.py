@@ -148,7 +148,7 @@ def _obstacle(user: User, settings: MountSettings, environment: Mapping[str, str
     token = environment.get("AWS_WEB_IDENTITY_TOKEN_FILE")
     needed += [(Path(path), os.R_OK) for path in (settings.ca_bundle, token) if path]
     for path, mode in needed:
-        if not _may(user, path, mode):
+        if not may_use(user, path, mode):
             return f"{user.name} cannot use {path}"
     return ""
 
@@ -179,11 +179,6 @@ def _default_obstacle(settings: MountSettings, environment: Mapping[str, str]) -
     return ""
 
 
-def may_read(user: User, path: Path) -> bool:
-    """Whether a user may read a file; judged by its modes, as the kernel would."""
-    return _may(user, path, os.R_OK)
-
-
 def aws_files(environment: Mapping[str, str] = os.environ) -> list[tuple[str, Path]]:
     """The AWS configuration files that are there, by the variables that name them."""
     found = []
@@ -208,7 +203,7 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _may(user: User, path: Path, mode: int) -> bool:
+def may_use(user: User, path: Path, mode: int) -> bool:
     """Whether a user may get at a path; judged by its modes, as the kernel would."""
     resolved = path.resolve()
     for directory in resolved.parents:

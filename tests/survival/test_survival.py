@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import random
 import signal
 import socket
 import struct
@@ -18,6 +19,7 @@ from fusefs.launch import registry
 from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.sharing import in_storms
+from tests.support.survival import survival_data as data
 from tests.support.survival.surviving import filled as filled
 from tests.support.survival.surviving import (
     keeper_status,
@@ -29,6 +31,8 @@ from tests.support.survival.surviving import (
 )
 from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
+
+SIZE = 64 << 10
 
 
 @states(
@@ -49,6 +53,24 @@ def test_daemons_that_are_killed_go_unnoticed(survival: Mount, rounds: int) -> N
             kill_serving(survival)
     assert keeper_status(survival)["restarts"] >= rounds // 2
     expect_no_lost_backing_ids(survival)
+
+
+@states(
+    "Reads go on however many daemons are killed, one after the other: each waits until the next"
+    " daemon has started."
+)
+@in_storms("kills", 4, 300)
+def test_reads_go_on_however_many_daemons_are_killed(survival: Mount, kills: int) -> None:
+    dice = random.Random(1)
+    for _ in range(kills):
+        kill_serving(survival)
+        number = dice.randrange(data.SMALL_FILES)
+        assert (survival.path / data.small_name(number)).read_bytes() == data.small(number)
+        # For these the cache is too small.
+        number, at = dice.randrange(data.LARGE_FILES), dice.randrange(data.LARGE_SIZE - SIZE)
+        with (survival.path / data.large_name(number)).open("rb", buffering=0) as file:
+            assert os.pread(file.fileno(), SIZE, at) == data.large(number, at, SIZE)
+    assert keeper_status(survival)["restarts"] == kills
 
 
 def registered(mount: Mount) -> int:

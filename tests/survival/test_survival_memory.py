@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from tests.support.machine.cgroup import memory_group
@@ -14,8 +12,6 @@ from tests.support.survival.surviving import filled as filled
 from tests.support.survival.surviving import (
     keeper_status,
     serving_pid,
-    signal_daemon,
-    storm,
     survivors,
 )
 from tests.support.survival.surviving import survival as survival
@@ -61,19 +57,3 @@ def test_daemons_that_the_kernel_kills_for_memory_are_replaced(survival: Mount) 
                 group.add(victim)
                 until(lambda old=victim: serving_pid(survival) != old, "it was not killed")
     assert "signal 9" in keeper_status(survival)["last_reason"]
-
-
-@pytest.mark.storm
-def test_daemons_that_are_killed_under_memory_pressure_go_unnoticed(survival: Mount) -> None:
-    with memory_group("fusefs-test-pressure") as group, survivors(survival):
-        if group is None:
-            pytest.skip("no memory cgroup can be made here")
-
-        def blow() -> None:
-            signal_daemon(survival, signal.SIGKILL)
-            group.add(serving_pid(survival))
-            group.limit(24 << 20)
-
-        storm(blow, 100)
-        group.limit(1 << 40)
-        serving_pid(survival)

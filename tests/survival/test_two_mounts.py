@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.servers.buckets import Bucket
 from tests.support.survival.surviving import keeper_status
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.root
 
 NAMES = [f"file-{number:02}" for number in range(20)]
 
@@ -57,40 +59,38 @@ def kill(processes: dict[str, int]) -> None:
             os.kill(processes[what], signal.SIGKILL)
 
 
-@pytest.mark.root
-def test_daemons_of_both_are_replaced_and_the_bytes_are_right(
-    mounter: Mounter, bucket: Bucket
-) -> None:
-    for name in NAMES:
-        bucket.put(name, content(name))
-    mount = mounter("--session", "kernel", "--metadata-ttl", "1h")
-    with detached(mount) as (read, old):
-        young = replace(mount, log=mount.log.with_suffix(".young"), _pids=[])
-        young.start()
-        try:
-            for name in reversed(NAMES):
-                assert (young.path / name).read_bytes() == content(name)
-            for daemon in (old["daemon"], keeper_status(young)["daemon"]):
-                os.kill(daemon, signal.SIGKILL)
-                assert [read(name) for name in NAMES] == list(map(content, NAMES))
-            assert [(young.path / name).read_bytes() for name in NAMES] == list(map(content, NAMES))
-        finally:
-            young.clean_up()
-
-
-@pytest.mark.root
-def test_the_end_of_the_older_one_takes_nothing_from_the_younger(
-    mounter: Mounter, bucket: Bucket
-) -> None:
-    for name in NAMES:
-        bucket.put(name, content(name))
-    mount = mounter("--session", "kernel")
-    with detached(mount):
-        young = replace(mount, log=mount.log.with_suffix(".young"), _pids=[])
-        young.start()
+@contextmanager
+def another(mount: Mount) -> Iterator[Mount]:
+    """The next mount at the same place."""
+    young = replace(mount, log=mount.log.with_suffix(".young"), _pids=[])
+    young.start()
     try:
+        yield young
+    finally:
+        young.clean_up()
+
+
+@pytest.fixture
+def mount(mounter: Mounter, bucket: Bucket) -> Mount:
+    for name in NAMES:
+        bucket.put(name, content(name))
+    return mounter("--session", "kernel", "--metadata-ttl", "1h")
+
+
+def test_daemons_of_both_are_replaced_and_the_bytes_are_right(mount: Mount) -> None:
+    with detached(mount) as (read, old), another(mount) as young:
+        for name in reversed(NAMES):
+            assert (young.path / name).read_bytes() == content(name)
+        for daemon in (old["daemon"], keeper_status(young)["daemon"]):
+            os.kill(daemon, signal.SIGKILL)
+            assert [read(name) for name in NAMES] == list(map(content, NAMES))
+        assert [(young.path / name).read_bytes() for name in NAMES] == list(map(content, NAMES))
+
+
+def test_the_end_of_the_older_one_takes_nothing_from_the_younger(mount: Mount) -> None:
+    with ExitStack() as stack:
+        with detached(mount):
+            young = stack.enter_context(another(mount))
         assert young.status()["mountpoint"] == str(young.path)
         os.kill(keeper_status(young)["daemon"], signal.SIGKILL)
         assert [(young.path / name).read_bytes() for name in NAMES] == list(map(content, NAMES))
-    finally:
-        young.clean_up()

@@ -41,32 +41,8 @@ def good_file(standin: Standin) -> int:
     return _offer(standin, _in_cache(standin, "through"), os.O_RDWR)
 
 
-def path_descriptor(standin: Standin) -> int:
-    return _offer(standin, _in_cache(standin, "through"), os.O_PATH)
-
-
-def path_descriptor_for_writing(standin: Standin) -> int:
-    return _offer(standin, _in_cache(standin, "through"), os.O_PATH | os.O_RDWR)
-
-
-def read_only_descriptor(standin: Standin) -> int:
-    return _offer(standin, _in_cache(standin, "through"), os.O_RDONLY)
-
-
-def write_only_descriptor(standin: Standin) -> int:
-    return _offer(standin, _in_cache(standin, "through"), os.O_WRONLY)
-
-
-def system_file(standin: Standin) -> int:
-    return _offer(standin, "/etc/passwd", os.O_RDONLY)
-
-
 def roots_file(standin: Standin) -> int:
     return _offer(standin, _in_cache(standin, "roots"), os.O_RDWR)
-
-
-def roots_read_only_file(standin: Standin) -> int:
-    return _offer(standin, _in_cache(standin, "roots"), os.O_RDONLY)
 
 
 def linked_file(standin: Standin) -> int:
@@ -80,28 +56,6 @@ def unlinked_file(standin: Standin) -> int:
     return standin.register(fd)[0]
 
 
-def directory(standin: Standin) -> int:
-    return _offer(standin, _in_cache(standin, ""), os.O_RDONLY | os.O_DIRECTORY)
-
-
-def fifo(standin: Standin) -> int:
-    os.mkfifo(_in_cache(standin, "fifo"))
-    return _offer(standin, _in_cache(standin, "fifo"), os.O_RDWR)
-
-
-def socket_descriptor(standin: Standin) -> int:
-    one, _other = socket.socketpair()
-    return standin.register(one.fileno())[0]
-
-
-def device(standin: Standin) -> int:
-    return _offer(standin, "/dev/null", os.O_RDWR)
-
-
-def the_mounts_own_descriptor(standin: Standin) -> int:
-    return standin.register(standin.fuse)[0]
-
-
 def file_of_the_mount_itself(standin: Standin) -> int:
     """Anything that touched it would wait for this very process."""
     if os.fork() == 0:
@@ -111,11 +65,6 @@ def file_of_the_mount_itself(standin: Standin) -> int:
         finally:
             os._exit(0)
     return 0
-
-
-def file_elsewhere(standin: Standin) -> int:
-    """A regular file of its own, on the kernel's tmpfs."""
-    return standin.register(os.memfd_create("elsewhere"))[0]
 
 
 def more_than_allowed(standin: Standin) -> list[int]:
@@ -171,47 +120,24 @@ def _wait_for_death() -> None:
     time.sleep(600)
 
 
-def _breach(data: bytes, count: int = 0) -> Callable[[Standin], None]:
-    def attack(standin: Standin) -> None:
-        fd = os.open(_in_cache(standin, "through"), os.O_RDWR)
-        _send(standin, data, *[fd] * count)
-        _wait_for_death()
+def two_descriptors(standin: Standin) -> None:
+    fd = os.open(_in_cache(standin, "through"), os.O_RDWR)
+    _send(standin, _OPEN, fd, fd)
+    _wait_for_death()
 
-    return attack
+
+def short_message(standin: Standin) -> None:
+    _send(standin, _TICK[:-1])
+    _wait_for_death()
+
+
+def empty_message(standin: Standin) -> None:
+    _send(standin, b"")
+    _wait_for_death()
 
 
 _OPEN = protocol.pack(protocol.BACKING_OPEN)
 _TICK = protocol.pack(protocol.TICK)
-_PAIR = protocol.PAIR.pack(1, 1)
-_MOST = protocol.MOST_FILES
-
-two_descriptors = _breach(_OPEN, 2)
-many_descriptors = _breach(_OPEN, 200)
-no_descriptor = _breach(_OPEN)
-no_descriptor_with_an_error = _breach(protocol.pack(protocol.BACKING_OPEN, error=1))
-fewer_descriptors_than_files = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 3), 2)
-more_descriptors_than_files = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 3), 4)
-no_files = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 0))
-no_files_but_a_descriptor = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 0), 1)
-files_without_end = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, _MOST + 1), _MOST + 1)
-files_without_number = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, (1 << 64) - 1), 1)
-pair_with_a_tick = _breach(_TICK + _PAIR)
-pair_with_files = _breach(protocol.pack(protocol.BACKINGS_OPEN, 1, 1) + _PAIR, 1)
-pair_of_the_brokers = _breach(protocol.pack(protocol.REGISTERED, 0, 1) + _PAIR)
-descriptor_with_a_tick = _breach(_TICK, 1)
-short_message = _breach(_TICK[:-1])
-long_message = _breach(_TICK + b"\0")
-huge_message = _breach(_TICK * 1000)
-empty_message = _breach(b"")
-empty_message_with_a_descriptor = _breach(b"", 1)
-message_of_kind_0 = _breach(protocol.pack(0))
-message_of_kind_max = _breach(protocol.pack(0xFFFFFFFF))
-message_of_the_keepers = _breach(protocol.pack(protocol.TAKE), 1)
-message_of_the_brokers = _breach(protocol.pack(64, 0, 1, 1))
-second_hello = _breach(protocol.pack(protocol.HELLO, protocol.VERSION))
-second_mount = _breach(protocol.pack(protocol.MOUNT))
-deposit_with_a_privileged_keeper = _breach(protocol.pack(protocol.DEPOSIT), 1)
-prepared_without_an_upgrade = _breach(protocol.pack(protocol.PREPARED))
 
 
 def _flood(standin: Standin, *messages: bytes) -> int:

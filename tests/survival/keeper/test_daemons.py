@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -80,16 +79,6 @@ def test_a_daemon_that_hangs_tells_where_and_is_replaced(kept: Kept) -> None:
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
 
-def test_a_stopped_daemon_is_replaced(kept: Kept) -> None:
-    kept.start(hang_s=1)
-    with blocked_reader(kept) as reader:
-        old = kept.status()["daemon"]
-        os.kill(old, signal.SIGSTOP)
-        kept.served_by_another_than(old)
-        kept.hold.unlink()
-        assert reader.communicate(timeout=LIMIT_S) == (HELD, b"")
-
-
 def test_daemons_that_die_one_after_the_other_end_the_mount_with_an_error(kept: Kept) -> None:
     kept.start({"take_over": "exit"})
     with blocked_reader(kept) as reader:
@@ -114,16 +103,6 @@ def test_a_pause_ends_with_an_error_for_who_waits(kept: Kept) -> None:
     assert kept.processes() == []
 
 
-def test_without_resend_a_death_ends_the_mount_at_once(kept: Kept) -> None:
-    kept.start({"has_resend": False})
-    with blocked_reader(kept) as reader:
-        kept.kill_daemon()
-        assert reader.communicate(timeout=LIMIT_S)[1]
-    assert kept.wait() == 1
-    assert "cannot send requests again" in kept.log_text()
-    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
-
-
 def test_a_daemon_that_cannot_take_over_is_the_last_one(kept: Kept) -> None:
     kept.start({"take_over": "cannot"})
     kept.kill_daemon()
@@ -137,24 +116,6 @@ def test_a_daemon_that_closes_its_socket_is_replaced(kept: Kept) -> None:
     old = kept.process_of(FRESH)
     kept.served_by_another_than(old)
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
-
-
-def test_waiting_threads_of_a_mount_that_is_given_up_are_all_freed(kept: Kept) -> None:
-    kept.start({"take_over": "cannot"})
-    kept.hold.touch()
-    errors: list[int | None] = []
-    threads = [
-        threading.Thread(target=lambda: errors.append(error_of(kept.mountpoint / "held")))
-        for _ in range(5)
-    ]
-    for thread in threads:
-        thread.start()
-    until(lambda: kept.status()["in_flight"] == 5)
-    kept.kill_daemon()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert len(errors) == 5
-    assert set(errors) <= {errno.ENOTCONN, errno.ECONNABORTED}
 
 
 def test_a_broker_is_killed_while_no_daemon_is_started(kept: Kept) -> None:

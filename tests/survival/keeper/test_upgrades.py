@@ -182,14 +182,6 @@ def test_an_upgrade_on_an_old_kernel_waits_for_the_old_daemon_as_long_as_a_pause
     assert kept.processes() == []
 
 
-def test_a_death_on_an_old_kernel_after_an_upgrade_ends_the_mount(kept: Kept) -> None:
-    kept.start(OLD_KERNEL)
-    assert kept.upgrade(OLD_KERNEL)["ok"] is True
-    kept.kill_daemon()
-    assert kept.wait() == 1
-    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
-
-
 def test_a_daemon_on_an_old_kernel_is_not_replaced_by_force(kept: Kept) -> None:
     kept.start(OLD_KERNEL)
     old = kept.status()["daemon"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.fuse import protocol
+from fusefs.keeper import broker
 
 ABI = json.loads((Path(__file__).parents[2] / "data" / "fuse-abi-7.45.json").read_text())
 SIZES = {"uint64_t": 8, "int64_t": 8, "uint32_t": 4, "int32_t": 4, "uint16_t": 2, "uint8_t": 1}
@@ -63,5 +64,5 @@ def test_the_backing_ioctls_have_the_kernels_numbers() -> None:
     def iow(number: int, size: int) -> int:
         return (1 << 30) | (size << 16) | (ABI["constants"]["FUSE_DEV_IOC_MAGIC"] << 8) | number
 
-    assert iow(1, protocol.BACKING_MAP.size) == protocol.DEV_IOC_BACKING_OPEN
-    assert iow(2, struct.calcsize("=I")) == protocol.DEV_IOC_BACKING_CLOSE
+    assert iow(1, broker.BACKING_MAP.size) == broker.DEV_IOC_BACKING_OPEN
+    assert iow(2, struct.calcsize("=I")) == broker.DEV_IOC_BACKING_CLOSE
