@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from fusefs.fuse import protocol
+from fusefs.keeper.broker import DEV_IOC_BACKING_CLOSE
 from fusefs.launch import registry
 from tests.support.mounting import Mount
 from tests.support.semantics import states
@@ -97,7 +97,7 @@ def expect_no_lost_backing_ids(mount: Mount) -> None:
     try:
         for backing_id in range(1, 20_000):
             with contextlib.suppress(FileNotFoundError):
-                fcntl.ioctl(device, protocol.DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
+                fcntl.ioctl(device, DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
                 found += 1
     finally:
         os.close(device)
