@@ -40,7 +40,7 @@ from fusefs.keeper.state import Configuration, KeeperState, log
 from fusefs.keeper.supervisor_protocol import ProcessHandle
 from fusefs.keeper.system import lower_privileges, raise_privileges
 from fusefs.linux import callers
-from fusefs.linux.fuse_connection import FUSE_DEVICE
+from fusefs.linux.fuse_connection import is_device
 
 # To the keeper, besides REGISTERED: the daemon is cut off (a: 1 if it broke the
 # protocol, 0 if it closed its socket).
@@ -258,8 +258,7 @@ class Broker:
     def _deposit(self, message: wire.KeeperMessage) -> None:
         if self.configuration.is_privileged:
             raise wire.ProtocolError("DEPOSIT with a keeper that mounts itself")
-        status = os.fstat(message.fd)
-        if not stat.S_ISCHR(status.st_mode) or status.st_rdev != FUSE_DEVICE:
+        if not is_device(os.fstat(message.fd)):
             raise wire.ProtocolError("DEPOSIT of something else than /dev/fuse")
         self._allowed = ATTACHED
         self.state.fuse_fd = message.fd

@@ -24,8 +24,6 @@ from fusefs.linux.callers import FATES, HOLDS, HOLDS_NOT, UNKNOWN
 from fusefs.telemetry.activity import ACTIVITY, IDLE_S
 
 TICK_S = 1.0
-# How long a keeper waits for the next one, unless it is set.
-HANG_S = 30.0
 # A keeper that does not answer by then is busy with what hangs.
 LOOK_LIMIT_S = 2.0
 # How long a file that is to be registered later waits for others.
@@ -171,7 +169,7 @@ class KeeperClient:
         except OSError:
             self.gone.set()
 
-    async def run(self, in_flight: Callable[[], int], hang_s: float = HANG_S) -> None:
+    async def run(self, in_flight: Callable[[], int], hang_s: float) -> None:
         """Tick, and answer what comes, until the keeper is gone or this is cancelled.
 
         The keeper replaces a daemon that is silent for `hang_s`.

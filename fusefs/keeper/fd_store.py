@@ -41,7 +41,6 @@ import os
 import select
 import signal
 import socket
-import stat
 import time
 from types import FrameType
 
@@ -50,7 +49,7 @@ from fusefs.keeper.control import Loop
 from fusefs.keeper.exchange import ControlError
 from fusefs.keeper.state import NEVER, log
 from fusefs.linux import sockets
-from fusefs.linux.fuse_connection import FUSE_DEVICE, is_disconnected
+from fusefs.linux.fuse_connection import is_device, is_disconnected
 from fusefs.linux.processes import close_all_but
 
 TYPE_CHECKING = False  # the keeper imports this module, and does without typing
@@ -271,7 +270,7 @@ def _run_helper(client: socket.socket, service: socket.socket) -> int | None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     client.settimeout(ANSWER_S)
     _, fds, _ = sockets.receive(client, MAX_REQUEST, 1)
-    if len(fds) != 1 or not _is_fuse(fds[0]):
+    if len(fds) != 1 or not is_device(os.fstat(fds[0])):
         refusal = {"error": "only a descriptor of /dev/fuse is held"}
         sockets.send(client, exchange.encode(refusal))
         return None
@@ -321,11 +320,6 @@ def _hand_to_next_service(fd: int, path: str, name: str, parent: int) -> None:
         with contextlib.suppress(ControlError):
             hold(path, name, fd)
             return
-
-
-def _is_fuse(fd: int) -> bool:
-    status = os.fstat(fd)
-    return stat.S_ISCHR(status.st_mode) and status.st_rdev == FUSE_DEVICE
 
 
 def main(socket_path: str | os.PathLike[str], filling_s: float = 0.0) -> int:

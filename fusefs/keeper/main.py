@@ -88,7 +88,13 @@ def _find_adoptee(given: dict[str, Any], program: Program) -> DaemonProcess | No
     channel.set_inheritable(False)
     channel.setblocking(False)
     if "supervisor_fd" in given:
-        return DaemonProcess(_process_elsewhere(given), channel, program)
+        pidfd, supervisor = given["pidfd"], socket.socket(fileno=given["supervisor_fd"])
+        os.set_inheritable(pidfd, False)
+        supervisor.set_inheritable(False)
+        supervisor.setblocking(False)
+        pid = processes.pid_behind(pidfd)
+        elsewhere = ProcessHandle(pid, pidfd, supervisor, given["supervisor"])
+        return DaemonProcess(elsewhere, channel, program)
     try:
         pidfd = os.pidfd_open(given["adopt_pid"])
     except ProcessLookupError:
@@ -97,15 +103,6 @@ def _find_adoptee(given: dict[str, Any], program: Program) -> DaemonProcess | No
         os.close(pidfd)
         return None
     return DaemonProcess(ProcessHandle(given["adopt_pid"], pidfd), channel, program)
-
-
-def _process_elsewhere(given: dict[str, Any]) -> ProcessHandle:
-    pidfd = given["pidfd"]
-    os.set_inheritable(pidfd, False)
-    supervisor = socket.socket(fileno=given["supervisor_fd"])
-    supervisor.set_inheritable(False)
-    supervisor.setblocking(False)
-    return ProcessHandle(processes.pid_behind(pidfd), pidfd, supervisor, given["supervisor"])
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fusefs.launch import registry
 from fusefs.linux import mountinfo, unmount
-from fusefs.linux.fuse_connection import FUSE_DEVICE
+from fusefs.linux.fuse_connection import is_device
 from fusefs.linux.mount import may_mount
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
@@ -125,7 +125,7 @@ def check_device() -> None:
         status = DEVICE.stat()
     except OSError:
         status = None
-    if status is None or not stat.S_ISCHR(status.st_mode) or status.st_rdev != FUSE_DEVICE:
+    if status is None or not is_device(status):
         raise LaunchError(
             "there is no /dev/fuse; load the kernel module (modprobe fuse), "
             "or give the container the device"

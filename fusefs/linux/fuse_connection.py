@@ -12,8 +12,9 @@ import contextlib
 import ctypes
 import os
 import select
+import stat
 
-FUSE_DEVICE = os.makedev(10, 229)  # as in Documentation/admin-guide/devices.txt
+_FUSE_DEVICE = os.makedev(10, 229)  # as in Documentation/admin-guide/devices.txt
 FUSECTL = "/sys/fs/fuse/connections"
 BDI = "/sys/class/bdi"
 
@@ -25,6 +26,11 @@ _CLOEXEC = 1
 _FSCONFIG_CMD_CREATE = 6
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_device(status: os.stat_result) -> bool:
+    """True for the status of /dev/fuse, or of a descriptor of it."""
+    return stat.S_ISCHR(status.st_mode) and status.st_rdev == _FUSE_DEVICE
 
 
 def abort(connection: int) -> None:

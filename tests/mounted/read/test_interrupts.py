@@ -238,7 +238,7 @@ async def test_what_the_keeper_answers_counts_as_far_as_it_makes_sense(makes_sen
 
     with its:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(keeper.run, lambda: 0)
+            nursery.start_soon(keeper.run, lambda: 0, 30.0)
             its.send(protocol.pack(protocol.ABLE, 0, 77))
             its.send(protocol.pack(protocol.QUIESCE))
             await keeper.quiesced.wait()

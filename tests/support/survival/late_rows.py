@@ -83,10 +83,6 @@ def _edit(name: str) -> Step:
     return act
 
 
-def _nothing(_directory: Path) -> None:
-    pass
-
-
 def _each(*steps: Step) -> Step:
     def act(directory: Path) -> None:
         for step in steps:

@@ -230,21 +230,6 @@ async def test_the_first_open_of_a_file_that_was_fetched_ahead_needs_no_python(
         await eventually(lambda: len(ahead()) == FILES + 1)
 
 
-async def test_a_close_that_comes_after_other_tasks_ran_is_one(tmp_path: Path) -> None:
-    async with one_side(tmp_path) as side:
-        await side.opens(1)
-        await side.settled()
-        assert list(side.operations.handles.files) == side.open
-        assert side.nodes[1].passthrough == 1
-        assert await side.closes(0) == (0, b"")
-        await side.settled()
-        assert not side.operations.handles.files
-        assert side.nodes[1].passthrough == 0
-        file = side.file(1)
-        assert file is not None
-        assert file.pins == 0
-
-
 async def test_what_was_opened_is_on_record_before_other_tasks_run(tmp_path: Path) -> None:
     """The journal has it with the reply, so a kill at any moment loses nothing."""
     async with one_side(tmp_path) as side:

@@ -66,7 +66,7 @@ async def registering() -> AsyncIterator[Registering]:
     keeper = KeeperClient(here)
     with here, there, tempfile.TemporaryFile() as file, trio.fail_after(LIMIT_S):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(keeper.run, lambda: 1)
+            nursery.start_soon(keeper.run, lambda: 1, 30.0)
             there.send(protocol.pack(protocol.ABLE, 0, 5))
             await eventually(lambda: keeper.namespace == 5)
             yield Registering(keeper, there, file.fileno())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.launch import control, mount_requests, registry, users
+from fusefs.launch import registry, users
 from tests.support.commands import runtime as runtime
 from tests.support.commands import sleeper as sleeper
 
@@ -77,18 +77,6 @@ def test_a_record_that_a_daemon_has_made_into_something_else_is_none(
     (runtime / "elsewhere").write_text(json.dumps(content))
     record.symlink_to(runtime / "elsewhere")
     assert registry.all_mounts() == []
-
-
-@pytest.mark.parametrize("changed", [{"pid": None}, {"connection": "x"}, {"daemon": [1]}])
-def test_the_status_of_a_keeper_of_another_version_counts_as_no_answer(
-    changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status = {"pid": 1, "connection": 2, "daemon": None, "more": {}}
-    monkeypatch.setattr(control, "exchange", lambda *_: status)
-    assert mount_requests.keeper_status(Path("/mnt/data"), 1.0) == status
-    status.update(changed)
-    with pytest.raises(control.ControlError, match="another version"):
-        mount_requests.keeper_status(Path("/mnt/data"), 1.0)
 
 
 def test_a_daemon_of_another_user_cannot_name_a_process_that_is_not_that_users(
