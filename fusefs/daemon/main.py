@@ -53,7 +53,6 @@ from fusefs.daemon.takeover import (
 )
 from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
-from fusefs.keeper import template
 from fusefs.keeper.client import KeeperError
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
 from fusefs.launch import registry
@@ -84,7 +83,6 @@ from fusefs.settings.types import Conflict, SessionKind
 from fusefs.store.errors import ErrorCode, StoreError
 from fusefs.store.interface import UnansweredChanges
 from fusefs.store.probing import Prober
-from fusefs.store.s3 import clients
 from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.activity import ACTIVITY
 
@@ -604,12 +602,6 @@ def main() -> int:
     # What a start makes stays: modules, boto3's models, perhaps a million restored nodes. To look
     # through them again and again takes a twentieth of a start, and more with many nodes.
     gc.disable()
-    if template.is_wanted():
-        # What fails here fails again when it is needed, and is reported then.
-        with suppress(Exception):
-            clients.prepare()
-        gc.freeze()  # so that less of the shared memory is written to
-        template.serve()
     try:
         run(
             setup.read_input(sys.stdin.read()),

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from fusefs.linux import libc
 
-CAP_SETGID = 6
-CAP_SETUID = 7
 CAP_SYS_ADMIN = 21
 _CAPABILITY_VERSION_3 = 0x20080522
 _PR_SET_NO_NEW_PRIVS = 38
@@ -33,14 +31,13 @@ class _Capabilities(ctypes.Structure):
     )
 
 
-def keep_only(*capabilities: int) -> None:
-    """Give up all other capabilities for good, also those that a program could bring.
+def give_up_all() -> None:
+    """Give up all capabilities for good, also those that a program could bring.
 
     Linux takes from the ambient set what is not inheritable: see capabilities(7).
     """
-    wanted = sum(1 << capability for capability in capabilities)
     libc.set_process_option(_PR_SET_NO_NEW_PRIVS, 1)
-    _set(lambda permitted: permitted & wanted, is_for_good=True)
+    _set(lambda _permitted: 0, is_for_good=True)
 
 
 def set_effective(choose: Callable[[int], int]) -> None:

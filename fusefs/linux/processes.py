@@ -15,7 +15,6 @@ from fusefs.linux import capabilities
 from fusefs.linux.libc import set_process_option
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 # Where memory is short, a daemon goes before the process that starts the next one.
 _OOM_SCORE_ADJUSTMENT = 500
 CGROUP_FILE = "/proc/self/cgroup"
@@ -41,12 +40,10 @@ def spawn(
     kept: Sequence[int],
     environment: dict[str, str],
     credentials: Credentials,
-    yields_memory: bool = False,
 ) -> int:
     """Start a program in a session of its own, with `kept` as its only further descriptors.
 
-    One that yields memory is ended first where that is short, unless its whole control group
-    would end with it. Returns its pid, once it has been executed.
+    Returns its pid, once it has been executed.
 
     Raises:
         OSError: it could not be.
@@ -64,8 +61,6 @@ def spawn(
             os.dup2(stdout, 1)
             for fd in kept:
                 os.set_inheritable(fd, True)
-            if yields_memory:
-                yield_memory()
             become(credentials)
             close_all_but(sender, *kept)
             os.execvpe(command[0], list(command), environment)
@@ -93,7 +88,7 @@ def become(credentials: Credentials) -> None:
     os.setresgid(credentials.gid, credentials.gid, credentials.gid)
     os.setresuid(credentials.uid, credentials.uid, credentials.uid)
     # With the securebit no_setuid_fixup the change of the user takes none away.
-    capabilities.keep_only()
+    capabilities.give_up_all()
 
 
 def become_in_place(credentials: Credentials) -> None:
@@ -105,7 +100,10 @@ def become_in_place(credentials: Credentials) -> None:
 
 
 def yield_memory() -> None:
-    """Be what the kernel ends first when memory is short, where that can be set."""
+    """Be what the kernel ends first when memory is short, where that can be set.
+
+    Not where the whole control group would end with it.
+    """
     if _ends_with_group():
         return
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -133,11 +131,6 @@ def _ends_with_group() -> bool:
 def die_with_parent() -> None:
     """Have this process killed when the one that has forked it ends, which has its user."""
     set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def adopt_orphans(is_on: bool) -> None:
-    """Have descendants whose parents end become children of this process, or no more."""
-    set_process_option(_PR_SET_CHILD_SUBREAPER, int(is_on))
 
 
 def close_all_but(*kept: int) -> None:

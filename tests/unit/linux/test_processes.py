@@ -8,24 +8,22 @@ from pathlib import Path
 import pytest
 
 from fusefs.linux import processes
-from fusefs.linux.processes import Credentials
 
 
-def oom_score_adjustment(directory: Path) -> int:
+def oom_score_adjustment() -> int:
     """That of a process that yields memory."""
-    found = directory / "adjustment"
-    with found.open("wb") as file:
-        pid = processes.spawn(
-            ["/bin/cat", "/proc/self/oom_score_adj"],
-            stdin=0,
-            stdout=file.fileno(),
-            kept=[],
-            environment={},
-            credentials=Credentials(os.geteuid(), os.getegid(), []),
-            yields_memory=True,
-        )
-        os.waitpid(pid, 0)
-    return int(found.read_text())
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            processes.yield_memory()
+            os.write(writer, Path("/proc/self/oom_score_adj").read_bytes())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with open(reader) as answer:
+        return int(answer.read())
 
 
 @pytest.mark.parametrize(
@@ -50,4 +48,4 @@ def test_a_process_that_takes_its_whole_group_along_yields_no_memory(
     monkeypatch.setattr(processes, "CGROUP_FILE", str(tmp_path / "cgroup"))
     monkeypatch.setattr(processes, "CGROUPS", str(tmp_path / "groups"))
     usual = int(Path("/proc/self/oom_score_adj").read_text())
-    assert oom_score_adjustment(tmp_path) == (500 if yields else usual)
+    assert oom_score_adjustment() == (500 if yields else usual)
