@@ -25,7 +25,6 @@ from tests.support.sharing import skip_without_fuse
 from tests.support.survival.keeping import Kept, kept_mount
 
 TESTS = Path(__file__).parent
-MOUNTING = [TESTS / name for name in ("mounted", "survival", "csi/node", "csi/identities")]
 LOG_CHARS = 4000
 # A test's process may fork after another test has served gRPC: in the child its library would
 # begin threads of its own, whose descriptors the child closes.
@@ -69,9 +68,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if any(folder in item.path.parents for folder in MOUNTING):
-            item.add_marker("fuse")
     if config.getoption("--store") == "seaweedfs":
         return
     used = [one for one in items if "s3" in getattr(one, "fixturenames", ())]

@@ -6,15 +6,11 @@ import os
 import signal
 from typing import Any
 
-import pytest
-
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.telemetry.metrics import METRICS
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-
-pytestmark = pytest.mark.fuse
 
 MIB = 1 << 20
 Metrics = dict[str, Any]

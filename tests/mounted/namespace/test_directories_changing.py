@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mounter
@@ -16,7 +19,16 @@ from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import drop_caches, mounted, read_all
 from tests.support.waiting import until
 
-TTL_S = 2
+TTL_S = 1
+
+
+@pytest.fixture(scope="module")
+def at_once(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A mount that asks the bucket at each open, with a folder for each test."""
+    options = ("--metadata-ttl", "0s")
+    directory = tmp_path_factory.mktemp("at-once")
+    with mounted(shared.server, f"s3://{shared.name}/", directory, *options) as mount:
+        yield mount.path
 
 
 def seen(path: Path) -> bytes | None:
@@ -66,16 +78,15 @@ def test_listing_a_directory_again_renews_no_attributes(mounter: Mounter, bucket
 
 
 @states("With `--metadata-ttl 0s` every open asks the bucket, and sees a change at once.")
-def test_a_ttl_of_zero_sees_every_change_at_once(mounter: Mounter, bucket: Bucket) -> None:
-    here = mounter("--metadata-ttl", "0s")
-    path = here.path / "d" / "file"
+def test_a_ttl_of_zero_sees_every_change_at_once(at_once: Path, shared: Bucket) -> None:
+    path = at_once / "d" / "file"
     for number in range(5):
         data = b"%d" % number * (number + 1)
-        bucket.put("d/file", data)
+        shared.put("d/file", data)
         assert read_all(path) == data
         assert path.stat().st_size == len(data)
-        assert os.listdir(here.path / "d") == ["file"]
-        bucket.delete("d/file")
+        assert os.listdir(at_once / "d") == ["file"]
+        shared.delete("d/file")
         assert seen(path) is None
 
 
@@ -94,17 +105,16 @@ def test_an_indefinite_ttl_asks_never_again(mounter: Mounter, bucket: Bucket) ->
     assert here.status()["s3"] == before
 
 
-def test_a_file_becomes_a_directory_and_back(mounter: Mounter, bucket: Bucket) -> None:
-    here = mounter("--metadata-ttl", "0s")
-    name = here.path / "d" / "name"
+def test_a_file_becomes_a_directory_and_back(at_once: Path, shared: Bucket) -> None:
+    name = at_once / "kinds" / "name"
     for _ in range(3):
-        bucket.put("d/name", b"a file")
+        shared.put("kinds/name", b"a file")
         assert read_all(name) == b"a file"
-        bucket.delete("d/name")
-        bucket.put("d/name/inside", b"in a directory")
+        shared.delete("kinds/name")
+        shared.put("kinds/name/inside", b"in a directory")
         assert os.listdir(name) == ["inside"]
         assert read_all(name / "inside") == b"in a directory"
-        bucket.delete("d/name/inside")
+        shared.delete("kinds/name/inside")
 
 
 @states("A directory ends with its last object, unless it has a marker.")
@@ -130,55 +140,49 @@ def test_a_directory_ends_with_its_last_object(s3: S3Server, tmp_path: Path) -> 
         assert os.listdir(mount.path) == ["marked", "other"]
 
 
-@states("A directory that is opened again shows what is there now, within the metadata TTL.")
-def test_a_directory_opened_again_shows_new_names(mounter: Mounter, bucket: Bucket) -> None:
-    bucket.put("d/first", b"")
-    here = mounter("--metadata-ttl", "300ms")
-    with DirectoryStream(here.path / "d") as stream:
-        assert "first" in stream.names()
-        bucket.put("d/second", b"")
-        until(lambda: os.listdir(here.path / "d") == ["first", "second"], "the new name")
-
-
 @states(
+    "A directory that is opened again shows what is there now, within the metadata TTL.",
     "`rewinddir` asks again as well where the metadata TTL is under 10 s;"
-    " with a longer one the kernel may repeat what it has."
+    " with a longer one the kernel may repeat what it has.",
 )
-def test_rewinddir_shows_new_names_after_the_ttl(mounter: Mounter, bucket: Bucket) -> None:
+def test_a_directory_opened_again_or_rewound_shows_new_names(
+    mounter: Mounter, bucket: Bucket
+) -> None:
     bucket.put("d/first", b"")
-    here = mounter("--metadata-ttl", "300ms")
-    with DirectoryStream(here.path / "d") as stream:
+    path = mounter("--metadata-ttl", "300ms").path / "d"
+    with DirectoryStream(path) as stream:
         assert "first" in stream.names()
         bucket.put("d/second", b"")
+        until(lambda: os.listdir(path) == ["first", "second"], "the new name")
+        bucket.put("d/third", b"")
 
         def again() -> bool:
             stream.rewind()
-            return "second" in stream.names()
+            return "third" in stream.names()
 
         until(again, "the new name")
 
 
 def test_readers_of_a_directory_that_changes_see_each_name_at_most_once(
-    mounter: Mounter, bucket: Bucket
+    at_once: Path, shared: Bucket
 ) -> None:
     stay = {f"stays-{n:02d}" for n in range(20)}
     for name in stay:
-        bucket.put("d/" + name, b"")
-    here = mounter("--metadata-ttl", "0s")
+        shared.put("many/" + name, b"")
     done = threading.Event()
 
     def change() -> None:
         n = 0
         while not done.is_set():
-            bucket.put(f"d/comes-{n % 10}", b"")
-            bucket.delete(f"d/comes-{(n + 5) % 10}")
+            shared.put(f"many/comes-{n % 10}", b"")
+            shared.delete(f"many/comes-{(n + 5) % 10}")
             n += 1
 
     changer = threading.Thread(target=change)
     changer.start()
     try:
         for _ in range(30):
-            names = os.listdir(here.path / "d")
+            names = os.listdir(at_once / "many")
             assert len(set(names)) == len(names)
             assert stay <= set(names)
     finally:

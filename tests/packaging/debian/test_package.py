@@ -81,7 +81,6 @@ def test_a_purge_removes_no_cache_with_changes_that_wait(
 
 
 @pytest.mark.root
-@pytest.mark.fuse
 def test_a_purge_empties_a_disk_of_the_caches_own_which_stays_mounted(tmp_path: Path) -> None:
     skip_without_fuse()  # nor may anything else be mounted then
     cache = tmp_path / "var/cache/fusefs"
@@ -247,7 +246,6 @@ def test_a_process_that_only_seems_to_be_a_daemon_is_none(
 
 
 @pytest.mark.root
-@pytest.mark.fuse
 def test_mounts_in_use_are_found_and_get_daemons_of_the_new_version(
     bucket: Bucket, tmp_path: Path
 ) -> None:

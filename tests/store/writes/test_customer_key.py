@@ -157,7 +157,6 @@ def test_a_file_has_32_bytes_or_their_base64(tmp_path: Path, content: bytes, is_
             customer_key.read(path)
 
 
-@pytest.mark.fuse
 def test_a_mount_and_its_next_daemon_have_the_key_of_a_file_of_their_owner(
     mounter: Mounter, bucket: Bucket, tmp_path: Path
 ) -> None:
