@@ -100,7 +100,8 @@ class Staging:
         self.directory = directory
         self.source = source
         self.cache = cache
-        self._unanswered = unanswered or UnansweredChanges()
+        # Not `or`: a table of none yet is false.
+        self._unanswered = UnansweredChanges() if unanswered is None else unanswered
         self._limit = limit
         self._files: dict[int, StagedFile] = {}
         # Nodes with a file that is of no meaning yet.
