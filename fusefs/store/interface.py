@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from fusefs.store.fencing import ChangeToken, TokenSource, stamped
@@ -162,7 +162,17 @@ class Write:
 
     def with_token(self, tokens: TokenSource) -> Write:
         """The write with a token, the next one of `tokens` if it has none."""
-        return self if self.token is not None else replace(self, token=tokens.next())
+        if self.token is not None:
+            return self
+        # `dataclasses.replace` takes 10 us, a fifteenth of what a small PUT does.
+        return Write(
+            self.metadata,
+            self.content_type,
+            self.condition,
+            tokens.next(),
+            self.keeps_mtime,
+            self.is_own,
+        )
 
     def stamped(self) -> dict[str, str]:
         """The metadata with the token."""
