@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fusefs.store.capabilities import PROBE_NAME
 from tests.support.mounting import Mounter, fusefs
 from tests.support.servers.buckets import Bucket, keys
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -98,7 +99,7 @@ def test_what_is_not_allowed_is_a_problem_that_names_the_permission(
     bucket: Bucket, faults: FaultyS3
 ) -> None:
     bucket.put("a", b"x")
-    faults.add("PUT", code="AccessDenied")
+    faults.add("PUT", f"{PROBE_NAME}*", code="AccessDenied")
     where = f"s3://{bucket.name}", "--endpoint-url", faults.endpoint_url
     status, found = examined(*where, "--permissions", **bucket.server.environment)
     assert status == 1
