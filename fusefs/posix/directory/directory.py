@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -24,29 +25,22 @@ _GENERATIONS = count(0, 1 << 32)
 CARRIED_S = 10.0
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Directory:
     """The segments of one directory, in order and disjoint.
 
     `generation` changes with everything that a stream might show differently.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "additions",
-        "generation",
-        "loading",
-        "prefix",
-        "segments",
-        "walk",
-    )
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self.segments: list[Segment] = []
-        self.loading: dict[str, trio.Event] = {}  # by the position where a page under way starts
-        self.generation = next(_GENERATIONS)
-        self.additions = 0  # how many segments it ever got
-        self.walk: Walk | None = None  # the walk that filled it and goes on from here
+    prefix: str
+    segments: list[Segment] = field(default_factory=list)
+    # By the position where a page under way starts.
+    loading: dict[str, trio.Event] = field(default_factory=dict)
+    generation: int = field(default_factory=lambda: next(_GENERATIONS))
+    # How many segments it ever got.
+    additions: int = 0
+    # The walk that filled it and goes on from here.
+    walk: Walk | None = None
 
     def behind(self, position: str) -> Segment | None:
         """The segment that tells what comes next behind a position."""

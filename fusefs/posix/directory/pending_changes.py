@@ -148,18 +148,6 @@ class PendingChanges:
             for name, entry in entries.items()
         )
 
-    def has_changed(self, prefix: str, since: float) -> bool:
-        """Whether the bucket got or lost something below a prefix at or after a time."""
-        for at, changed, _, is_in_bucket in reversed(self._order):
-            if at < since:
-                return False
-            if is_in_bucket and changed.startswith(prefix):
-                return True
-        # The copies of a large directory take longer than changes are known by name.
-        return self._former_others >= since or any(
-            at >= since and changed.startswith(prefix) for changed, at in self._former.items()
-        )
-
     def apply(self, prefix: str, segment: Segment) -> None:
         """Bring a segment that was just listed up to date."""
         if self.has_forgotten(prefix, segment.fetched):

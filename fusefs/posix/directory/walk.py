@@ -52,6 +52,7 @@ class Start:
     fetched: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Walk:
     """A program going through the folders of one directory, one after the other.
 
@@ -59,14 +60,11 @@ class Walk:
     page is `loading`.
     """
 
-    __slots__ = ("loading", "next", "pays", "prefix", "steps")
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self.steps = 0
-        self.pays = True
-        self.next: Start | None = None
-        self.loading: trio.Event | None = None
+    prefix: str
+    steps: int = 0
+    pays: bool = True
+    next: Start | None = None
+    loading: trio.Event | None = None
 
 
 class Walks:

@@ -40,41 +40,29 @@ from pathlib import Path
 from zlib import crc32
 
 from fusefs.posix.journal.records import (
-    BEGUN_TYPE,
-    CLOSED_TYPE,
     COUNT,
-    COUNT_TYPE,
     CRC,
-    GONE_TYPE,
     HEAD,
     HEADER_SIZE,
     ID,
-    INIT_TYPE,
     MARK,
-    MARK_TYPE,
-    NODE_TYPE,
     NUMBER,
-    NUMBER_TYPE,
     OPEN,
-    OPEN_TYPE,
-    REMOVED_TYPE,
-    REPLACED_TYPE,
     SLOT,
     SLOTS,
     STALE,
-    STALE_TYPE,
-    START_TYPE,
     TABLE,
-    TABLE_TYPE,
     WHOLE_COUNT,
     WHOLE_ID,
     WHOLE_OPEN,
+    Kind,
     header,
     node_payload,
     start_payload,
 )
 from fusefs.posix.journal.replay import KernelState, Replayed, replay
 from fusefs.posix.nodes.inode import Inode
+from fusefs.posix.nodes.inode_table import NodeLog
 
 logger = logging.getLogger("fusefs.journal")
 
@@ -86,29 +74,10 @@ TORN = 64 << 10
 COMPACT_FROM = 32 << 20
 
 
-class NoJournal:
-    """For a session that cannot be taken over."""
+class NoJournal(NodeLog):
+    """For a session that cannot be taken over: nothing is on record."""
 
-    def node(self, inode: Inode) -> None: ...
-    def count(self, inode: Inode) -> None: ...
-    def gone(self, nodeid: int) -> None: ...
-    def mark(self, nodeid: int, number: int, position: str) -> None: ...
-    def replaced(self, nodeid: int) -> None: ...
-    def removed(self, nodeid: int) -> None: ...
-    def number(self, place: int, number: int) -> None: ...
-    def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None: ...
-    def opened(
-        self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
-    ) -> None: ...
-    def closed(self, fh: int) -> None: ...
-    def negotiated(self, init_out: bytes) -> None: ...
-    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None: ...
-    def begun(self, unique: int) -> None: ...
     def close(self, *, remove: bool) -> None: ...
-
-    @property
-    def plain_log(self) -> None:
-        return None
 
 
 class _Log:
@@ -142,7 +111,8 @@ class _Log:
         if read is None:
             self.memory[:HEADER_SIZE] = header()
         else:
-            self._commit()  # what the last daemon may have been killed before
+            # The last daemon may have been killed before this.
+            SLOT.pack_into(self.memory, SLOTS[self.count & 1], self.size, self.crc)
 
     def append(self, body: bytes) -> None:
         """Append a record, of which `body` is all but its CRC."""
@@ -165,9 +135,6 @@ class _Log:
         if written > mmap.PAGESIZE:
             self.memory.madvise(mmap.MADV_DONTNEED, mmap.PAGESIZE, written - mmap.PAGESIZE)
 
-    def _commit(self) -> None:
-        SLOT.pack_into(self.memory, SLOTS[self.count & 1], self.size, self.crc)
-
     def is_at(self, path: Path) -> bool:
         """Whether a name stands for this very file."""
         try:
@@ -180,7 +147,7 @@ class _Log:
         os.close(self._fd)
 
 
-class Journal:
+class Journal(NodeLog):
     """The log of one mount. Belongs to the event loop.
 
     If the disk cannot take it, the journal turns itself off with one warning:
@@ -198,7 +165,7 @@ class Journal:
             self._log = _Log(path)
         except OSError as error:
             self._give_up(error)
-        self._append(START_TYPE, start_payload())
+        self._append(Kind.START, start_payload())
 
     @classmethod
     def resume(cls, path: Path) -> tuple[Journal, KernelState]:
@@ -218,51 +185,48 @@ class Journal:
         return journal, read.state
 
     def node(self, inode: Inode) -> None:
-        self._append(NODE_TYPE, node_payload(inode))
+        self._append(Kind.NODE, node_payload(inode))
 
     def count(self, inode: Inode) -> None:
-        self._write(WHOLE_COUNT.pack(COUNT.size, COUNT_TYPE, inode.nodeid, inode.nlookup))
+        self._write(WHOLE_COUNT.pack(COUNT.size, Kind.COUNT, inode.nodeid, inode.nlookup))
 
     def gone(self, nodeid: int) -> None:
-        self._append(GONE_TYPE, ID.pack(nodeid))
+        self._append(Kind.GONE, ID.pack(nodeid))
 
     def mark(self, nodeid: int, number: int, position: str) -> None:
-        """A position to which the offsets of a directory's entries refer; 0: no others any more."""
-        self._append(MARK_TYPE, MARK.pack(nodeid, number) + position.encode())
+        self._append(Kind.MARK, MARK.pack(nodeid, number) + position.encode())
 
     def replaced(self, nodeid: int) -> None:
-        self._append(REPLACED_TYPE, ID.pack(nodeid))
+        self._append(Kind.REPLACED, ID.pack(nodeid))
 
     def removed(self, nodeid: int) -> None:
-        self._append(REMOVED_TYPE, ID.pack(nodeid))
+        self._append(Kind.REMOVED, ID.pack(nodeid))
 
     def number(self, place: int, number: int) -> None:
-        self._append(NUMBER_TYPE, NUMBER.pack(place, number))
+        self._append(Kind.NUMBER, NUMBER.pack(place, number))
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
-        self._append(STALE_TYPE, STALE.pack(nodeid, pid, is_pending))
+        self._append(Kind.STALE, STALE.pack(nodeid, pid, is_pending))
 
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None:
         self._write(
-            WHOLE_OPEN.pack(OPEN.size, OPEN_TYPE, unique, fh, nodeid, flags, mode, backing_id)
+            WHOLE_OPEN.pack(OPEN.size, Kind.OPEN, unique, fh, nodeid, flags, mode, backing_id)
         )
 
     def closed(self, fh: int) -> None:
-        self._write(WHOLE_ID.pack(ID.size, CLOSED_TYPE, fh))
+        self._write(WHOLE_ID.pack(ID.size, Kind.CLOSED, fh))
 
     def negotiated(self, init_out: bytes) -> None:
         self._init_record = init_out
-        self._append(INIT_TYPE, init_out)
+        self._append(Kind.INIT, init_out)
 
     def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None:
-        """Numbers below these may have been used, also by what is not on record any more."""
-        self._append(TABLE_TYPE, TABLE.pack(next_id, next_fh, mounted_ns))
+        self._append(Kind.TABLE, TABLE.pack(next_id, next_fh, mounted_ns))
 
     def begun(self, unique: int) -> None:
-        """A change is about to be made: if its request comes again, it may have been made."""
-        self._append(BEGUN_TYPE, ID.pack(unique))
+        self._append(Kind.BEGUN, ID.pack(unique))
 
     @property
     def plain_log(self) -> _Log | None:
@@ -298,8 +262,8 @@ class Journal:
         except OSError as error:
             self._give_up_compaction(error)
             return False
-        self._append(START_TYPE, start_payload())
-        self._append(INIT_TYPE, self._init_record)
+        self._append(Kind.START, start_payload())
+        self._append(Kind.INIT, self._init_record)
         return self.is_compacting
 
     def finish_compaction(self) -> None:

@@ -3,7 +3,7 @@
 Each tells the whole state of one item, never a change of it. The first one of
 a log carries the format and the boot id.
 
-A log of format 3 is a header and records: length, type, payload and a CRC-32
+A log is a header and records: length, type, payload and a CRC-32
 that goes on from the record before. So a record that is changed, lost or in
 another's place ends what checks out. The header has two slots for how far the
 log was written, a size and the CRC there; the n-th record is committed to
@@ -11,10 +11,6 @@ slot n % 2 after it is written. A kill leaves at most one record that is not
 committed, or one slot that is half written. So after n records that check
 out, slot (n - 1) % 2 tells of n - 1 records, or the log is damaged: of a
 record that is missing the commit would be there.
-
-Formats 1 and 2 had no header, and a CRC for each record alone; they can't tell
-a torn end from damage. They are read until a mount that was taken over has
-rewritten its log; format 1 had no table and no stale records.
 """
 
 from __future__ import annotations
@@ -52,23 +48,26 @@ MARK = struct.Struct("<QI")  # node id of a directory, number of a position; 0 f
 NUMBER = struct.Struct("<QQ")  # a place, the number there (nodes/file_numbers.py)
 STALE = struct.Struct("<QII")  # node id, pid, 1 while a lookup is awaited, 0 after it
 
-(
-    START_TYPE,
-    NODE_TYPE,
-    COUNT_TYPE,
-    GONE_TYPE,
-    OPEN_TYPE,
-    CLOSED_TYPE,
-    INIT_TYPE,
-    TABLE_TYPE,
-    REPLACED_TYPE,
-    STALE_TYPE,
-    BEGUN_TYPE,
-    MARK_TYPE,
-    REMOVED_TYPE,
-    NUMBER_TYPE,
-) = range(1, 15)
 _DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
+
+
+class Kind:
+    """The types of records. Plain numbers: an enumeration's members take longer to find."""
+
+    START = 1
+    NODE = 2
+    COUNT = 3
+    GONE = 4
+    OPEN = 5
+    CLOSED = 6
+    INIT = 7
+    TABLE = 8
+    REPLACED = 9
+    STALE = 10
+    BEGUN = 11
+    MARK = 12
+    REMOVED = 13
+    NUMBER = 14
 
 
 @dataclass(slots=True)
@@ -139,33 +138,15 @@ def start_payload() -> bytes:
 def node_payload(inode: Inode) -> bytes:
     """The record of a node: its ids, lookup count, name and version (no version: a directory)."""
     parent = inode.parent.nodeid if inode.parent is not None else 0
+    ids = inode.nodeid, parent, inode.ino, inode.nlookup
     name = inode.name.encode()
     info = inode.info
     if info is None:
-        head = NODE.pack(
-            inode.nodeid,
-            parent,
-            inode.ino,
-            inode.nlookup,
-            0,
-            inode.entries_changed_ns,
-            len(name),
-            _DIRECTORY,
-            0,
-        )
-        return head + name
+        lengths = len(name), _DIRECTORY, 0
+        return NODE.pack(*ids, 0, inode.entries_changed_ns, *lengths) + name
     etag, storage_class = info.etag.encode(), info.storage_class.encode()
-    head = NODE.pack(
-        inode.nodeid,
-        parent,
-        inode.ino,
-        inode.nlookup,
-        info.size,
-        info.mtime_ns,
-        len(name),
-        len(etag),
-        len(storage_class),
-    )
+    lengths = len(name), len(etag), len(storage_class)
+    head = NODE.pack(*ids, info.size, info.mtime_ns, *lengths)
     return b"".join((head, name, etag, storage_class, info.key.encode()))
 
 

@@ -6,30 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusefs.posix.journal.records import (
-    BEGUN_TYPE,
-    CLOSED_TYPE,
     COUNT,
-    COUNT_TYPE,
-    GONE_TYPE,
     HEADER_SIZE,
     ID,
-    INIT_TYPE,
     MARK,
-    MARK_TYPE,
-    NODE_TYPE,
     NUMBER,
-    NUMBER_TYPE,
     OPEN,
-    OPEN_TYPE,
-    REMOVED_TYPE,
-    REPLACED_TYPE,
     SLOT,
     SLOTS,
     STALE,
-    STALE_TYPE,
-    START_TYPE,
     TABLE,
-    TABLE_TYPE,
+    Kind,
     LoggedHandle,
     LoggedNode,
     Parsed,
@@ -68,45 +55,45 @@ class KernelState:
 
     def apply(self, kind: int, payload: bytes) -> None:
         """Take up one record."""
-        if kind == NODE_TYPE:
+        if kind == Kind.NODE:
             node = parse_node(payload)
             self.nodes[node.nodeid] = node
             self.next_id = max(self.next_id, node.nodeid + 1)
-        elif kind == COUNT_TYPE:
+        elif kind == Kind.COUNT:
             nodeid, nlookup = COUNT.unpack(payload)
             if nodeid in self.nodes:
                 self.nodes[nodeid].nlookup = nlookup
-        elif kind == GONE_TYPE:
+        elif kind == Kind.GONE:
             (nodeid,) = ID.unpack(payload)
             self.nodes.pop(nodeid, None)
             self.marks.pop(nodeid, None)
             self.replaced.discard(nodeid)
             self.removed.discard(nodeid)
-        elif kind == OPEN_TYPE:
+        elif kind == Kind.OPEN:
             handle = LoggedHandle(*OPEN.unpack(payload))
             self.handles[handle.fh] = handle
             self.next_fh = max(self.next_fh, handle.fh + 1)
-        elif kind == CLOSED_TYPE:
+        elif kind == Kind.CLOSED:
             self.handles.pop(ID.unpack(payload)[0], None)
-        elif kind == INIT_TYPE:
+        elif kind == Kind.INIT:
             self.init_out = payload
-        elif kind == TABLE_TYPE:
+        elif kind == Kind.TABLE:
             next_id, next_fh, self.mounted_ns = TABLE.unpack(payload)
             self.next_id, self.next_fh = max(self.next_id, next_id), max(self.next_fh, next_fh)
-        elif kind in (REPLACED_TYPE, REMOVED_TYPE):
+        elif kind in (Kind.REPLACED, Kind.REMOVED):
             (nodeid,) = ID.unpack(payload)
             self.replaced.add(nodeid)
-            if kind == REMOVED_TYPE:
+            if kind == Kind.REMOVED:
                 self.removed.add(nodeid)
             # The kernel may never have got it; another node of this number is not replaced.
             self.next_id = max(self.next_id, nodeid + 1)
-        elif kind == NUMBER_TYPE:
+        elif kind == Kind.NUMBER:
             self._apply_number(*NUMBER.unpack(payload))
-        elif kind == MARK_TYPE:
+        elif kind == Kind.MARK:
             self._apply_mark(payload)
-        elif kind == BEGUN_TYPE:
+        elif kind == Kind.BEGUN:
             self.begun.add(ID.unpack(payload)[0])
-        elif kind == STALE_TYPE:
+        elif kind == Kind.STALE:
             nodeid, pid, is_pending = STALE.unpack(payload)
             (self.stale.add if is_pending else self.stale.discard)((nodeid, pid))
 
@@ -173,7 +160,7 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
         data = file.read()
     records = parse(data)
     last = first = next(records, Parsed(0, b"", HEADER_SIZE, 0))
-    if first.kind != START_TYPE or not first.payload.startswith(b"fusefs journal "):
+    if first.kind != Kind.START or not first.payload.startswith(b"fusefs journal "):
         raise UnusableJournalError(
             f"{path} is damaged: it is right up to byte {HEADER_SIZE} at most, or no journal at all"
         )

@@ -112,7 +112,7 @@ class PrefixLock:
             yield
         finally:
             self._changes.remove(change)
-            if self._closures:
+            if any(closure.covers(*keys()) for closure in self._closures):
                 self._notify()
 
     @asynccontextmanager

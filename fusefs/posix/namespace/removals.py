@@ -23,6 +23,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
@@ -58,6 +59,7 @@ RETRIES_AT_ONCE = 16
 CLOCKS_NS = 60_000_000_000
 
 
+@dataclass(slots=True, eq=False)
 class Removal:
     """One object that is to be deleted.
 
@@ -67,17 +69,14 @@ class Removal:
     has that made now.
     """
 
-    __slots__ = ("attempted", "error", "etag", "hurry", "key", "removed_ns", "since", "work")
-
-    def __init__(self, key: str, etag: str, removed_ns: int, work: Work) -> None:
-        self.key = key
-        self.etag = etag
-        self.removed_ns = removed_ns
-        self.since = trio.current_time()
-        self.error: Exception | None = None
-        self.attempted = trio.Event()
-        self.hurry = trio.Event()
-        self.work = work
+    key: str
+    etag: str
+    removed_ns: int
+    work: Work
+    since: float = field(default_factory=trio.current_time)
+    error: Exception | None = None
+    attempted: trio.Event = field(default_factory=trio.Event)
+    hurry: trio.Event = field(default_factory=trio.Event)
 
     def size(self) -> int:
         """The bytes that wait to be sent, which are none."""

@@ -30,6 +30,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,36 +66,29 @@ class Phase(enum.StrEnum):
     DELETING = "deleting"
 
 
+@dataclass(slots=True, eq=False)
 class RenameJob:
     """The rename of one directory, on record. `since_ns` is when it began; its task holds `lock`.
 
     `has_replaced` says that there was a directory of the new name, an empty
-    one; `is_ours` that this process began it. `until_ns` as in the record.
+    one; `is_ours` that this process began it. `until_ns` as in the record. `is_safe` if
+    the record of its phase is safe against a power cut. `known_at` is when this process
+    came to know of it, in monotonic seconds.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        closure: Closure,
-        *,
-        phase: Phase = Phase.COPYING,
-        has_replaced: bool,
-        is_ours: bool,
-        until_ns: int | None = None,
-    ) -> None:
-        self.path = path
-        self.closure = closure
-        self.old, self.new = closure.targets()
-        self.phase = phase
-        self.has_replaced = has_replaced
-        self.is_ours = is_ours
-        self.until_ns = until_ns
-        # Whether the record of its phase is safe against a power cut.
-        self.is_safe = not is_ours
-        self.lock = trio.Lock()
-        self.copies: PrefixCopy | None = None
-        self.deleted = 0
-        self._began = time.monotonic()
+    path: Path
+    closure: Closure
+    old: str
+    new: str
+    has_replaced: bool
+    is_ours: bool
+    is_safe: bool
+    phase: Phase = Phase.COPYING
+    until_ns: int | None = None
+    copies: PrefixCopy | None = None
+    deleted: int = 0
+    lock: trio.Lock = field(default_factory=trio.Lock)
+    known_at: float = field(default_factory=time.monotonic)
 
     @property
     def since_ns(self) -> int:
@@ -105,15 +99,12 @@ class RenameJob:
         return any(own.startswith(prefix) or prefix.startswith(own) for own in (self.old, self.new))
 
     def pending(self) -> dict[str, Any]:
-        """The entry of `fusefs sync` for it, as for a file that is uploaded.
-
-        `since_s` counts from when this process knew of it.
-        """
+        """The entry of `fusefs sync` for it, as for a file that is uploaded."""
         error = self.closure.error
         return {
             "key": self.old,
             "bytes": 0,
-            "since_s": time.monotonic() - self._began,
+            "since_s": time.monotonic() - self.known_at,
             "state": f"being renamed to {self.new}",
             "error": str(error) if error is not None else None,
         }
@@ -197,13 +188,15 @@ class RenameJobs:
         job = RenameJob(
             path,
             self._prefix_lock.close(old, new),
-            phase=Phase.DELETING if is_switching else phase,
-            has_replaced=has_replaced,
+            old,
+            new,
+            has_replaced,
             is_ours=False,
+            is_safe=not is_switching,
+            phase=Phase.DELETING if is_switching else phase,
             until_ns=until_ns,
         )
         job.closure.retry = partial(self._retry, job)
-        job.is_safe = not is_switching
         if is_switching and is_inherited:
             self._switches.append(job)
         elif not is_inherited:
@@ -264,7 +257,8 @@ class RenameJobs:
             OSError: the disk does not take it.
         """
         path = self._directory / f"{time.time_ns()}.json"
-        job = RenameJob(path, closure, has_replaced=has_replaced, is_ours=True)
+        old, new = closure.targets()
+        job = RenameJob(path, closure, old, new, has_replaced, is_ours=True, is_safe=False)
         closure.is_kept, closure.retry = True, partial(self._retry, job)
         self._unfinished.append(job)
         self._is_wanted.set()  # `run` waits longer where there is nothing

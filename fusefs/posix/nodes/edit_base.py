@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.ranges import RangeMap
@@ -17,6 +18,7 @@ from fusefs.store.interface import ObjectVersion
 PAGE = 4096
 
 
+@dataclass(slots=True, eq=False)
 class EditBase:
     """The object of which an edited file keeps what no program writes to. For the event loop.
 
@@ -26,14 +28,11 @@ class EditBase:
     with one of them has the same bytes where the file has none.
     """
 
-    __slots__ = ("changed", "file", "filled", "size", "tokens")
-
-    def __init__(self, file: CacheFile, size: int) -> None:
-        self.file = file
-        self.size = size
-        self.filled = RangeMap()
-        self.changed = RangeMap()
-        self.tokens: set[str] = set()
+    file: CacheFile
+    size: int
+    filled: RangeMap = field(default_factory=RangeMap)
+    changed: RangeMap = field(default_factory=RangeMap)
+    tokens: set[str] = field(default_factory=set)
 
     @property
     def version(self) -> ObjectVersion:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.readahead.window import Readahead
@@ -22,47 +23,27 @@ from fusefs.store.interface import ObjectVersion
 SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle, as they are on record
 
 
+@dataclass(slots=True, eq=False)
 class FileHandle:
-    """An open file. `unkept` is what was last read past the cache: (offset, bytes).
+    """An open file; `unique` is the request that opened it.
 
-    `fetched` is how many of its bytes were fetched for its open, and not read through it yet.
+    `unkept` is what was last read past the cache: (offset, bytes). `fetched` is how many of
+    its bytes were fetched for its open, and not read through it yet.
     """
 
-    __slots__ = (
-        "backing_id",
-        "fetched",
-        "fh",
-        "file",
-        "flags",
-        "inode",
-        "readahead",
-        "unique",
-        "unkept",
-        "version",
-    )
-
-    def __init__(
-        self,
-        fh: int,
-        inode: Inode,
-        version: ObjectVersion,
-        file: CacheFile,
-        backing_id: int,
-        flags: int,
-        unique: int,
-    ) -> None:
-        self.fh = fh
-        self.flags = flags
-        self.unique = unique  # the request that opened it
-        self.inode = inode
-        self.version = version
-        self.file = file
-        self.backing_id = backing_id
-        self.readahead: Readahead | None = None
-        self.unkept: tuple[int, bytearray] = (0, bytearray())
-        self.fetched = 0
+    fh: int
+    inode: Inode
+    version: ObjectVersion
+    file: CacheFile
+    backing_id: int
+    flags: int
+    unique: int
+    readahead: Readahead | None = None
+    unkept: tuple[int, bytearray] = field(default_factory=lambda: (0, bytearray()))
+    fetched: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class DirectoryHandle:
     """An open directory: `position` is that of the entry with the offset `offset`.
 
@@ -71,26 +52,14 @@ class DirectoryHandle:
     offsets, of which the kernel may have passed on only the first.
     """
 
-    __slots__ = (
-        "fh",
-        "generation",
-        "inode",
-        "offset",
-        "opened",
-        "position",
-        "recent",
-        "unique",
-    )
-
-    def __init__(self, fh: int, inode: Inode, generation: int, unique: int) -> None:
-        self.fh = fh
-        self.unique = unique
-        self.inode = inode
-        self.generation = generation
-        self.offset = 0
-        self.position = ""
-        self.recent: dict[int, str] = {}
-        self.opened = time.monotonic()
+    fh: int
+    inode: Inode
+    generation: int
+    unique: int
+    offset: int = 0
+    position: str = ""
+    recent: dict[int, str] = field(default_factory=dict)
+    opened: float = field(default_factory=time.monotonic)
 
 
 class HandleTable:

@@ -298,6 +298,7 @@ class FileState(enum.Enum):
 _UNLINKED = FileState.UNLINKED
 
 
+@dataclass(slots=True, eq=False)
 class StagedFile:
     """One file that is written. Belongs to the event loop.
 
@@ -329,95 +330,52 @@ class StagedFile:
     `clean` is then the `stamp` of what is known of the content.
     """
 
-    __slots__ = (
-        "backing",
-        "base",
-        "before",
-        "begun_ns",
-        "changes",
-        "charged",
-        "clean",
-        "creator",
-        "described_at",
-        "error",
-        "etag",
-        "exclusive",
-        "fd",
-        "free",
-        "has_record_file",
-        "inode",
-        "is_meta_dirty",
-        "is_named",
-        "is_rewrite",
-        "kept_size",
-        "lock",
-        "may_be_mapped",
-        "meta",
-        "meta_changes",
-        "path",
-        "pause_s",
-        "recorded",
-        "sending",
-        "sent",
-        "sent_at",
-        "since",
-        "state",
-        "sum",
-        "to_disk",
-        "tokens",
-        "upload",
-        "upload_state",
-        "uploaded",
-        "writers",
-        "written_to",
-    )
-
-    def __init__(self, inode: Inode, path: str, fd: int, meta: Meta, etag: str | None) -> None:
-        self.inode = inode
-        self.path = path
-        self.fd = fd
-        self.meta = meta
-        self.etag = etag
-        self.exclusive: str | None = None
-        self.creator: int | None = None
-        self.before: Meta | None = None
-        # When its attributes or its name changed last, in trio's seconds.
-        self.described_at = 0.0
-        self.changes = 1
-        self.uploaded = 0
-        self.writers: set[int] = set()
-        self.kept_size: int | None = None
-        self.pause_s = 0.0
-        self.sending: int | None = None
-        self.sent, self.sent_at = 0, 0.0
-        self.is_meta_dirty = False
-        self.meta_changes = 0
-        self.is_rewrite = False
-        self.state = FileState.OPEN
-        # What the last upload failed with.
-        self.error: Exception | None = None
-        self.upload: Upload | None = None
-        # An upload that is on record, and perhaps an earlier process's.
-        self.upload_state: UploadState | None = None
-        self.begun_ns: int | None = None
-        self.tokens: set[str] = set()
-        # How far the content was written from its start on without a gap.
-        self.written_to = 0
-        # How far of that the disk began to write.
-        self.to_disk = 0
-        # The bytes that count as held, and those of them that are the object's.
-        self.charged = 0
-        self.free = 0
-        self.base: EditBase | None = None
-        self.backing: CacheFile | None = None
-        self.may_be_mapped = False
-        self.clean: tuple[int, int] | None = None
-        self.recorded = b""
-        self.sum: int | None = None
-        self.has_record_file = False
-        self.is_named = False
-        self.since = trio.current_time()
-        self.lock = trio.Lock()
+    inode: Inode
+    path: str
+    fd: int
+    meta: Meta
+    etag: str | None
+    exclusive: str | None = None
+    creator: int | None = None
+    before: Meta | None = None
+    # When its attributes or its name changed last, in trio's seconds.
+    described_at: float = 0.0
+    changes: int = 1
+    uploaded: int = 0
+    writers: set[int] = field(default_factory=set)
+    kept_size: int | None = None
+    pause_s: float = 0.0
+    sending: int | None = None
+    sent: int = 0
+    sent_at: float = 0.0
+    is_meta_dirty: bool = False
+    meta_changes: int = 0
+    is_rewrite: bool = False
+    state: FileState = FileState.OPEN
+    # The error of the last upload.
+    error: Exception | None = None
+    upload: Upload | None = None
+    # An upload that is on record, and perhaps an earlier process's.
+    upload_state: UploadState | None = None
+    begun_ns: int | None = None
+    tokens: set[str] = field(default_factory=set)
+    # How far the content was written from its start on without a gap, and how far of that
+    # the disk began to write.
+    written_to: int = 0
+    to_disk: int = 0
+    # The bytes that count as held, and those of them that are the object's.
+    charged: int = 0
+    free: int = 0
+    base: EditBase | None = None
+    backing: CacheFile | None = None
+    may_be_mapped: bool = False
+    clean: tuple[int, int] | None = None
+    recorded: bytes = b""
+    sum: int | None = None
+    has_record_file: bool = False
+    is_named: bool = False
+    since: float = field(default_factory=trio.current_time)
+    lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property
     def is_content_dirty(self) -> bool:

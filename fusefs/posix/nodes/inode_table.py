@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol
 
 from fusefs.posix.nodes.file_numbers import ROOT_ID, FileNumbers
 from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, LinkedNames, Ownership
@@ -40,8 +39,11 @@ Copies = Mapping[ObjectVersion, ObjectInfo]
 CLOCKS_DIFFER_NS = 1_000_000_000
 
 
-class NodeLog(Protocol):
-    """The record of what the kernel believes, written before each reply (journal/journal.py)."""
+class NodeLog:
+    """The record of what the kernel believes, written before each reply (journal/journal.py).
+
+    As it stands nothing is on record.
+    """
 
     def node(self, inode: Inode) -> None:
         """The kernel is about to know a node, or the node has another name, key or version."""
@@ -86,7 +88,8 @@ class NodeLog(Protocol):
 
     @property
     def plain_log(self) -> object | None:
-        """What compiled code may append to; None if records are not simply appended."""
+        """The log that compiled code may append to; None if records are not simply appended."""
+        return None
 
 
 class InodeTable:

@@ -9,7 +9,6 @@ test_names.py, who may do what in test_directories_permissions.py.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -19,8 +18,7 @@ from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import drop_caches, mounted, read_all
-from tests.support.waiting import until
+from tests.support.sharing import drop_caches, mounted
 
 NOBODY = 65534
 
@@ -78,13 +76,6 @@ def test_a_listing_tells_directories_from_files(tree: Mount) -> None:
     assert kinds == {key.split("/")[0]: key.split("/")[0] in directories for key in KEYS}
 
 
-def test_ls_shows_dot_and_dot_dot(tree: Mount) -> None:
-    shown = subprocess.run(
-        ["ls", "-a", str(tree.path / "a")], check=True, capture_output=True, text=True
-    ).stdout.split()
-    assert shown == [".", "..", "deep", "one", "two"]
-
-
 @states("An object whose key ends in `/` (a marker, as consoles make them) makes a directory.")
 def test_a_marker_makes_an_empty_directory(tree: Mount) -> None:
     assert (tree.path / "marker").is_dir()
@@ -93,21 +84,6 @@ def test_a_marker_makes_an_empty_directory(tree: Mount) -> None:
 
 def test_a_marker_is_not_shown_among_the_files_of_its_directory(tree: Mount) -> None:
     assert os.listdir(tree.path / "marked") == ["with-a-file"]
-
-
-def test_a_lookup_through_a_file_is_enotdir(tree: Mount) -> None:
-    with pytest.raises(NotADirectoryError):
-        os.stat(tree.path / "readme.txt" / "below")
-
-
-def test_reading_a_directory_is_eisdir(tree: Mount) -> None:
-    with pytest.raises(IsADirectoryError):
-        read_all(tree.path / "a")
-
-
-def test_listing_a_file_is_enotdir(tree: Mount) -> None:
-    with pytest.raises(NotADirectoryError):
-        os.listdir(tree.path / "readme.txt")
 
 
 @states(
@@ -138,21 +114,6 @@ def test_rewinddir_starts_again(tree: Mount) -> None:
         assert stream.names() == first
 
 
-def test_two_streams_of_a_directory_do_not_disturb_each_other(tree: Mount) -> None:
-    with DirectoryStream(tree.path / "many") as one, DirectoryStream(tree.path / "many") as other:
-        assert [one.read(), one.read()] == [other.read(), other.read()]
-        assert one.names() == other.names()
-
-
-def test_a_listing_shows_the_inode_numbers_that_stat_shows(tree: Mount) -> None:
-    for entry in os.scandir(tree.path):
-        assert entry.inode() == os.stat(entry.path).st_ino
-
-
-def test_dot_dot_leads_to_the_parent(tree: Mount) -> None:
-    assert os.stat(tree.path / "a" / "deep" / "..").st_ino == os.stat(tree.path / "a").st_ino
-
-
 def _inos(tree: Mount) -> dict[str, int]:
     return {
         os.path.join(where, name): os.lstat(os.path.join(where, name)).st_ino
@@ -168,19 +129,6 @@ def _inos(tree: Mount) -> dict[str, int]:
 def test_inode_numbers_are_these_wherever_it_is_mounted(tree: Mount) -> None:
     assert os.stat(tree.path / "a" / "one").st_ino == 4769999754316157558
     assert os.stat(tree.path / "a").st_ino == 6099252073710162996
-
-
-def test_inode_numbers_stay_when_the_kernel_has_forgotten_them(tree: Mount) -> None:
-    first = _inos(tree)
-    nodes = tree.status()["metadata"]["nodes"]
-    drop_caches()
-    until(lambda: tree.status()["metadata"]["nodes"] < nodes or drop_caches(), "a forget")
-    assert _inos(tree) == first
-
-
-def test_no_two_files_share_an_inode_number(tree: Mount) -> None:
-    inos = _inos(tree)
-    assert len(set(inos.values())) == len(inos)
 
 
 @states("A lookup in a directory that has been listed costs no request.")

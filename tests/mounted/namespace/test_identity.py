@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging.handlers
 import os
 import signal
 import subprocess
@@ -196,16 +195,6 @@ def test_tail_follows_a_log_that_is_replaced(place: Path) -> None:
             assert tail.stdout.readline() == b"third\n"
         finally:
             tail.kill()
-
-
-def test_a_log_handler_sees_that_its_file_was_rotated(place: Path) -> None:
-    handler = logging.handlers.WatchedFileHandler(place / "app.log")
-    with contextlib.closing(handler):
-        for number in range(3):
-            handler.emit(logging.makeLogRecord({"msg": f"line {number}"}))
-            os.rename(place / "app.log", place / "app.log.1")
-            (place / "app.log").touch()
-            assert (place / "app.log.1").read_text() == f"line {number}\n"
 
 
 @states(

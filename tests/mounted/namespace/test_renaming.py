@@ -94,38 +94,6 @@ def test_a_file_that_is_read_by_passthrough_is_opened_again_after_a_rename(
             assert os.fstat(again.fileno()).st_ino == os.fstat(held.fileno()).st_ino
 
 
-def test_a_name_that_is_made_anew_has_another_number(writable: Mount) -> None:
-    path = writable.path / "log"
-    path.write_bytes(b"first")
-    first = path.stat().st_ino
-    with open(path, "rb", buffering=0) as held:
-        os.rename(path, writable.path / "log.1")
-        path.write_bytes(b"second")
-        numbers = {path.stat().st_ino, (writable.path / "log.1").stat().st_ino}
-        assert len(numbers) == 2
-        assert path.stat().st_ino != first
-        with open(path, "rb", buffering=0) as replaced:
-            os.replace(writable.path / "log.1", path)
-            assert os.fstat(held.fileno()).st_ino == path.stat().st_ino
-            assert os.fstat(replaced.fileno()).st_ino != path.stat().st_ino
-            assert (replaced.read(), held.read()) == (b"second", b"first")
-
-
-def test_unlinked_files_are_read_on(writable: Mount) -> None:
-    data = content("gone", 2 * MIB)
-    for name in ("gone", "over"):
-        (writable.path / name).write_bytes(data)
-    (writable.path / "new").write_bytes(b"new")
-    with (
-        open(writable.path / "gone", "rb", buffering=0) as gone,
-        open(writable.path / "over", "rb", buffering=0) as over,
-    ):
-        os.unlink(writable.path / "gone")
-        os.replace(writable.path / "new", writable.path / "over")
-        assert gone.read() == over.read() == data
-    assert (writable.path / "over").read_bytes() == b"new"
-
-
 def test_names_cost_few_requests(writable: Mount) -> None:
     top = writable.path / "few"
     assert cost(writable, top.mkdir) == {"puts": 1}

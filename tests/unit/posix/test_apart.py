@@ -15,21 +15,6 @@ def never() -> None:
     raise AssertionError("somebody waited")
 
 
-async def test_who_waits_gets_the_result_or_the_error() -> None:
-    async def works() -> int:
-        await trio.lowlevel.checkpoint()
-        return 7
-
-    async def fails() -> int:
-        raise OSError(errno.ENOSPC, "full")
-
-    async with trio.open_nursery() as nursery:
-        apart = UncancelledRunner(nursery, never)
-        assert await apart.run(works()) == 7
-        with pytest.raises(OSError, match="full"):
-            await apart.run(fails())
-
-
 async def test_what_no_task_waits_for_any_more_is_done_to_its_end() -> None:
     gate = trio.Event()
     done: list[str] = []

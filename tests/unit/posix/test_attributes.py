@@ -263,18 +263,6 @@ async def test_what_is_too_long_for_a_target_is_not_read(mount: MortalMount, siz
         assert mount.store.count("GET") == 0
 
 
-async def test_attributes_of_an_unlinked_open_file_are_its_own(mount: MortalMount) -> None:
-    mount.store.put("file", b"content")
-    async with mount.serving() as process:
-        inode = await process.node("file")
-        fh = await process.open("file")
-        await process.unlink("file")
-        await mutations(process).setattr(inode.nodeid, NewAttributes(mode=0o600))
-        assert process.operations.attributes(inode).mode == stat.S_IFREG | 0o600
-        assert await process.read(fh) == b"content"
-    assert mount.store.contents() == {}
-
-
 # --- sent ahead ------------------------------------------------------------------
 
 NAMES = [f"{number:03}" for number in range(100)]
@@ -302,10 +290,6 @@ async def test_heads_are_sent_ahead_of_who_goes_through_a_directory_in_order(
     assert heads[30] > 45, heads
     assert max(ahead - done for done, ahead in enumerate(heads)) <= 2 * 32
     assert heads[-1] == len(NAMES)
-
-
-async def test_who_looks_here_and_there_gets_what_was_looked_up_alone(mount: MortalMount) -> None:
-    assert (await walk(mount, NAMES[::3]))[-1] == len(NAMES[::3])
 
 
 async def test_a_failed_head_is_sent_again(mount: MortalMount) -> None:

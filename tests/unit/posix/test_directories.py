@@ -129,18 +129,6 @@ def test_a_walk_from_folder_to_folder_tells_what_is_there(
         trio.run(check)
 
 
-def test_a_file_that_sorts_before_a_page_and_stands_behind_it_is_not_lost() -> None:
-    async def check() -> None:
-        # "x" comes first in S3's order and last in the directory's.
-        numbered = [f"x-{number}" for number in range(10)]
-        async with listings(Bucket(["p/x", *("p/" + name for name in numbered)], 3)) as known:
-            await known.lookup(known.get("p/"), "x-4")
-            found = [name for name, _ in await stream(known, "p/")]
-        assert found == [*numbered, "x"]
-
-    trio.run(check)
-
-
 def test_a_walk_through_small_folders_costs_a_request_for_many_of_them() -> None:
     async def check() -> None:
         bucket = Bucket(f"p/{number:03}/{name}" for number in range(200) for name in "abcde")
@@ -282,30 +270,6 @@ def test_a_directory_of_which_nothing_is_known_takes_no_memory() -> None:
                 await directories.lookup(directories.get(f"d{number}/"), "a")
             gc.collect()
             assert len(directories) <= 7
-
-    trio.run(check)
-
-
-def test_a_name_that_is_not_there_is_requested_once() -> None:
-    async def check() -> None:
-        bucket = Bucket(["p/a", "p/b"])
-        async with listings(bucket) as directories:
-            for _ in range(3):
-                entry, _ = await directories.lookup(directories.get("p/"), "absent")
-                assert entry is ABSENT
-        assert (bucket.lists, bucket.heads) == (1, 0)
-
-    trio.run(check)
-
-
-def test_with_a_ttl_of_zero_every_lookup_asks_again() -> None:
-    async def check() -> None:
-        bucket = Bucket(["p/a"])
-        async with listings(bucket, ttl_s=0.0) as directories:
-            directory = directories.get("p/")
-            assert isinstance((await directories.lookup(directory, "a"))[0], ObjectInfo)
-            bucket.keys = []
-            assert (await directories.lookup(directory, "a"))[0] is ABSENT
 
     trio.run(check)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from fusefs.posix.journal.replay import replay
 from fusefs.posix.journal.restore import restore_table
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import (
-    FIRST_ID,
     ROOT_ID,
     Inode,
     InodeTable,
@@ -43,38 +41,6 @@ def known(table: InodeTable, name: str, etag: str = '"1"') -> Inode:
     return inode
 
 
-def test_a_name_keeps_its_node_while_its_version_is_the_same(table: InodeTable) -> None:
-    first = known(table, "a")
-    assert table.resolve(table.root, "a", info("p/a", mtime_ns=99)) is first
-    assert first.attributes(OWNER, 0).mtime_ns == 99
-
-
-def test_a_changed_object_gets_a_new_node_and_keeps_its_inode_number(table: InodeTable) -> None:
-    old, new = known(table, "a"), known(table, "a", '"2"')
-    assert old.nodeid != new.nodeid
-    assert old.ino == new.ino
-    assert (old.is_current, new.is_current) == (False, True)
-    assert table.get(old.nodeid) is old
-
-
-def test_a_file_that_became_a_directory_is_another_node(table: InodeTable) -> None:
-    file = known(table, "a")
-    directory = table.resolve(table.root, "a", None)
-    assert directory is not file
-    assert directory.children is not None
-
-
-def test_a_forgotten_node_is_unknown(table: InodeTable) -> None:
-    inode = known(table, "a")
-    table.count(inode, 0.0)
-    table.forget(inode.nodeid, 1)
-    assert table.get(inode.nodeid) is inode
-    table.forget(inode.nodeid, 1)
-    with pytest.raises(OSError, match="unknown node") as caught:
-        table.get(inode.nodeid)
-    assert caught.value.errno == errno.ESTALE
-
-
 def test_a_forget_of_too_many_is_no_error(table: InodeTable) -> None:
     inode = known(table, "a")
     table.forget(inode.nodeid, 1000)
@@ -82,50 +48,6 @@ def test_a_forget_of_too_many_is_no_error(table: InodeTable) -> None:
     table.forget(12345, 1)
     table.forget(ROOT_ID, 1)
     assert len(table) == 1
-
-
-def test_a_node_id_is_never_used_again(table: InodeTable) -> None:
-    seen = set()
-    for _ in range(100):
-        inode = known(table, "a")
-        assert inode.nodeid >= FIRST_ID
-        assert inode.nodeid not in seen
-        seen.add(inode.nodeid)
-        table.forget(inode.nodeid, 1)
-
-
-def test_a_directory_stays_until_its_last_child_has_gone(table: InodeTable) -> None:
-    directory = table.resolve(table.root, "d", None)
-    table.count(directory, 0.0)
-    child = table.resolve(directory, "a", info("p/d/a"))
-    table.count(child, 0.0)
-    table.forget(directory.nodeid, 1)
-    assert table.key(child) == "p/d/a"
-    assert table.key(directory) == "p/d/"
-    table.forget(child.nodeid, 1)
-    assert len(table) == 1
-    assert table.root.children == {}
-
-
-def test_an_old_node_goes_without_its_successor(table: InodeTable) -> None:
-    old, new = known(table, "a"), known(table, "a", '"2"')
-    table.forget(old.nodeid, 1)
-    assert table.resolve(table.root, "a", info("p/a", '"2"')) is new
-
-
-def test_the_key_of_a_deep_directory_has_all_its_parents(table: InodeTable) -> None:
-    at = table.root
-    for name in ("a", "b c", "ü"):
-        at = table.resolve(at, name, None)
-    assert table.key(at) == "p/a/b c/ü/"
-    assert table.key(table.root) == "p/"
-
-
-def test_attributes_are_the_object_s_and_the_owner_s(table: InodeTable) -> None:
-    file = known(table, "a").attributes(OWNER, 77)
-    assert (file.size, file.mtime_ns, file.mode, file.uid, file.gid) == (3, 5, 0o100640, 1000, 100)
-    directory = table.root.attributes(OWNER, 77)
-    assert (directory.mode, directory.mtime_ns) == (0o040750, 77)
 
 
 def test_node_ids_may_be_the_inode_numbers() -> None:
@@ -137,19 +59,6 @@ def test_node_ids_may_be_the_inode_numbers() -> None:
 
 def handles() -> HandleTable:
     return HandleTable(NoJournal())
-
-
-def test_open_handles_are_counted_by_mode(table: InodeTable) -> None:
-    inode, opened = known(table, "a"), handles()
-    assert inode.info is not None
-    file = CacheFile("x", 3)
-    served = opened.open_file(inode, inode.info.version, file, 0, 0, 1)
-    through = opened.open_file(inode, inode.info.version, file, 9, 0, 2)
-    assert (inode.served, inode.passthrough) == (1, 1)
-    opened.close_file(served.fh)
-    opened.close_file(through.fh)
-    assert not inode.is_open
-    assert served.fh != through.fh
 
 
 def test_closing_twice_is_no_error(table: InodeTable) -> None:

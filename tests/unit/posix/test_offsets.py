@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import errno
-import struct
 from pathlib import Path
 
 import pytest
 import trio
 
-from fusefs.posix.journal.records import MARK, MARK_TYPE, NODE_TYPE, node_payload
+from fusefs.posix.journal.records import MARK, Kind, node_payload
 from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.nodes.inode import Inode
-from fusefs.posix.nodes.offsets import base_of, code_of, divided
+from fusefs.posix.nodes.offsets import base_of, code_of
 from tests.support.survival.mortal_mount import MortalMount, Names
 
 FILES = [f"file-{number:02}" for number in range(20)]
-
-
-def test_an_offset_is_positive_and_no_node_id() -> None:
-    for mark in (0, 1, (1 << 22) - 1):
-        offset = base_of(mark) | code_of(b"name")
-        assert struct.unpack("q", struct.pack("Q", offset))[0] == offset > 1 << 61
-        assert divided(offset) == (mark, code_of(b"name"))
-    assert divided(4711) is None
 
 
 @pytest.mark.parametrize("pattern", ["object-%07d.bin", "%06d", "a/long/prefix-%08d-and-a-tail"])
@@ -87,11 +78,11 @@ async def test_where_there_are_too_many_nodes_names_come_alone(tmp_path: Path) -
 def test_marks_are_on_record_until_their_directory_goes() -> None:
     state = KernelState()
     directory = Inode(20, 20, None, "d", None)
-    state.apply(NODE_TYPE, node_payload(directory))
+    state.apply(Kind.NODE, node_payload(directory))
     for number, position in ((1, "a"), (2, "b/")):
-        state.apply(MARK_TYPE, MARK.pack(20, number) + position.encode())
+        state.apply(Kind.MARK, MARK.pack(20, number) + position.encode())
     assert state.marks == {20: {"a": 1, "b/": 2}}
-    state.apply(MARK_TYPE, MARK.pack(20, 0))
+    state.apply(Kind.MARK, MARK.pack(20, 0))
     assert state.marks == {}
 
 

@@ -141,16 +141,6 @@ async def test_what_was_replaced_by_a_rename_is_left_alone(
     assert mount.store.contents() == {"file": content}
 
 
-async def test_what_was_removed_and_made_again_is_left_alone(mount: MortalMount) -> None:
-    async with mount.serving() as process:
-        inode = await opened(process, "file")
-        await process.unlink("file")
-        await process.save("file", b"content")
-        before = metadata_of(mount, "file")
-        assert await change(process, inode) == (0o600, 7, 9 * 10**9)
-    assert metadata_of(mount, "file") == before
-
-
 async def test_a_removed_directory_that_is_open_is_not_made_again(mount: MortalMount) -> None:
     async with mount.serving() as process:
         await process.mkdir("directory")

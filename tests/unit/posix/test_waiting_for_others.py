@@ -176,12 +176,6 @@ async def deferred(held: Held, directory: Path) -> AsyncIterator[DeferredAttribu
         nursery.cancel_scope.cancel()
 
 
-async def test_a_change_waits_for_attributes_that_are_sent(tmp_path: Path) -> None:
-    held = Held()
-    async with deferred(held, tmp_path) as attributes:
-        await assert_waits_for(held, lambda: attributes.settle("file"))
-
-
 async def test_an_fsync_waits_for_attributes_that_are_sent(tmp_path: Path) -> None:
     held = Held()
     async with deferred(held, tmp_path) as attributes:

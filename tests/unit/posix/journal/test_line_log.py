@@ -21,11 +21,6 @@ def test_nothing_is_left_of_what_an_earlier_process_had_on_record(tmp_path: Path
     assert load_lines(path) == {"other": [2]}
 
 
-def test_an_empty_log_needs_no_file(tmp_path: Path) -> None:
-    LineLog(tmp_path / "log").write_anew([])
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("torn", [line(["b", 2])[:-5], line(["b", 2])[:-1], b"\0\0\0"])
 def test_a_line_that_a_power_cut_has_torn_spoils_no_other(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "log"

@@ -88,21 +88,6 @@ async def test_a_file_stays_as_old_as_it_is(mount: MortalMount) -> None:
         assert process.operations.attributes(node).mtime_ns == 12_500_000_000
 
 
-async def test_what_was_cached_is_not_downloaded_again(mount: MortalMount) -> None:
-    tree = fill(mount.store, "old/")
-    async with mount.serving() as process:
-        for path in tree:
-            await process.load(f"old/{path}")
-        await process.save("old/saved", b"saved")
-        await process.rename("old", "new")
-        await process.rename("new/saved", "final")
-        mount.store.requests.clear()
-        for path, data in tree.items():
-            assert await process.load(f"new/{path}") == data
-        assert await process.load("final") == b"saved"
-        assert mount.store.count("GET") == 0
-
-
 @states("Files that are open, also for writing, go on under the new name.")
 async def test_open_files_are_read_on_under_the_new_name(mount: MortalMount) -> None:
     """Also one of which only the first bytes are there."""
@@ -524,40 +509,6 @@ async def test_a_target_that_is_written_is_lost_only_when_the_rename_succeeds(
         assert mount.store.contents() == {"a": b"a", "b": b"precious"}
         await process.rename("a", "b")
         assert mount.store.contents() == {"b": b"a"}
-
-
-async def test_an_object_that_was_replaced_since_it_was_listed_is_renamed_as_it_is(
-    mount: MortalMount,
-) -> None:
-    fill(mount.store, "old/", 2)
-    async with mount.serving() as process:
-        assert await process.load("old/1") == b"1"
-        mount.store.put("old/1", b"of another node")
-        await process.rename("old/1", "one")
-        assert await process.load("one") == b"of another node"
-
-
-async def test_changes_below_a_directory_wait_for_its_new_name(mount: MortalMount) -> None:
-    """What was begun under the old name is done there, and goes along."""
-    fill(mount.store, "old/", 3)
-    store = mount.store
-    async with mount.serving() as process, trio.open_nursery() as nursery:
-        sub = await process.node("old/sub")
-        copied = trio.Event()
-
-        async def change() -> None:
-            await copied.wait()
-            await process.changes.mkdir(sub, "made", 0o755, process.caller())
-            await process.changes.unlink(sub, "x", process.caller())
-
-        nursery.start_soon(change)
-        store.after = lambda what, key: copied.set() if (what, key) == ("COPY", "new/2") else None
-        await process.rename("old", "new")
-        await wait_all_tasks_blocked()
-        assert await process.listing() == ["new"]
-        assert sorted(await process.listing("new/sub")) == ["made"]
-        assert not [key for key in store.objects if key.startswith("old/")]
-        assert "new/sub/made/" in store.objects
 
 
 async def test_removing_a_tree_asks_for_no_listings(mount: MortalMount) -> None:

@@ -1,0 +1,548 @@
+"""Removing many files: on record at once, sent together, and never lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+
+from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
+from fusefs.posix.namespace import removals
+from fusefs.posix.namespace.removals import MANY
+from fusefs.posix.types import LookupResult, NewAttributes
+from fusefs.posix.write import recovery, staging_record
+from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
+from fusefs.store.interface import DeleteFailure
+from tests.support.held_copies import HeldCopies
+from tests.support.semantics import states
+from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
+
+COUNT = 40
+NAMES = [f"{number:02}" for number in range(COUNT)]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> MortalMount:
+    made = MortalMount(tmp_path)
+    made.store.put("a/")
+    for name in NAMES:
+        made.store.put(f"a/{name}", name.encode())
+    return made
+
+
+async def remove(process: Process, names: Iterable[str] = NAMES) -> None:
+    """Remove files as the kernel asks for it."""
+    mutations = process.operations.mutations
+    assert mutations is not None
+    parent = await process.node("a")
+    for name in names:
+        answer = mutations.unlink(parent.nodeid, name.encode(), process.caller())
+        if answer is not None:
+            await answer
+
+
+class Held:
+    """A bucket that answers no DeleteObjects request until `go_on` is set."""
+
+    def __init__(self, mount: MortalMount) -> None:
+        self.go_on = trio.Event()
+        self.has_request = trio.Event()
+        self._delete_many = mount.store.delete_many
+        mount.store.delete_many = self.delete_many  # type: ignore[method-assign]
+
+    async def delete_many(
+        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
+    ) -> list[DeleteFailure]:
+        self.has_request.set()
+        await self.go_on.wait()
+        return await self._delete_many(keys, etags)
+
+
+@asynccontextmanager
+async def killed_after_removing(mount: MortalMount, count: int = COUNT) -> AsyncIterator[list[str]]:
+    """A process that has removed the first files, and dies before the bucket hears of most."""
+    Held(mount)
+    try:
+        async with mount.serving() as process:
+            await remove(process, NAMES[:count])
+            assert await process.listing("a") == NAMES[count:]
+            raise DiedError
+    except* DiedError:
+        pass
+    del mount.store.delete_many  # type: ignore[method-assign]
+    assert len(mount.store.contents()) == COUNT - MANY
+    yield [f"a/{name}" for name in NAMES[MANY:count]]
+
+
+# --- what is removed ------------------------------------------------------------------
+
+
+async def test_many_files_are_deleted_together(mount: MortalMount) -> None:
+    held = Held(mount)
+    async with mount.serving() as process:
+        await remove(process)
+        assert len(process.writer.backlog.unsent("")) == COUNT - MANY
+        assert await process.listing("a") == []
+        with pytest.raises(FileNotFoundError):
+            await process.node(f"a/{NAMES[-1]}")
+        held.go_on.set()
+        await process.changes.fsync(await process.node("a"))
+        assert process.writer.backlog.unsent("") == []
+        assert await process.listing("a") == []
+    assert mount.store.contents() == {}
+    # The first that is on record by itself, and the others with the next.
+    assert mount.store.count("DELETES") <= 2
+    assert mount.store.count("DELETE") == MANY
+
+
+async def test_the_first_file_of_each_directory_is_deleted_at_once(mount: MortalMount) -> None:
+    mount.store.put("b/")
+    mount.store.put("b/file", b"x")
+    Held(mount)
+    async with mount.serving() as process:
+        await remove(process)
+        await process.unlink("b/file")
+        assert "b/file" not in mount.store.objects
+
+
+@pytest.mark.parametrize("how", ["unlink", "rename"])
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_a_directory_stays_whose_other_file_is_not_in_the_bucket_yet(
+    mount: MortalMount, how: str, *, is_killed: bool
+) -> None:
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("PUT", "d/new"):
+            raise StoreError("not now")
+
+    mount.store.put("d/old", b"x")
+    mount.store.before = fail
+    async with mount.serving(durability=LOCAL) as process:
+        await process.save("d/new", b"content")
+        await (process.unlink("d/old") if how == "unlink" else process.rename("d/old", "other"))
+        if not is_killed:
+            process.operations._directories.moved("", "")  # no listing is known any more
+            assert await process.load("d/new") == b"content"
+    async with mount.serving(durability=LOCAL) as process:
+        assert await process.load("d/new") == b"content"
+
+
+async def test_a_refusal_is_reported_to_the_program(mount: MortalMount) -> None:
+    def refuse(what: str, _key: str) -> None:
+        if what.startswith("DELETE"):
+            raise AccessDeniedError("not allowed")
+
+    async with mount.serving() as process:
+        await process.listing("a")
+        mount.store.before = refuse
+        for name in NAMES:
+            with pytest.raises(OSError, match="not allowed"):
+                await remove(process, [name])
+        assert process.writer.backlog.unsent("") == []
+
+
+@states("Later changes of such a name wait until the old object is gone.")
+@pytest.mark.parametrize("how", ["create", "rename", "symlink"])
+async def test_what_is_made_anew_waits_for_the_removal(mount: MortalMount, how: str) -> None:
+    held = Held(mount)
+    mount.store.put("other", b"new")
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await remove(process)
+        name = f"a/{NAMES[-1]}"
+        is_made = trio.Event()
+
+        async def make() -> None:
+            if how == "create":
+                await process.save(name, b"new")
+            elif how == "rename":
+                await process.rename("other", name)
+            else:
+                await process.symlink(name, b"new")
+            is_made.set()
+
+        nursery.start_soon(make)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not is_made.is_set()
+        assert mount.store.contents()[name] == NAMES[-1].encode()
+        held.go_on.set()
+        await is_made.wait()
+        assert await process.listing("a") == [NAMES[-1]]
+    assert mount.store.contents()[name] == b"new"
+
+
+@states(
+    "`rmdir` and a rename of the directory, `fsync` of it or of one above, `fusefs sync` and "
+    "`fusefs umount` wait until the bucket has it."
+)
+@pytest.mark.parametrize("how", ["rmdir", "rename", "fsync"])
+async def test_the_directory_waits_for_its_removals(mount: MortalMount, how: str) -> None:
+    held = Held(mount)
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        await remove(process)
+        is_done = trio.Event()
+
+        async def act() -> None:
+            if how == "rmdir":
+                await process.rmdir("a")
+            elif how == "rename":
+                await process.rename("a", "b")
+            else:
+                await process.changes.fsync(process.operations.inodes.root)
+            is_done.set()
+
+        nursery.start_soon(act)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not is_done.is_set()
+        held.go_on.set()
+        await is_done.wait()
+        assert process.writer.backlog.unsent("") == []
+    assert mount.store.contents() == {}
+
+
+@pytest.mark.parametrize("how", ["attributes", "upload"])
+async def test_the_version_that_was_waited_for_is_removed(mount: MortalMount, how: str) -> None:
+    """A file is removed while a copy or an upload of it is under way, which makes another ETag."""
+    held = HeldCopies(mount.store)
+    name = NAMES[-1]
+    async with mount.serving() as process:
+        inode = await process.node(f"a/{name}")
+        async with trio.open_nursery() as nursery:
+            if how == "attributes":
+                assert process.operations.mutations is not None
+                await process.operations.mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+                process.writer.deferred.hurry(f"a/{name}")
+                await held.is_made.wait()
+            else:
+                fh = await process.open(f"a/{name}", os.O_WRONLY)
+                await process.write(fh, 0, b"other content")
+                hold(mount, "PUT", held.answer)
+                process.operations.release(fh)
+            await remove(process, NAMES[: 2 * MANY])
+            nursery.start_soon(remove, process, [name])
+            await trio.testing.wait_all_tasks_blocked()
+            held.answer.set()
+        await process.changes.fsync(await process.node("a"))
+    assert f"a/{name}" not in mount.store.contents()
+
+
+async def test_a_file_is_removed_while_its_last_handle_is_closed(mount: MortalMount) -> None:
+    go_on = trio.Event()
+    async with mount.serving() as process:
+        fh = await process.create("a/new", b"content")
+        await process.writer.flusher.fsync(fh)
+        async with trio.open_nursery() as nursery:
+            hold(mount, "DELETE", go_on)
+            nursery.start_soon(process.unlink, "a/new")
+            await trio.testing.wait_all_tasks_blocked()
+            process.operations.release(fh)
+            go_on.set()
+        assert list(process.writer.staging) == []
+    assert "a/new" not in mount.store.contents()
+
+
+def hold(mount: MortalMount, what: str, until_set: trio.Event) -> None:
+    """Have the bucket execute requests of a kind no sooner than that."""
+
+    def before(request: str, _key: str) -> None:
+        is_held = request == what
+        mount.store.pause = until_set.wait if is_held else trio.lowlevel.checkpoint
+
+    mount.store.before = before
+
+
+async def test_what_fails_stays_on_record_and_is_tried_again(mount: MortalMount) -> None:
+    def fail(what: str, _key: str) -> None:
+        if what in ("DELETED", "HEAD"):
+            raise StoreError("not now")
+
+    async with mount.serving() as process:
+        await process.listing("a")
+        mount.store.before = fail
+        await remove(process)
+        with pytest.raises(StoreError, match="not now"):
+            await process.changes.fsync(await process.node("a"))
+        with pytest.raises(StoreError, match="not now"):
+            await process.rmdir("a")
+        assert await process.listing("a") == []
+        waiting = process.writer.backlog.unsent("")
+        assert {process.writer.backlog.state(one) for one in waiting} == {"failed"}
+        mount.store.before = lambda _what, _key: None
+        await process.writer.removals.drain()
+        await process.rmdir("a")
+    assert mount.store.objects == {}
+
+
+async def test_a_store_without_deleteobjects_gets_a_request_for_each(mount: MortalMount) -> None:
+    def fail(what: str, _key: str) -> None:
+        if what == "DELETED":
+            raise UnsupportedError("no such thing")
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        await remove(process)
+        await process.changes.fsync(await process.node("a"))
+    assert mount.store.contents() == {}
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+async def test_a_file_that_is_staged_is_removed_on_a_full_disk(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, *, has_failed: bool
+) -> None:
+    def fail(what: str, key: str) -> None:
+        if what == "PUT":
+            raise StoreError(key)
+
+    def is_full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with mount.serving() as process:
+        fh = await process.create("a/new", b"content")
+        if has_failed:
+            mount.store.before = fail
+            with pytest.raises(OSError, match="a/new"):
+                await process.close(fh)
+            mount.store.before = lambda _what, _key: None
+        fh = await process.open("a/new")
+        with monkeypatch.context() as patch:
+            patch.setattr(staging_record, "write", is_full)
+            patch.setattr(os, "setxattr", is_full)
+            await process.unlink("a/new")
+        assert "new" not in await process.listing("a")
+        assert await process.read(fh) == b"content"
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        assert process.writer.backlog.unsent("") == []
+    assert "a/new" not in mount.store.contents()
+
+
+async def test_a_full_disk_delays_nothing(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_self: object, _lines: bytes) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(removals.LineLog, "append", fail)
+    async with mount.serving() as process:
+        await remove(process)
+        assert mount.store.contents() == {}
+
+
+# --- a process that dies --------------------------------------------------------------
+
+
+@states(
+    "Of files that are removed one after the other (`rm -rf`), the first eight, and the first of "
+    "each directory, are gone from the bucket when `unlink` returns; of the others the removal is "
+    "on record then, and the bucket has it a moment later. This mount shows them no more, and the "
+    "next daemon, or the next mount with the same cache directory, sends it."
+)
+@pytest.mark.parametrize("is_mounted_anew", [True, False])
+async def test_a_process_that_was_killed_loses_no_removal(
+    mount: MortalMount, *, is_mounted_anew: bool
+) -> None:
+    async with killed_after_removing(mount):
+        if is_mounted_anew:
+            mount.reboot()
+        async with mount.serving() as process:
+            if is_mounted_anew:
+                recovery.adopt(process.writer)
+            assert await process.listing("a") == []
+            await process.writer.removals.flush_below("")
+            assert await process.listing("a") == []
+    assert mount.store.contents() == {}
+    assert [path for path in mount.directory.rglob("removals") if path.read_bytes()] == []
+
+
+async def test_what_the_end_of_a_mount_could_not_delete_the_next_one_does(
+    mount: MortalMount,
+) -> None:
+    def fail(what: str, _key: str) -> None:
+        if what == "DELETED":
+            raise StoreError("not now")
+
+    async with mount.serving() as process:
+        await remove(process, NAMES[:MANY])
+        mount.store.before = fail
+        await remove(process, NAMES[MANY:])
+        await process.writer.backlog.drain(1)
+    mount.store.before = lambda _what, _key: None
+    mount.reboot()
+    async with mount.serving() as process:
+        recovery.adopt(process.writer)
+        await process.writer.removals.drain()
+        await process.writer.backlog.drain(1)
+    assert mount.store.contents() == {}
+    assert list((mount.directory / "staging").iterdir()) == []
+
+
+async def test_a_mount_that_removes_nothing_leaves_them_on_record(mount: MortalMount) -> None:
+    async with killed_after_removing(mount) as left:
+        mount.reboot()
+        async with mount.serving(may_delete=False) as process:
+            recovery.adopt(process.writer)
+            assert await process.listing("a") == [key[2:] for key in left]
+        mount.reboot()
+        async with mount.serving() as process:
+            recovery.adopt(process.writer)
+            await process.writer.removals.flush_below("")
+    assert mount.store.contents() == {}
+
+
+@states(
+    "Such a removal deletes the object that this mount has shown; what somebody else has put in "
+    "its place stays, but for an equal object, of the same ETag, that was put there less than a "
+    "minute after the removal."
+)
+async def test_what_somebody_else_has_put_there_stays(mount: MortalMount) -> None:
+    async with killed_after_removing(mount) as left:
+        mount.store.put(left[0], b"somebody else's")
+        same = mount.store.objects[left[1]]
+        same.info = replace(same.info, mtime_ns=time.time_ns() + 10 * removals.CLOCKS_NS)
+        soon = mount.store.objects[left[2]]
+        soon.info = replace(soon.info, mtime_ns=time.time_ns() + removals.CLOCKS_NS // 2)
+        async with mount.serving() as process:
+            await process.writer.removals.flush_below("")
+    assert mount.store.contents() == {left[0]: b"somebody else's", left[1]: same.data}
+
+
+async def test_an_equal_file_that_is_made_anew_is_not_taken_for_the_old_one(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where a full disk keeps it from being put on record that the old one is gone."""
+    held = Held(mount)
+    name = NAMES[-1]
+    append = removals.LineLog.append
+
+    def fail(log: removals.LineLog, lines: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with mount.serving() as process:
+        await remove(process, NAMES[:-1])
+        await held.has_request.wait()
+        await remove(process, [name])
+        monkeypatch.setattr(removals.LineLog, "append", fail)
+        held.go_on.set()
+        with pytest.raises(OSError, match="full"):
+            await process.save(f"a/{name}", name.encode())
+        monkeypatch.setattr(removals.LineLog, "append", append)
+        inode = await process.node(f"a/{name}")
+        assert inode.staged is not None
+        await process.writer.flusher.upload(inode.staged)
+    async with mount.serving() as process:
+        await process.writer.removals.flush_below("")
+    assert mount.store.contents() == {f"a/{name}": name.encode()}
+
+
+async def test_what_an_earlier_process_has_removed_is_removed_once(mount: MortalMount) -> None:
+    """Its record ends with it: the third process does not remove what the second has made."""
+    async with killed_after_removing(mount, MANY + 1) as (key,):
+        name = key.removeprefix("a/")
+        try:
+            async with mount.serving() as process:
+                await process.writer.removals.flush_below("")
+                await process.save(key, name.encode())
+                mutations = process.operations.mutations
+                assert mutations is not None
+                inode = await process.node(key)
+                await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+                raise DiedError
+        except* DiedError:
+            pass
+        async with mount.serving() as process:
+            assert await process.listing("a") == NAMES[MANY:]
+            await process.writer.removals.flush_below("")
+            await process.writer.deferred.flush(key)
+    assert mount.store.contents()[key] == name.encode()
+    assert (mount.store.objects[key].info.metadata or {})["mode"] == str(stat.S_IFREG | 0o600)
+
+
+async def test_a_record_that_can_not_be_emptied_ends_all_the_same(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the last removal: the next process does not remove what was made since."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with killed_after_removing(mount, MANY + 1) as (key,):
+        try:
+            async with mount.serving() as process:
+                with monkeypatch.context() as patch:
+                    patch.setattr(os, "truncate", fail)
+                    await process.writer.removals.flush_below("")
+                await process.save(key, key.removeprefix("a/").encode())
+                raise DiedError
+        except* DiedError:
+            pass
+        async with mount.serving() as process:
+            await process.writer.removals.flush_below("")
+    assert key in mount.store.contents()
+
+
+async def test_what_is_made_anew_is_shown_by_the_next_process(mount: MortalMount) -> None:
+    """Also before the removal of its forerunner is in the bucket."""
+    Held(mount)
+    path = f"a/{NAMES[MANY]}"
+    try:
+        async with mount.serving() as process:
+            await remove(process, NAMES[: MANY + 1])
+            fh = await process.create(path, b"new")
+            raise DiedError
+    except* DiedError:
+        pass
+    async with mount.serving() as process:
+        for _ in range(2):
+            assert await process.listing("a") == NAMES[MANY:]
+            assert await process.load(path) == b"new"
+            await process.writer.removals.flush_below("")
+        await process.close(fh)
+        assert await process.load(path) == b"new"
+    assert mount.store.contents()[path] == b"new"
+
+
+async def test_a_removal_that_is_sent_again_is_done(mount: MortalMount) -> None:
+    async with killed_after_removing(mount), mount.serving() as process:
+        process.changes.begun = {unique := mount.new_unique()}
+        await process.unlink(f"a/{NAMES[-1]}", unique)
+        with pytest.raises(FileNotFoundError):
+            await process.unlink(f"a/{NAMES[-1]}")
+
+
+async def test_attributes_that_were_to_be_sent_are_given_up(mount: MortalMount) -> None:
+    async with killed_after_removing(mount) as left, mount.serving() as process:
+        assert not process.writer.deferred.has(left[0])
+        await process.writer.removals.flush_below("")
+    assert mount.store.count("COPY") == 0
+
+
+async def test_what_is_about_to_be_removed_has_no_head(
+    mount: MortalMount,
+) -> None:
+    """Unless a program wants them, or it may be a symbolic link."""
+    for name, size in (("large", LONGEST_TARGET + 1), ("small", LONGEST_TARGET)):
+        mount.store.put(f"a/{name}", bytes(size), mode=str(stat.S_IFREG | 0o600))
+    async with mount.serving() as process:
+        parent = await process.node("a")
+        await remove(process)
+        heads = mount.store.count("HEAD")
+        found = process.operations.lookup(parent.nodeid, b"large", process.caller())
+        assert isinstance(found, LookupResult)
+        assert found.inode is not None
+        assert not found.has_attributes
+        assert mount.store.count("HEAD") == heads
+        assert process.operations.head_cache.needs_head(found.inode)
+        later = process.operations.getattr(found.inode.nodeid)
+        assert not isinstance(later, tuple)
+        inode, _ = await later
+        assert stat.S_IMODE(process.operations.attributes(inode).mode) == 0o600
+        small = process.operations.lookup(parent.nodeid, b"small", process.caller())
+        assert not isinstance(small, LookupResult)
+        assert (await small).has_attributes
