@@ -435,7 +435,7 @@ async def test_an_equal_file_that_is_made_anew_is_not_taken_for_the_old_one(
         monkeypatch.setattr(removals.LineLog, "append", append)
         inode = await process.node(f"a/{name}")
         assert inode.staged is not None
-        await process.writer.flusher.upload(inode.staged)
+        await process.writer.uploads.wait(inode.staged)
     async with mount.serving() as process:
         await process.writer.removals.flush_below("")
     assert mount.store.contents() == {f"a/{name}": name.encode()}
