@@ -38,7 +38,7 @@ def serve():
     read = sys.stdin.read()
     environ = os.environ
     said = os.getuid(), environ["AWS_GIVEN"], "HOME" in environ, "LEFT_OUT" in environ
-    os.write(1, f"{' '.join(map(str, said))}\n".encode())  # at once, unlike what is printed
+    os.write(1, f"{' '.join(map(str, said))}\\n".encode())  # at once, unlike what is printed
     time.sleep(600)
 
 path = Path(sys.argv[1])
