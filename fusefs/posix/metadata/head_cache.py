@@ -49,7 +49,7 @@ MOST_REMEMBERED = 200_000
 DOUBT_S = 1.0
 # The kernel asks at once for what it was told while it dropped another inode (`evict_ctr` in its
 # fs/fuse/inode.c): so soon after a FORGET its questions are no doubt.
-EVICTING_S = 0.1
+EVICTING_S = 1.0
 # S3 has times in whole seconds, and by a clock of its own.
 SETTLED_NS = 5 * SECOND_NS
 
