@@ -132,9 +132,7 @@ def start_mount(
         OSError: a directory cannot be used.
     """
     check(settings)
-    keeper = start(settings, supervisor, environment=environment, deadline=deadline)
-    assert isinstance(keeper, subprocess.Popen)  # there is no early one
-    return keeper
+    return start(settings, supervisor, environment=environment, deadline=deadline)
 
 
 def resume_mount(
