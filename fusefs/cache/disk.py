@@ -337,6 +337,21 @@ def _remove(disk: Disk, catalog: Catalog, name: str, generation: str) -> None:
         logger.debug("%s stays: %s", name, error)  # for the next start
 
 
+def hold_in_use(directory: Path) -> int:
+    """Lock a part of a cache directory against its removal (purge.py): until this is closed.
+
+    Returns -1 where the file system takes no file, or has no locks.
+    """
+    fd = -1
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(directory / IN_USE, flags, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    except OSError as error:
+        logger.info("%s can't be locked: %s", directory / IN_USE, error.strerror)
+    return fd
+
+
 class CacheDirectoryError(Exception):
     """The cache directory can't be used; the message is for the user."""
 

@@ -48,7 +48,6 @@ from fusefs.cache.eviction_order import MOST_LATEST, EvictionOrder
 from fusefs.cache.handover import Handover
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import create, open_or_create
-from fusefs.cache.integrity.scrub import UseMark
 from fusefs.cache.integrity.trouble import Trouble
 from fusefs.cache.integrity.verify import Integrity
 from fusefs.cache.quota import Quota
@@ -143,7 +142,7 @@ class FileCache:
         self.handover = Handover(
             self._disk, self._files, self._catalog_writer, self._order, self.ensure_open
         )
-        self._mark = UseMark(directory / disk.IN_USE)
+        self._use = disk.hold_in_use(directory)
         # Called for each file that is dropped because its bytes are wrong.
         self.on_discard: Callable[[CacheFile], None] = lambda _file: None
         # The names of such files: what the kernel has kept of them may be wrong as well.
@@ -178,11 +177,6 @@ class FileCache:
     def files(self) -> list[CacheFile]:
         """The files in memory."""
         return list(self._files.values())
-
-    @property
-    def was_unclean(self) -> bool:
-        """Whether the last process that used the directory did not end as it should have."""
-        return self._mark.was_unclean
 
     def _make_name(self, version: ObjectVersion) -> str:
         content = "\0".join((self._identity, version.key, version.etag, str(version.size)))
@@ -528,7 +522,8 @@ class FileCache:
                     os.close(file.fd)
                     file.fd = -1
             await self._catalog_writer.in_catalog(self._catalog.close)
-            self._mark.end()
+            if self._use >= 0:
+                os.close(self._use)
 
     # What is never evicted (retention.py).
 

@@ -195,12 +195,8 @@ class Daemon:
             self.downloader.on_fetched = self.cluster_cache.filler.fetched
             self.downloader.proves_versions = False
             nursery.start_soon(self.cluster_cache.run)
-        self.scrub = Scrub(
-            self.cache.residency.pages,
-            self.cache.measure,
-            self.cache.integrity,
-            was_unclean=self.cache.was_unclean,
-        )
+        cache = self.cache
+        self.scrub = Scrub(cache.residency.pages, cache.measure, cache.integrity)
         selector = Selector(self.store, prefix)
         self.verifier = Verifier(
             selector, self.cache, self.downloader, prefix, nursery, self._unsent

@@ -1,9 +1,8 @@
 """Compares the large files of a cache with their checksums in the background.
 
 A small file is compared when it is first opened; to read a large one whole
-would keep its reader waiting. So the large ones are read once after each start,
-and once a week, past the page cache and when no other process reads from the disk.
-After an unclean end (a killed daemon, a power cut) the small ones are as well.
+would keep its reader waiting. So the large ones are read once after each start, and
+all files once a week, past the page cache and when no other process reads from the disk.
 
 Beside reading there is the processor: after each part the scrub rests for
 several times as long as that took.
@@ -11,12 +10,9 @@ several times as long as that took.
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import trio
@@ -46,13 +42,10 @@ class Scrub:
         pages: Callable[[int], AsyncIterator[list[CacheFile]]],
         measure: Callable[[int], Awaitable[Total]],
         integrity: Integrity,
-        *,
-        was_unclean: bool,
     ) -> None:
         self._pages = pages
         self._measure = measure
         self._integrity = integrity
-        self._was_unclean = was_unclean
         self._state = "waiting"
         self._of_files = self._of_bytes = 0
         self._done_files = self._done_bytes = 0
@@ -62,7 +55,6 @@ class Scrub:
         """Its progress; `state` is waiting, under way or done, `ended` in epoch seconds."""
         return {
             "state": self._state,
-            "was_unclean": self._was_unclean,
             "files": self._of_files,
             "bytes": self._of_bytes,
             "done_files": self._done_files,
@@ -73,8 +65,8 @@ class Scrub:
     async def run(self) -> None:
         """Scrub until cancelled."""
         await trio.sleep(START_AFTER_S)
-        # A small file is compared when it is opened, unless the last end was unclean.
-        await self.scrub(0 if self._was_unclean else CHECKED_AT_OPEN, is_first=True)
+        # A small file is compared when it is opened.
+        await self.scrub(CHECKED_AT_OPEN, is_first=True)
         while True:
             await trio.sleep(EVERY_S)
             await self.scrub(0)
@@ -101,55 +93,3 @@ class Scrub:
         self._done_bytes += examined.size
         if examined.is_whole:
             file.is_checked = True
-
-
-class UseMark:
-    """Says whether the last user of a cache directory ended cleanly.
-
-    The file has a byte while the directory is used; each user holds a lock on
-    it, and the last one takes the byte away. Where the disk takes no file the
-    last end counts as unclean. Blocks shortly.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Use the directory."""
-        self.was_unclean = False
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = -1
-        try:
-            self._fd = os.open(path, flags, 0o600)
-            is_marked = os.fstat(self._fd).st_size > 0
-            self.was_unclean = is_marked and self._is_alone()
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-        except OSError as error:  # also where the file system has no locks
-            logger.info("%s can't be used: %s", path, error.strerror)
-            self.was_unclean = True
-            self._close()
-            return
-        self._write(b"1")
-
-    def _is_alone(self) -> bool:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _write(self, content: bytes) -> None:
-        try:
-            os.ftruncate(self._fd, len(content))
-            os.pwrite(self._fd, content, 0)
-        except OSError as error:
-            logger.info("the use of the cache can't be noted: %s", error.strerror)
-
-    def end(self) -> None:
-        """Note a clean end."""
-        if self._fd >= 0:
-            if self._is_alone():
-                self._write(b"")
-            self._close()
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1

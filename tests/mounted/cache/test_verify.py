@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import random
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 import trio
 
 from fusefs.cache.integrity import scrub
-from fusefs.cache.integrity.scrub import Scrub, UseMark
+from fusefs.cache.integrity.scrub import Scrub
 from tests.support.local_cache import Parts, cache_in, version
 from tests.support.machine.damage import cached, flip
 from tests.support.mounting import Mounter, fusefs
@@ -83,11 +81,11 @@ def test_a_path_that_is_not_there_is_refused(bucket: Bucket, mounter: Mounter) -
     assert "not in a mount" in elsewhere.stderr
 
 
-async def scrubbed(parts: Parts, monkeypatch: pytest.MonkeyPatch, *, was_unclean: bool) -> Scrub:
+async def scrubbed(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> Scrub:
     """The scrub of a cache, after its first round."""
     monkeypatch.setattr(scrub, "START_AFTER_S", 0.0)
     cache = parts.cache
-    made = Scrub(cache.residency.pages, cache.measure, cache.integrity, was_unclean=was_unclean)
+    made = Scrub(cache.residency.pages, cache.measure, cache.integrity)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.run)
         await eventually(lambda: made.describe()["state"] == "done")
@@ -96,12 +94,11 @@ async def scrubbed(parts: Parts, monkeypatch: pytest.MonkeyPatch, *, was_unclean
 
 
 @states(
-    "Larger files are compared with their checksums in the background, once after each start and"
-    " once a week; after an unclean end all files are."
+    "Larger files are compared with their checksums in the background, once after each start, and"
+    " all files once a week."
 )
-@pytest.mark.parametrize("was_unclean", [False, True])
 async def test_the_scrub_drops_what_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_unclean: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with cache_in(tmp_path) as parts:
         await parts.fetch(LARGE)
@@ -110,12 +107,13 @@ async def test_the_scrub_drops_what_differs(
     for path in files:
         flip(path, 70_000)
     async with cache_in(tmp_path) as parts:
-        made = await scrubbed(parts, monkeypatch, was_unclean=was_unclean)
-        assert made.describe()["state"] == "done"
-        assert made.describe()["done_files"] == 1 + was_unclean
-        assert parts.cache.integrity.differed == 1 + was_unclean
+        made = await scrubbed(parts, monkeypatch)
+        assert made.describe()["done_files"] == parts.cache.integrity.differed == 1
         assert parts.cache.find(LARGE) is None
-        assert (parts.cache.find(OTHER) is None) == was_unclean
+        assert parts.cache.find(OTHER) is not None
+        await made.scrub(0)
+        assert parts.cache.integrity.differed == 2
+        assert parts.cache.find(OTHER) is None
         await parts.fetch(LARGE)
 
 
@@ -127,7 +125,7 @@ async def test_the_scrub_keeps_what_is_right_and_sums_what_had_no_sum(
         await parts.cache.record()
         parts.cache._catalog._db.execute("DELETE FROM sums WHERE 1")
     async with cache_in(tmp_path) as parts:
-        await scrubbed(parts, monkeypatch, was_unclean=False)
+        await scrubbed(parts, monkeypatch)
         file = parts.cache.find(LARGE)
         assert file is not None
         assert file.is_checked
@@ -145,28 +143,3 @@ async def test_a_file_that_goes_while_it_is_examined_is_left(tmp_path: Path) -> 
         parts.files()[0].unlink()
         examined = await parts.cache.integrity.examine(file)
         assert (examined.fault, examined.is_whole) == (None, False)
-
-
-def test_a_directory_whose_user_did_not_end_is_known(tmp_path: Path) -> None:
-    first = UseMark(tmp_path / "in-use")
-    assert not first.was_unclean
-    second = UseMark(tmp_path / "in-use")
-    assert not second.was_unclean
-    second.end()
-    os.close(first._fd)
-    third = UseMark(tmp_path / "in-use")
-    assert third.was_unclean
-    third.end()
-    assert not UseMark(tmp_path / "in-use").was_unclean
-
-
-def test_a_file_system_without_locks_counts_as_an_unclean_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_fd: int, _operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(scrub.fcntl, "flock", refuse)
-    mark = UseMark(tmp_path / "in-use")
-    assert mark.was_unclean
-    mark.end()
