@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,40 +61,43 @@ class CutDisk:
     """The mounted disk; it has a journal, as disks of machines have."""
 
     path: Path
-    _device: str
+    _image: str
+    _undo: ExitStack
 
     def cut_power(self) -> None:
         """Lose what is not on the disk yet, and come back as after a restart of the machine.
 
-        No process may have a file of it open for writing still.
+        It comes back on another device: a mount namespace that some other process has made
+        meanwhile may hold the dead file system still, which this one would be then.
         """
         fd = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, FS_IOC_SHUTDOWN, array.array("I", [NO_LOG_FLUSH]))
         finally:
             os.close(fd)
-        subprocess.run(["umount", self.path], check=True)
-        subprocess.run(["mount", self._device, self.path], check=True)
+        subprocess.run(["umount", "-l", self.path], check=True)
+        device = self._undo.enter_context(_attached(self._image))
+        subprocess.run(["mount", device, self.path], check=True)
 
 
 @contextmanager
 def failing_disk(directory: Path) -> Iterator[FailingDisk]:
     """Such a disk below a directory; the test is skipped where there are no loop devices."""
     # Without a journal, whose blocks would be among the first to fail.
-    with _loop_disk(directory, "-O", "^has_journal") as (path, memory, _device):
+    with _loop_disk(directory, "-O", "^has_journal") as (path, memory):
         yield FailingDisk(path, memory)
 
 
 @contextmanager
 def cut_disk(directory: Path) -> Iterator[CutDisk]:
     """Such a disk below a directory; the test is skipped where there are no loop devices."""
-    with _loop_disk(directory) as (path, _memory, device):
-        yield CutDisk(path, device)
+    with ExitStack() as devices, _loop_disk(directory) as (path, memory):
+        yield CutDisk(path, _image(memory), devices)
 
 
 @contextmanager
-def _loop_disk(directory: Path, *options: str) -> Iterator[tuple[Path, int, str]]:
-    """A file system, mounted: its path, its image and its device."""
+def _loop_disk(directory: Path, *options: str) -> Iterator[tuple[Path, int]]:
+    """A file system, mounted: its path and its image."""
     if os.geteuid() != 0:
         pytest.skip("a loop device needs root")
     for program in ("losetup", "mkfs.ext4"):
@@ -104,16 +107,34 @@ def _loop_disk(directory: Path, *options: str) -> Iterator[tuple[Path, int, str]
     memory = os.memfd_create("image", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
         os.ftruncate(memory, SIZE)
-        with _mounted(memory, path, options) as device:
-            yield path, memory, device
+        with _mounted(memory, path, options):
+            yield path, memory
     finally:
         os.close(memory)
 
 
+def _image(memory: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{memory}"
+
+
 @contextmanager
-def _mounted(memory: int, path: Path, options: tuple[str, ...]) -> Iterator[str]:
-    image = f"/proc/{os.getpid()}/fd/{memory}"
+def _mounted(memory: int, path: Path, options: tuple[str, ...]) -> Iterator[None]:
+    image = _image(memory)
     subprocess.run(["mkfs.ext4", "-q", "-b", str(BLOCK), "-m", "0", *options, image], check=True)
+    with _attached(image) as device:
+        path.mkdir()
+        mounted = subprocess.run(["mount", device, path], check=False, capture_output=True)
+        if mounted.returncode:
+            pytest.skip("this container may not mount a loop device")
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "-l", path], check=True)
+
+
+@contextmanager
+def _attached(image: str) -> Iterator[str]:
+    """A loop device of an image; it goes with the last mount of it."""
     attached = subprocess.run(
         ["losetup", "--find", "--show", image], check=False, capture_output=True, text=True
     )
@@ -121,13 +142,6 @@ def _mounted(memory: int, path: Path, options: tuple[str, ...]) -> Iterator[str]
         pytest.skip(f"no loop device: {attached.stderr.strip()}")
     device = attached.stdout.strip()
     try:
-        path.mkdir()
-        mounted = subprocess.run(["mount", device, path], check=False, capture_output=True)
-        if mounted.returncode:
-            pytest.skip("this container may not mount a loop device")
-        try:
-            yield device
-        finally:
-            subprocess.run(["umount", "-l", path], check=True)
+        yield device
     finally:
         subprocess.run(["losetup", "--detach", device], check=True)
