@@ -79,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: the directory of the sockets cannot be used.
         FailedPreconditionError: the cache would be on the system's disk.
     """
-    _forget_variables()
     if arguments.cache_host_path is not None:
         check_disk(arguments.cache_dir, arguments.cache_host_path)
+    _forget_variables()
     state: Path = arguments.state_dir
     ready: Path | None = arguments.ready_file
     state.mkdir(mode=0o711, parents=True, exist_ok=True)

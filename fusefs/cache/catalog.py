@@ -34,6 +34,7 @@ All calls block; a lock lets one thread in at a time.
 from __future__ import annotations
 
 import logging
+import re
 import sqlite3
 import threading
 import zlib
@@ -95,6 +96,8 @@ CREATE TABLE IF NOT EXISTS total (
     bytes INTEGER NOT NULL, files INTEGER NOT NULL, crc INTEGER NOT NULL
 );
 """
+# As FileCache.name_of makes it.
+_NAME = re.compile("[0-9a-f]{32}")
 # Rows of an earlier boot whose file may not be what they say.
 _UNSAFE = "NOT is_synced AND boot_id != ?"
 
@@ -260,12 +263,14 @@ class Catalog:
     def names(self, after: str) -> list[str]:
         """A page of the names of all files, in their order, behind `after`."""
         with self._lock, readable_errors():
-            return [
-                name
-                for (name,) in self._db.execute(
-                    "SELECT name FROM files WHERE name > ? ORDER BY name LIMIT ?", (after, PAGE)
-                )
-            ]
+            found = self._db.execute(
+                "SELECT name FROM files WHERE name > ? ORDER BY name LIMIT ?", (after, PAGE)
+            )
+            names = [name for (name,) in found]
+        for name in names:
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise DamagedCatalogError(f"{name!r} is no name of a file")
+        return names
 
     def unsynced(self, after: str, most: int) -> list[Row]:
         """Files that may not survive a power cut, at most so many, by name, behind `after`."""
@@ -416,7 +421,7 @@ class Catalog:
         """
         with self.transaction():
             rows = self._db.execute(
-                "SELECT key, name, since FROM retained"
+                "SELECT CAST(key AS TEXT), name, CAST(since AS REAL) FROM retained"
                 " WHERE identity = ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
                 (identity, *keys, RETAINED_PAGE),
             ).fetchall()
@@ -439,7 +444,8 @@ class Catalog:
         """The bytes and the number of the files retained for some keys, and what keys are left."""
         with self._lock, readable_errors():
             rows = self._db.execute(
-                "SELECT key, bytes FROM retained LEFT JOIN files USING (name)"
+                "SELECT CAST(key AS TEXT), CAST(bytes AS INTEGER)"
+                " FROM retained LEFT JOIN files USING (name)"
                 " WHERE identity = ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
                 (identity, *keys, RETAINED_PAGE),
             ).fetchall()

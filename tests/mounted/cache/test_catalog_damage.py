@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.catalog import Catalog, DamagedCatalogError, Row, key_ranges
 from fusefs.cache.integrity.damage import KEPT
 from fusefs.cache.ranges import RangeMap
 from tests.support.mounting import Mount, Mounter
@@ -223,6 +223,29 @@ def test_a_damaged_row_is_damage(tmp_path: Path) -> None:
     (tmp_path / "catalog.sqlite3").write_bytes(whole.replace(ROWS[3].ranges, changed))
     assert rows_of(catalog(tmp_path)) == []
     assert len(aside(tmp_path)) == 1
+
+
+def test_a_name_that_no_file_can_have_is_damage(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as db, db:
+        db.execute("UPDATE files SET name = ? WHERE name = ?", ("6d59'" + "0" * 27, ROWS[3].name))
+    table = catalog(tmp_path)
+    with pytest.raises(DamagedCatalogError, match="no name of a file"):
+        table.names("")
+    table.close()
+
+
+def test_what_is_retained_with_values_of_other_types_is_released(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.retain("bucket", {"a": ROWS[0].name, "b": ROWS[1].name}, 1.0)
+    table.close()
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as db, db:
+        db.execute("UPDATE retained SET since = 'x', key = x'61' WHERE key = 'a'")
+    table = catalog(tmp_path)
+    for keys in key_ranges(""):
+        assert table.measure_retained("bucket", keys)[0].files <= 2
+        table.release("bucket", keys, lambda _keys: ())
+    table.close()
 
 
 def test_two_damaged_catalogs_are_kept_and_no_more(tmp_path: Path) -> None:
