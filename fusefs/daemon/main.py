@@ -588,8 +588,9 @@ def run(settings: MountSettings, ready: Ready) -> None:
 def main() -> int:
 
     def tell(message: dict[str, object]) -> None:
-        sys.stdout.write(json.dumps(message) + "\n")
-        sys.stdout.flush()
+        with suppress(BrokenPipeError):  # the launcher was killed
+            sys.stdout.write(json.dumps(message) + "\n")
+            sys.stdout.flush()
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 1)
         os.close(null)

@@ -172,6 +172,7 @@ class Keeper:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
+        self._configuration.release_claim()
         for fd in self._wake:
             os.close(fd)
 
@@ -220,6 +221,7 @@ class Keeper:
 
     def _mounted(self, daemon: DaemonProcess) -> None:
         state, configuration = self._state, self._configuration
+        configuration.release_claim()
         state.connection = mountinfo.connection_at(configuration.mountpoint) or 0
         state.is_ours = True
         if configuration.is_privileged and configuration.read_ahead_kib is not None:

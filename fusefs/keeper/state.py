@@ -50,6 +50,9 @@ class Configuration:
         self.mountpoint: str = given["mountpoint"]
         # Another name of the mountpoint, which mount(2) takes where an automounter waits.
         self.mount_at: str = given.get("mount_at", self.mountpoint)
+        # The launcher's lock on the mountpoint, held until it is mounted: if the launcher is killed
+        # meanwhile, no second mount is made over this one.
+        self.claim: int | None = given.get("claim")
         self.source: str = given["source"]
         # The options of mount(2) but fd=, and its MS_ flags.
         self.mount_data: str = given["mount_data"]
@@ -70,6 +73,12 @@ class Configuration:
         # `socket`, the number of the `mount` there, and `is_needed`, without which the keeper
         # starts a daemon itself if no process listens.
         self.launcher: dict[str, Any] | None = given.get("launcher")
+
+    def release_claim(self) -> None:
+        """Let others mount on the mountpoint, or what is mounted there by now."""
+        if self.claim is not None:
+            os.close(self.claim)
+            self.claim = None
 
 
 class Program:

@@ -264,7 +264,8 @@ def _spawn(
         # Whoever comes by the path waits for this mount; only processes of the automounter's
         # process group do not, of which this one may be and a keeper never is.
         configuration["mount_at"] = f"/proc/{os.getpid()}/fd/{directory}"
-    return _popen(KEEPER, json.dumps(configuration), log, environment)
+    configuration["claim"] = directory
+    return _popen(KEEPER, json.dumps(configuration), log, environment, (directory,))
 
 
 def _popen(

@@ -208,6 +208,7 @@ def test_a_publish_that_was_cut_off_is_finished_by_the_next(
     faulty.remove(slow)
     slow.release()
     until_final(node.publish, "cut", target, **volume)
+    assert len(node.roots()) == len(node.daemons()) == 1, "no second mount over the first"
     assert (target / "hello").read_bytes() == b"hello"
     node.unpublish("cut", target)
 

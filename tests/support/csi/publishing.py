@@ -30,7 +30,8 @@ def node(running: Node, data: Bucket, faulty: FaultyS3) -> Iterator[Node]:
     before = keys(data)
     yield running
     faulty.clear()
-    assert running.leftovers() == []
+    left = running.leftovers()
+    assert not left, left
     assert keys(data) == before
 
 
