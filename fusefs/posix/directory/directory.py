@@ -119,9 +119,3 @@ class Directory:
             if segment.expires > now and len(segment.entries) > (name in segment.entries)
             for other, entry in segment.entries.items()
         )
-
-    def is_empty(self, now: float) -> bool:
-        """Whether it is known that nothing is in it."""
-        return self.is_complete(now) and not any(
-            segment.entries or segment.has_hidden for segment in self.segments
-        )

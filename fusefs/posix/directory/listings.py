@@ -197,6 +197,14 @@ class Directories:
             self._walks.go_on(walk)
         return segment
 
+    async def look_again(self, directory: Directory) -> Segment:
+        """The first segment of a directory as the bucket has it now.
+
+        Raises:
+            StoreError: the bucket could not tell.
+        """
+        return await self._load(directory, "", resolve_doubts=True)
+
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
         """A newer answer than the listing's: a HEAD of one file."""
         directory.doubt_carried(name)

@@ -371,12 +371,9 @@ class CreateRemove:
         await self._writer.removals.flush_below(prefix)
         if self._directories.pending_changes.has_lasting(prefix):
             return False
-        if self._directories.get(prefix).is_empty(time.monotonic()):
-            return True
-        page = await self._store.list_page(prefix, delimiter="", max_keys=2)
-        return not page.unnamed and all(
-            info.key == prefix and not info.size for info in page.objects
-        )
+        # Another node may have put something there since it was listed.
+        segment = await self._directories.look_again(self._directories.get(prefix))
+        return not segment.entries and not segment.has_hidden
 
     async def _keep_directory(self, directory: Inode, name: str) -> None:
         """Give a directory a marker if nothing but `name`, which is to go, makes it one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from tests.support.servers.listing_server import ListingServer
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import drop_caches, mounted, read_all
 from tests.support.waiting import until
+from tests.support.writing import WRITABLE
 
 TTL_S = 1
 
@@ -188,3 +190,30 @@ def test_readers_of_a_directory_that_changes_see_each_name_at_most_once(
     finally:
         done.set()
         changer.join()
+
+
+@states(
+    "`rmdir`, and a rename over a directory, look into the bucket: what another node has put there"
+    " since it was listed makes them fail (ENOTEMPTY), and is listed from then on."
+)
+@pytest.mark.parametrize("remove", ["rmdir", "rename"])
+def test_what_another_node_has_put_into_a_directory_keeps_it(mounter: Mounter, remove: str) -> None:
+    here, there = mounter(WRITABLE).path, mounter(WRITABLE, cache="there").path
+    for name in ("full", "over"):
+        (here / name).mkdir()
+        assert os.listdir(here / name) == []
+
+    def act() -> None:
+        if remove == "rmdir":
+            (here / "full").rmdir()
+        else:
+            (here / "over").rename(here / "full")
+
+    (there / "full" / "theirs").write_bytes(b"theirs")
+    with pytest.raises(OSError, match="not empty") as refused:
+        act()
+    assert refused.value.errno == errno.ENOTEMPTY
+    assert os.listdir(here / "full") == ["theirs"]
+    (here / "full" / "theirs").unlink()
+    act()
+    assert os.listdir(here) == (["over"] if remove == "rmdir" else ["full"])

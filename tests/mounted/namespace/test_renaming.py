@@ -107,8 +107,8 @@ def test_names_cost_few_requests(writable: Mount) -> None:
     }
     assert cost(writable, lambda: os.unlink(inner / "b")) == {"deletes": 1}
     assert cost(writable, lambda: os.unlink(inner / "c")) == {"deletes": 1}
-    assert cost(writable, inner.rmdir) == {"deletes": 1}
-    assert cost(writable, top.rmdir) == {"deletes": 1}
+    assert cost(writable, inner.rmdir) == {"deletes": 1, "lists": 1}
+    assert cost(writable, top.rmdir) == {"deletes": 1, "lists": 1}
 
 
 @states(
