@@ -421,6 +421,7 @@ class Daemon:
             owner=owner,
             mounted_ns=mounted_ns or time.time_ns(),
             notifier=notifier,
+            endpoint=settings.endpoint_url or "",
         )
         self.operations = Operations(state, writing)
         self.store.getter.described = self.operations.head_cache.described

@@ -55,11 +55,18 @@ class FusefsFileSystem(AbstractFileSystem):
             FileNotFoundError: no file can have this key.
         """
         path = self._strip_protocol(path)
-        place = PLACES.find(path, for_writing=for_writing)
+        place = PLACES.find(path, for_writing=for_writing, endpoint=self._endpoint)
         key = path[len(place.location) :]
         if key and any(part in ("", ".", "..") for part in key.split("/")):
             raise FileNotFoundError(errno.ENOENT, "no file name can express this key", path)
         return place.local(path)
+
+    @property
+    def _endpoint(self) -> str | None:
+        """The endpoint that s3fs would ask, None where nobody has named one."""
+        options = {**self.storage_options.get("client_kwargs", {}), **self.storage_options}
+        named = options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL_S3")
+        return named or os.environ.get("AWS_ENDPOINT_URL")
 
     def _at(self, path: str, *, for_writing: bool = False) -> tuple[AbstractFileSystem, str]:
         """The file system that has a path, and the path's name there."""
@@ -85,7 +92,7 @@ class FusefsFileSystem(AbstractFileSystem):
         fs, at = self._at(path, for_writing=True)
         if fs is _LOCAL:
             path = self._strip_protocol(path)
-            if PLACES.find(path).location == f"{path}/":
+            if PLACES.find(path, endpoint=self._endpoint).location == f"{path}/":
                 raise OSError(errno.EBUSY, "it is the root of a mount", path)
             above = os.path.realpath(at) + "/"
             if any(mount.path.startswith(above) for mount in mountinfo.kernel_mounts()):

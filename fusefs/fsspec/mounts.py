@@ -74,14 +74,20 @@ class BucketMounts:
                 self._known = _mounted()
             return self._known
 
-    def find(self, path: str, *, for_writing: bool = False) -> BucketMount:
+    def find(
+        self, path: str, *, for_writing: bool = False, endpoint: str | None = None
+    ) -> BucketMount:
         """The place of `bucket/key`: the one with the longest prefix, a writable one if it can be.
+
+        With an S3 `endpoint` only of mounts of that one: buckets elsewhere may have the same name.
 
         Raises:
             NotMountedError: there is none.
             OSError: it is read-only, and `for_writing`.
         """
         found = [place for place in self.all() if place.has(path)]
+        if endpoint is not None:
+            found = [place for place in found if _endpoint_of(place) == endpoint.rstrip("/")]
         if not found:
             raise NotMountedError(path)
         usable = [place for place in found if not (for_writing and place.is_read_only)]
@@ -118,6 +124,15 @@ def _mounted() -> list[BucketMount]:
         covered = tuple(f"{other.path}/" for other in table if other.parent == mount.number)
         places.append(BucketMount(location, mount.path, is_read_only, covered))
     return places
+
+
+def _endpoint_of(place: BucketMount) -> str:
+    try:
+        return os.getxattr(place.directory, "user.s3.endpoint").decode().rstrip("/")
+    except OSError as error:
+        if error.errno != errno.ENODATA:
+            raise
+        return ""
 
 
 def _trusted_owners() -> set[int]:

@@ -82,6 +82,8 @@ class MountState:
     owner: Ownership
     mounted_ns: int
     notifier: Notifier
+    # The S3 endpoint that was named to the mount, "" where it is AWS's own.
+    endpoint: str = ""
     counters: ReadCounters = field(default_factory=ReadCounters)
 
     def attributes(self, inode: Inode) -> Attributes:

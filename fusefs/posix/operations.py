@@ -84,7 +84,7 @@ class Operations:
             notifier=state.notifier,
         )
         self._streams = DirectoryStreams(state, self.head_cache)
-        self._xattrs = Xattrs(state.store, state.inodes, self.head_cache)
+        self._xattrs = Xattrs(state.store, state.inodes, self.head_cache, state.endpoint)
         self._opener = Opener(state, writer)
         # For compiled code, whose opens are on record before they are known here.
         self.was_opened = self._opener.was_opened

@@ -29,7 +29,10 @@ Pairs = tuple[tuple[str, bytes], ...]
 class Xattrs:
     """The attributes of all inodes of one mount. Belongs to the event loop."""
 
-    def __init__(self, store: Store, inodes: InodeTable, head_cache: HeadCache) -> None:
+    def __init__(
+        self, store: Store, inodes: InodeTable, head_cache: HeadCache, endpoint: str
+    ) -> None:
+        self._endpoint = endpoint
         self._store = store
         self._inodes = inodes
         self._head_cache = head_cache
@@ -80,6 +83,8 @@ class Xattrs:
         info = inode.info
         if name == "user.s3.key":
             return self._inodes.key(inode).encode()
+        if name == "user.s3.endpoint" and self._endpoint:
+            return self._endpoint.encode()
         # What is in no bucket yet has no more.
         if info is None or not info.etag:
             raise OSError(errno.ENODATA, name)

@@ -205,6 +205,21 @@ def test_s3fs_has_what_no_mount_has(
     assert sorted(one.getvalue() for one in Keys.store.values()) == [b"odd", b"there"]
 
 
+def test_a_mount_of_another_endpoint_is_not_the_bucket(
+    place: tuple[str, Path], s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, path = place
+    for given in ({"endpoint_url": s3.endpoint_url}, {}):
+        assert FusefsFileSystem(**given).local_path(f"{name}/x") == str(path / "x")
+    elsewhere = "https://minio.example"
+    for given in ({"endpoint_url": elsewhere}, {"client_kwargs": {"endpoint_url": elsewhere}}):
+        with pytest.raises(NotMountedError):
+            FusefsFileSystem(**given).local_path(f"{name}/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", elsewhere)
+    with pytest.raises(NotMountedError):
+        FusefsFileSystem(use_ssl=True).local_path(f"{name}/x")
+
+
 def test_longest_prefix_and_the_writable_mount_serve(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("pre/object", b"one")
     all_of_it = mounter()

@@ -139,12 +139,17 @@ def test_a_bucket_with_versions_tells_the_version(mounter: Mounter, bucket: Buck
     read_all(path)
 
 
-@states("`user.s3.key` is the full key, also below a mounted prefix; a directory has no other.")
+@states(
+    "`user.s3.key` is the full key, also below a mounted prefix, and `user.s3.endpoint` the S3"
+    " endpoint, where the mount was given one; a directory has no other."
+)
 def test_the_key_attribute_is_the_full_key(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("data/d/file", b"x")
     root = mounter(prefix="data/").path
     assert os.getxattr(root / "d" / "file", "user.s3.key") == b"data/d/file"
     assert os.getxattr(root / "d", "user.s3.key") == b"data/d/"
+    for path in (root, root / "d", root / "d" / "file"):
+        assert os.getxattr(path, "user.s3.endpoint").decode() == bucket.server.endpoint_url
     with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
         os.getxattr(root / "d", "user.s3.etag")
 
