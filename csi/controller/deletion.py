@@ -191,7 +191,7 @@ def _delete_data(
 def _why_shared(
     bucket: Bucket, volume: VolumeId, record: VolumeRecord, records: VolumeRecords
 ) -> str:
-    """Which other volume's data may overlap; "" if none do."""
+    """The other volume whose data may overlap; "" if there is none."""
     own = None
     for key, other in records.now(bucket):
         if isinstance(other, VolumeRecordError):

@@ -124,7 +124,7 @@ def _row(
 
 
 def _columns_of(status: dict[str, Any]) -> dict[str, Any]:
-    """What a row has of a daemon's status."""
+    """The part of a daemon's status that a row has."""
     writing = status["writing"] or {"pending_files": 0, "pending_bytes": 0}
     return {
         "state": "refused" if status["access"]["is_shut"] else "ok",

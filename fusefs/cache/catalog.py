@@ -592,7 +592,7 @@ class Catalog:
 
 
 def is_text(path: str) -> bool:
-    """Whether a path can be part of a key: one of a command line may have any bytes."""
+    """True if a path can be part of a key: one of a command line may have any bytes."""
     try:
         path.encode()
     except UnicodeEncodeError:

@@ -35,7 +35,7 @@ _OUTCOMES = {
 
 
 def profile(mountpoint: Path, seconds: float) -> Rates:
-    """What the mount did in the next `seconds`; SIGINT ends them early.
+    """The work of the mount in the next `seconds`; SIGINT ends them early.
 
     Of a daemon that is replaced meanwhile only what the last one counted is known.
 

@@ -71,7 +71,7 @@ def sentences(stalls: Mapping[str, Any]) -> Iterable[str]:
 
 
 def sentence(shares: Shares, span: str) -> str | None:
-    """How much of a span of time programs waited, and for what; None if they did not."""
+    """The share of a span of time that programs waited, and for what; None if they did not."""
     if shares.get("any", 0.0) < LEAST_SHARE:
         return None
     parts = [f"{shares[cause]:.0%} {_CAUSES[cause][0]}" for cause in _causes(shares)]
@@ -87,7 +87,7 @@ def hint(stalls: Mapping[str, Any]) -> str | None:
 
 
 def advice(shares: Shares) -> str | None:
-    """What may be changed about the cause that was waited for most."""
+    """Advice about the cause that was waited for most."""
     causes = _causes(shares)
     if not causes or shares[causes[0]] < LEAST_FOR_HINT:
         return None

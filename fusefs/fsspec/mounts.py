@@ -1,4 +1,4 @@
-"""Which mount of this machine has a bucket's objects, by the kernel's table of mounts.
+"""The mounts of this machine that have a bucket's objects, by the kernel's table of mounts.
 
 The table says what each mount of fusefs shows, also of a part that is mounted elsewhere (a
 volume in a container, its subPath). Only this user's own mounts and root's are believed: any

@@ -128,7 +128,7 @@ class FastPathReader:
 
     @property
     def polled_s(self) -> float:
-        """How long requests were polled for, in seconds."""
+        """The time for which requests were polled for, in seconds."""
         return float(self._compiled.polled_ns / 1e9)
 
     def receive(self, *, may_poll: bool) -> int | None:

@@ -222,7 +222,7 @@ class Session(KernelNotifications):
 
     @property
     def polled_s(self) -> float:
-        """How long compiled code has polled for requests, in seconds."""
+        """The time for which compiled code has polled for requests, in seconds."""
         return self._warm.polled_s if self._warm is not None else 0.0
 
     @property

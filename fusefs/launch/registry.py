@@ -132,7 +132,7 @@ class Registration(NamedTuple):
 
 
 def runtime_directory() -> Path:
-    """Where this user's new mounts are put on record; it need not exist.
+    """The directory where this user's new mounts are put on record; it need not exist.
 
     A daemon runs as another user than the one who mounts, and gets the directory
     from the environment.

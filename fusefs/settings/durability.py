@@ -15,7 +15,7 @@ from fusefs.settings.patterns import compiled, matched
 
 
 class Durability(enum.StrEnum):
-    """Where a file is when fsync and close return.
+    """The place of a file when fsync and close return.
 
     AUTO is the bucket, but for closes of a temporary file, and of one that is appended to again
     and again.

@@ -86,7 +86,7 @@ class Rates:
         return sum(operation.per_s for operation in self.s3_requests.values())
 
     def count(self, per_s: float) -> int:
-        """What a rate came to in the interval."""
+        """The value of a rate in the interval."""
         return round(per_s * self.interval_s)
 
     def as_plain(self) -> dict[str, Any]:

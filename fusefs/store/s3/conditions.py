@@ -107,7 +107,7 @@ class Fence:
         self._unsupported.add(name)
 
     def describe(self) -> dict[str, Any]:
-        """What is known of the store and why, as plain data."""
+        """The knowledge of the store, and its source, as plain data."""
         return {
             "known": self.capabilities.is_known,
             "missing": [*self.capabilities.missing, *sorted(self._unsupported)],

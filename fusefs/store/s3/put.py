@@ -39,7 +39,7 @@ SMALL = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is to become an object: the first `size` bytes of an open file, and its properties."""
+    """A future object: the first `size` bytes of an open file, and its properties."""
 
     key: str
     fd: int
