@@ -281,18 +281,9 @@ class NameChanges(LinkChanges):
                 meta = await self._new_meta(entry, described)
                 made = await self._copy(entry, to, new_name, condition, meta)
             else:
-                source = staged.inode.info
-                assert source is not None
-                is_there = staged.etag == source.etag
-                # The object of a reserved name is empty (exclusive.py), and so would a copy be.
-                is_reserved = is_there and staged.is_content_dirty and not source.size
-                if self._is_put(staged, new_key, is_reserved=is_reserved) or (
-                    is_strict and not is_there
-                ):
-                    sent = staged.meta_changes
-                    made = source, await self._put_staged(staged, to, new_name, condition)
-                elif is_there and (is_strict or not is_reserved):
-                    made = await self._copy_staged(staged, source, to, new_name, condition)
+                made, sent = await self._make_staged(
+                    staged, to, new_name, condition, is_strict=is_strict
+                )
             moved = {made[0].version: made[1]} if made is not None else {}
             uncached = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
@@ -322,6 +313,27 @@ class NameChanges(LinkChanges):
             self._writer.flusher.landed(staged, made[1])
         if inode is not None:
             self._writer.flusher.released(inode)
+
+    async def _make_staged(
+        self, staged: StagedFile, to: Inode, new_name: str, condition: Condition, *, is_strict: bool
+    ) -> tuple[tuple[ObjectInfo, ObjectInfo] | None, int | None]:
+        """Put or copy a staged file under its new name, if it has to be there before the rename.
+
+        Returns the source and what was made of it, and the `meta_changes` of what was sent.
+        """
+        source = staged.inode.info
+        assert source is not None
+        is_there = staged.etag == source.etag
+        # The object of a reserved name is empty (exclusive.py), and so would a copy be.
+        is_reserved = is_there and staged.is_content_dirty and not source.size
+        new_key = self._inodes.key(to) + new_name
+        is_put = self._is_put(staged, new_key, is_reserved=is_reserved)
+        if is_put or (is_strict and not is_there):
+            sent = staged.meta_changes
+            return (source, await self._put_staged(staged, to, new_name, condition)), sent
+        if is_there and (is_strict or not is_reserved):
+            return await self._copy_staged(staged, source, to, new_name, condition), None
+        return None, None
 
     def _is_put(self, staged: StagedFile, key: str, *, is_reserved: bool) -> bool:
         """True if a file that the bucket lacks is sent under its new key when it is renamed."""
