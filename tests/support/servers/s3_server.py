@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ SECRET_KEY = "fusefs-secret"
 DOMAIN = "s3.fusefs.test"
 START_LIMIT_S = 60
 START_ATTEMPTS = 3
+BUCKETS = 16
 # weed puts each gRPC port this far above the HTTP port.
 GRPC_DISTANCE = 10_000
 _PR_SET_PDEATHSIG = 1
@@ -48,6 +50,7 @@ class S3Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._ports: list[int] = []
         self._numbers = itertools.count(1)
+        self._unused: list[str] = []
         self._client: Any = None
 
     def __enter__(self) -> S3Server:
@@ -181,10 +184,21 @@ class S3Server:
         return client
 
     def new_bucket(self) -> str:
-        """Make an empty bucket and return its name."""
-        name = f"bucket-{os.getpid()}-{next(self._numbers)}"
-        self.client().create_bucket(Bucket=name)
-        return name
+        """The name of an empty bucket that nobody else uses.
+
+        The first object of a bucket waits for a volume for 0.2 s, so buckets are made together.
+        """
+        if not self._unused:
+            self._unused = [f"bucket-{os.getpid()}-{next(self._numbers)}" for _ in range(BUCKETS)]
+            with ThreadPoolExecutor(BUCKETS) as threads:
+                list(threads.map(self._make_bucket, self._unused))
+        return self._unused.pop()
+
+    def _make_bucket(self, name: str) -> None:
+        client = self.client()
+        client.create_bucket(Bucket=name)
+        client.put_object(Bucket=name, Key="first", Body=b"x")
+        client.delete_object(Bucket=name, Key="first")
 
     def _wait_until_writable(self) -> None:
         from botocore.exceptions import BotoCoreError, ClientError
