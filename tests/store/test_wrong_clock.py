@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
-from http.server import BaseHTTPRequestHandler
 
 import boto3
 import pytest
@@ -16,6 +14,7 @@ from fusefs.store.s3.clients import Clients, S3Settings
 from fusefs.store.s3.store import S3Store
 from tests.support.semantics import states
 from tests.support.servers.flat_s3 import FlatS3
+from tests.support.servers.in_process import Answer, Headers
 
 KEYS = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "secret"}
 ALLOWED_S = 900
@@ -29,34 +28,15 @@ class LaterServer(FlatS3):
         self.refused: list[str] = []
         super().__init__()
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
-        lock = threading.Lock()
+    def now(self) -> float:
+        return time.time() + self.ahead_s
 
-        class Handler(super()._handler()):  # type: ignore[misc]
-            def date_time_string(self, timestamp: float | None = None) -> str:
-                text: str = super().date_time_string((timestamp or time.time()) + server.ahead_s)
-                return text
-
-            def answer(self) -> None:
-                signed = time.strptime(self.headers["x-amz-date"], "%Y%m%dT%H%M%SZ")
-                off_s = time.time() + server.ahead_s - (time.mktime(signed) - time.timezone)
-                if abs(off_s) <= ALLOWED_S:
-                    super().answer()
-                    return
-                with lock:
-                    server.refused.append(f"{self.command} {self.path}")
-                body = f"<Error><Code>{SKEWED}</Code></Error>".encode()
-                self.rfile.read(int(self.headers.get("content-length") or 0))
-                self.send_response(403)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-
-            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
-
-        return Handler
+    def answer(self, method: str, target: str, headers: Headers, body: bytes) -> Answer:
+        signed = time.strptime(headers["x-amz-date"], "%Y%m%dT%H%M%SZ")
+        if abs(self.now() - (time.mktime(signed) - time.timezone)) <= ALLOWED_S:
+            return super().answer(method, target, headers, body)
+        self.refused.append(f"{method} {target}")
+        return 403, {}, f"<Error><Code>{SKEWED}</Code></Error>".encode()
 
 
 @states(
@@ -66,7 +46,7 @@ class LaterServer(FlatS3):
 @pytest.mark.parametrize("ahead_s", [4000.0, -100_000.0])
 async def test_a_wrong_clock_costs_one_refusal(ahead_s: float) -> None:
     server = LaterServer(ahead_s)
-    with server.serving(), tempfile.TemporaryFile() as file:
+    with server, tempfile.TemporaryFile() as file:
         file.write(b"hello")
         file.flush()
         store = S3Store(S3Settings("bucket", server.endpoint_url, keys=KEYS))
@@ -85,7 +65,7 @@ async def test_a_wrong_clock_costs_one_refusal(ahead_s: float) -> None:
 
 def test_botocore_signs_with_the_stores_time_too() -> None:
     server, right = LaterServer(4000.0), LaterServer(0.0)
-    with server.serving(), right.serving():
+    with server, right:
         clients = Clients(S3Settings("bucket", server.endpoint_url, keys=KEYS))
         for _ in range(2):
             clients.s3.list_objects_v2(Bucket="bucket")
@@ -104,12 +84,12 @@ def test_botocore_signs_with_the_stores_time_too() -> None:
 
 async def test_a_refusal_for_another_reason_is_no_matter_of_time() -> None:
     class Refusing(LaterServer):
-        def get(self, *_: object) -> tuple[int, dict[str, str], bytes]:
+        def get(self, *_: object) -> Answer:
             self.refused.append("GET")
             return 403, {}, b"<Error><Code>AccessDenied</Code></Error>"
 
     server = Refusing(4000.0)
-    with server.serving():
+    with server:
         store = S3Store(S3Settings("bucket", server.endpoint_url, keys=KEYS))
         await store.list_page("")
         with pytest.raises(AccessDeniedError):

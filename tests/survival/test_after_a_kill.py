@@ -13,7 +13,7 @@ from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted, read_all, read_or_stale, stamped
 from tests.support.survival.surviving import serving_pid
@@ -96,7 +96,7 @@ def test_what_was_not_on_record_is_read_again_or_stale(
 def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, share: float) -> None:
     names = [f"object-{number:05d}" for number in range(5000)]
     with (
-        ListingServer(f"d/{name}" for name in names).serving() as server,
+        ListingServer(f"d/{name}" for name in names) as server,
         mounted(
             s3,
             "s3://some-bucket",
@@ -111,7 +111,7 @@ def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, sh
         found = [stream.read() for _ in range(1 + int(share * len(names)))]
         kill_daemon(mount)
         # What came or went before and behind the place moves nothing else.
-        server.keys = sorted([*server.keys, "d/object-00000-new", "d/object-04998-new"])
+        server.add("d/object-00000-new", "d/object-04998-new")
         shown = [entry[0] for entry in found if entry is not None] + stream.names()
     assert len(set(shown)) == len(shown)
     assert set(shown) - {"object-00000-new", "object-04998-new"} == {".", "..", *names}

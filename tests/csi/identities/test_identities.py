@@ -35,9 +35,9 @@ def sts(s3: S3Server) -> Iterator[FakeSts]:
 
 @pytest.fixture(scope="module")
 def running(s3: S3Server, sts: FakeSts, faulty: FaultyS3) -> Iterator[Node]:
-    with running_node(main=s3.endpoint_url, door=sts.url) as node:
+    with running_node(main=s3.endpoint_url, door=sts.endpoint_url) as node:
         node.stores.write_text(
-            f'{node.stores.read_text()}sts-url = "{sts.url}"\naudience = "{AUDIENCE}"\n'
+            f'{node.stores.read_text()}sts-url = "{sts.endpoint_url}"\naudience = "{AUDIENCE}"\n'
             f'[stores.away]\nendpoint-url = "{s3.endpoint_url}"\n'
             f'sts-url = "{faulty.endpoint_url}"\naudience = "{AUDIENCE}"\n'
         )

@@ -23,7 +23,7 @@ from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3, Request
-from tests.support.servers.identity_services import identity_services
+from tests.support.servers.identity_services import IdentityServices
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.sharing import PATIENCE_S, skip_without_fuse
 from tests.support.store_reading import as_owner as as_owner
@@ -46,8 +46,8 @@ SETTINGS = MountSettings(source=MountSource("bucket"), mountpoint=Path("/mnt"))
 
 @pytest.fixture(scope="module")
 def services() -> Iterator[str]:
-    with identity_services() as url:
-        yield url
+    with IdentityServices() as server:
+        yield server.endpoint_url
 
 
 def key_of(request: Request) -> str:

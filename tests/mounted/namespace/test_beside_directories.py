@@ -25,7 +25,7 @@ FOLDERS = ("removed", "emptied", "renamed", "replaced", "moved")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FlatS3]:
-    with FlatS3().serving() as server:
+    with FlatS3() as server:
         for folder in FOLDERS:
             for key in ("a", "b", "b/x", "b-c"):
                 server.put(f"{folder}/{key}", key.encode())

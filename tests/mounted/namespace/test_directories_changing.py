@@ -15,7 +15,7 @@ from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import drop_caches, mounted, read_all
 from tests.support.waiting import until
@@ -123,7 +123,7 @@ def test_a_file_becomes_a_directory_and_back(at_once: Path, shared: Bucket) -> N
 def test_a_directory_ends_with_its_last_object(s3: S3Server, tmp_path: Path) -> None:
     """On a server that only lists, for SeaweedFS keeps empty directories."""
     with (
-        ListingServer(["d/only", "marked/", "marked/only", "other"]).serving() as server,
+        ListingServer(["d/only", "marked/", "marked/only", "other"]) as server,
         mounted(
             s3,
             "s3://some-bucket",
@@ -136,7 +136,8 @@ def test_a_directory_ends_with_its_last_object(s3: S3Server, tmp_path: Path) -> 
     ):
         assert os.listdir(mount.path) == ["d", "marked", "other"]
         assert os.listdir(mount.path / "d") == ["only"]
-        server.keys = ["marked/", "other"]
+        for key in ("d/only", "marked/only"):
+            del server.objects[key]
         assert not (mount.path / "d").exists()
         assert os.listdir(mount.path / "marked") == []
         assert os.listdir(mount.path) == ["marked", "other"]

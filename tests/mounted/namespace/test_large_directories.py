@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount
 from tests.support.semantics import states
-from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import drop_caches, mounted
 from tests.support.waiting import until
@@ -51,7 +51,7 @@ def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(
     names = [f"object-{number:06d}.jpg" for number in range(COUNT)]
     keys = [f"d{number}/{name}" for number in range(FOLDERS) for name in names]
     with (
-        ListingServer(keys).serving() as server,
+        ListingServer(keys) as server,
         mounted(
             s3,
             "s3://huge-bucket",

@@ -12,7 +12,7 @@ import pytest
 from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
-from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 
@@ -135,7 +135,7 @@ HIDDEN = 8 + 1 + 3
 def unusual(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
     options = ("--anonymous", "--metadata-ttl", "1h")
     with (
-        ListingServer(UNUSUAL).serving() as server,
+        ListingServer(UNUSUAL) as server,
         mounted(
             s3,
             "s3://some-bucket",
@@ -168,7 +168,7 @@ def test_keys_that_no_file_name_can_express_are_hidden(unusual: Mount) -> None:
 def test_hidden_keys_are_counted_once_each_and_one_is_logged(s3: S3Server, tmp_path: Path) -> None:
     options = ("--anonymous", "--metadata-ttl", "0s")
     with (
-        ListingServer(UNUSUAL).serving() as server,
+        ListingServer(UNUSUAL) as server,
         mounted(
             s3, "s3://some-bucket", tmp_path, *options, endpoint_url=server.endpoint_url
         ) as mount,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.semantics import states
 from tests.support.servers.flat_s3 import FlatS3, Stored
+from tests.support.servers.in_process import Answer, Headers
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.writing import WRITABLE, status
@@ -36,7 +36,7 @@ class OddServer(FlatS3):
         super().__init__()
         self.odd: dict[str, dict[str, str]] = {}
 
-    def get(self, key: str, headers: Any) -> tuple[int, dict[str, str], bytes]:
+    def get(self, key: str, headers: Headers) -> Answer:
         code, shown, data = super().get(key, headers)
         return code, shown | self.odd.get(key, {}), data
 
@@ -48,7 +48,7 @@ class OddServer(FlatS3):
 def test_an_odd_entry_of_a_listing_is_hidden_and_the_others_are_there(
     s3: S3Server, tmp_path: Path
 ) -> None:
-    with FlatS3().serving() as server:
+    with FlatS3() as server:
         for number, etag in enumerate(ODD):
             server.objects[f"d/odd{number}"] = Odd(b"odd", odd=etag)
         server.put("d/fine", b"fine")
@@ -77,7 +77,7 @@ def test_odd_headers_of_an_object_end_one_request(s3: S3Server, tmp_path: Path) 
         "meta": {"x-amz-meta-mode": "9" * 5000, "x-amz-meta-xattr": "%ff", "x-amz-meta-a": "\x01"},
         "version": {"x-amz-version-id": "\xff" * (64 << 10)},
     }
-    with OddServer().serving() as server:
+    with OddServer() as server:
         assert isinstance(server, OddServer)
         for key, headers in odd.items():
             server.put(key, key.encode())

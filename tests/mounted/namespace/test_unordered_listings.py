@@ -26,7 +26,7 @@ NAMES = sorted([f"{n:03}" for n in range(FILES)] + [f"d{n:02}" for n in range(FO
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FlatS3]:
-    with FlatS3(is_ordered=False, page=PAGE).serving() as server:
+    with FlatS3(is_ordered=False, page=PAGE) as server:
         for top in ("large", "moved"):
             for number in range(FILES):
                 server.put(f"{top}/{number:03}", str(number).encode())

@@ -22,8 +22,8 @@ from fusefs.store.s3.store import S3Store
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.listing_server import SIZE as SERVED_SIZE
-from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.flat_s3 import SIZE as SERVED_SIZE
+from tests.support.servers.flat_s3 import ListingServer
 from tests.support.sharing import content
 from tests.support.waiting import until
 
@@ -96,7 +96,7 @@ def in_parallel(work: Callable[[int], None]) -> None:
 def test_the_kernel_is_made_to_forget_names(mounter: Mounter) -> None:
     assert MemoryBudget.of(256 * MIB).names == 81_920
     names = [f"{number // 1000:03}/{number:06}" for number in range(12_000)]
-    with ListingServer(names).serving() as server:
+    with ListingServer(names) as server:
         mount = mounter(
             "--session",
             "kernel",
@@ -207,7 +207,7 @@ def test_the_limit_is_divided() -> None:
 
 async def test_listings_are_dropped_when_there_is_no_memory_for_them() -> None:
     keys = [f"{number:02}/{name}" for number in range(20) for name in range(50)]
-    with ListingServer(keys).serving() as server:
+    with ListingServer(keys) as server:
         store = S3Store(S3Settings("bucket", endpoint_url=server.endpoint_url, anonymous=True))
         async with trio.open_nursery() as nursery:
             directories = Directories(store, 60.0, NoListingCache(), nursery)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
-from tests.support.servers.listing_server import ListingServer
+from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import content, drop_caches, mounted, read_all, stamped
 from tests.support.writing import WRITABLE
@@ -202,7 +202,7 @@ def test_a_file_has_no_holes_however_little_is_cached(still: Mount) -> None:
 def refusing(s3: S3Server, directory: Path) -> Iterator[tuple[ListingServer, Mount]]:
     """A mount of a server that lists files and refuses to hand them out."""
     with (
-        ListingServer(["d/one", "d/two"]).serving() as server,
+        ListingServer(["d/one", "d/two"]) as server,
         mounted(
             s3,
             "s3://some-bucket",
@@ -242,14 +242,14 @@ def test_what_s3_answers_becomes_an_errno(s3: S3Server, tmp_path: Path) -> None:
         for refusal in cases:
             server.refusal = refusal
             if refusal[0] == 404:
-                server.keys.remove("d/one")
+                del server.objects["d/one"]
             got[refusal] = outcome(path)
         assert got == cases
 
 
 def test_a_server_that_is_gone_is_eio(s3: S3Server, tmp_path: Path) -> None:
     with (
-        ListingServer(["d/one", "e/two"]).serving() as server,
+        ListingServer(["d/one", "e/two"]) as server,
         mounted(
             s3,
             "s3://some-bucket",

@@ -11,15 +11,14 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.support.servers.in_process import Answer, Headers, InProcessServer
 from tests.support.servers.s3_server import GRPC_DISTANCE, S3Server, die_with_parent, free_ports
 from tests.support.waiting import until
 
@@ -28,35 +27,22 @@ ROLE = "arn:aws:iam::123456789012:role/reader"
 _KEY_ID = "key-1"
 
 
-class Issuer:
-    """Serves its public key at `url`, and signs tokens (RS256) as kubelet gets them."""
+class Issuer(InProcessServer):
+    """Serves its public key at `endpoint_url`, and signs tokens (RS256) as kubelet gets them."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self._key = directory / "issuer.key"
         self._another_key = directory / "another.key"
         for key in (self._key, self._another_key):
             subprocess.run(
                 ["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True
             )
-        owner = self
 
-        class Handler(_Handler):
-            issuer = owner
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> Issuer:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def answer(self, method: str, target: str, headers: Headers, body: bytes) -> Answer:
+        document = self.documents().get(target)
+        status = 404 if document is None else 200
+        return status, {"Content-Type": "application/json"}, json.dumps(document).encode()
 
     def documents(self) -> dict[str, Any]:
         """What is served, by path."""
@@ -72,8 +58,8 @@ class Issuer:
         }
         return {
             "/.well-known/openid-configuration": {
-                "issuer": self.url,
-                "jwks_uri": f"{self.url}/keys",
+                "issuer": self.endpoint_url,
+                "jwks_uri": f"{self.endpoint_url}/keys",
                 "id_token_signing_alg_values_supported": ["RS256"],
             },
             "/keys": {"keys": [key]},
@@ -90,7 +76,7 @@ class Issuer:
         """A token of a service account, NAMESPACE:NAME."""
         now = int(time.time())
         claims = {
-            "iss": self.url,
+            "iss": self.endpoint_url,
             "aud": [audience],
             "sub": f"system:serviceaccount:{account}",
             "iat": now - 1,
@@ -102,22 +88,6 @@ class Issuer:
         key = self._another_key if is_forged else self._key
         signature = _openssl("dgst", "-sha256", "-sign", key, text=signed.encode())
         return f"{signed}.{_base64(signature)}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    issuer: Issuer
-
-    def do_GET(self) -> None:
-        document = self.issuer.documents().get(self.path)
-        body = json.dumps(document).encode()
-        self.send_response(404 if document is None else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
 
 
 @contextmanager
@@ -185,9 +155,9 @@ def _iam_config(issuer: Issuer, account: str) -> dict[str, Any]:
                 "type": "oidc",
                 "enabled": True,
                 "config": {
-                    "issuer": issuer.url,
+                    "issuer": issuer.endpoint_url,
                     "clientId": AUDIENCE,
-                    "jwksUri": f"{issuer.url}/keys",
+                    "jwksUri": f"{issuer.endpoint_url}/keys",
                 },
             }
         ],

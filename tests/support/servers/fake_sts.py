@@ -9,6 +9,7 @@ and has not expired, and goes on to the real server under its owner's name.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import http.client
@@ -16,10 +17,10 @@ import json
 import threading
 import time
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.support.servers.in_process import Answer, Headers, InProcessServer
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
 AUDIENCE = "sts.amazonaws.com"
@@ -64,34 +65,16 @@ def _refusal(token: str) -> str:
     return "ExpiredTokenException" if claims["exp"] < time.time() else ""
 
 
-class FakeSts:
-    """Serves at `url`. `exchanged` are the tokens that were taken, as (role, session, token)."""
+class FakeSts(InProcessServer):
+    """`exchanged` are the tokens that were taken, as (role, session, token)."""
 
     def __init__(self, upstream_url: str) -> None:
+        super().__init__()
         self.upstream = urlsplit(upstream_url).netloc
         self.exchanged: list[tuple[str, str, str]] = []
         self.seen_by_s3: list[str] = []
         self._sessions: set[str] = set()
         self._lock = threading.Lock()
-        owner = self
-
-        class Handler(_Handler):
-            sts = owner
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> FakeSts:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def expire_all(self) -> None:
         """Take back all keys that were given out."""
@@ -124,64 +107,35 @@ class FakeSts:
         with self._lock:
             return session in self._sessions
 
-
-class _Handler(BaseHTTPRequestHandler):
-    sts: FakeSts
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        form = parse_qs(body.decode(errors="replace"))
+    def answer(self, method: str, target: str, headers: Headers, body: bytes) -> Answer:
+        form = parse_qs(body.decode(errors="replace")) if method == "POST" else {}
         if form.get("Action") == ["AssumeRoleWithWebIdentity"]:
-            status, text = self.sts.exchange(form)
-            self._answer(status, text.encode(), {"Content-Type": "text/xml"})
-        else:
-            self._pass_on(body)
+            status, text = self.exchange(form)
+            return status, {"Content-Type": "text/xml"}, text.encode()
+        return self._pass_on(method, target, headers, body)
 
-    def do_GET(self) -> None:
-        self._pass_on(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-
-    do_HEAD = do_PUT = do_DELETE = do_GET
-
-    def _pass_on(self, body: bytes) -> None:
+    def _pass_on(self, method: str, target: str, headers: Headers, body: bytes) -> Answer:
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
-        self.sts.seen_by_s3.append(f"{self.path} {self.headers}")
-        if not self.sts.is_valid(self.headers.get("x-amz-security-token", "")):
+        self.seen_by_s3.append(f"{target} {headers}")
+        if not self.is_valid(headers.get("x-amz-security-token", "")):
             error = b"<Error><Code>ExpiredToken</Code><Message>expired</Message></Error>"
-            self._answer(400, error, {"Content-Type": "application/xml"})
-            return
-        kept = {name: self.headers[name] for name in _KEPT if name in self.headers}
-        kept["host"] = self.sts.upstream
-        url = f"http://{self.sts.upstream}{self.path}"
-        request = AWSRequest(self.command, url, headers=kept, data=body)
+            return 400, {"Content-Type": "application/xml"}, error
+        kept = {name: headers[name] for name in _KEPT if name in headers}
+        kept["host"] = self.upstream
+        request = AWSRequest(method, f"http://{self.upstream}{target}", headers=kept, data=body)
         S3SigV4Auth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", REGION).add_auth(request)
-        upstream = http.client.HTTPConnection(self.sts.upstream, timeout=30)
-        try:
-            upstream.request(self.command, self.path, body, dict(request.headers.items()))
+        upstream = http.client.HTTPConnection(self.upstream, timeout=30)
+        with contextlib.closing(upstream):
+            upstream.request(method, target, body, dict(request.headers.items()))
             answer = upstream.getresponse()
             data = answer.read()
-        finally:
-            upstream.close()
-        headers = {
-            name: value
-            for name, value in answer.getheaders()
-            if name.lower() not in ("transfer-encoding", "connection")
-        }
-        self._answer(answer.status, data, headers)
-
-    def _answer(self, status: int, data: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            if name.lower() != "content-length" or self.command == "HEAD":
-                self.send_header(name, value)
-        if self.command != "HEAD":
-            self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        ours = (
+            "transfer-encoding",
+            "connection",
+            *(() if method == "HEAD" else ("content-length",)),
+        )
+        shown = {name: value for name, value in answer.getheaders() if name.lower() not in ours}
+        return answer.status, shown, data

@@ -12,15 +12,18 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from itertools import islice
+from urllib.parse import quote, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
+from tests.support.servers.in_process import Answer, Headers, InProcessServer, single_values
+
 PAGE = 1000
+# Of each object of a `ListingServer`.
+SIZE = 100
 MODIFIED = "Fri, 02 Jan 2026 03:04:05 GMT"
 _XMLNS = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 
@@ -37,30 +40,15 @@ class Stored:
         return f'"{hashlib.md5(self.data).hexdigest()}"'
 
 
-class FlatS3:
+class FlatS3(InProcessServer):
     """The same objects for every bucket. `lists` counts the pages that were requested."""
 
     def __init__(self, *, is_ordered: bool = True, page: int = PAGE) -> None:
+        super().__init__()
         self.objects: dict[str, Stored] = {}
         self.lists = 0
         self._is_ordered, self._page = is_ordered, page
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-
-    @property
-    def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    @contextmanager
-    def serving(self) -> Iterator[FlatS3]:
-        thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._server.shutdown()
-            self._server.server_close()
-            thread.join()
 
     def put(self, key: str, data: bytes = b"") -> None:
         self.objects[key] = Stored(data)
@@ -75,7 +63,7 @@ class FlatS3:
 
     # Requests: each returns a status, headers and a body.
 
-    def get(self, key: str, headers: Any) -> tuple[int, dict[str, str], bytes]:
+    def get(self, key: str, headers: Headers) -> Answer:
         found = self.objects.get(key)
         if found is None:
             return _error(404, "NoSuchKey")
@@ -89,7 +77,7 @@ class FlatS3:
         shown["Content-Range"] = f"bytes {start}-{stop - 1}/{len(found.data)}"
         return 206, shown, found.data[start:stop]
 
-    def change(self, key: str, headers: Any, data: bytes) -> tuple[int, dict[str, str], bytes]:
+    def change(self, key: str, headers: Headers, data: bytes) -> Answer:
         with self._lock:
             there = self.objects.get(key)
             if there is not None and headers.get("if-none-match") == "*":
@@ -118,48 +106,41 @@ class FlatS3:
         told = f"<ETag>{made.etag}</ETag><LastModified>2026-01-02T03:04:05Z</LastModified>"
         return 200, {}, f"<CopyObjectResult {_XMLNS}>{told}</CopyObjectResult>".encode()
 
-    def delete(self, key: str, headers: Any) -> tuple[int, dict[str, str], bytes]:
+    def delete(self, key: str, headers: Headers) -> Answer:
         there = self.objects.get(key)
         if there is not None and headers.get("if-match", there.etag) != there.etag:
             return _error(412, "PreconditionFailed")
         self.objects.pop(key, None)
         return 204, {}, b""
 
-    def delete_many(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def delete_many(self, body: bytes) -> Answer:
         for key in re.findall("<Key>(.*?)</Key>", body.decode()):
             self.objects.pop(unescape(key), None)
         return 200, {}, f"<DeleteResult {_XMLNS}></DeleteResult>".encode()
 
-    def list_page(self, query: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+    def list_page(self, query: dict[str, str]) -> Answer:
         self.lists += 1
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        entries: list[str] = []
-        for key in sorted(self.objects):
-            if not key.startswith(prefix):
-                continue
-            cut = key.find(delimiter, len(prefix)) if delimiter else -1
-            entry = key if cut < 0 else key[: cut + 1]
-            if not entries or entries[-1] != entry:
-                entries.append(entry)
         token = query.get("continuation-token", "")
+        most = min(self._page, int(query.get("max-keys", PAGE)))
         if self._is_ordered:
             after = token or query.get("start-after", "")
-            entries = [entry for entry in entries if entry > after]
+            found = list(islice(self._entries(prefix, delimiter, after), most + 1))
+            following = found[most - 1] if len(found) > most else ""
         else:
-            entries.sort(key=lambda entry: hashlib.md5(entry.encode()).digest())
-            entries = entries[int(token or 0) :]
-        most = min(self._page, int(query.get("max-keys", PAGE)))
-        page = entries[:most]
+            at = int(token or 0)
+            found = sorted(self._entries(prefix, delimiter, ""), key=_scattered)[at:]
+            following = str(at + most)
+        is_truncated = len(found) > most
         parts = [f"<ListBucketResult {_XMLNS}><EncodingType>url</EncodingType>"]
-        parts.append(f"<IsTruncated>{str(len(page) < len(entries)).lower()}</IsTruncated>")
-        if len(page) < len(entries):
-            following = page[-1] if self._is_ordered else str(int(token or 0) + len(page))
+        parts.append(f"<IsTruncated>{str(is_truncated).lower()}</IsTruncated>")
+        if is_truncated:
             parts.append(f"<NextContinuationToken>{quote(following)}</NextContinuationToken>")
-        for entry in page:
-            one = self.objects.get(entry)
-            if one is None or (delimiter and entry != prefix and entry.endswith(delimiter)):
+        for entry in found[:most]:
+            if delimiter and entry != prefix and entry.endswith(delimiter):
                 parts.append(f"<CommonPrefixes><Prefix>{quote(entry)}</Prefix></CommonPrefixes>")
                 continue
+            one = self.objects[entry]
             parts.append(
                 f"<Contents><Key>{quote(entry)}</Key><Size>{len(one.data)}</Size>"
                 "<LastModified>2026-01-02T03:04:05.000Z</LastModified>"
@@ -167,47 +148,56 @@ class FlatS3:
             )
         return 200, {}, "".join([*parts, "</ListBucketResult>"]).encode()
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
+    def _entries(self, prefix: str, delimiter: str, after: str) -> Iterator[str]:
+        """Keys and common prefixes behind a key, in their order."""
+        keys = sorted(self.objects)
+        at = bisect_left(keys, max(prefix, after))
+        while at < len(keys) and keys[at].startswith(prefix):
+            cut = keys[at].find(delimiter, len(prefix)) if delimiter else -1
+            entry = keys[at] if cut < 0 else keys[at][: cut + 1]
+            at = at + 1 if cut < 0 else bisect_right(keys, entry + "\U0010ffff", at)
+            if entry > after:
+                yield entry
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def answer(self) -> None:
-                parts = urlsplit(self.path)
-                key = unquote(parts.path).lstrip("/").partition("/")[2]
-                found = parse_qs(parts.query, keep_blank_values=True)
-                query = {name: values[0] for name, values in found.items()}
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                if self.command in ("GET", "HEAD") and key:
-                    status, headers, data = server.get(key, self.headers)
-                elif self.command == "GET" and "list-type" in query:
-                    status, headers, data = server.list_page(query)
-                elif self.command == "PUT" and key and not query:
-                    status, headers, data = server.change(key, self.headers, body)
-                elif self.command == "DELETE" and key:
-                    status, headers, data = server.delete(key, self.headers)
-                elif self.command == "POST" and "delete" in query:
-                    status, headers, data = server.delete_many(body)
-                elif self.command == "HEAD":
-                    status, headers, data = 200, {}, b""
-                else:
-                    status, headers, data = _error(501, "NotImplemented")
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(data)
-
-            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
-
-            def log_message(self, *_: object) -> None:
-                """Say nothing."""
-
-        return Handler
+    def answer(self, method: str, target: str, headers: Headers, body: bytes) -> Answer:
+        parts = urlsplit(target)
+        key = unquote(parts.path).lstrip("/").partition("/")[2]
+        query = single_values(parts.query)
+        if method in ("GET", "HEAD") and key:
+            return self.get(key, headers)
+        if method == "GET" and "list-type" in query:
+            return self.list_page(query)
+        if method == "PUT" and key and not query:
+            return self.change(key, headers, body)
+        if method == "DELETE" and key:
+            return self.delete(key, headers)
+        if method == "POST" and "delete" in query:
+            return self.delete_many(body)
+        return (200, {}, b"") if method == "HEAD" else _error(501, "NotImplemented")
 
 
-def _error(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
+class ListingServer(FlatS3):
+    """Lists the same keys for every bucket, each of `SIZE` bytes, and hands out no object.
+
+    `refusal` is the answer for any of them.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        super().__init__()
+        self.refusal = (404, "NoSuchKey")
+        self.objects = dict.fromkeys(sorted(keys), Stored(bytes(SIZE)))
+
+    def add(self, *keys: str) -> None:
+        for key in keys:
+            self.put(key, bytes(SIZE))
+
+    def get(self, key: str, headers: Headers) -> Answer:
+        return _error(*self.refusal)
+
+
+def _scattered(entry: str) -> bytes:
+    return hashlib.md5(entry.encode()).digest()
+
+
+def _error(status: int, code: str) -> Answer:
     return status, {}, f"<Error><Code>{code}</Code></Error>".encode()
