@@ -12,6 +12,7 @@ FROM debian:bookworm-20260824-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8a701889efe
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         ca-certificates=20* \
+        libcurl4=7.88.* \
         libfuse3-3=3.14.* \
         python3=3.11.* \
         tini=0.19.* \
@@ -23,6 +24,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         gcc=4:12.* \
         libc6-dev=2.36-* \
+        libcurl4-openssl-dev=7.88.* \
         libfuse3-dev=3.14.* \
         pkg-config=1.8.* \
         python3-dev=3.11.* \

@@ -1,4 +1,4 @@
-"""Makes the CSI driver's gRPC modules, csi/generated/, from proto/ when the package is built."""
+"""Builds what is not Python: the CSI driver's gRPC modules (csi/generated/, from proto/) and C."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, ExecError
 
 ROOT = Path(__file__).parent
 PROTOS = ROOT / "proto"
@@ -66,5 +68,31 @@ FAST_PATH = Extension(
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
     optional=True,
 )
+ENGINE = Extension(
+    "fusefs.store.engine._engine",
+    ["fusefs/store/engine/_engine.c", "fusefs/store/engine/crc.c"],
+    depends=["fusefs/store/engine/crc.h"],
+    libraries=["curl"],
+    extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
+)
 
-setup(ext_modules=[FAST_PATH], cmdclass={"build": Build, "build_stubs": BuildStubs})
+
+class BuildExtensions(build_ext):
+    """Says what is missing where the engine can't be compiled."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except (CCompilerError, ExecError) as error:
+            if ext.optional:
+                raise
+            raise SystemExit(
+                "setup: fusefs needs gcc and the headers of Python and of libcurl 7.87 or newer"
+                " (Debian: gcc libc6-dev python3-dev libcurl4-openssl-dev)"
+            ) from error
+
+
+setup(
+    ext_modules=[FAST_PATH, ENGINE],
+    cmdclass={"build": Build, "build_ext": BuildExtensions, "build_stubs": BuildStubs},
+)

@@ -6,7 +6,7 @@ All of fusefs but the CSI driver, with the Python packages that it uses at the v
 requirements.txt, in a tree of this version: /usr/lib/fusefs/VERSION, a virtual environment of
 Debian's own Python. Bytecode is part of the package, so nothing is left behind when it goes. What
 compiles is compiled here, for the Python that /usr/bin/python3 is: python3-dev, libfuse3-dev,
-pkg-config and gcc must be there, and dpkg-shlibdeps (dpkg-dev).
+libcurl4-openssl-dev, pkg-config and gcc must be there, and dpkg-shlibdeps (dpkg-dev).
 """
 
 from __future__ import annotations

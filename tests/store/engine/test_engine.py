@@ -1,0 +1,398 @@
+"""The engine: requests, sinks, bodies, deadlines, cancellation and errors by name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from fusefs.cache.integrity.checksums import sums_of
+from fusefs.store.engine import _engine
+from fusefs.store.engine.engine import (
+    Completion,
+    Deadlines,
+    Engine,
+    FileBody,
+    FileSink,
+    MemorySink,
+    Request,
+    Sums,
+)
+from tests.support.servers.scripted import RESET, Received, Script, answer, scripted_server
+from tests.support.waiting import eventually
+
+BODY = os.urandom(3 << 20)
+QUICK = Deadlines(connect_s=5, silence_s=0.3, least_rate=1000, window_s=0.3)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    async with Engine(16) as one:
+        yield one
+
+
+@pytest.fixture
+def sink(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "sink", os.O_RDWR | os.O_CREAT, 0o600)
+    yield fd
+    os.close(fd)
+
+
+def ranged(request: Received) -> Iterable[bytes]:
+    """Serve BODY, whole or a range of it."""
+    if request.line.startswith("HEAD"):
+        return [answer(BODY)[: -len(BODY)]]
+    wanted = request.header("range")
+    if wanted is None:
+        return [answer(BODY, etag='"one"')]
+    first, last = map(int, wanted.removeprefix("bytes=").split("-"))
+    shown = f"bytes {first}-{last}/{len(BODY)}"
+    return [answer(BODY[first : last + 1], "206 Partial", content_range=shown, etag='"one"')]
+
+
+async def exchanged(engine: Engine, script: Script, **request: object) -> Completion:
+    """The completion of one request to a server with this script."""
+    with scripted_server(script) as server:
+        arguments = {"method": "GET", **request}
+        return await engine.send(Request(url=f"{server.url}/key", **arguments))  # type: ignore[arg-type]
+
+
+async def test_an_answer_comes_with_status_headers_and_body(engine: Engine) -> None:
+    with scripted_server(lambda _: [answer(b"hello", "404 Not Found", ETag='"x"')]) as server:
+        request = Request("GET", f"{server.url}/a/../b%2f?list-type=2", [("x-amz-a", "b")])
+        completion = await engine.send(request)
+    assert (completion.status, completion.body, completion.error) == (404, b"hello", None)
+    assert completion.headers == {"content-length": "5", "etag": '"x"'}
+    assert completion.received == 5
+    assert not completion.may_have_been_executed
+    (received,) = server.requests
+    assert (
+        received.head
+        == (
+            f"GET /a/../b%2f?list-type=2 HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
+            "x-amz-a: b\r\n"
+        ).encode()
+    )
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE"])
+async def test_a_body_is_sent_with_its_length_and_nothing_else(engine: Engine, method: str) -> None:
+    with scripted_server(lambda _: [answer()]) as server:
+        for body in (b"", b"abc", BODY):
+            request = Request(method, f"{server.url}/k", [("content-type", "a/b")], body)
+            assert (await engine.send(request)).status == 200
+            received = server.requests.pop()
+            assert received.body == body
+            assert set(received.head.splitlines()[1:]) == {
+                f"Host: 127.0.0.1:{server.port}".encode(),
+                b"content-type: a/b",
+                f"Content-Length: {len(body)}".encode(),
+            }
+
+
+async def test_a_body_is_sent_from_a_file(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "body").write_bytes(BODY)
+    with scripted_server(lambda _: [answer()]) as server, (tmp_path / "body").open("rb") as file:
+        request = Request("PUT", f"{server.url}/k", body=FileBody(file.fileno(), 100, 1 << 20))
+        assert (await engine.send(request)).status == 200
+        assert server.requests[0].body == BODY[100 : 100 + (1 << 20)]
+        beyond = request._replace(body=FileBody(file.fileno(), 100, len(BODY)))
+        completion = await engine.send(beyond)
+    assert completion.error == "source-failed"
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 100), (5000, 1), (1000, 2 << 20)])
+async def test_a_range_goes_to_its_place_in_a_file(
+    engine: Engine, sink: int, start: int, length: int
+) -> None:
+    shown: list[int] = []
+    sums: Sums = []
+
+    def on_progress(received: int, more: Sums) -> None:
+        shown.append(received)
+        sums.extend(more)
+
+    with scripted_server(ranged) as server:
+        request = Request(
+            "GET",
+            f"{server.url}/k",
+            [("range", f"bytes={start}-{start + length - 1}")],
+            sink=FileSink(sink, start, start, length, '"one"', len(BODY), sums=True),
+            progress=1 << 20,
+        )
+        completion = await engine.send(request, on_progress)
+    assert (completion.status, completion.received, completion.error) == (206, length, None)
+    assert completion.body == b""
+    assert os.pread(sink, len(BODY), 0) == bytes(start) + BODY[start : start + length]
+    expected = sums_of(lambda size, at: memoryview(os.pread(sink, size, at)), start, start + length)
+    assert sums == expected
+    assert shown == sorted(shown)
+    assert shown[-1] == length
+
+
+async def test_the_first_bytes_of_a_whole_object_are_taken(engine: Engine, sink: int) -> None:
+    completion = await exchanged(
+        engine, lambda _: [answer(BODY)], sink=FileSink(sink, 10, 0, 100_000)
+    )
+    assert (completion.status, completion.received, completion.error) == (200, 100_000, None)
+    assert os.pread(sink, len(BODY), 0) == bytes(10) + BODY[:100_000]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "error"),
+    [
+        ({"etag": '"two"', "content_range": "bytes 10-19/100"}, "206 P", "etag"),
+        ({"content_range": "bytes 10-19/100"}, "206 P", "etag"),
+        ({"etag": '"one"', "content_range": "bytes 11-20/100"}, "206 P", "range"),
+        ({"etag": '"one"', "content_range": "bytes 10-18/100"}, "206 P", "range"),
+        ({"etag": '"one"', "content_range": "bytes 10-19/101"}, "206 P", "size"),
+        ({"etag": '"one"', "content_range": "items 10-19/100"}, "206 P", "range"),
+        ({"etag": '"one"', "content_range": "bytes 10-99999999999999999999/100"}, "206 P", "range"),
+        ({"etag": '"one"', "content_range": "bytes -1-19/100"}, "206 P", "range"),
+        ({"etag": '"one"'}, "206 P", "range"),
+        ({"etag": '"one"'}, "200 OK", "range"),
+        ({"etag": '"one"'}, "203 Other", "protocol"),
+        ({"etag": "one", "content_range": "bytes 10-19/100"}, "206 P", None),
+        ({"etag": '"one"', "content_range": "bytes 10-19/*"}, "206 P", None),
+    ],
+)
+async def test_an_answer_to_another_question_is_not_written(
+    engine: Engine, sink: int, headers: dict[str, str], status: str, error: str | None
+) -> None:
+    completion = await exchanged(
+        engine,
+        lambda _: [answer(b"0123456789", status, **headers)],
+        sink=FileSink(sink, 0, 10, 10, '"one"', 100),
+    )
+    assert completion.error == error
+    assert os.fstat(sink).st_size == (0 if error else 10)
+    assert completion.status == int(status[:3])
+
+
+async def test_a_whole_object_of_another_size_is_not_written(engine: Engine, sink: int) -> None:
+    completion = await exchanged(
+        engine, lambda _: [answer(b"0123456789")], sink=FileSink(sink, 0, 0, 9, None, 9)
+    )
+    assert completion.error == "size"
+    assert os.fstat(sink).st_size == 0
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 101", "A: b"])
+async def test_more_than_the_limit_is_too_large(engine: Engine, head: str) -> None:
+    script = [f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode() + b"a" * 101, b""]
+    assert (await exchanged(engine, lambda _: script, sink=MemorySink(101))).body == b"a" * 101
+    assert (await exchanged(engine, lambda _: script, sink=MemorySink(100))).error == "too-large"
+
+
+async def test_the_document_of_an_error_comes_into_memory(engine: Engine, sink: int) -> None:
+    completion = await exchanged(
+        engine,
+        lambda _: [answer(b"<Code>PreconditionFailed</Code>", "412 No")],
+        sink=FileSink(sink, 0, 0, 5),
+    )
+    assert completion.body == b"<Code>PreconditionFailed</Code>"
+    assert completion.error is None
+    assert os.fstat(sink).st_size == 0
+
+
+async def test_a_head_has_no_body(engine: Engine) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 1234567890\r\n\r\n"
+    completion = await exchanged(engine, lambda _: [head], method="HEAD")
+    assert (completion.status, completion.error) == (200, None)
+    assert completion.headers["content-length"] == "1234567890"
+
+
+async def test_a_full_disk_is_told_from_the_network(engine: Engine) -> None:
+    fd = os.open("/dev/full", os.O_RDWR)
+    completion = await exchanged(engine, ranged, sink=FileSink(fd, 0, 0, len(BODY)))
+    os.close(fd)
+    assert (completion.error, os.strerror(completion.errno)) == ("sink-full", os.strerror(28))
+
+
+async def test_a_sink_that_fails_is_told_from_the_network(engine: Engine) -> None:
+    fd = os.open("/dev/null", os.O_RDONLY)
+    completion = await exchanged(engine, ranged, sink=FileSink(fd, 0, 0, len(BODY)))
+    os.close(fd)
+    assert (completion.error, completion.errno) == ("sink-failed", 9)
+
+
+def never(_: Received) -> Iterator[bytes]:
+    time.sleep(2)
+    yield answer()
+
+
+def trickling(_: Received) -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
+    while True:
+        yield b"a"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("script", "error"), [(never, "timeout"), (trickling, "low-speed")])
+async def test_what_is_too_slow_is_given_up(engine: Engine, script: Script, error: str) -> None:
+    began = time.monotonic()
+    completion = await exchanged(engine, script, deadlines=QUICK)
+    assert completion.error == error
+    assert completion.may_have_been_executed
+    assert 0.3 <= time.monotonic() - began < 1.5
+
+
+async def test_nobody_listens(engine: Engine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    completion = await engine.send(Request("GET", f"http://127.0.0.1:{port}/"))
+    assert (completion.status, completion.error, completion.errno) == (0, "connect", 111)
+    assert not completion.may_have_been_executed
+    completion = await engine.send(Request("GET", "http://no-such-host.invalid/"))
+    assert completion.error == "resolve"
+    assert not completion.may_have_been_executed
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+@pytest.mark.parametrize("end", [RESET, b""])
+async def test_an_answer_that_never_comes_leaves_the_outcome_open(
+    engine: Engine, method: str, end: bytes
+) -> None:
+    completion = await exchanged(engine, lambda _: [end], method=method)
+    assert (completion.status, completion.error) == (0, "reset")
+    assert completion.may_have_been_executed
+
+
+async def test_a_change_is_not_repeated_on_another_connection(engine: Engine) -> None:
+    """libcurl repeats what it has sent over a reused connection that then was closed."""
+    with scripted_server(lambda one: [b"" if one.body else answer()]) as server:
+        request = Request("PUT", f"{server.url}/k", body=b"")
+        assert (await engine.send(request)).status == 200
+        completion = await engine.send(request._replace(body=b"x"))
+        assert (completion.status, completion.error) == (0, "reset")
+        assert completion.may_have_been_executed
+        assert len(server.requests) == 2
+
+
+async def test_connections_are_reused(engine: Engine) -> None:
+    with scripted_server(ranged) as server:
+        for _ in range(10):
+            await engine.send(Request("HEAD", f"{server.url}/k"))
+            await engine.send(Request("GET", f"{server.url}/k", sink=MemorySink(len(BODY))))
+        assert server.connections == 1
+        assert engine.counters() == {"connections": 1, "transfers": 0, "buffered": 0}
+
+
+async def test_a_redirect_is_an_answer(engine: Engine) -> None:
+    completion = await exchanged(engine, lambda _: [answer(b"", "307 Go", location="/b")])
+    assert (completion.status, completion.headers["location"]) == (307, "/b")
+
+
+async def test_headers_that_cannot_be_sent_are_refused(engine: Engine) -> None:
+    for name, value in (("a", "b\r\nc: d"), ("a", "b\0"), ("a", "€")):
+        with pytest.raises(ValueError):  # noqa: PT011
+            await engine.send(Request("GET", "http://127.0.0.1:1/", [(name, value)]))
+    with pytest.raises(ValueError):  # noqa: PT011
+        await engine.send(Request("GET", "http://127.0.0.1:1/a b"))
+
+
+async def test_a_cancelled_request_leaves_its_sink_alone(engine: Engine, sink: int) -> None:
+    sent = threading.Event()
+
+    def endless(_: Received) -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\n\r\n"
+        while True:
+            sent.set()
+            yield bytes(65536)
+
+    shown: list[int] = []
+    with scripted_server(endless) as server:
+        target = FileSink(sink, 0, 0, 1 << 40)
+        request = Request("GET", f"{server.url}/k", sink=target, progress=1 << 18)
+        transfer = engine.submit(request, lambda received, _: shown.append(received))
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(transfer.completed)
+                await eventually(lambda: bool(shown))
+                scope.cancel()
+    completion = transfer.completion
+    assert completion is not None
+    assert completion.error == "cancelled"
+    assert completion.may_have_been_executed
+    assert completion.received == os.fstat(sink).st_size == shown[-1] > 0
+    assert engine.counters()["transfers"] == 0
+
+
+async def test_a_wait_for_a_transfer_can_be_given_up_without_it(engine: Engine) -> None:
+    gate = threading.Event()
+
+    def gated(_: Received) -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n"
+        gate.wait(5)
+        yield b"\r\n"
+        gate.clear()
+        gate.wait(5)
+        yield b"ab"
+
+    with scripted_server(gated) as server:
+        transfer = engine.submit(Request("GET", server.url))
+        with trio.move_on_after(0.1) as scope:
+            await transfer.settled()
+        assert scope.cancelled_caught
+        assert not transfer.has_begun
+        gate.set()
+        with trio.fail_after(5):
+            await eventually(lambda: transfer.has_begun)
+            gate.set()
+            await transfer.settled()
+        assert (await transfer.completed()).body == b"ab"
+        other = engine.submit(Request("GET", server.url))
+        other.cancel()
+        assert (await other.completed()).error == "cancelled"
+
+
+async def test_an_engine_that_ends_cancels_what_is_under_way() -> None:
+    failed: list[BaseException] = []
+
+    async def send(engine: Engine, url: str) -> None:
+        try:
+            await engine.send(Request("GET", url))
+        except trio.ClosedResourceError as error:
+            failed.append(error)
+
+    with scripted_server(never) as server:
+        async with trio.open_nursery() as nursery, Engine(4) as engine:
+            for _ in range(20):
+                nursery.start_soon(send, engine, server.url)
+            await trio.testing.wait_all_tasks_blocked()
+    assert len(failed) == 20
+    with pytest.raises(trio.ClosedResourceError):
+        await engine.send(Request("GET", "http://127.0.0.1:1"))
+
+
+async def test_many_requests_at_a_time(engine: Engine) -> None:
+    results: list[Completion] = []
+
+    async def send(url: str) -> None:
+        results.append(await engine.send(Request("GET", url, [("range", "bytes=5-104")])))
+
+    with scripted_server(ranged) as server:
+        async with trio.open_nursery() as nursery:
+            for _ in range(200):
+                nursery.start_soon(send, f"{server.url}/k")
+    assert [one.body for one in results] == [BODY[5:105]] * 200
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 127, 128, 129, 200, 4096, 1 << 20])
+def test_crc32_is_that_of_zlib(size: int, tmp_path: Path) -> None:
+    data = BODY[3 : 3 + size]
+    assert _engine.crc32(data) == zlib.crc32(data)
+    assert _engine.crc32(data, 12345) == zlib.crc32(data, 12345)
+    (tmp_path / "body").write_bytes(BODY)
+    with (tmp_path / "body").open("rb") as file:
+        assert _engine.crc32_of_file(file.fileno(), 3, size) == zlib.crc32(data)
+        with pytest.raises(OSError, match="No data"):
+            _engine.crc32_of_file(file.fileno(), 3, len(BODY))
