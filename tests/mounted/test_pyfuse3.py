@@ -27,7 +27,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, content, drop_caches, mounted, python, read_all
+from tests.support.sharing import PATIENCE_S, content, mounted, python, read_all
 from tests.support.survival.surviving import expect_not_connected
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent, cost, metadata, status, uploads
@@ -87,7 +87,7 @@ def test_a_walk_finds_the_buckets_keys_with_their_inode_numbers(mount: Mount) ->
     for entry in os.scandir(root):
         assert (entry.inode(), entry.is_dir()) == (entry.stat().st_ino, entry.name == "below")
     before = {entry.name: entry.inode() for entry in os.scandir(root)}
-    drop_caches()
+    mount.forget()
     assert {entry.name: entry.inode() for entry in os.scandir(root)} == before
 
 

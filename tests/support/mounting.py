@@ -22,6 +22,7 @@ from fusefs.cli.status import mount_status
 from fusefs.cli.umount import end_mount
 from fusefs.launch.control import CommandError
 from fusefs.launch.registry import resolve
+from fusefs.linux import libc
 from fusefs.linux.unmount import UnmountError
 from fusefs.store.s3.conditions import NOT_TRIED
 from tests.support.machine.disks import recorded_by
@@ -29,6 +30,9 @@ from tests.support.waiting import until
 
 FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
 LIMIT_S = 60
+# Those flags of statvfs(2) that are flags of mount(2) as well: read-only, nosuid, nodev, noexec.
+_MS_FLAGS = 0xF
+_MS_REMOUNT = 32
 # The environment in which a mount's kernel is one before Linux 6.9.
 OLD_KERNEL = {"PYTHONPATH": str(Path(__file__).parent / "old_kernel")}
 
@@ -115,6 +119,19 @@ class Mount:
         """Whether all that has arrived would be found after a kill."""
         used: int = self.status()["cache"]["used_bytes"]
         return recorded_by(self.cache) == used
+
+    def forget(self) -> None:
+        """Have the kernel forget names, attributes and pages that no program uses.
+
+        Its cached files are read from the disk again.
+        """
+        for copy in self.cache.glob("*/objects/*/*"):
+            with contextlib.suppress(FileNotFoundError), copy.open("rb") as file:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        # The kernel drops all of a file system's dentries that are not in use when it is remounted.
+        flags = os.statvfs(self.path).f_flag & _MS_FLAGS
+        libc.mount("", str(self.path), "", _MS_REMOUNT | flags, "")
 
     @property
     def pid(self) -> int:

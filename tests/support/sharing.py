@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,29 +74,6 @@ def mounted(
         yield mount
     finally:
         mount.clean_up()
-
-
-def drop_caches() -> None:
-    """Have the kernel drop page cache, dentries and inodes."""
-    os.sync()
-    with _memory_of_the_kernel(fcntl.LOCK_EX):
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-
-
-def remembering() -> contextlib.AbstractContextManager[None]:
-    """Keep other tests from dropping caches.
-
-    The server of the tests forgets what belongs to a directory's marker, so a directory
-    has the mode that it was given for as long as the kernel knows the directory.
-    """
-    return _memory_of_the_kernel(fcntl.LOCK_SH)
-
-
-@contextlib.contextmanager
-def _memory_of_the_kernel(lock: int) -> Iterator[None]:
-    with (Path(tempfile.gettempdir()) / "fusefs-tests-memory.lock").open("w") as file:
-        fcntl.flock(file, lock)
-        yield
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:

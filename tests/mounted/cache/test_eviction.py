@@ -17,7 +17,7 @@ from tests.support.machine.libc import mapped
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.sharing import drop_caches, read_all, stamped
+from tests.support.sharing import read_all, stamped
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 
@@ -121,7 +121,7 @@ def test_an_open_file_stays_in_the_cache_and_a_mapped_one_stays_readable(
             assert read_all(root / name) == contents[name]
         until(lambda: not of_mapped.exists(), "the mapped file is evicted")
         assert of_opened.exists()
-        drop_caches()
+        mount.forget()
         mapping.forget_pages()
         assert mapping.read(0, 6 * MIB) == contents["f1"]
         before = fetched_bytes(mount)

@@ -18,7 +18,7 @@ from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import drop_caches, mounted
+from tests.support.sharing import mounted
 
 NOBODY = 65534
 
@@ -134,7 +134,7 @@ def test_inode_numbers_are_these_wherever_it_is_mounted(tree: Mount) -> None:
 @states("A lookup in a directory that has been listed costs no request.")
 def test_lookups_in_a_listed_directory_cost_no_request(tree: Mount) -> None:
     names = os.listdir(tree.path / "many")
-    drop_caches()
+    tree.forget()
     before = tree.status()["s3"]
     for name in names:
         assert (tree.path / "many" / name).stat().st_size == len("many/" + name)
@@ -145,7 +145,7 @@ def test_lookups_in_a_listed_directory_cost_no_request(tree: Mount) -> None:
 @states("A name that does not exist is remembered as such for as long as listings are.")
 def test_a_missing_name_is_requested_once(tree: Mount) -> None:
     assert not (tree.path / "a" / "missing").exists()
-    drop_caches()
+    tree.forget()
     before = tree.status()["s3"]
     for _ in range(5):
         assert not (tree.path / "a" / "missing").exists()

@@ -17,7 +17,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import drop_caches, mounted, read_all
+from tests.support.sharing import mounted, read_all
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE
 
@@ -99,7 +99,7 @@ def test_an_indefinite_ttl_asks_never_again(mounter: Mounter, bucket: Bucket) ->
     assert read_all(here.path / "d" / "file") == b"old"
     bucket.put("d/file", b"newer")
     bucket.put("d/new", b"")
-    drop_caches()
+    here.forget()
     before = here.status()["s3"]
     assert read_all(here.path / "d" / "file") == b"old"
     assert (here.path / "d" / "file").stat().st_size == 3

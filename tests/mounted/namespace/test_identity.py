@@ -18,7 +18,6 @@ from tests.support.mounting import Mount
 from tests.support.programs import WRITABLE, mounted
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.sharing import drop_caches
 from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
 
@@ -139,8 +138,8 @@ def test_a_directory_keeps_its_number(place: Path) -> None:
 def forget(mount: Mount) -> None:
     """Have the kernel forget all that is not open."""
     nodes = mount.status()["metadata"]["nodes"]
-    drop_caches()
-    until(lambda: mount.status()["metadata"]["nodes"] < nodes or drop_caches(), "a forget")
+    mount.forget()
+    until(lambda: mount.status()["metadata"]["nodes"] < nodes, "a forget")
 
 
 def kill_daemon(mount: Mount) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from tests.support.machine.libc import DirectoryStream
@@ -10,7 +9,7 @@ from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import drop_caches, mounted
+from tests.support.sharing import mounted
 from tests.support.waiting import until
 
 COUNT = 100_000
@@ -32,8 +31,7 @@ def have_all_forgotten(mount: Mount) -> None:
     """Have the kernel forget every name."""
 
     def is_forgotten() -> bool:
-        drop_caches()
-        time.sleep(0.1)
+        mount.forget()
         return nodes(mount) < COUNT // 100
 
     until(is_forgotten, "the kernel forgets the names")

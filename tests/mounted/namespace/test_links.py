@@ -21,7 +21,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, mounted, python, remembering
+from tests.support.sharing import PATIENCE_S, mounted, python
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent, cost, metadata
@@ -42,11 +42,10 @@ def root(s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def here(root: Mount, request: pytest.FixtureRequest) -> Iterator[Path]:
+def here(root: Mount, request: pytest.FixtureRequest) -> Path:
     path: Path = root.path / request.node.name
     path.mkdir()
-    with remembering():
-        yield path
+    return path
 
 
 def linked_script(here: Path) -> list[object]:

@@ -126,10 +126,7 @@ def metadata(mount: Mount) -> dict[str, Any]:
 
 
 def use_all(mount: Mount, names: list[str]) -> dict[str, Any]:
-    """Use all names; what is known of them, once the daemon has tried to prune some.
-
-    A test beside this one that drops the machine's caches has the kernel forget them before.
-    """
+    """Use all names; what is known of them, once the daemon has tried to prune some."""
     for name in names:
         os.stat(mount.path / name)
     facts = metadata(mount)

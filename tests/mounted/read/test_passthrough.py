@@ -25,7 +25,7 @@ from tests.support.mounting import Mounter
 from tests.support.page_reads import FEW, is_passthrough, read_by_page, requests
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.sharing import drop_caches, python, read_all, stamped
+from tests.support.sharing import python, read_all, stamped
 
 MIB = 1 << 20
 SMALL = 300_000
@@ -117,7 +117,7 @@ def test_a_handle_from_before_the_fetch_keeps_no_other_from_passthrough(
             assert not is_passthrough(mount, held.fileno())
             assert os.fstat(later.fileno()).st_ino == os.fstat(held.fileno()).st_ino
             assert os.fstat(held.fileno()) == os.fstat(later.fileno())
-            drop_caches()
+            mount.forget()
             assert os.pread(held.fileno(), LARGE, 0) == data
             assert os.pread(later.fileno(), LARGE, 0) == data
 
@@ -230,7 +230,7 @@ print(hashlib.sha256(view[:]).hexdigest(), flush=True)
     daemon = mount.pid
     try:
         assert reader.stdout.readline() == "open\n"
-        drop_caches()
+        mount.forget()
         os.kill(daemon, signal.SIGSTOP)
         reader.stdin.write("go\n")
         reader.stdin.flush()

@@ -24,7 +24,7 @@ from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import KINDS, content, drop_caches, mounted, python, read_all
+from tests.support.sharing import KINDS, content, mounted, python, read_all
 
 MIB = 1 << 20
 BIG = "big.bin"
@@ -125,7 +125,7 @@ def test_a_file_reads_whole(world: World, name: str) -> None:
 
 @pytest.mark.parametrize("size", [1000, 4096, 128 << 10, 3 * MIB])
 def test_a_large_file_reads_whole_with_any_request_size(world: World, size: int) -> None:
-    drop_caches()
+    world.mount.forget()
     assert digest(read_all(world.big, size)) == digest(world.expected(BIG))
 
 
@@ -221,7 +221,7 @@ def test_posix_fadvise_is_accepted_and_changes_no_bytes(world: World) -> None:
 @pytest.mark.parametrize("flags", [mmap.MAP_PRIVATE, mmap.MAP_SHARED], ids=["private", "shared"])
 def test_a_mapping_shows_the_objects_bytes_in_random_pages(world: World, flags: int) -> None:
     data = world.expected(BIG)
-    drop_caches()
+    world.mount.forget()
     with (
         world.big.open("rb") as file,
         mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ) as view,
@@ -247,7 +247,7 @@ def test_a_private_mapping_can_be_written_without_touching_the_file(world: World
 def test_a_mapping_outlives_its_descriptor_as_in_c(world: World) -> None:
     data = world.expected(BIG)
     with mapped(world.big) as mapping:
-        drop_caches()
+        world.mount.forget()
         for start in (0, 7 * MIB, len(data) - 5000):
             assert mapping.read(start, start + 5000) == data[start : start + 5000]
 

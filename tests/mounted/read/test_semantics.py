@@ -16,7 +16,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import content, drop_caches, mounted, read_all, stamped
+from tests.support.sharing import content, mounted, read_all, stamped
 from tests.support.writing import WRITABLE
 
 MIB = 1 << 20
@@ -79,7 +79,7 @@ def test_blocks_are_those_of_a_file_without_holes(still: Mount) -> None:
     path = still.path / "d" / "file"
     before = path.stat().st_blocks
     read_all(path)
-    drop_caches()
+    still.forget()
     assert before == path.stat().st_blocks == -(-len(DATA) // 512)
     assert (still.path / "empty").stat().st_blocks == 0
 
@@ -108,7 +108,7 @@ def test_reading_changes_no_access_time(still: Mount) -> None:
     path = still.path / "d" / "file"
     before = path.stat().st_atime_ns
     read_all(path)
-    drop_caches()
+    still.forget()
     assert path.stat().st_atime_ns == before
 
 

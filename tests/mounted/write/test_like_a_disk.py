@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from tests.support.mounting import Mount, Mounter
 from tests.support.programs import WRITABLE, in_bucket, rename_to_a_new_name, tree
 from tests.support.servers.buckets import Bucket
-from tests.support.sharing import in_storms, remembering
+from tests.support.sharing import in_storms
 
 NAMES = st.sampled_from(["a", "b", "b.x"])
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
@@ -434,8 +434,7 @@ def test_a_mount_behaves_like_a_disk(
         has_attributes = all(map(can_set_attributes, (mount.path / "x", tmp_path / "x")))
 
     Machine.mount, Machine.bucket, Machine.scratch = mount, bucket, tmp_path / "plain"
-    with remembering():
-        run_state_machine_as_test(Machine, settings=settings(SETTINGS, max_examples=examples))
+    run_state_machine_as_test(Machine, settings=settings(SETTINGS, max_examples=examples))
     before = attributes_of(mount.path)
     mount.end()
     mount.start()
