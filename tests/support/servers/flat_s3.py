@@ -77,6 +77,9 @@ class FlatS3(InProcessServer):
         shown["Content-Range"] = f"bytes {start}-{stop - 1}/{len(found.data)}"
         return 206, shown, found.data[start:stop]
 
+    def head(self, key: str, headers: Headers) -> Answer:
+        return self.get(key, headers)
+
     def change(self, key: str, headers: Headers, data: bytes) -> Answer:
         with self._lock:
             there = self.objects.get(key)
@@ -148,9 +151,12 @@ class FlatS3(InProcessServer):
             )
         return 200, {}, "".join([*parts, "</ListBucketResult>"]).encode()
 
+    def _keys(self) -> list[str]:
+        return sorted(self.objects)
+
     def _entries(self, prefix: str, delimiter: str, after: str) -> Iterator[str]:
         """Keys and common prefixes behind a key, in their order."""
-        keys = sorted(self.objects)
+        keys = self._keys()
         at = bisect_left(keys, max(prefix, after))
         while at < len(keys) and keys[at].startswith(prefix):
             cut = keys[at].find(delimiter, len(prefix)) if delimiter else -1
@@ -163,8 +169,10 @@ class FlatS3(InProcessServer):
         parts = urlsplit(target)
         key = unquote(parts.path).lstrip("/").partition("/")[2]
         query = single_values(parts.query)
-        if method in ("GET", "HEAD") and key:
+        if key and method == "GET":
             return self.get(key, headers)
+        if key and method == "HEAD":
+            return self.head(key, headers)
         if method == "GET" and "list-type" in query:
             return self.list_page(query)
         if method == "PUT" and key and not query:
@@ -177,14 +185,15 @@ class FlatS3(InProcessServer):
 
 
 class ListingServer(FlatS3):
-    """Lists the same keys for every bucket, each of `SIZE` bytes, and hands out no object.
+    """Lists the same keys for every bucket, each of `SIZE` bytes, and hands out no content.
 
-    `refusal` is the answer for any of them.
+    `refusal` is the answer to each GET.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
         super().__init__()
         self.refusal = (404, "NoSuchKey")
+        self._sorted: list[str] = []
         self.objects = dict.fromkeys(sorted(keys), Stored(bytes(SIZE)))
 
     def add(self, *keys: str) -> None:
@@ -193,6 +202,14 @@ class ListingServer(FlatS3):
 
     def get(self, key: str, headers: Headers) -> Answer:
         return _error(*self.refusal)
+
+    def head(self, key: str, headers: Headers) -> Answer:
+        return super().get(key, headers)
+
+    def _keys(self) -> list[str]:
+        if len(self._sorted) != len(self.objects):  # a hundred thousand are sorted once
+            self._sorted = sorted(self.objects)
+        return self._sorted
 
 
 def _scattered(entry: str) -> bytes:
