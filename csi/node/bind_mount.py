@@ -4,7 +4,10 @@ What is mounted is read from /proc/self/mountinfo, and no path is opened or
 stat'ed that may be a mount: its daemon may be dead, or never answer. A bind is
 made detached, given its flags and only then put in its place (open_tree,
 mount_setattr, move_mount; Linux 5.12), so no program ever sees a read-only one
-that can be written.
+that can be written. It is made private as well: a clone is a peer of its original and of all
+its other clones (Documentation/filesystems/sharedsubtree.rst), so what is stacked on one pod's
+would be stacked on, and unmounted from, those of all pods. In its place below kubelet's shared
+directory it gets peers of its own, which are the containers with `HostToContainer`.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ _MOVE_MOUNT_F_EMPTY_PATH = 4
 _MOUNT_ATTR_RDONLY = 1
 _MOUNT_ATTR_NOSUID = 2
 _MOUNT_ATTR_NODEV = 4
+_MS_PRIVATE = 1 << 18
 
 # A path has a mount for each time that its daemon was lost, and no more.
 MOST_STACKED = 1000
@@ -89,7 +93,8 @@ def bind(source: Path, target: Path, *, is_read_only: bool) -> None:
     )
     try:
         flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
-        attributes = _MountAttributes(flags | (_MOUNT_ATTR_RDONLY if is_read_only else 0), 0, 0, 0)
+        flags |= _MOUNT_ATTR_RDONLY if is_read_only else 0
+        attributes = _MountAttributes(flags, 0, _MS_PRIVATE, 0)
         _syscall(
             _SYS_MOUNT_SETATTR,
             tree,

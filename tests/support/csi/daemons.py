@@ -11,6 +11,7 @@ from pathlib import Path
 from fusefs.keeper import supervisor_protocol
 from fusefs.launch import launcher
 from tests.support.csi.node import Node
+from tests.support.csi.pod import without_kubelet
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
@@ -34,6 +35,7 @@ class DaemonsProcess:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
+                    *without_kubelet(node, "private"),
                     *before,
                     *RIGHTS,
                     *node.command,

@@ -24,6 +24,8 @@ from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.sharing import PATIENCE_S, skip_without_fuse
 
+# Bidirectional, as the driver's container has kubelet's directory.
+OWN_MOUNTS = ("unshare", "--mount", "--propagation", "unchanged")
 START = "import sys; from csi.main import main; sys.exit(main())"
 SECRETS = {"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY}
 Mode = csi_pb2.VolumeCapability.AccessMode
@@ -47,7 +49,8 @@ def capability(
 class Node:
     """One node: kubelet's directories, the driver, and calls of its socket.
 
-    `serves` is the driver's command, `node` or `all`.
+    Kubelet's directory is a shared mount here, and the driver has a mount namespace of its own,
+    as in its container. `serves` is the driver's command, `node` or `all`.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Node:
         self.cache = directory / "cache"
         self.pods = self.kubelet / "pods"
         self.pods.mkdir(parents=True)
+        bind = ["mount", "--bind", "--make-shared", self.kubelet, self.kubelet]
+        subprocess.run(bind, check=True)
         self.state = Path(tempfile.mkdtemp(prefix="csi", dir="/dev/shm"))
         self.log = directory / "driver.log"
         self.socket = directory / "csi.sock"
@@ -96,6 +101,7 @@ class Node:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
+                    *OWN_MOUNTS,
                     *self.command,
                     self.serves,
                     "--endpoint",
@@ -192,7 +198,7 @@ class Node:
         return [
             mount
             for mount in mountinfo.kernel_mounts()
-            if mount.mountpoint.is_relative_to(self.kubelet)
+            if self.kubelet in mount.mountpoint.parents
         ]
 
     def roots(self) -> list[mountinfo.KernelMount]:
@@ -278,6 +284,7 @@ class Node:
         if os.environ.get("SHOW_DRIVER_LOG"):
             print(self.log.read_text())
         if not self.mounted():
+            libc.umount(str(self.kubelet), libc.MNT_DETACH | libc.UMOUNT_NOFOLLOW)
             shutil.rmtree(self.state, ignore_errors=True)
 
 

@@ -1,13 +1,13 @@
-"""A pod on a node: an ordinary user's process in a mount namespace of its own.
+"""A pod on a node: an ordinary user's process that has a volume in mounts of its own.
 
-Its mounts are slaves of the node's, which is Kubernetes' `HostToContainer`:
-what is stacked on the volume later arrives.
+As a container it has the volume at a path of its own, and none of kubelet's directory.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,35 +52,52 @@ class Pod:
         return self.answer()
 
 
+def without_kubelet(node: Node, propagation: str, *steps: str) -> list[str]:
+    """The start of a command that runs after these steps, in mounts of its own.
+
+    Kubelet's directory is not among them: only what the steps have bound elsewhere stays.
+    """
+    script = " && ".join([*steps, f"umount -lR {node.kubelet}", 'exec "$@"'])
+    return ["unshare", "--mount", "--propagation", propagation, "sh", "-c", script, "sh"]
+
+
 @contextmanager
-def pod_reading(node: Node, path: Path) -> Iterator[Pod]:
-    """A pod that has `path` open, which is gone at the end whatever happened."""
-    command = [
-        "unshare",
-        "--mount",
-        "--propagation",
-        "slave",
-        "setpriv",
-        "--reuid",
-        str(USER),
-        "--regid",
-        str(USER),
-        "--clear-groups",
-        node.command[0],
-        "-c",
-        READER,
-        str(path),
-    ]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **node.environment},
-    ) as process:
-        try:
-            pod = Pod(process)
-            assert pod.answer() == "ready"
-            yield pod
-        finally:
-            process.kill()
+def pod_reading(
+    node: Node,
+    path: Path,
+    *,
+    code: str = READER,
+    propagation: str = "slave",
+    is_read_only: bool = False,
+) -> Iterator[Pod]:
+    """A pod whose program has the volume's file `path`, gone at the end whatever happened.
+
+    `propagation` is `private`, as of a container by default, or `slave` (HostToContainer).
+    """
+    target = next(parent for parent in path.parents if parent.name == "mount")
+    with tempfile.TemporaryDirectory(prefix="pod", dir=node.directory) as data:
+        Path(data).chmod(0o755)
+        steps = [f"mount --rbind {target} {data}", f"mount --make-{propagation} {data}"]
+        if is_read_only:
+            steps.append(f"mount -o remount,bind,ro {data}")
+        command = [
+            *without_kubelet(node, propagation, *steps),
+            *f"setpriv --reuid {USER} --regid {USER} --clear-groups".split(),
+            node.command[0],
+            "-c",
+            code,
+            str(data / path.relative_to(target)),
+        ]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **node.environment},
+        ) as process:
+            try:
+                pod = Pod(process)
+                assert pod.answer() == "ready"
+                yield pod
+            finally:
+                process.kill()

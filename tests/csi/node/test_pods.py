@@ -1,0 +1,71 @@
+"""Pods of one volume in mounts of their own: what happens to one is not seen by the others."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.csi.node import Node
+from tests.support.csi.pod import Pod, pod_reading
+from tests.support.csi.publishing import data as data
+from tests.support.csi.publishing import node as node
+from tests.support.csi.publishing import running as running
+from tests.support.servers.buckets import Bucket
+
+# For each line of its input it reads the file anew, and makes another beside it.
+WRITER = """
+import sys
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        found = open(sys.argv[1]).read()
+        open(sys.argv[1] + "-too", "w").close()
+        print(found, "written", flush=True)
+    except OSError as error:
+        print(found, error.strerror, flush=True)
+"""
+
+
+@pytest.mark.parametrize("propagation", ["private", "slave"])
+def test_a_mount_that_is_made_anew_is_each_pods_own(
+    node: Node, data: Bucket, propagation: str
+) -> None:
+    volume = {"bucket": data.name, "prefix": "a", "dirMode": "777"}
+    writer, reader, other = targets = [node.target(f"pod-{number}") for number in range(3)]
+    can = {writer: "hello written", reader: "hello Read-only file system", other: "hello written"}
+
+    def publish_all() -> None:
+        for target in targets:
+            node.publish("volume", target, readonly=target == reader, **volume)
+
+    def stacked() -> list[int]:
+        at = [one.mountpoint for one in node.mounted()]
+        return [at.count(target) for target in targets]
+
+    def begin(stack: ExitStack, target: Path) -> Pod:
+        path = target / "hello"
+        return stack.enter_context(
+            pod_reading(node, path, code=WRITER, propagation=propagation)
+        )
+
+    with ExitStack() as stack:
+        publish_all()
+        pods = {target: begin(stack, target) for target in targets}
+        assert {target: pods[target].read() for target in targets} == can
+        node.kill_all()
+        publish_all()
+        publish_all()
+        assert stacked() == [2, 2, 2]
+        seen = {target: pods[target].read() for target in targets}
+        assert (seen == can) == (propagation == "slave"), seen  # what is stacked arrives there
+        pods = {target: begin(stack, target) for target in targets}
+        assert {target: pods[target].read() for target in targets} == can
+        node.unpublish("volume", writer)
+        assert stacked() == [0, 2, 2]
+        for target in (reader, other):
+            assert pods[target].read() == can[target]
+    for target in (reader, other):
+        node.unpublish("volume", target)
+    data.delete("a/hello-too")
