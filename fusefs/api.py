@@ -44,6 +44,7 @@ from fusefs.launch.preflight import check
 from fusefs.launch.registry import MountsError as MountsError
 from fusefs.launch.registry import resolve as resolve_path
 from fusefs.linux.files import replace as replace_file
+from fusefs.linux.fuse_connection import abort as abort_connection
 from fusefs.linux.libc import MNT_DETACH as MNT_DETACH
 from fusefs.linux.libc import UMOUNT_NOFOLLOW as UMOUNT_NOFOLLOW
 from fusefs.linux.libc import umount as umount
@@ -103,6 +104,7 @@ __all__ = [
     "LEAST_MEMORY",
     "ClusterCacheAccessError",
     "MetricsTarget",
+    "abort_connection",
     "bucket_obstacle",
     "check_cluster_cache",
     "metrics_target",

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from csi.controller.background import Progress
 from csi.errors import InvalidArgumentError
 from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings
@@ -68,8 +69,9 @@ class Bucket:
         customer_key: CustomerKey | None = None,
         *,
         pays: bool = False,
+        progress: Progress | None = None,
     ) -> None:
-        """`pays`: the requests agree to be paid for (Requester Pays).
+        """`pays`: the requests agree to be paid for (Requester Pays); `progress` is told of them.
 
         Raises:
             InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does, or the
@@ -83,6 +85,8 @@ class Bucket:
                 raise InvalidArgumentError(obstacle.sentence)
         self.name = name
         self.url = f"{store.name}://{name}"  # unlike those of other stores
+        self._progress = progress or Progress()
+        self._host = store.endpoint_url or store.name
         self._whose = "the Secret's keys" if keys else "the driver"
         self._client, self._trust = make_client(
             store,
@@ -198,8 +202,10 @@ class Bucket:
     @contextlib.contextmanager
     def _translated(self, key: str) -> Iterator[None]:
         """Raise errors as StoreError with the key, the credentials' owner and the request id."""
+        self._progress.wait_for(f"{self._host} (s3://{self.name}/{key})")
         try:
             yield
+            self._progress.wait_for("")
         except StoreError:
             raise
         except Exception as error:

@@ -3,7 +3,8 @@
 CreateVolume writes only the volume's record (see `volume_record`), because a prefix
 exists as soon as a pod writes below it. It gives no claim the folder of an equal claim of
 another cluster. `deletion` deletes. There is no quota: the
-size of a volume is recorded and reported, but not enforced.
+size of a volume is recorded and reported, but not enforced. What asks the store is done in
+the `background`, so that each call is answered in time.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import argparse
 import logging
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import grpc
 
 from csi.controller import volume_record
+from csi.controller.background import BackgroundWork, Progress
 from csi.controller.bucket_client import Bucket, NoSuchBucketError
-from csi.controller.deletion import DeletionProgress, Deletions, delete
+from csi.controller.deletion import delete
 from csi.controller.volume_record import VolumeRecord, VolumeRecordError, VolumeRecords
 from csi.errors import (
     AbortedError,
@@ -31,7 +34,6 @@ from csi.errors import (
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.keys import customer_key_from, keys_from
 from csi.in_flight import Claims
-from csi.server import time_left
 from csi.volume.capabilities import check_capabilities, check_capability
 from csi.volume.location import (
     LOCATION_KEYS,
@@ -52,6 +54,8 @@ RESERVED = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
 _CLAIM = ("csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/namespace")
 # The size that a mount reports to `df`, too.
 MAX_BYTES = 1 << 60
+# A call that only reads or writes a record: below the sidecars' default --timeout, 10 s.
+ANSWER_S = 9.0
 
 _RPC = csi_pb2.ControllerServiceCapability.RPC
 _CAPABILITIES = (_RPC.CREATE_DELETE_VOLUME, _RPC.EXPAND_VOLUME, _RPC.SINGLE_NODE_MULTI_WRITER)
@@ -81,9 +85,10 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
     def __init__(self, stores: Stores, cluster: str) -> None:
         self._stores = stores
         self._cluster = cluster
-        # By volume id: the server's own claims are by name while a volume is created.
+        # By volume id: the server's own claims are by name while a volume is created, and end
+        # with the call.
         self._claims = Claims()
-        self._deletions = Deletions()
+        self._work = BackgroundWork()
         self._records = VolumeRecords()
 
     def ControllerGetCapabilities(
@@ -98,17 +103,21 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
     def CreateVolume(
         self, request: csi_pb2.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi_pb2.CreateVolumeResponse:
+        return self._work.run(request, context, partial(self._create, request), ANSWER_S)
+
+    def _create(
+        self, request: csi_pb2.CreateVolumeRequest, progress: Progress
+    ) -> csi_pb2.CreateVolumeResponse:
         record, volume = self._planned(request)
         bucket = self._bucket(
             volume,
             request.secrets,
+            progress,
             record.attributes.get("region"),
             pays=pays_requests(_settings(record.attributes)),
         )
         is_claims = _is_of_claim(request.parameters.get("prefix", DEFAULT_PREFIX))
         with self._claims.claim(str(volume)):
-            if self._deletions.is_running(volume):
-                raise AbortedError(f"volume {volume} is being deleted")
             if is_claims:
                 self._refuse_shared(bucket, record)
             record, is_new = _create(bucket, volume, record, request)
@@ -190,22 +199,23 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         if volume is None or self._stores.named(volume.store) is None:
             log.warning("volume %r: retained: it is in no configured store", request.volume_id)
             return csi_pb2.DeleteVolumeResponse()
-        bucket = self._bucket(volume, request.secrets)
+        return self._work.run(request, context, partial(self._delete, request, volume))
 
-        def work(progress: DeletionProgress) -> None:
+    def _delete(
+        self, request: csi_pb2.DeleteVolumeRequest, volume: VolumeId, progress: Progress
+    ) -> csi_pb2.DeleteVolumeResponse:
+        bucket = self._bucket(volume, request.secrets, progress)
+        with self._claims.claim(str(volume)):
             try:
-                delete(bucket, volume, self._cluster, self._records, progress)
-            except AccessDeniedError:
-                paying = self._paying(volume, request.secrets)
-                if paying is None:
-                    raise
-                delete(paying, volume, self._cluster, self._records, progress)
-
-        try:
-            with self._claims.claim(str(volume)):
-                self._deletions.run(volume, work, time_left(context))
-        except NoSuchBucketError:
-            log.info("volume %s: the bucket no longer exists", volume)
+                try:
+                    delete(bucket, volume, self._cluster, self._records, progress)
+                except AccessDeniedError:
+                    paying = self._paying(volume, request.secrets, progress)
+                    if paying is None:
+                        raise
+                    delete(paying, volume, self._cluster, self._records, progress)
+            except NoSuchBucketError:
+                log.info("volume %s: the bucket no longer exists", volume)
         return csi_pb2.DeleteVolumeResponse()
 
     def ValidateVolumeCapabilities(
@@ -215,7 +225,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
     ) -> csi_pb2.ValidateVolumeCapabilitiesResponse:
         if not request.volume_capabilities:
             raise InvalidArgumentError("volume_capabilities: missing")
-        record = self._existing(request.volume_id, request.secrets)
+        record = self._existing(request, context)
         try:
             check_capabilities(request.volume_capabilities)
             attributes = _own(request.volume_context)
@@ -243,39 +253,45 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         size = _size(request.capacity_range)
         if request.HasField("volume_capability"):
             check_capability(request.volume_capability)
-        record = self._existing(request.volume_id, request.secrets)
+        record = self._existing(request, context)
         return csi_pb2.ControllerExpandVolumeResponse(
             capacity_bytes=max(size, record.capacity_bytes), node_expansion_required=False
         )
 
-    def _existing(self, volume_id: str, secrets: Mapping[str, str]) -> VolumeRecord:
-        """The record of the volume with this id."""
-        if not volume_id:
+    def _existing(self, request: Any, context: grpc.ServicerContext) -> VolumeRecord:
+        """The record of a request's volume."""
+        if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
-        volume = VolumeId.parse(volume_id)
+        return self._work.run(request, context, partial(self._read, request), ANSWER_S)
+
+    def _read(self, request: Any, progress: Progress) -> VolumeRecord:
+        volume = VolumeId.parse(request.volume_id)
         record = None
         if volume is not None and self._stores.named(volume.store) is not None:
             try:
+                bucket = self._bucket(volume, request.secrets, progress)
                 try:
-                    record = volume_record.read(self._bucket(volume, secrets), volume)
+                    record = volume_record.read(bucket, volume)
                 except AccessDeniedError:
-                    paying = self._paying(volume, secrets)
+                    paying = self._paying(volume, request.secrets, progress)
                     if paying is None:
                         raise
                     record = volume_record.read(paying, volume)
             except VolumeRecordError as error:
                 raise FailedPreconditionError(f"volume {volume}: its record {error}") from error
         if record is None:
-            raise VolumeNotFoundError(f"there is no volume {volume_id!r}")
+            raise VolumeNotFoundError(f"there is no volume {request.volume_id!r}")
         return record
 
-    def _paying(self, volume: VolumeId, secrets: Mapping[str, str]) -> Bucket | None:
+    def _paying(
+        self, volume: VolumeId, secrets: Mapping[str, str], progress: Progress
+    ) -> Bucket | None:
         """The bucket for requests that agree to be paid for; None if the volume's class does not.
 
         A volume's id does not say it, and its record, which does, is in that bucket: where it is
         refused, one request asks for it as one who pays.
         """
-        bucket = self._bucket(volume, secrets, pays=True)
+        bucket = self._bucket(volume, secrets, progress, pays=True)
         try:
             record = volume_record.read(bucket, volume)
         except (AccessDeniedError, VolumeRecordError):
@@ -286,13 +302,14 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         self,
         volume: VolumeId,
         secrets: Mapping[str, str],
+        progress: Progress,
         region: str | None = None,
         *,
         pays: bool = False,
     ) -> Bucket:
         store = self._stores.by_name[volume.store]
-        keys, customer_key = keys_from(secrets), customer_key_from(secrets)
-        return Bucket(store, volume.bucket, region, keys, customer_key, pays=pays)
+        secret = keys_from(secrets), customer_key_from(secrets)
+        return Bucket(store, volume.bucket, region, *secret, pays=pays, progress=progress)
 
 
 def _create(

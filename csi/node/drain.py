@@ -22,6 +22,8 @@ from fusefs.api import MIB
 log = logging.getLogger(__name__)
 
 MOST_NAMED = 3
+# For a mount without targets to end.
+LINGER_S = 3.0
 
 
 class UploadingError(AbortedError):
@@ -48,17 +50,29 @@ class Drains:
             where = record.cache_directory
             log.error("given up: %s; the files are kept below %s", pending, where)
 
-    def end(self, record: MountRecord, ends: float) -> None:
-        """End the mount.
+    def end(self, record: MountRecord, ends: float) -> bool:
+        """End the mount; False if it goes on without targets, and with nothing to upload.
+
+        Then another mount namespace has a copy of a target, as an agent with a private copy of
+        kubelet's directory does. No pod waits for that, and it ends with `drainTimeout`.
 
         Raises:
             AbortedError: the daemon still works at `ends` (monotonic clock).
             OSError: the mount cannot be unmounted.
         """
-        self._began.setdefault(record.key, time.monotonic())
-        is_forced = self._is_given_up(record)
-        self._mounts.end(record, ends, is_forced=is_forced)
-        self._began.pop(record.key, None)
+        while True:
+            is_forced = self._is_given_up(record)
+            until = min(ends, time.monotonic() + LINGER_S)
+            try:
+                self._mounts.end(record, until, is_forced=is_forced)
+            except AbortedError:
+                if not self._reported(record):
+                    return False
+                if time.monotonic() >= ends:
+                    raise
+            else:
+                self._began.pop(record.key, None)
+                return True
 
     def reset(self, record: MountRecord) -> None:
         """A pod uses the mount again: its next end has the whole `drainTimeout`."""
@@ -75,6 +89,10 @@ class Drains:
             return ""
         if not self._mounts.is_alive(record, table) and not self._mounts.may_be_served(record):
             return ""
+        return self._reported(record)
+
+    def _reported(self, record: MountRecord) -> str:
+        """As `_pending`, by the daemon's own account."""
         status = self._mounts.ask(record)
         try:
             if status is not None:

@@ -39,6 +39,7 @@ from fusefs.api import (
     MountSettings,
     NotUpError,
     SettingsError,
+    abort_connection,
     daemon_pid,
     daemon_request,
     has_ended,
@@ -52,7 +53,8 @@ from fusefs.api import (
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
-# For killed processes of a mount to end.
+# For the processes of a mount to end, by themselves without a connection, and when killed.
+ENDED_S = 2.0
 KILL_S = 5.0
 POLL_S = 0.05
 # The helpers of a descriptor store that died bring the next one what they hold.
@@ -162,9 +164,11 @@ class Mounts:
         """
         root = Path(record.root)
         top = MountTable().top(root)
-        if top is not None and not self._is_held(top):
+        if top is None:
+            self._end_processes(root)  # of which another mount namespace has a copy
+        elif not self._is_held(top):
             self._check_not_served(record)
-            self._kill(root)
+            self._end_processes(root)
             bind_mount.pop_all(root)
             top = None
         self.records.write(record.key, record)  # first: a mount without a record is removed
@@ -316,11 +320,10 @@ class Mounts:
         processes = self._processes(root)
         try:
             bind_mount.pop_all(root)
-            if not _have_ended(processes, deadline):
+            if not self._have_ended(root, processes, deadline):
                 if not is_forced:
                     raise AbortedError(f"the mount at {root} is still ending")
-                self._kill_and_wait(processes)
-            self._wait_for_daemons(root, deadline, is_forced=is_forced)
+                self._kill(root, processes)
         finally:
             for process in processes:
                 os.close(process)
@@ -331,15 +334,15 @@ class Mounts:
         self._files.remove(key)
         self.records.remove(key)
 
-    def _wait_for_daemons(self, root: Path, deadline: float, *, is_forced: bool) -> None:
-        """Wait for the supervisor's daemons of the mount, which may have outlived their keeper."""
+    def _have_ended(self, root: Path, processes: list[int], deadline: float) -> bool:
+        """Wait for a mount's processes, and the supervisor's daemons, which may outlive them."""
+        if not _have_ended(processes, deadline):
+            return False
         while self._daemons.may_serve(root):
             if time.monotonic() >= deadline:
-                if not is_forced:
-                    raise AbortedError(f"the mount at {root} is still ending")
-                self._daemons.end(root)
-                return
+                return False
             time.sleep(POLL_S)
+        return True
 
     def _processes(self, root: Path) -> list[int]:
         """The processes of a mount as pidfds, the keeper first, as it would start others.
@@ -358,20 +361,24 @@ class Mounts:
                 pidfds.append(os.pidfd_open(pid))
         return pidfds
 
-    def _kill(self, root: Path) -> None:
+    def _end_processes(self, root: Path) -> None:
+        """End what an earlier mount at `root` has left."""
         processes = self._processes(root)
-        self._kill_and_wait(processes)
-        self._daemons.end(root)
+        self._kill(root, processes)
         for process in processes:
             os.close(process)
 
-    def _kill_and_wait(self, processes: list[int]) -> None:
-        """Kill the processes of a mount, and wait until they have ended."""
+    def _kill(self, root: Path, processes: list[int]) -> None:
+        """End a mount's connection, and kill its processes, which would go on with it."""
+        with contextlib.suppress(ControlError, OSError):
+            abort_connection(keeper_status(root, ANSWER_TIMEOUT_S)["connection"])
+            _have_ended(processes, time.monotonic() + ENDED_S)
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         if not _have_ended(processes, time.monotonic() + KILL_S):
             log.error("a killed process of a mount hangs in the kernel")
+        self._daemons.end(root)
 
 
 def _have_ended(processes: list[int], deadline: float) -> bool:

@@ -59,16 +59,31 @@ class PublishRequest:
 
     @property
     def arguments(self) -> str:
-        """What has to be the same when it is published there again.
+        """What is on record of a mount's first publish call.
 
-        Kubelet does that every minute, and takes a refusal for the end of the
-        pod's volume. So what an administrator may change meanwhile, the mount
-        options, is not among it.
+        Kubelet publishes again every minute, and takes a refusal for the end of the pod's
+        volume. So the mount options, which an administrator may change, are not among it.
         """
         return json.dumps(
             [self.volume_id, self.fs_group, self.mode, self.location, self.attributes],
             sort_keys=True,
         )
+
+    @property
+    def mountable(self) -> str:
+        """The part of `arguments` that has a mount of its own: all but the access mode.
+
+        That may be changed while pods run, as Kubernetes documents for ReadWriteOncePod.
+        """
+        return json.dumps(
+            [self.volume_id, self.fs_group, self.location, self.attributes], sort_keys=True
+        )
+
+    def mode_before(self, arguments: str) -> str | None:
+        """The access mode in recorded arguments; None if anything else of them is different."""
+        recorded, now = json.loads(arguments), json.loads(self.arguments)
+        mode, recorded[2] = recorded[2], now[2]
+        return str(mode) if recorded == now else None
 
 
 def read_request(

@@ -128,8 +128,8 @@ class Reconciler(threading.Thread):
         is_awaited = self._warmups.is_awaited(record.key)
         if not self._mounts.references(record, table) and not is_awaited:
             self._drains.check(record)
-            self._drains.end(record, time.monotonic())
-            self._warmups.forget(record.key)
+            if self._drains.end(record, time.monotonic()):
+                self._warmups.forget(record.key)
         else:
             self._mounts.ensure_held(record, time.monotonic() + START_S)
 

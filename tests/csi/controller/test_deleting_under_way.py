@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from csi.controller import deletion
+from csi.controller import background
 from csi.controller.service import ControllerService
 from csi.generated import csi_pb2
 from csi.volume.stores import Stores
@@ -147,7 +147,7 @@ def test_a_deletion_that_no_thread_could_begin_is_begun_by_the_next_call(
     volume = create(driver, bucket.name, onDelete="delete")
     message = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
     with monkeypatch.context() as full:
-        full.setattr(deletion, "threading", SimpleNamespace(Thread=refuse))
+        full.setattr(background, "threading", SimpleNamespace(Thread=refuse))
         assert refusal(driver.controller.DeleteVolume, message)[0] is Code.UNAVAILABLE
     delete(driver, volume.volume_id, timeout=8)
     assert set(keys(bucket)) == set()

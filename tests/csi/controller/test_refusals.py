@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import time
 from typing import Any
 
+import grpc
 import pytest
 
 from csi.controller.bucket_client import make_client
@@ -20,11 +23,12 @@ from tests.support.csi.calls import (
     refusal,
     serving,
 )
-from tests.support.csi.volumes import NAME, Code, changed, record_key, request
+from tests.support.csi.volumes import KEYS, NAME, Code, changed, create, record_key, request
 from tests.support.servers.buckets import Bucket, keys
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import SECRET_KEY
 from tests.support.sharing import PATIENCE_S
+from tests.support.waiting import until
 
 BAD_REQUESTS = {
     "no name": (lambda message: message.ClearField("name"), "name"),
@@ -210,3 +214,38 @@ def test_a_volume_whose_answer_was_lost_is_created_by_the_next_call(
     faulty.clear()
     again = driver.controller.CreateVolume(message, timeout=PATIENCE_S)
     assert again.volume.volume_id == f"faulty/{bucket.name}/{NAME}"
+
+
+@pytest.mark.parametrize(("timeout_s", "answered_s"), [(4.0, 3.0), (60.0, 9.0)])
+def test_a_store_that_stays_silent_is_named_before_the_callers_deadline(
+    driver: Driver, bucket: Bucket, faulty: FaultyS3, timeout_s: float, answered_s: float
+) -> None:
+    """The provisioner and the resizer wait for 10 s unless they are told otherwise."""
+    volume = create(driver, bucket.name, store="faulty")
+    silent = faulty.add("*", stall=True)
+    expand = csi_pb2.ControllerExpandVolumeRequest(
+        volume_id=volume.volume_id,
+        capacity_range=csi_pb2.CapacityRange(required_bytes=9),
+        secrets=KEYS,
+    )
+    another = request(bucket.name, "pvc-another", store="faulty")
+    silences = []
+    try:
+        for call, message in (
+            (driver.controller.CreateVolume, another),
+            (driver.controller.CreateVolume, another),  # it waits on for the same work
+            (driver.controller.ControllerExpandVolume, expand),
+        ):
+            began = time.monotonic()
+            with pytest.raises(grpc.RpcError) as caught:
+                call(message, timeout=timeout_s)
+            assert time.monotonic() - began < answered_s
+            assert caught.value.code() is Code.ABORTED
+            said = caught.value.details()
+            assert f" s from {faulty.endpoint_url} (s3://{bucket.name}/" in said
+            silences += [int(found) for found in re.findall("no answer for ([0-9]+) s", said)]
+        assert silences[1] > silences[0] > 0
+    finally:
+        faulty.remove(silent)
+        silent.release()
+    until(lambda: record_key("pvc-another") in keys(bucket), "the work is done")

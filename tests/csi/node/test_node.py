@@ -160,6 +160,33 @@ def test_publishing_again_brings_fresh_keys_and_asks_neither_bucket_nor_mount(
     node.unpublish("again", target)
 
 
+def test_an_access_mode_that_is_changed_while_pods_run_changes_no_mount(
+    node: Node, data: Bucket
+) -> None:
+    """ReadWriteOnce to ReadWriteOncePod, as Kubernetes documents it."""
+    target, other = node.target("pod"), node.target("other-pod")
+    volume = {"bucket": data.name, "prefix": "a"}
+    before = capability(Mode.SINGLE_NODE_MULTI_WRITER)
+    after = volume | {"cap": capability(Mode.SINGLE_NODE_SINGLE_WRITER)}
+    node.publish("moded", target, cap=before, **volume)
+    node.publish("moded", other, cap=before, **volume)
+    fresh = {"accessKeyId": "NEW", "secretAccessKey": "new-one"}
+    for _ in range(2):
+        node.publish("moded", target, secrets=fresh, **after)
+    [file] = (node.state / "credentials").glob("*/keys")
+    assert "NEW" in file.read_text()
+    changed = "moded: access mode SINGLE_NODE_SINGLE_WRITER, was SINGLE_NODE_MULTI_WRITER"
+    assert node.log.read_text().count(changed) == 1
+    node.unpublish("moded", other)
+    with refused(Code.FAILED_PRECONDITION, "moded"):
+        node.publish("moded", other, **after)
+    node.kill_all()
+    node.publish("moded", target, **after)
+    assert (target / "hello").read_bytes() == b"hello"
+    assert len(node.roots()) == 1
+    node.unpublish("moded", target)
+
+
 def test_a_dead_mount_gets_a_new_one_on_top(node: Node, data: Bucket) -> None:
     target = node.target("pod")
     volume = {"bucket": data.name, "prefix": "a"}
@@ -296,7 +323,6 @@ def test_a_published_path_takes_nothing_else(node: Node, data: Bucket) -> None:
     node.publish("one", target, bucket=data.name, prefix="a")
     for change in (
         {"readonly": True},
-        {"cap": capability(Mode.SINGLE_NODE_MULTI_WRITER)},
         {"cap": capability(group="5")},
         {"prefix": "b"},
     ):

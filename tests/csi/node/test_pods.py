@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.support.csi.node import Node
+from tests.support.csi.node import Mode, Node, capability
 from tests.support.csi.pod import Pod, pod_reading
 from tests.support.csi.publishing import data as data
 from tests.support.csi.publishing import node as node
 from tests.support.csi.publishing import running as running
 from tests.support.servers.buckets import Bucket
+from tests.support.waiting import until
+
+# A pod that uploads nothing has ended after it.
+ENDING_S = 10.0
 
 # For each line of its input it reads the file anew, and makes another beside it.
 WRITER = """
@@ -46,9 +52,7 @@ def test_a_mount_that_is_made_anew_is_each_pods_own(
 
     def begin(stack: ExitStack, target: Path) -> Pod:
         path = target / "hello"
-        return stack.enter_context(
-            pod_reading(node, path, code=WRITER, propagation=propagation)
-        )
+        return stack.enter_context(pod_reading(node, path, code=WRITER, propagation=propagation))
 
     with ExitStack() as stack:
         publish_all()
@@ -69,3 +73,26 @@ def test_a_mount_that_is_made_anew_is_each_pods_own(
     for target in (reader, other):
         node.unpublish("volume", target)
     data.delete("a/hello-too")
+
+
+@pytest.mark.parametrize("mode", [Mode.MULTI_NODE_MULTI_WRITER, Mode.MULTI_NODE_READER_ONLY])
+def test_a_pod_ends_though_an_agent_has_a_private_copy_of_its_volume(
+    node: Node, data: Bucket, mode: int
+) -> None:
+    target = node.target("pod")
+    volume = {"bucket": data.name, "prefix": "a", "cap": capability(mode), "drainTimeout": "8s"}
+    node.publish("volume", target, **volume)
+    copy = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec cat"]
+    with subprocess.Popen(copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        began = time.monotonic()
+        node.unpublish("volume", target)
+        assert time.monotonic() - began < ENDING_S
+        assert not target.exists()
+        assert len(node.daemons()) == 1  # for the agent
+        node.publish("volume", target, **volume)
+        assert (target / "hello").read_bytes() == b"hello"
+        assert len(node.daemons()) == 1
+        node.unpublish("volume", target)
+        until(lambda: not node.leftovers(), "the agent's copy has ended")

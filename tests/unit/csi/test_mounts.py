@@ -80,7 +80,7 @@ def made(node: PlayedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
     for begin in ("start_mount", "resume_mount"):
         monkeypatch.setattr(mounts, begin, node.start)
     monkeypatch.setattr(mounts.bind_mount, "pop_all", lambda _root: node.done.append("unmount"))
-    monkeypatch.setattr(Mounts, "_kill", lambda _self, _root: node.done.append("kill"))
+    monkeypatch.setattr(Mounts, "_end_processes", lambda _self, _root: node.done.append("kill"))
     played.supervisor = None
     files: Any = None
     return Mounts(MountRecords(tmp_path / "records"), files, tmp_path / "roots", played, played)

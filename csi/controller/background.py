@@ -1,0 +1,111 @@
+"""Calls whose work may outlast them: a store that is silent, a bucket with many objects.
+
+A thread does the work of a call. The call waits for it, and is answered ABORTED with the
+progress when that takes too long: before its deadline, so that the caller gets a reason.
+The same call, made again, waits on for the same work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from csi.errors import AbortedError
+from csi.server import time_left
+
+# Between the answer and the call's deadline.
+MARGIN_S = 2.0
+# How long a call waits that has no deadline.
+PATIENCE_S = 30.0
+
+T = TypeVar("T")
+
+
+class Progress:
+    """How far a call's work is: `done`, and the request that it waits for."""
+
+    def __init__(self) -> None:
+        self.done = ""
+        self._request, self._since = "", time.monotonic()
+
+    def wait_for(self, request: str) -> None:
+        """Note that a request is sent to the store; "" when its answer has come."""
+        self._request, self._since = request, time.monotonic()
+
+    def __str__(self) -> str:
+        waited_s = time.monotonic() - self._since
+        silent = f"no answer for {waited_s:.0f} s from {self._request}" if self._request else ""
+        return ", ".join(filter(None, (self.done, silent))) or "it is not done yet"
+
+
+class BackgroundWork:
+    """The work that is under way, by calls. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[bytes, tuple[Future[Any], Progress]] = {}
+
+    def run(
+        self,
+        request: Message,
+        context: grpc.ServicerContext,
+        work: Callable[[Progress], T],
+        limit_s: float = PATIENCE_S,
+    ) -> T:
+        """Start the work of a call, or join that of an equal one, and return its result.
+
+        Raises:
+            AbortedError: the work goes on, and the call's deadline or `limit_s` is near.
+            Exception: the error that `work` raised.
+        """
+        future, progress = self._start_or_join(request, work)
+        given_s = time_left(context)
+        left_s = limit_s if given_s is None else min(given_s, limit_s)
+        try:
+            result: T = future.result(timeout=max(left_s - MARGIN_S, left_s / 2))
+        except TimeoutError:
+            if future.done():
+                raise
+            raise AbortedError(f"under way: {progress}") from None
+        return result
+
+    def _start_or_join(
+        self, request: Message, work: Callable[[Progress], T]
+    ) -> tuple[Future[T], Progress]:
+        key = request.DESCRIPTOR.name.encode() + request.SerializeToString(deterministic=True)
+        with self._lock:
+            if key in self._running:
+                return self._running[key]
+            future: Future[T] = Future()
+            progress = Progress()
+            self._running[key] = future, progress
+        arguments = (key, work, future, progress)
+        try:
+            threading.Thread(target=self._do, args=arguments, name="work", daemon=True).start()
+        except RuntimeError:  # the container has as many threads as it may have
+            with self._lock:
+                del self._running[key]
+            raise
+        return future, progress
+
+    def _do(
+        self, key: bytes, work: Callable[[Progress], T], future: Future[T], progress: Progress
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            result = work(progress)
+        except BaseException as raised:
+            error = raised
+        # Before the result is set, so that a later call starts anew.
+        with self._lock:
+            del self._running[key]
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
