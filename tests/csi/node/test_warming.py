@@ -45,7 +45,7 @@ def node(running: Node, faulty: FaultyS3) -> Iterator[Node]:
     faulty.clear()
     yield running
     faulty.clear()
-    assert running.leftovers() == []
+    until(lambda: not running.leftovers(), "nothing is left")
     assert list((running.state / "warming").iterdir()) == []
 
 

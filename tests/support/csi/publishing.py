@@ -16,6 +16,7 @@ from tests.support.csi.node import Node, code_of, running_node
 from tests.support.servers.buckets import Bucket, keys
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,7 @@ def node(running: Node, data: Bucket, faulty: FaultyS3) -> Iterator[Node]:
     before = keys(data)
     yield running
     faulty.clear()
-    left = running.leftovers()
-    assert not left, left
+    until(lambda: not running.leftovers(), "nothing is left")
     assert keys(data) == before
 
 
