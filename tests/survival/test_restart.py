@@ -163,7 +163,7 @@ def test_a_mount_uses_what_another_fetched(bucket: Bucket, mounter: Mounter) -> 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """What the mount fixture calls its cache, on a small tmpfs."""
+    """The cache of `mounter`, on a small tmpfs; tests name it before, so that it goes after."""
     with small_disk(tmp_path / "disk", 64) as path:
         yield path
 
@@ -199,7 +199,7 @@ class DiskUse:
 
 
 def test_the_limit_holds_while_32_readers_stream_more_than_fits(
-    bucket: Bucket, mounter: Mounter, disk: Path
+    bucket: Bucket, disk: Path, mounter: Mounter
 ) -> None:
     objects = put_many(bucket, 32, 3 * MIB)
     one = mounter("--cache-size", "24MiB", cache="disk/cache")
@@ -209,7 +209,7 @@ def test_the_limit_holds_while_32_readers_stream_more_than_fits(
     assert one.status()["cache"]["used_bytes"] <= 24 * MIB
 
 
-def test_the_floor_of_free_space_holds(bucket: Bucket, mounter: Mounter, disk: Path) -> None:
+def test_the_floor_of_free_space_holds(bucket: Bucket, disk: Path, mounter: Mounter) -> None:
     objects = put_many(bucket, 12, 6 * MIB)
     one = mounter("--min-free", "20%", cache="disk/cache")
     for _ in range(2):
@@ -221,7 +221,7 @@ def test_the_floor_of_free_space_holds(bucket: Bucket, mounter: Mounter, disk: P
 
 
 def test_a_cache_in_memory_is_read_like_any_other(
-    bucket: Bucket, mounter: Mounter, disk: Path
+    bucket: Bucket, disk: Path, mounter: Mounter
 ) -> None:
     objects = put_many(bucket, 3, 2 * MIB)
     one = mounter("--passthrough", "off", cache="disk/cache")
@@ -232,7 +232,7 @@ def test_a_cache_in_memory_is_read_like_any_other(
 
 @states("A cache directory that can't take more is read past: programs see no error.")
 def test_a_disk_that_is_full_degrades_to_reading_without_a_cache(
-    bucket: Bucket, mounter: Mounter, disk: Path
+    bucket: Bucket, disk: Path, mounter: Mounter
 ) -> None:
     objects = put_many(bucket, 4, 3 * MIB)
     one = mounter("--min-free", "0", cache="disk/cache")
@@ -251,7 +251,7 @@ def test_a_disk_that_is_full_degrades_to_reading_without_a_cache(
 
 @pytest.mark.parametrize("passthrough", ["auto", "off"])
 def test_a_disk_that_turns_read_only_degrades_to_reading_without_a_cache(
-    bucket: Bucket, mounter: Mounter, disk: Path, passthrough: str
+    bucket: Bucket, disk: Path, mounter: Mounter, passthrough: str
 ) -> None:
     objects = put_many(bucket, 4, 3 * MIB)
     one = mounter("--passthrough", passthrough, cache="disk/cache")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from fusefs.cli import polling, status_report
 from fusefs.cli import status as overview
-from fusefs.cli import status_report
 from fusefs.diagnosis import findings, mounted
 from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch import control, registry
@@ -86,6 +86,7 @@ def test_a_daemon_that_does_not_answer_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO))
+    monkeypatch.setattr(polling, "SILENCE_S", 0)
     registry.register(Path("/mnt/a"), "s3://bucket/", sleeper.pid)
     assert run(*command, "/mnt/a") == 1
     line = capsys.readouterr().err

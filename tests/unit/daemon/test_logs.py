@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fusefs.daemon.log_handlers import LOOK_EVERY, BoundedHandler, OneLineFormatter
 from tests.support.machine.disks import small_disk
 
@@ -44,6 +46,7 @@ def without_gaps(lines: list[str]) -> bool:
     return True
 
 
+@pytest.mark.disk
 def test_a_log_of_several_processes_is_bounded_and_has_no_gaps(tmp_path: Path) -> None:
     path = tmp_path / "log"
     assert without_gaps(written_by_three(path))

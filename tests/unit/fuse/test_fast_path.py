@@ -405,6 +405,7 @@ async def test_many_opens_at_once_are_all_taken(tmp_path: Path) -> None:
         assert len(set(side.open)) == count
 
 
+@pytest.mark.disk
 async def test_a_read_is_answered_with_the_right_bytes(tmp_path: Path) -> None:
     async with both(tmp_path) as sides:
         for side in sides:
