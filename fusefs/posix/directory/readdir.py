@@ -118,7 +118,9 @@ class DirectoryStreams:
             )
             shown: list[Inode] = []
             if self._asks(handle, buffer) and self._is_of(directory, handle):
-                shown = await self._learn_next(handle, directory, segment, buffer)
+                await self._head_cache.sample(handle.inode, segment)
+                if not buffer.takes_names and self._is_of(directory, handle):
+                    shown = await self._show_next(handle, segment)
             if self._is_of(directory, handle):
                 has_more = self._add_entries(handle, directory, segment, buffer)
             else:
@@ -137,13 +139,7 @@ class DirectoryStreams:
             return False
         return not buffer.takes_names or self._head_cache.wants_sample(handle.inode)
 
-    async def _learn_next(
-        self,
-        handle: DirectoryHandle,
-        directory: Directory,
-        segment: Segment,
-        buffer: DirectoryBuffer,
-    ) -> list[Inode]:
+    async def _show_next(self, handle: DirectoryHandle, segment: Segment) -> list[Inode]:
         """Learn the attributes of the next entries; their inodes have them until they are dropped.
 
         Raises:
@@ -155,10 +151,7 @@ class DirectoryStreams:
             for name in segment.ordered[at : at + MOST_AHEAD]
         ]
         try:
-            if buffer.takes_names:
-                await self._head_cache.sample(handle.inode, segment, inodes)
-            else:
-                await self._head_cache.show_all(handle.inode, inodes)
+            await self._head_cache.show_all(inodes)
         except BaseException:
             for inode in inodes:
                 self._inodes.drop_unknown(inode)

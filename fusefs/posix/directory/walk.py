@@ -26,7 +26,7 @@ from fusefs.telemetry.stalls import WaitCause, stage, unattended
 logger = logging.getLogger("fusefs.directories")
 
 # Folders opened in a row before a walk is taken for one.
-WALK_AFTER = 3
+WALK_AFTER = 2
 MOST_WALKS = 64
 # Names in folders that were begun: more than a page of them are not worth their memory.
 MOST_BEGUN = 1000

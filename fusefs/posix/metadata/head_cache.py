@@ -3,11 +3,11 @@
 A writable mount sends a HEAD for each name that is looked up, unless the object is
 assumed to have no attributes (head_policy.py). When a program looks at one name after
 the other in the order of the listing (`ls -l`, `rsync`), HEADs of the following names
-are sent along: one, two, four, and at most MOST_AHEAD. In each folder that a walk is
-about to reach, one file has its HEAD ahead where that may decide for all of them.
+are sent along: one, two, four, and at most MOST_AHEAD. A folder that is listed, that a walk
+is about to reach, or in which a second name is looked up, has HEADs of a few names at once
+where these may decide for all of them.
 
-A read-only mount assumes more (head_policy.py). It looks at the smallest file of a folder,
-which is a symbolic link before any other is. A program that may not read or execute a file
+A read-only mount assumes more (head_policy.py). A program that may not read or execute a file
 has the kernel ask for its attributes once more: then they are the object's. The GET of a small
 file brings them as well. Where an object turns out to be a link that the kernel was told to be
 a file, its name gets a new node: an open of the old one is ESTALE, upon which the kernel looks
@@ -21,13 +21,14 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 
 import trio
 
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Entry, Segment
 from fusefs.posix.metadata import object_metadata as meta
-from fusefs.posix.metadata.head_policy import ALIKE, SAME_TIME_NS, Assumed
+from fusefs.posix.metadata.head_policy import SAMPLE, Assumed
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET, SECOND_NS, Meta
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
@@ -38,8 +39,6 @@ from fusefs.telemetry.stalls import Work
 
 # As many as requests may run at once by default.
 MOST_AHEAD = 32
-# Fewer, for a connection that is open costs less than a new one, and the first may be enough.
-SAMPLED_AT_ONCE = 16
 # Answers that no request has used yet, and directories that are walked through.
 MOST_KEPT = 4096
 MOST_SCANS = 64
@@ -62,12 +61,12 @@ class PendingHead:
 
     __slots__ = ("done", "error", "info", "sent", "work")
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work | None = None) -> None:
         self.sent = time.monotonic()
         self.done = trio.Event()
         self.info: ObjectInfo | None = None
         self.error: StoreError | None = None
-        self.work = Work()
+        self.work = work or Work()
 
 
 class ScanState:
@@ -113,7 +112,7 @@ class HeadCache:
         self._pending: OrderedDict[str, PendingHead] = OrderedDict()
         self._scans: OrderedDict[str, ScanState] = OrderedDict()
         self._deferred = deferred
-        # Directories in which the HEAD of a first file is under way.
+        # Directories of which a sample is under way.
         self._sampled: dict[str, PendingHead] = {}
         directories.expect = self._sample_ahead
         # The attributes of versions, None for no attributes, by `_version`: the kernel
@@ -187,15 +186,16 @@ class HeadCache:
         """
         if not self.needs_head(inode):
             return
-        if not self.asks_less:
-            await self._learn(inode)
-            return
         if inode.parent is not None:
-            await self._sampled_ahead(self._inodes.key(inode.parent))
+            segment = self._directories.get(self._inodes.key(inode.parent)).holding(inode.name)
+            if segment is not None:
+                await self.sample(inode.parent, segment, is_listed=False)
         if self.needs_head(inode):
             try:
                 await self._learn(inode)
             except StoreError:
+                if not self.asks_less:
+                    raise
                 prefix = _directory(self._inodes.key(inode))
                 self._policy.observe(prefix, _modified_ns(inode), has_attributes=False)
 
@@ -220,67 +220,69 @@ class HeadCache:
         self._look_ahead(inode, is_expected=head is not None)
         await self._take(inode, head or self._send(key))
 
-    async def show_all(self, directory: Inode, inodes: Sequence[Inode]) -> None:
+    async def show_all(self, inodes: Sequence[Inode]) -> None:
         """As `show`, for several of one directory at once."""
-        prefix = self._inodes.key(directory)
-        while batch := [inode for inode in inodes if self.needs_head(inode)]:
-            batch = batch[: max(1, self._policy.remaining(prefix))]
+        while batch := [inode for inode in inodes if self.needs_head(inode)][:MOST_AHEAD]:
             heads = [self._send(self._inodes.key(inode)) for inode in batch]
             for inode, head in zip(batch, heads, strict=True):
                 await self._take(inode, head)
 
     def wants_sample(self, directory: Inode) -> bool:
-        """Whether HEADs of a few of a directory's files may spare those of the others."""
+        """True if HEADs of a few of a directory's names may spare those of the others."""
         return self._policy.is_undecided(self._inodes.key(directory))
 
-    async def sample(self, directory: Inode, segment: Segment, inodes: Sequence[Inode]) -> None:
-        """Send HEADs of a few of a directory's files, which may spare those of the others.
+    async def sample(self, directory: Inode, segment: Segment, *, is_listed: bool = True) -> None:
+        """Have HEADs of a few of a directory's names, which may spare those of the others.
 
-        `inodes` are the next ones of the segment.
+        In a directory that is not listed, the first name that is looked up has its own alone.
         """
         prefix = self._inodes.key(directory)
-        if self.asks_less and self._policy.is_new(prefix) and prefix not in self._sampled:
-            self._sample_ahead(prefix, segment)
-        await self._sampled_ahead(prefix)
-        unknown = [inode for inode in inodes if self.needs_head(inode)]
-        while unknown and self._policy.is_undecided(prefix):
-            few = unknown[: min(SAMPLED_AT_ONCE, self._policy.remaining(prefix))]
-            del unknown[: len(few)]
-            heads = [self._send(self._inodes.key(inode)) for inode in few]
-            for inode, head in zip(few, heads, strict=True):
-                try:
-                    await self._take(inode, head)
-                except StoreError:
-                    continue  # a request for its attributes will fail
-
-    async def _sampled_ahead(self, prefix: str) -> None:
-        """Wait for HEADs that were sent of a directory's files before any was looked up."""
+        self._send_sample(prefix, segment, is_listed=is_listed)
         sampled = self._sampled.get(prefix)
         if sampled is not None:
             with sampled.work.awaited():
                 await sampled.done.wait()
 
     def _sample_ahead(self, prefix: str, segment: Segment) -> None:
-        """Send the HEAD of one file where that may spare those of its whole directory."""
-        most = ALIKE if self.asks_less else MOST_AHEAD
-        if not self._policy.is_undecided(prefix) or len(self._sampled) >= most:
+        """As `sample`, before any request for the directory."""
+        if len(self._sampled) * self._policy.sample_size < MOST_AHEAD:
+            self._send_sample(prefix, segment, is_listed=True)
+
+    def _send_sample(self, prefix: str, segment: Segment, *, is_listed: bool) -> None:
+        """Send HEADs of a few of a directory's names, unless those beside it decide for it."""
+        policy = self._policy
+        if prefix in self._sampled or not policy.is_undecided(prefix):
             return
         files = [entry for entry in segment.entries.values() if entry is not None]
-        if self.asks_less:
-            samples = _telling(files) if self._policy.is_new(prefix) else []
-        else:
-            samples = files[:1] if self._policy.remaining(prefix) == 1 else []
-            samples = [info for info in samples if self.lacks_version(info)]
-        if samples:
+        times = [info.mtime_ns for info in files]
+        folders: list[str] = []
+        if not self.asks_less and len(files) < len(segment.entries):
+            folders = [f"{prefix}{name}/" for name, entry in segment.entries.items() if not entry]
+        if not folders and policy.is_like_others(prefix, times):
+            return
+        if is_listed or not policy.is_new(prefix):
+            ordered = chain(_telling(files), folders, (info.key for info in files))
+            keys = list(islice(dict.fromkeys(ordered), SAMPLE))
             self._sampled[prefix] = PendingHead()
-            self._nursery.start_soon(self._sample_few, prefix, samples)
+            self._nursery.start_soon(self._run_sample, prefix, keys, times)
 
-    async def _sample_few(self, prefix: str, infos: Sequence[ObjectInfo]) -> None:
+    async def _run_sample(self, prefix: str, keys: Sequence[str], modified_ns: list[int]) -> None:
+        """Send the HEADs of a sample; of all `keys` if some have what is shown anyway."""
+        sampled, heads = self._sampled[prefix], dict[str, PendingHead]()
+        few = self._policy.sample_size
         try:
-            with self._sampled[prefix].work.doing():
+            for batch in (keys[:few], keys[few:]):
                 async with trio.open_nursery() as nursery:
-                    for info in infos:
-                        nursery.start_soon(self.learn_version, info)
+                    for key in batch:
+                        heads[key] = PendingHead(sampled.work)
+                        nursery.start_soon(self._run, key, heads[key])
+                if not self._policy.has_usual(prefix):
+                    break
+            is_known = self.asks_less or not any(head.error for head in heads.values())
+            if is_known and self._policy.sampled(prefix, len(heads), modified_ns):
+                return
+            for key, head in heads.items():
+                self._keep(key, head)
         finally:
             self._sampled.pop(prefix).done.set()
 
@@ -421,7 +423,7 @@ class HeadCache:
         if not is_in_order:
             scan.width = scan.remaining = 0
         elif 2 * scan.remaining <= scan.width:
-            most = min(MOST_AHEAD, self._policy.remaining(prefix))
+            most = 0 if self._policy.is_undecided(prefix) else MOST_AHEAD
             scan.width = scan.remaining = min(most, max(1, 2 * scan.width))
             for name in segment.ordered[behind : behind + scan.width]:
                 self._send_ahead(inode.parent, prefix, name, segment.entries[name])
@@ -438,7 +440,11 @@ class HeadCache:
         known = (parent.children or {}).get(name)
         if key in self._pending or (known is not None and not self.lacks(known)):
             return
-        self._pending[key] = self._send(key)
+        self._keep(key, self._send(key))
+
+    def _keep(self, key: str, head: PendingHead) -> None:
+        """Keep an answer that no request has used yet."""
+        self._pending[key] = head
         if len(self._pending) > MOST_KEPT:
             self._pending.popitem(last=False)
 
@@ -456,17 +462,12 @@ def _may_be_link(info: ObjectInfo | None) -> bool:
     return info is not None and 0 < info.size <= LONGEST_TARGET
 
 
-def _telling(files: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-    """The files whose attributes tell most of a directory's: the smallest that is not empty.
-
-    Beside it the smallest of those that came last, for they may be of another kind.
-    """
+def _telling(files: Sequence[ObjectInfo]) -> list[str]:
+    """The keys of the smallest file that is not empty, and of the youngest; see head_policy.py."""
     if not files:
         return []
-    since = max(info.mtime_ns for info in files) - SAME_TIME_NS
-    latest = [info for info in files if info.mtime_ns >= since]
-    found = (min(few, key=lambda info: info.size or math.inf) for few in (files, latest))
-    return list({info.key: info for info in found}.values())
+    smallest = min(files, key=lambda info: info.size or math.inf)
+    return [smallest.key, max(files, key=lambda info: info.mtime_ns).key]
 
 
 def _version(info: ObjectInfo) -> int:

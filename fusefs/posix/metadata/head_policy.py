@@ -1,22 +1,23 @@
 """Decides which objects need no HEAD.
 
 Listings carry no user metadata, and a HEAD for each file costs as much as reading it.
-Most buckets were filled by programs that keep none. If the first SAMPLE objects of a
-directory have no attributes, the others of the same age are assumed to have none; one
-object is enough once EXPERIENCE objects in a row, of any directories, had none.
+Most buckets were filled by programs that keep none. So a few objects of a directory are
+asked for (`SAMPLE`, head_cache.py), among them the smallest and the youngest: a symbolic link
+is the smallest, and what was changed is the youngest. If these have no attributes, the others
+are assumed to have none, and so are those of the directories beside it whose objects are of
+the same time: a data set is uploaded at one time, by one program. After EXPERIENCE objects
+in a row without any, of whatever directories, one is enough.
 
-What makes that safe enough: one object with attributes ends it for its directory; an
-object that is younger than those of the sample has its HEAD (a data set is uploaded at
-one time, and what is written beside it later is of another kind); and nothing is assumed
-of a directory in which this mount, or an earlier one with its cache, changed something.
+What makes that safe enough: one object with attributes ends it for its directory, and for
+those beside it; an object that is younger than those without has its HEAD; and nothing is
+assumed of a directory in which this mount, or an earlier one with its cache, changed something.
 Before anything is changed, its object always has its HEAD.
 
-A read-only mount is for data sets of many files, so it asks less. Where nothing is known only
-an object that may be a symbolic link by its size has its HEAD. One object without attributes
-decides for its directory, and ALIKE directories in a row without any for all others of the
-same parent. Attributes that are what the mount shows anyway, times aside, count as none, but
-then it takes a sample to decide. What was assumed wrongly shows when the object is read, or
-when a program may not do what it wants to (head_cache.py).
+A read-only mount is for data sets of many files, so it asks less: the two objects alone, and
+where nothing is known only for what may be a symbolic link by its size. Attributes that are
+what the mount shows anyway, times aside, count as none, but then it takes a sample to decide.
+What was assumed wrongly shows when the object is read, or when a program may not do what it
+wants to (head_cache.py).
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ import logging
 import math
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 logger = logging.getLogger("fusefs.posix")
 
-SAMPLE = 32
+SAMPLE = 16
 EXPERIENCE = 128
-# Directories of one parent whose files have no attributes: then those of the others have none.
-ALIKE = 4
-# How much younger an object may be than those without attributes, in nanoseconds.
+# The smallest object of a directory, and the youngest.
+READ_ONLY_SAMPLE = 2
+# How much younger an object may be than those without attributes, and of the directories beside
+# theirs how much older, in nanoseconds.
 SAME_TIME_NS = 600 * 10**9
 # Directories that are remembered, at about 200 bytes for each.
 MOST_DIRECTORIES = 100_000
@@ -44,10 +47,13 @@ MOST_CHANGED = 20_000
 
 
 class _Directory:
-    __slots__ = ("has_attributes", "has_usual", "without", "youngest_ns")
+    """The knowledge of one directory's objects, or of those of all directories of one parent."""
+
+    __slots__ = ("has_attributes", "has_usual", "oldest_ns", "without", "youngest_ns")
 
     def __init__(self) -> None:
         self.without = 0
+        self.oldest_ns = math.inf
         self.youngest_ns = 0
         self.has_attributes = False
         # An object has attributes which the mount shows anyway.
@@ -74,10 +80,10 @@ class HeadPolicy:
     def __init__(self, record: Path | None = None, *, is_read_only: bool = False) -> None:
         # See the module's text.
         self.asks_less = is_read_only
-        # Of a read-only mount: what is known of the directories of one parent together.
-        self._alike: OrderedDict[str, _Directory] = OrderedDict()
         self._record = record
         self._directories: OrderedDict[str, _Directory] = OrderedDict()
+        # The directories of which samples were asked for, together for each parent.
+        self._alike: OrderedDict[str, _Directory] = OrderedDict()
         self._without_in_a_row = 0
         self._changed = _read(record) if record is not None else set()
         # Nothing is assumed any more.
@@ -104,6 +110,11 @@ class HeadPolicy:
         directory = self._directories.get(prefix)
         return directory is not None and directory.has_attributes
 
+    def has_usual(self, prefix: str) -> bool:
+        """True if objects of a directory have attributes, and none but what is shown anyway."""
+        directory = self._directories.get(prefix)
+        return directory is not None and directory.has_usual and not directory.has_attributes
+
     def no_attributes_until(self, prefix: str) -> float:
         """Up to which Last-Modified the objects of a directory are assumed to have no attributes.
 
@@ -112,11 +123,9 @@ class HeadPolicy:
         if self._assumes_nothing:
             return -math.inf
         directory = self._directories.get(prefix)
-        if directory is None and self.asks_less:
-            directory = self._of_others(prefix)
         if directory is None or directory.has_attributes or prefix in self._changed:
             return -math.inf
-        if directory.without < self._sample():
+        if directory.without < self._enough():
             return -math.inf
         return directory.youngest_ns + SAME_TIME_NS
 
@@ -127,64 +136,84 @@ class HeadPolicy:
 
         `has_usual`: it had some that the mount shows anyway.
         """
-        if self.asks_less and prefix not in self._directories and not has_usual:
-            self._note_alike(prefix, modified_ns, has_attributes=has_attributes)
-        directory = self._directories.setdefault(prefix, _Directory())
-        if len(self._directories) > MOST_DIRECTORIES:
-            self._directories.popitem(last=False)
+        directory = self._at(prefix)
         if has_attributes:
             directory.has_attributes = True
             self._without_in_a_row = 0
+            if prefix:
+                self._beside(prefix).has_attributes = True
             return
         directory.has_usual |= has_usual
-        directory.without += SAMPLE if self.asks_less and not has_usual else 1
+        directory.without += 1
         directory.youngest_ns = max(directory.youngest_ns, modified_ns)
         self._without_in_a_row += 1
 
-    def is_new(self, prefix: str) -> bool:
-        """True if nothing is known of a directory's objects."""
-        return prefix not in self._directories and self.is_undecided(prefix)
+    def sampled(self, prefix: str, asked: int, modified_ns: Sequence[int]) -> bool:
+        """Decide for a directory of which a sample of `asked` objects was looked at.
+
+        `modified_ns` has the Last-Modified of all its files. Returns whether they are assumed
+        to have no attributes.
+        """
+        directory = self._at(prefix)
+        if directory.has_attributes:
+            return False
+        self._decide(directory, modified_ns)
+        if prefix and modified_ns and not directory.has_usual:
+            alike = self._beside(prefix)
+            alike.without += asked
+            alike.oldest_ns = min(alike.oldest_ns, *modified_ns)
+            alike.youngest_ns = max(alike.youngest_ns, *modified_ns)
+        return True
+
+    def is_like_others(self, prefix: str, modified_ns: Sequence[int]) -> bool:
+        """Decide for a directory by those beside it; False if it takes a sample of its own."""
+        alike = self._alike.get(_parent(prefix)) if prefix and modified_ns else None
+        if alike is None or alike.has_attributes or alike.without < self.sample_size:
+            return False
+        if (
+            min(modified_ns) < alike.oldest_ns - SAME_TIME_NS
+            or max(modified_ns) > alike.youngest_ns + SAME_TIME_NS
+        ):
+            return False
+        self._decide(self._at(prefix), modified_ns)
+        return True
 
     def is_undecided(self, prefix: str) -> bool:
-        """Whether a few more HEADs in a directory could spare those of the others."""
+        """True if a sample of a directory could spare the HEADs of its other objects."""
         directory = self._directories.get(prefix)
         if self._assumes_nothing or prefix in self._changed:
             return False
-        if directory is None and self._of_others(prefix) is not None:
-            return False
-        return directory is None or (
-            not directory.has_attributes and directory.without < self._sample()
+        return directory is None or not (
+            directory.has_attributes or directory.without >= self._enough()
         )
 
-    def remaining(self, prefix: str) -> int:
-        """How many HEADs are worth sending at once in a directory."""
-        directory = self._directories.get(prefix)
-        if self._assumes_nothing or prefix in self._changed:
-            return SAMPLE
-        if directory is not None and directory.has_attributes:
-            return SAMPLE
-        return max(0, self._sample() - (directory.without if directory is not None else 0))
+    def is_new(self, prefix: str) -> bool:
+        """True if no object of a directory was looked at."""
+        return prefix not in self._directories
 
-    def _sample(self) -> int:
+    @property
+    def sample_size(self) -> int:
+        """Number of a directory's objects to look at before the others are decided for."""
+        return READ_ONLY_SAMPLE if self.asks_less else self._enough()
+
+    def _enough(self) -> int:
         return 1 if self._without_in_a_row >= EXPERIENCE else SAMPLE
 
-    def _note_alike(self, prefix: str, modified_ns: int, *, has_attributes: bool) -> None:
-        """Take note of the first object of a directory."""
-        alike = self._alike.setdefault(_parent(prefix), _Directory())
-        if len(self._alike) > MOST_DIRECTORIES:
-            self._alike.popitem(last=False)
-        alike.without = 0 if has_attributes else alike.without + SAMPLE
-        alike.youngest_ns = max(alike.youngest_ns, modified_ns)
+    def _decide(self, directory: _Directory, modified_ns: Sequence[int]) -> None:
+        directory.without = max(directory.without, SAMPLE)
+        directory.youngest_ns = max((directory.youngest_ns, *modified_ns))
 
-    def _of_others(self, prefix: str) -> _Directory | None:
-        """The knowledge of the other directories of a parent, None if it is too little."""
-        alike = self._alike.get(_parent(prefix))
-        return alike if alike is not None and alike.without >= ALIKE * SAMPLE else None
+    def _at(self, prefix: str) -> _Directory:
+        return _entry(self._directories, prefix)
+
+    def _beside(self, prefix: str) -> _Directory:
+        return _entry(self._alike, _parent(prefix))
 
     def moved(self, old: str, new: str) -> None:
         """A directory was renamed, with all that is below it."""
         for prefix in [known for known in self._directories if known.startswith((old, new))]:
             del self._directories[prefix]
+        self._beside(new).has_attributes = True  # it may have brought some
         for prefix in [known for known in self._changed if known.startswith(old)]:
             self.changed(new + prefix[len(old) :])
 
@@ -202,6 +231,13 @@ class HeadPolicy:
             except OSError as error:
                 logger.warning("%s can't be written: %s", self._record, error.strerror)
                 self._record = None
+
+
+def _entry(known: OrderedDict[str, _Directory], prefix: str) -> _Directory:
+    directory = known.setdefault(prefix, _Directory())
+    if len(known) > MOST_DIRECTORIES:
+        known.popitem(last=False)
+    return directory
 
 
 def _parent(prefix: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import stat
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,18 +17,19 @@ import trio
 from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Segment
-from fusefs.posix.directory.walk import WALK_AFTER
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.head_policy import (
     EXPERIENCE,
     MOST_CHANGED,
+    READ_ONLY_SAMPLE,
     SAME_TIME_NS,
     SAMPLE,
     HeadPolicy,
 )
+from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
-from tests.support.local_cache import Bucket as InMemory
+from tests.support.memory_store import SECOND_NS, MemoryStore
 from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
@@ -34,7 +37,7 @@ from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.writing import WRITABLE, cost, metadata
 
-PLAIN = 3 * SAMPLE
+PLAIN = 6 * SAMPLE
 ATTRIBUTES = {"mode": str(stat.S_IFREG | 0o751), "uid": "7"}
 
 
@@ -67,6 +70,21 @@ def test_with_experience_one_silent_object_is_enough() -> None:
     assert head_policy.has_no_attributes("b/", 1)
     head_policy.observe("c/", 1, has_attributes=True)
     assert not head_policy.has_no_attributes("b/", 1)
+
+
+def test_directories_of_the_same_time_are_presumed_as_silent_as_those_beside_them() -> None:
+    head_policy = HeadPolicy()
+    since, until = 10 * SAME_TIME_NS, 12 * SAME_TIME_NS
+    head_policy.sampled("p/a/", SAMPLE - 1, [since])
+    assert not head_policy.is_like_others("p/b/", [since])
+    head_policy.sampled("p/a/", 1, [until])
+    for modified_ns in (since - SAME_TIME_NS - 1, until + SAME_TIME_NS + 1):
+        assert not head_policy.is_like_others("p/b/", [since, modified_ns])
+    assert not head_policy.is_like_others("q/b/", [since])
+    assert head_policy.is_like_others("p/b/", [since - SAME_TIME_NS, until + SAME_TIME_NS])
+    assert head_policy.has_no_attributes("p/b/", until)
+    head_policy.observe("p/c/", since, has_attributes=True)
+    assert not head_policy.is_like_others("p/d/", [since])
 
 
 def test_what_came_later_than_the_silent_ones_is_requested() -> None:
@@ -109,45 +127,108 @@ def test_a_renamed_directory_takes_along_what_is_known_of_it() -> None:
     assert not head_policy.has_no_attributes("new/deep/", 1)
 
 
+LINK = {"mode": str(stat.S_IFLNK | 0o777)}
+
+
+@dataclass
+class Walk:
+    """A program that goes from folder to folder below `p/`; each is listed when it comes there."""
+
+    store: MemoryStore
+    directories: Directories
+    head_cache: HeadCache
+    inodes: InodeTable
+    parent: Inode
+
+    async def come_to(self, folder: str) -> tuple[Inode, Segment]:
+        known = self.directories.get(f"p/{folder}/")
+        segment = await self.directories.segment_behind(known, "", 0.0)
+        return self.inodes.resolve(self.parent, folder, None), segment
+
+    async def shown(self, folder: str) -> dict[str, Meta]:
+        """The attributes of the files of a folder, as lstat of each shows them."""
+        directory, segment = await self.come_to(folder)
+        await self.head_cache.sample(directory, segment)
+        found = {}
+        for name, entry in segment.entries.items():
+            inode = self.inodes.resolve(directory, name, entry)
+            await self.head_cache.show(inode)
+            found[name] = self.head_cache.meta(inode)
+        return found
+
+
 @asynccontextmanager
-async def walk() -> AsyncIterator[tuple[InMemory, HeadCache, list[Inode], Segment]]:
-    """A program has come to the third of nine silent folders, which is listed."""
-    prefixes = [f"{folder}/" for folder in range(9)]
-    store = InMemory(f"{prefix}{name}" for prefix in prefixes for name in range(5))
-    head_policy = HeadPolicy()
-    heard_nothing(head_policy, "elsewhere/", EXPERIENCE)
-    inodes = InodeTable("", NoJournal())
+async def walking(store: MemoryStore, *, is_read_only: bool = False) -> AsyncIterator[Walk]:
+    policy, inodes = HeadPolicy(is_read_only=is_read_only), InodeTable("", NoJournal())
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, math.inf, NoListingCache(), nursery, head_policy)
-        head_cache = HeadCache(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
-        for prefix in prefixes[:WALK_AFTER]:
-            segment = await directories.segment_behind(directories.get(prefix), "", 0.0)
-        nodes = [inodes.resolve(inodes.root, prefix[:-1], None) for prefix in prefixes]
-        yield store, head_cache, nodes, segment
+        directories = Directories(store, math.inf, NoListingCache(), nursery, policy)
+        owner = Ownership(1, 2, 0o644, 0o755)
+        head_cache = HeadCache(store, directories, inodes, owner, nursery)
+        parent = inodes.resolve(inodes.root, "p", None)
+        yield Walk(store, directories, head_cache, inodes, parent)
 
 
-async def test_a_file_of_each_folder_that_a_walk_comes_to_is_looked_up_ahead() -> None:
-    async with walk() as (store, head_cache, folders, _):
-        pass
-    # The first ones were listed by themselves.
-    assert [head_cache.wants_sample(one) for one in folders] == 2 * [True] + 7 * [False]
-    assert store.heads == 7
+def put_folders(store: MemoryStore, folders: int) -> None:
+    for folder in range(folders):
+        for name in range(2 * SAMPLE):
+            store.put(f"p/{folder}/{name:02}", b"x" * (name + 1))
 
 
-async def test_a_folder_of_which_a_file_is_just_looked_up_looks_up_no_other() -> None:
-    async with walk() as (store, head_cache, folders, segment):
-        files = [Inode(0, 0, folders[2], name, info) for name, info in segment.entries.items()]
-        await head_cache.sample(folders[2], segment, files)
-        assert not any(head_cache.needs_head(file) for file in files)
-    assert store.heads == 7
+@pytest.mark.parametrize(("is_read_only", "sample"), [(False, SAMPLE), (True, READ_ONLY_SAMPLE)])
+async def test_a_walk_waits_for_the_heads_of_one_folder(is_read_only: bool, sample: int) -> None:
+    store = MemoryStore()
+    put_folders(store, 9)
+    async with walking(store, is_read_only=is_read_only) as walk:
+        await walk.shown("0")
+        assert store.count("HEAD") == sample
+        for folder in range(1, 9):
+            directory, _ = await walk.come_to(str(folder))
+            assert not walk.head_cache.wants_sample(directory)
+            await walk.shown(str(folder))
+    assert store.count("HEAD") == sample
+
+
+@pytest.mark.parametrize("is_read_only", [False, True])
+@pytest.mark.parametrize("changed", ["p/1/00", "p/1/07"])
+async def test_links_and_modes_of_another_time_are_shown_at_once(
+    is_read_only: bool, changed: str
+) -> None:
+    """The folder before has none; this one has a link, the smallest or the youngest file."""
+    store = MemoryStore()
+    put_folders(store, 1)
+    late = next(store._clock) + 2 * SAME_TIME_NS // SECOND_NS
+    store._clock = itertools.count(late)
+    put_folders(store, 2)
+    store.put(changed, b"x", **LINK)
+    for name in list(store.objects):
+        if name.startswith("p/0/"):
+            stored = store.objects[name]
+            stored.info = replace(stored.info, mtime_ns=SECOND_NS)
+    async with walking(store, is_read_only=is_read_only) as walk:
+        await walk.shown("0")
+        found = await walk.shown("1")
+        assert [name for name, meta in found.items() if meta.is_symlink] == [changed[-2:]]
+
+
+async def test_a_program_that_opens_names_here_and_there_has_heads_of_few() -> None:
+    store = MemoryStore()
+    put_folders(store, 20)
+    async with walking(store) as walk:
+        for name in range(2 * SAMPLE):
+            for folder in range(20):
+                directory, segment = await walk.come_to(str(folder))
+                entry = segment.entries[f"{name:02}"]
+                await walk.head_cache.show(walk.inodes.resolve(directory, f"{name:02}", entry))
+    # One of each folder, the first one's sample, and it decides for the others.
+    assert store.count("HEAD") <= 20 + SAMPLE
 
 
 @pytest.fixture
 def plain(bucket: Bucket) -> Bucket:
-    """Files 000 and so on that say nothing, and one behind them that does."""
+    """Files 000 and so on that say nothing, and an older and larger one that does."""
+    bucket.put("late", b"late", Metadata=ATTRIBUTES)
     for number in range(PLAIN):
         bucket.put(f"{number:03}", b"x")
-    bucket.put("late", b"late", Metadata=ATTRIBUTES)
     return bucket
 
 
@@ -163,13 +244,14 @@ def stat_all(mount: Mount) -> dict[str, os.stat_result]:
 
 
 @states(
-    "Where the first 32 files of a directory say nothing of the kind, the others, if not more"
-    " than ten minutes younger, are taken to say nothing either until they are changed;"
-    " not in directories that were changed here."
+    "Where 16 files of a directory, the smallest and the youngest among them, say nothing of the"
+    " kind, the others, if not more than ten minutes younger, are taken to say nothing either until"
+    " they are changed, and so are those of the directories beside it, if written within ten"
+    " minutes of these; not in directories that were changed here."
 )
 def test_files_among_silent_ones_are_not_requested(mount: Mount) -> None:
     heads = cost(mount, lambda: stat_all(mount)).get("heads", 0)
-    assert 0 < heads <= 2 * SAMPLE
+    assert 0 < heads <= SAMPLE + 1
     late = (mount.path / "late").stat()
     assert (late.st_mode, late.st_uid) == (stat.S_IFREG | 0o644, os.geteuid())
 

@@ -234,8 +234,8 @@ def test_ls_asks_the_bucket_nothing_for_a_file(mount: Mount) -> None:
     found = cost(mount, lambda: run("find", mount.path / "found", "-size", "+1M"))
     shown = cost(mount, lambda: run("ls", "-l", mount.path / "shown"))
     listed = cost(mount, lambda: [os.listxattr(one) for one in (mount.path / "shown").iterdir()])
-    assert shown == found
-    assert shown["heads"] <= SAMPLE + 2
+    assert set(shown) <= set(found)
+    assert all(shown[kind] <= found[kind] <= SAMPLE + 2 for kind in shown)
     assert listed == {}
     compiled = mount.status()["requests"]["compiled"]
     run("ls", "-l", mount.path / "shown")

@@ -18,7 +18,8 @@ import trio
 from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import NoJournal
-from fusefs.posix.metadata.head_cache import SAMPLED_AT_ONCE, HeadCache
+from fusefs.posix.metadata.head_cache import HeadCache
+from fusefs.posix.metadata.head_policy import SAMPLE
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
@@ -315,7 +316,7 @@ async def test_a_listing_asks_a_few_files_and_looking_up_names_the_others_once(
     async with mount.serving() as process:
         before = mount.store.count("HEAD")
         assert await process.listing("d") == NAMES
-        assert mount.store.count("HEAD") - before == SAMPLED_AT_ONCE + 1
+        assert mount.store.count("HEAD") - before == SAMPLE + 1
         for name in NAMES:
             await process.node("d/" + name)
         assert mount.store.count("HEAD") - before == len(NAMES) + 1
