@@ -234,7 +234,8 @@ class HeadCache:
     async def sample(self, directory: Inode, segment: Segment, *, is_listed: bool = True) -> None:
         """Have HEADs of a few of a directory's names, which may spare those of the others.
 
-        In a directory that is not listed, the first name that is looked up has its own alone.
+        Where it is not listed, the first name that is looked up has its own alone, if the mount
+        is writable.
         """
         prefix = self._inodes.key(directory)
         self._send_sample(prefix, segment, is_listed=is_listed)
@@ -260,7 +261,7 @@ class HeadCache:
             folders = [f"{prefix}{name}/" for name, entry in segment.entries.items() if not entry]
         if not folders and policy.is_like_others(prefix, times):
             return
-        if is_listed or not policy.is_new(prefix):
+        if is_listed or self.asks_less or not policy.is_new(prefix):
             ordered = chain(_telling(files), folders, (info.key for info in files))
             keys = list(islice(dict.fromkeys(ordered), SAMPLE))
             self._sampled[prefix] = PendingHead()
