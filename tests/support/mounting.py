@@ -25,6 +25,7 @@ from fusefs.launch.registry import resolve
 from fusefs.linux import libc
 from fusefs.linux.unmount import UnmountError
 from fusefs.store.s3.conditions import NOT_TRIED
+from tests.support import forked_command
 from tests.support.machine.disks import recorded_by
 from tests.support.waiting import until
 
@@ -41,15 +42,8 @@ def fusefs(
     *arguments: object, environment: dict[str, str] | None = None, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run the command; with `check` a failure is an error that shows its output."""
-    result = subprocess.run(
-        [str(FUSEFS), *map(str, arguments)],
-        env={**_clean_environment(), **(environment or {})},
-        capture_output=True,
-        encoding="utf-8",
-        errors="surrogateescape",  # other tests mount under names that are no UTF-8
-        timeout=LIMIT_S,
-        check=False,
-    )
+    given = {**_clean_environment(), **(environment or {})}
+    result = forked_command.run([*map(str, arguments)], given, LIMIT_S)
     if check and result.returncode:
         raise AssertionError(f"fusefs {arguments} failed: {result.stderr}")
     return result

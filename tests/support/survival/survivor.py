@@ -21,9 +21,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import survival_data as data
 
+# Between two looks; several of these programs would else take all processors from the daemon.
+PAUSE_S = 0.01
+
 
 def is_to_end() -> bool:
-    return bool(select.select([0], [], [], 0)[0])
+    return bool(select.select([0], [], [], PAUSE_S)[0])
 
 
 def stream(root: Path, dice: random.Random) -> int:
