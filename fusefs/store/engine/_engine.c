@@ -131,6 +131,7 @@ struct worker {
     struct transfer active;     /* a ring */
     struct transfer *completed; /* not handed over yet */
     double next_check;          /* of deadlines */
+    double on_disk_s;           /* what the local disk took in this round */
     atomic_int load;            /* transfers that are queued or active */
 
     pthread_mutex_t mutex;
@@ -250,6 +251,7 @@ static void add_sums(struct transfer *t, uint64_t at, const char *data, size_t s
 
 /* Writes what is gathered. What a failing write leaves in the file is not counted as received. */
 static int flush(struct transfer *t) {
+    double began = now_s();
     const char *data = t->content.data;
     size_t left = t->content.size;
     t->content.size = 0;
@@ -269,6 +271,7 @@ static int flush(struct transfer *t) {
         data += count;
         left -= (size_t)count;
     }
+    t->worker->on_disk_s += now_s() - began;
     if (t->progress && t->received - t->shown >= t->progress)
         show_progress(t);
     return 1;
@@ -487,9 +490,11 @@ static size_t on_read(char *to, size_t one, size_t room, void *argument) {
         memcpy(to, (char *)t->body.buf + t->body_sent, room);
     } else if (room) {
         ssize_t count;
+        double began = now_s();
         do
             count = pread(t->body_fd, to, room, t->body_offset + t->body_sent);
         while (count < 0 && errno == EINTR);
+        t->worker->on_disk_s += now_s() - began;
         if (count <= 0) { /* 0: the file became shorter */
             t->errno_ = count ? errno : 0;
             t->error = "source-failed";
@@ -656,9 +661,7 @@ static const char *name_of(const struct transfer *t, CURLcode code) {
     case CURLE_GOT_NOTHING:
     case CURLE_SEND_FAIL_REWIND: /* of a repetition, see on_connected */
         return "reset";
-    case CURLE_OUT_OF_MEMORY:
-        return "memory";
-    default:
+    default: /* also CURLE_OUT_OF_MEMORY: so libcurl calls a header of more than 100 KiB */
         return "protocol";
     }
 }
@@ -680,6 +683,9 @@ static void conclude(struct transfer *t, CURLcode code) {
         t->error = name_of(t, code);
         t->errno_ = (int)os_errno;
     }
+    /* libcurl takes headers that end with the connection for whole ones. */
+    if (!t->status && (t->error == NULL || strcmp(t->error, "short") == 0))
+        t->error = "reset";
     if (t->error == NULL && to_a_file && t->received < t->length)
         t->error = "short";
     /* A refusal stands, even if its document broke off or an upload did because of it. */
@@ -760,10 +766,10 @@ static const char *lateness(struct transfer *t, double now, double *next) {
 }
 
 /* Takes time off that the worker spent on the disk, while the servers' bytes had to wait. */
-static void forgive(struct worker *worker, double began, double now) {
+static void forgive(struct worker *worker, double now) {
     for (struct transfer *t = worker->active.next; t != &worker->active; t = t->next) {
-        t->last_moved = fmin(t->last_moved + (now - began), now);
-        t->window_began = fmin(t->window_began + (now - began), now);
+        t->last_moved = fmin(t->last_moved + worker->on_disk_s, now);
+        t->window_began = fmin(t->window_began + worker->on_disk_s, now);
     }
 }
 
@@ -822,7 +828,7 @@ static void *work(void *argument) {
     while (take_work(worker)) {
         int ignored;
         CURLMsg *message;
-        double began = now_s();
+        worker->on_disk_s = 0;
         curl_multi_perform(worker->multi, &ignored);
         while ((message = curl_multi_info_read(worker->multi, &ignored)) != NULL) {
             char *t;
@@ -831,8 +837,8 @@ static void *work(void *argument) {
             finish(worker, (struct transfer *)t, code);
         }
         double now = now_s();
-        if (now - began > STALLED_S)
-            forgive(worker, began, now);
+        if (worker->on_disk_s > STALLED_S)
+            forgive(worker, now);
         if (now >= worker->next_check)
             check_deadlines(worker, now);
         hand_over(worker);

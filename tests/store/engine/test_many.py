@@ -1,0 +1,113 @@
+"""Thousands of requests that are cancelled at any time: none is lost, and nothing leaks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from fusefs.store.engine.engine import Engine, FileBody, FileSink, MemorySink, Request
+from tests.support.servers.scripted import RESET, Received, answer, scripted_server
+
+BODY = random.Random(1).randbytes(700_000)
+REQUESTS = 3000
+AT_A_TIME = 24
+
+
+def script(request: Received) -> Iterator[bytes]:
+    """Each request in its own way, as its URL says."""
+    source = random.Random(request.line)
+    kind = source.random()
+    if kind < 0.05:
+        yield RESET
+    body = BODY[: source.choice([0, 100, 5000, len(BODY)])]
+    yield answer(body)
+    if kind < 0.1:
+        yield b""
+
+
+def memory() -> int:
+    """Bytes that malloc has handed out in this process."""
+
+    class Mallinfo(ctypes.Structure):
+        _fields_ = [  # noqa: RUF012
+            (name, ctypes.c_size_t)
+            for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks".split()
+        ] + [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+async def storm(engine: Engine, url: str, fd: int, count: int, seed: int) -> Counter[str]:
+    """Send requests of all kinds, and cancel every third one at some time."""
+    outcomes: Counter[str] = Counter()
+    numbers = iter(range(count))
+    source = random.Random(seed)
+
+    async def send() -> None:
+        for number in numbers:
+            sink = FileSink(fd, 0, 0, len(BODY), sums=True)
+            request = Request(
+                source.choice(["GET", "PUT", "DELETE"]),
+                f"{url}/{seed}/{number}",
+                [("x", "y")],
+                source.choice([None, b"", BODY[:5000], FileBody(fd, 0, 5000)]),
+                source.choice([sink, MemorySink(len(BODY))]),
+                progress=1 << 16,
+            )
+            outcomes["sent"] += 1
+            limit_s = source.choice([0, 0.001, 0.01]) if number % 3 == 0 else 60
+            transfer = engine.submit(request, lambda *_: None)
+            with trio.move_on_after(limit_s):
+                await transfer.completed()
+            assert transfer.completion is not None
+            outcomes[transfer.completion.error or "none"] += 1
+            outcomes["ended"] += 1
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(AT_A_TIME):
+            nursery.start_soon(send)
+    return outcomes
+
+
+async def _survives(tmp_path: Path, count: int) -> None:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, len(BODY))
+    with scripted_server(script) as server:
+        before: tuple[int, int] | None = None
+        for seed, share in enumerate((count // 3, count)):
+            async with Engine(AT_A_TIME) as engine:
+                outcomes = await storm(engine, server.url, fd, share, seed)
+                counters = engine.counters()
+                assert counters["transfers"] == counters["buffered"] == 0
+                assert counters["connections"] <= 3 * AT_A_TIME
+            assert outcomes["sent"] == outcomes["ended"] == share
+            assert outcomes["cancelled"] > share / 10
+            assert outcomes["none"] > share / 3
+            assert set(outcomes) <= {"sent", "ended", "none", "cancelled", "reset", "short"}
+            server.requests.clear()
+            after = len(os.listdir("/proc/self/fd")), memory()
+            if before is not None:  # after a first round, which fills what is kept anyway
+                # The server's side of connections ends a little later.
+                assert after[0] <= before[0] + AT_A_TIME
+                assert after[1] < before[1] + count * 100
+            before = after
+    os.close(fd)
+
+
+async def test_requests_that_are_cancelled_at_any_time(tmp_path: Path) -> None:
+    await _survives(tmp_path, REQUESTS)
+
+
+@pytest.mark.storm
+async def test_a_hundred_thousand_requests(tmp_path: Path) -> None:
+    await _survives(tmp_path, 100_000)
