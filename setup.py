@@ -70,7 +70,7 @@ FAST_PATH = Extension(
 )
 ENGINE = Extension(
     "fusefs.store.engine._engine",
-    ["fusefs/store/engine/_engine.c", "fusefs/store/engine/crc.c"],
+    ["fusefs/store/engine/_engine.c"],
     depends=["fusefs/store/engine/crc.h"],
     libraries=["curl"],
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],

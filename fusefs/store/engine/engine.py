@@ -13,13 +13,14 @@ One call of `send` is one request: nothing is signed, retried, queued or redirec
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple, Self, TypeAlias
 
 import trio
 
 from fusefs.store.engine import _engine
-from fusefs.store.engine._engine import Completion as Completion
 
 # A worker receives about 700 MB/s over TLS; more of them than processors gain nothing.
 _MOST_LARGE_WORKERS: Final = 8
@@ -109,8 +110,64 @@ class Request(NamedTuple):
     fresh: bool = False
 
 
+class Completion(NamedTuple):
+    """The end of a request.
+
+    `status` is 0 and `headers` are empty if no answer came; names of headers are in lower case.
+    `body` is that of a MemorySink, or the document of an answer that is not 2xx. `received` bytes
+    of the body are in the sink, also after an error.
+
+    `error` is None if the whole answer is in the sink, or one of: resolve, connect, proxy,
+    certificate, tls, timeout, low-speed, reset, short, protocol (network and server);
+    too-large, range, etag, size (an answer that the sink must not have); sink-full (ENOSPC,
+    EDQUOT), sink-failed, source-failed (`errno` says why, 0: the file is too short); memory;
+    cancelled. A status of 300 and more stands, whatever comes after the headers. `detail` is
+    libcurl's sentence, `proxy_status` the answer to CONNECT, or 0. `may_have_been_executed` is
+    True if a byte of the request was sent and no whole answer came.
+
+    Times are seconds since `submit`, 0 for what did not happen.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    received: int
+    error: str | None
+    errno: int
+    proxy_status: int
+    detail: str
+    may_have_been_executed: bool
+    connected_s: float
+    first_byte_s: float
+    last_byte_s: float
+
+
 Sums: TypeAlias = list[tuple[int, int, int]]
 OnProgress: TypeAlias = Callable[[int, Sums], None]
+
+_SUM = struct.Struct("@QQQ")
+# All that is sent beside Host and Content-Length: what libcurl would add by itself.
+_NOT_ADDED = "Accept:\nProxy-Connection:\n"
+_UNSENDABLE = re.compile("[^!-~]")
+# CURLcode of curl/curl.h. Others are "protocol", as CURLE_OUT_OF_MEMORY: libcurl's name for a
+# header that is too long.
+_ERRORS = {
+    5: "proxy",  # COULDNT_RESOLVE_PROXY
+    6: "resolve",  # COULDNT_RESOLVE_HOST
+    7: "connect",  # COULDNT_CONNECT
+    18: "short",  # PARTIAL_FILE
+    28: "timeout",  # OPERATION_TIMEDOUT
+    35: "tls",  # SSL_CONNECT_ERROR
+    52: "reset",  # GOT_NOTHING
+    55: "reset",  # SEND_ERROR
+    56: "reset",  # RECV_ERROR
+    59: "tls",  # SSL_CIPHER
+    60: "certificate",  # PEER_FAILED_VERIFICATION
+    65: "reset",  # SEND_FAIL_REWIND, of a repetition that is not made
+    77: "tls",  # SSL_CACERT_BADFILE
+    83: "certificate",  # SSL_ISSUER_ERROR
+    97: "proxy",  # PROXY
+}
 
 
 class Transfer(_engine.Transfer):
@@ -119,16 +176,26 @@ class Transfer(_engine.Transfer):
     `completion` is there once no thread uses the request's descriptors and body any more.
     """
 
-    __slots__ = ("_native", "_on_progress", "_task", "completion")
+    __slots__ = ("_has_proxy", "_native", "_on_progress", "_task", "_was_cancelled", "completion")
 
-    def __init__(self, native: _engine.Engine, on_progress: OnProgress | None) -> None:
+    def __init__(
+        self, native: _engine.Engine, on_progress: OnProgress | None, *, has_proxy: bool
+    ) -> None:
         self.completion: Completion | None = None
         self._native = native
+        self._has_proxy = has_proxy
+        self._was_cancelled = False
         self._on_progress = on_progress
         self._task: trio.lowlevel.Task | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """True once the headers of the answer have come."""
+        return self.status != 0
+
     def cancel(self) -> None:
         """End the transfer soon, unless it is complete already. `completed` returns then."""
+        self._was_cancelled = True
         self._native.cancel(self)
 
     async def settled(self) -> None:
@@ -166,19 +233,87 @@ class Transfer(_engine.Transfer):
         if self.completion.error == "cancelled":
             for raise_cancel in cancelled:
                 raise_cancel()
-            if not self._native.is_open():
+            if not self._was_cancelled:
                 raise trio.ClosedResourceError
         return self.completion
 
-    def _progressed(self, received: int, sums: Sums) -> None:
+    def progressed(self, received: int, packed: bytes) -> None:
+        """Report progress; `packed` has sums as _engine.c keeps them."""
         if self._on_progress is not None:
-            self._on_progress(received, sums)
+            self._on_progress(received, list(_SUM.iter_unpack(packed)))
 
-    def _complete(self, completion: Completion) -> None:
-        self.completion = completion
+    def complete(self, outcome: _engine.Outcome) -> None:
+        """Take the outcome and wake the task that waits for it."""
+        status, head, body, received, error, code, number, proxy_status, detail = outcome[:9]
+        if error is None and code:
+            error = _ERRORS.get(code, "protocol")
+            if self._has_proxy and outcome[10] == 0.0 and (proxy_status >= 300 or code == 7):
+                error = "proxy"
+        self.completion = Completion(
+            status,
+            _parsed(head),
+            body,
+            received,
+            error,
+            number,
+            proxy_status,
+            detail.decode(errors="replace"),
+            *outcome[9:],
+        )
         if self._task is not None:
             task, self._task = self._task, None
             trio.lowlevel.reschedule(task)
+
+
+def _parsed(head: bytes) -> dict[str, str]:
+    """Headers of "name\\0value\\0..."; those with the same name are joined (RFC 9110, 5.3)."""
+    parts = head.decode("latin-1").split("\0")
+    headers = dict(zip(parts[::2], parts[1::2], strict=False))
+    if len(headers) < len(parts) // 2:
+        headers = {}
+        for name, value in zip(parts[::2], parts[1::2], strict=False):
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers
+
+
+def _lines(headers: Iterable[tuple[str, str]]) -> bytes:
+    """Headers as libcurl takes them, a line for each.
+
+    Raises:
+        ValueError: a header would be more than a line, or is not Latin-1.
+    """
+    # "Name;" is a header without a value.
+    lines = [f"{name}: {value}\n" if value else f"{name};\n" for name, value in headers]
+    text = "".join(lines)
+    if text.count("\n") != len(lines) or "\r" in text or "\0" in text:
+        raise ValueError("a header has a line break or a zero")
+    expects = "" if "expect:" in text.lower() else "Expect:\n"
+    return f"{text}{_NOT_ADDED}{expects}".encode("latin-1")
+
+
+def _flat(request: Request) -> tuple[object, ...]:
+    """A request as `_engine.Engine.submit` takes it."""
+    body, sink = request.body, request.sink
+    if _UNSENDABLE.search(request.url) or _UNSENDABLE.search(request.method):
+        raise ValueError("a URL is percent-encoded ASCII")
+    size = -1
+    sent = (None, *body) if isinstance(body, FileBody) else (body, -1, 0, 0)
+    if isinstance(sink, MemorySink):
+        received: tuple[object, ...] = (sink.limit, -1, 0, 0, 0, None, size, False)
+    else:
+        size = -1 if sink.size is None else sink.size
+        received = (0, *sink[:5], size, sink.sums)
+    return (
+        request.method,
+        request.url,
+        _lines(request.headers),
+        *sent,
+        *received,
+        *request.route,
+        *request.deadlines,
+        request.progress,
+        request.fresh,
+    )
 
 
 class Engine:
@@ -221,8 +356,8 @@ class Engine:
             trio.ClosedResourceError: the engine was closed.
         """
         native = self._native or self._start()
-        transfer = Transfer(native, on_progress)
-        native.submit(transfer, request)
+        transfer = Transfer(native, on_progress, has_proxy=request.route.proxy is not None)
+        native.submit(transfer, _flat(request))
         return transfer
 
     async def send(self, request: Request, on_progress: OnProgress | None = None) -> Completion:
@@ -242,13 +377,14 @@ class Engine:
         await trio.lowlevel.checkpoint()
 
     def counters(self) -> dict[str, int]:
-        """Open connections, requests under way, and bytes in the workers' buffers."""
-        return {} if self._native is None else self._native.counters()
+        """Requests under way, and bytes in the workers' buffers."""
+        transfers, buffered = (0, 0) if self._native is None else self._native.counters()
+        return {"transfers": transfers, "buffered": buffered}
 
     def _start(self) -> _engine.Engine:
         if self._is_closed:
             raise trio.ClosedResourceError
-        self._native = _engine.Engine(*self._settings)
+        self._native = _engine.Engine(*self._settings, Transfer)
         trio.lowlevel.spawn_system_task(self._run, self._native)
         return self._native
 
@@ -267,7 +403,7 @@ class Engine:
 def _deliver(native: _engine.Engine) -> None:
     """Wake the tasks whose transfers are complete or have got on."""
     completed, progressed = native.collect()
-    for transfer, received, sums in progressed:
-        transfer._progressed(received, sums)
-    for transfer, completion in completed:
-        transfer._complete(completion)
+    for transfer, received, packed in progressed:
+        transfer.progressed(received, packed)
+    for transfer, outcome in completed:
+        transfer.complete(outcome)

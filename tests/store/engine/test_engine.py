@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 import time
-import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import trio
 import trio.testing
 
 from fusefs.cache.integrity.checksums import sums_of
-from fusefs.store.engine import _engine
 from fusefs.store.engine.engine import (
     Completion,
     Deadlines,
@@ -109,7 +107,10 @@ async def test_a_body_is_sent_from_a_file(engine: Engine, tmp_path: Path) -> Non
     assert completion.error == "source-failed"
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 100), (5000, 1), (1000, 2 << 20)])
+LENGTHS = [(0, 100), (5000, 1), (1000, 2 << 20), *((7, 56 + 9 * n) for n in range(20))]
+
+
+@pytest.mark.parametrize(("start", "length"), LENGTHS)
 async def test_a_range_goes_to_its_place_in_a_file(
     engine: Engine, sink: int, start: int, length: int
 ) -> None:
@@ -283,7 +284,7 @@ async def test_connections_are_reused(engine: Engine) -> None:
             await engine.send(Request("HEAD", f"{server.url}/k"))
             await engine.send(Request("GET", f"{server.url}/k", sink=MemorySink(len(BODY))))
         assert server.connections == 1
-        assert engine.counters() == {"connections": 1, "transfers": 0, "buffered": 0}
+        assert engine.counters() == {"transfers": 0, "buffered": 0}
 
 
 async def test_a_redirect_is_an_answer(engine: Engine) -> None:
@@ -384,15 +385,3 @@ async def test_many_requests_at_a_time(engine: Engine) -> None:
             for _ in range(200):
                 nursery.start_soon(send, f"{server.url}/k")
     assert [one.body for one in results] == [BODY[5:105]] * 200
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 127, 128, 129, 200, 4096, 1 << 20])
-def test_crc32_is_that_of_zlib(size: int, tmp_path: Path) -> None:
-    data = BODY[3 : 3 + size]
-    assert _engine.crc32(data) == zlib.crc32(data)
-    assert _engine.crc32(data, 12345) == zlib.crc32(data, 12345)
-    (tmp_path / "body").write_bytes(BODY)
-    with (tmp_path / "body").open("rb") as file:
-        assert _engine.crc32_of_file(file.fileno(), 3, size) == zlib.crc32(data)
-        with pytest.raises(OSError, match="No data"):
-            _engine.crc32_of_file(file.fileno(), 3, len(BODY))

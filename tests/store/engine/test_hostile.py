@@ -7,11 +7,11 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import trio
 
-from fusefs.store.engine._engine import crc32
 from fusefs.store.engine.engine import (
     Completion,
     Deadlines,
