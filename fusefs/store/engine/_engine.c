@@ -44,6 +44,7 @@ enum {
     LARGE = 512 << 10,       /* a body of more goes to a worker for large ones */
     /* TLS hands bytes on in records of 16 KiB; larger writes have the page cache use larger folios. */
     GATHERED = 256 << 10,
+    FIRST = 64 << 10, /* the beginning is written, and shown, when so much is there */
     RECEIVED_AT_ONCE = 256 << 10,
     SENT_AT_ONCE = 256 << 10,
     SUM_BLOCK = 1 << 20, /* as BLOCK in cache/integrity/checksums.py */
@@ -233,7 +234,7 @@ static int flush(struct transfer *t) {
         left -= (size_t)count;
     }
     t->worker->on_disk_s += now_s() - began;
-    if (t->progress && t->received - t->shown >= t->progress)
+    if (t->progress && (!t->shown || t->received - t->shown >= t->progress))
         publish(t->worker->engine, NULL, t);
     return 1;
 }
@@ -297,13 +298,14 @@ static int to_file(struct transfer *t, const char *data, size_t size) {
     if (!reserve(t, t->length < GATHERED ? (size_t)t->length : GATHERED))
         return 0;
     while (size) {
-        size_t count = t->content_room - t->content_size;
+        size_t full = t->received || t->content_room < FIRST ? t->content_room : FIRST;
+        size_t count = full - t->content_size;
         count = count < size ? count : size;
         memcpy(t->content + t->content_size, data, count);
         t->content_size += count;
         data += count;
         size -= count;
-        if (t->content_size == t->content_room && !flush(t))
+        if (t->content_size == full && !flush(t))
             return 0;
     }
     return !t->is_enough && t->error == NULL;
