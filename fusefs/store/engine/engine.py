@@ -95,8 +95,9 @@ class Request(NamedTuple):
     `url` is percent-encoded and sent byte for byte. `headers` are all that is sent beside Host
     and Content-Length; a body of None has no Content-Length, one of b"" has 0. The body of any
     answer that is not 2xx comes into memory, whatever the sink; one of more than 1 MiB is
-    dropped. While a FileSink is filled, progress is reported once the first 64 KiB and each time
-    that `progress` more bytes are there (0: only at the end). With `fresh`, no connection is reused.
+    dropped. While a FileSink is filled, progress is reported once the first 64 KiB and each
+    time that `progress` more bytes are there (0: only at the end). With `fresh`, no connection
+    is reused.
     """
 
     method: str
