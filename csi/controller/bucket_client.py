@@ -130,6 +130,27 @@ class Bucket:
             with contextlib.closing(body):
                 return bytes(body.read(MOST_BYTES))
 
+    def expiry_rule(self, key: str) -> str:
+        """The id of the lifecycle rule that removes `key` some day; "" if none can be seen.
+
+        https://docs.aws.amazon.com/AmazonS3/latest/API/API_LifecycleRule.html
+        """
+        try:
+            with self._translated(key):
+                answer = self._client.get_bucket_lifecycle_configuration(Bucket=self.name)
+        except StoreError:  # there are none, or these credentials may not see them
+            return ""
+        for rule in answer["Rules"]:
+            given = rule.get("Filter") or rule
+            given = given.get("And", given)
+            is_all = given.keys().isdisjoint(("Tag", "Tags", "ObjectSizeGreaterThan"))
+            expires = not rule.get("Expiration", {}).keys().isdisjoint(("Days", "Date"))
+            if rule["Status"] == "Enabled" and expires and is_all:
+                prefix = given.get("Prefix") or ""
+                if key.startswith(prefix):
+                    return rule.get("ID") or f"of the prefix {prefix!r}"
+        return ""
+
     def pages(self, prefix: str) -> Iterator[list[ListedObject]]:
         """The objects below `prefix`, up to `PAGE` at a time. No page is empty.
 

@@ -18,6 +18,7 @@ from csi.controller.volume_record import (
     VolumeRecordError,
     VolumeRecords,
     key_of,
+    lost,
     read,
 )
 from csi.errors import AbortedError
@@ -44,7 +45,9 @@ def delete(
         log.warning("volume %s: retained: its record %s", volume, error)
         return
     if record is None:
-        log.info("volume %s: there is no such volume", volume)
+        log.warning(
+            "volume %s: nothing is deleted: %s; then its data are retained", volume, lost(volume)
+        )
         return
     if record.cluster != cluster:
         log.warning("volume %s: retained with its record: another cluster made it", volume)

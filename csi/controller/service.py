@@ -123,6 +123,8 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             record, is_new = _create(bucket, volume, record, request)
             if is_claims and is_new:
                 self._withdraw_if_shared(bucket, volume, record)
+            if is_new:
+                volume_record.warn_of_expiry(bucket, volume)
         return csi_pb2.CreateVolumeResponse(
             volume=csi_pb2.Volume(
                 volume_id=str(volume),
@@ -266,21 +268,21 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 
     def _read(self, request: Any, progress: Progress) -> VolumeRecord:
         volume = VolumeId.parse(request.volume_id)
-        record = None
-        if volume is not None and self._stores.named(volume.store) is not None:
-            try:
-                bucket = self._bucket(volume, request.secrets, progress)
-                try:
-                    record = volume_record.read(bucket, volume)
-                except AccessDeniedError:
-                    paying = self._paying(volume, request.secrets, progress)
-                    if paying is None:
-                        raise
-                    record = volume_record.read(paying, volume)
-            except VolumeRecordError as error:
-                raise FailedPreconditionError(f"volume {volume}: its record {error}") from error
-        if record is None:
+        if volume is None or self._stores.named(volume.store) is None:
             raise VolumeNotFoundError(f"there is no volume {request.volume_id!r}")
+        try:
+            bucket = self._bucket(volume, request.secrets, progress)
+            try:
+                record = volume_record.read(bucket, volume)
+            except AccessDeniedError:
+                paying = self._paying(volume, request.secrets, progress)
+                if paying is None:
+                    raise
+                record = volume_record.read(paying, volume)
+        except VolumeRecordError as error:
+            raise FailedPreconditionError(f"volume {volume}: its record {error}") from error
+        if record is None:
+            raise VolumeNotFoundError(f"volume {volume}: {volume_record.lost(volume)}")
         return record
 
     def _paying(

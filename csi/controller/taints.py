@@ -25,7 +25,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from csi.daemons.client import DAEMONS_LABEL
 from csi.server import DRIVER_NAME
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ TAINT = f"{DRIVER_NAME}/agent-not-ready"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # After which a watch is begun again, with every object: so long a node waits whose change failed.
 WATCH_S = 60
+WAITING_S = 5
 PAUSE_S = 5.0
 TIMEOUT_S = 30.0
 
@@ -46,6 +49,7 @@ class ApiServer:
     url: str
     token: Path
     context: ssl.SSLContext | None = None
+    namespace: str = ""
 
     def get(self, path: str) -> Any:
         """The object at a path.
@@ -65,14 +69,14 @@ class ApiServer:
         with self._open("PATCH", path, TIMEOUT_S, json.dumps(operations).encode()):
             pass
 
-    def watch(self, path: str) -> Iterator[Any]:
+    def watch(self, path: str, for_s: int) -> Iterator[Any]:
         """The changes of a list's objects, after one for each that is there.
 
         Raises:
             OSError: as `get`.
         """
-        seconds = f"watch=true&timeoutSeconds={WATCH_S}"
-        with self._open("GET", f"{path}?{seconds}", WATCH_S + TIMEOUT_S) as answer:
+        seconds = f"watch=true&timeoutSeconds={for_s}"
+        with self._open("GET", f"{path}?{seconds}", for_s + TIMEOUT_S) as answer:
             for line in answer:
                 yield json.loads(line)
 
@@ -102,7 +106,8 @@ def api_of_pod() -> ApiServer:
         raise OSError("KUBERNETES_SERVICE_HOST is not set: this is no pod of a cluster")
     context = ssl.create_default_context(cafile=os.fspath(ACCOUNT / "ca.crt"))
     name = f"[{host}]" if ":" in host else host
-    return ApiServer(f"https://{name}:{port}", ACCOUNT / "token", context)
+    namespace = (ACCOUNT / "namespace").read_text().strip()
+    return ApiServer(f"https://{name}:{port}", ACCOUNT / "token", context, namespace)
 
 
 class Untainter:
@@ -111,6 +116,7 @@ class Untainter:
     def __init__(self, api: ApiServer) -> None:
         self._api = api
         self._done: set[str] = set()  # the uids of CSINode objects
+        self._is_waiting = False  # some node keeps its taint for now
 
     def watch_once(self) -> None:
         """Handle every node that is there, and changes until the API server ends the watch.
@@ -119,7 +125,8 @@ class Untainter:
             OSError, ValueError, http.client.HTTPException: the API server ended it in another way.
         """
         present: set[str] = set()
-        for event in self._api.watch("/apis/storage.k8s.io/v1/csinodes"):
+        for_s, self._is_waiting = WAITING_S if self._is_waiting else WATCH_S, False
+        for event in self._api.watch("/apis/storage.k8s.io/v1/csinodes", for_s):
             if event["type"] == "ERROR":
                 raise OSError(event["object"].get("message", "the watch failed"))
             self._handle(event["type"], event["object"])
@@ -136,6 +143,7 @@ class Untainter:
             try:
                 self._untaint(name)
             except Exception as error:  # of this node alone: the others do not wait for it
+                self._is_waiting = True
                 log.warning("node %s keeps its taint for now: %r", name, error)
             else:
                 self._done.add(uid)
@@ -145,6 +153,7 @@ class Untainter:
         taints = self._api.get(path)["spec"].get("taints") or ()
         for number, taint in reversed(list(enumerate(taints))):
             if taint["key"] == TAINT:
+                self._check_daemons(node)
                 # Others add and remove taints, too: only this one is removed.
                 where = f"/spec/taints/{number}"
                 operations = [
@@ -153,6 +162,13 @@ class Untainter:
                 ]
                 self._api.patch(path, operations)
                 log.info("node %s can mount volumes: its taint is removed", node)
+
+    def _check_daemons(self, node: str) -> None:
+        query = f"labelSelector={quote(DAEMONS_LABEL)}&fieldSelector=spec.nodeName%3D{node}"
+        pods = self._api.get(f"/api/v1/namespaces/{self._api.namespace}/pods?{query}")["items"]
+        found = [each for pod in pods for each in pod["status"].get("conditions") or ()]
+        if not any(each["type"] == "Ready" and each["status"] == "True" for each in found):
+            raise OSError(f"it has {len(pods)} pods of fusefs-csi-daemons, and none is ready")
 
 
 def run(_arguments: argparse.Namespace) -> int:

@@ -12,12 +12,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from csi.errors import UnavailableError
 from fusefs.keeper import fd_store, supervisor_protocol
 from fusefs.keeper.exchange import exchange_fds
 from fusefs.launch import control, launcher, registry
 from fusefs.linux.mountinfo import KernelMount
 
 ANSWER_TIMEOUT_S = 2.0
+DAEMONS_LABEL = "app.kubernetes.io/name=fusefs-csi-daemons"
 
 
 class FdStoreClient:
@@ -85,8 +87,26 @@ def _name(root: KernelMount) -> str:
 class Daemons:
     """The daemons that are started for mounts by a supervisor, if there is to be one."""
 
-    def __init__(self, supervisor: launcher.SupervisorAddress | None) -> None:
+    def __init__(self, supervisor: launcher.SupervisorAddress | None, node: str) -> None:
         self.supervisor = supervisor
+        self._node = node
+
+    def check(self) -> None:
+        """See that daemons can be started.
+
+        Raises:
+            UnavailableError: the daemons' pod, which has to start them, is not there.
+        """
+        if self.supervisor is not None and self.supervisor.is_needed:
+            try:
+                supervisor_protocol.connect(os.fspath(self.supervisor.socket)).close()
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                raise UnavailableError(
+                    f"the daemons' pod of node {self._node} does not run: nothing listens on"
+                    f" {self.supervisor.socket}. `kubectl get pods -A -l {DAEMONS_LABEL}"
+                    f" --field-selector spec.nodeName={self._node}` names it, and `kubectl"
+                    " describe` of it, or of the DaemonSet fusefs-csi-daemons, says why"
+                ) from error
 
     def serve(self, root: Path, *, if_silent: bool = False) -> bool:
         """True if there is one for the mount at `root`; `if_silent` where no answer comes."""

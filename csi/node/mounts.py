@@ -241,6 +241,7 @@ class Mounts:
             for name, text in os.environ.items()
             if not name.startswith(("AWS_", "FUSEFS"))
         }
+        self._daemons.check()
         self._reap()
         begin = resume_mount if is_mounted else start_mount
         try:

@@ -17,6 +17,7 @@ goes on. No call touches a mount, at its root or below it.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import time
@@ -143,7 +144,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             self._files,
             configuration.mounts_directory,
             FdStoreClient(configuration.descriptor_store),
-            Daemons(configuration.supervisor),
+            Daemons(configuration.supervisor, configuration.node_id),
         )
         self._stats = Stats(self._mounts)
         self._pods = PodRecords(state / POD_RECORDS)
@@ -444,7 +445,14 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             bind_mount.pop_all(target)
             bind_mount.remove_directory(target)
         except OSError as error:
-            raise UnavailableError(f"{target}: {error.strerror}") from error
+            where = f"on node {self._configuration.node_id}"
+            if error.errno == errno.ENOTEMPTY:
+                raise UnavailableError(
+                    f"{target} {where} has files of its own, which are not the volume's: they were"
+                    " written there while nothing was mounted, and no driver removes them. Move"
+                    " them away on the node, and the pod ends"
+                ) from error
+            raise UnavailableError(f"{target} {where}: {error.strerror}") from error
         self._pods.forget(target)
         for record in records:
             if not self._is_needed(record):

@@ -221,8 +221,8 @@ class MountSettings:
     shared_group: bool = option(
         SWITCH,
         "Files",
-        "give new files and directories the group of the mount (--gid), and the group the rights"
-        " of the owner",
+        "show all files and directories as the group's that --gid names, with the rights of their"
+        " owners but for what is an owner's alone",
         False,
     )
 

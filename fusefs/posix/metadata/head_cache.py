@@ -385,7 +385,7 @@ class HeadCache:
         known = meta.read(info.metadata or {}, default)
         has_attributes, has_usual = meta.has_attributes_in(info.metadata or {}), False
         if self.asks_less and has_attributes:
-            has_usual = known.changed(mtime_ns=None, other=(), form=default.form) == default
+            has_usual = self._owner.shown(known) == self._owner.shown(default) and not known.xattrs
             has_attributes = not has_usual
         prefix = _directory(info.key)
         if has_attributes and self.asks_less and not self._policy.has_attributes(prefix):

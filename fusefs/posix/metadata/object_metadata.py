@@ -11,7 +11,8 @@ AWS's form is that of S3 Files, FSx for Lustre, File Cache, DataSync and Storage
 object keeps its form, or both, when its attributes change; what has no form yet gets the
 mount's (`--attribute-form`). Where both say something s3fs's counts.
 
-What an object lacks, or what cannot be read, is the mount's default. Set-id
+What an object lacks, or what cannot be read, is the mount's default, which is never written
+into an object: it is this mount's way of looking at the bucket. Set-id
 bits and device types in a bucket are ignored: the right to write there is not
 the right to become root here. s3fs' `atime` and `ctime` are not kept, which
 would be wrong after the next change. What else is there is kept as it is.
@@ -37,6 +38,8 @@ SECOND_NS = 1_000_000_000
 LONGEST_TARGET = 4095
 # Times lie between this and its negative, which is the years from 1677 to 2262.
 MOST_NS = (1 << 63) - 1
+ALL_SET: frozenset[str] = frozenset()
+NONE_SET = frozenset(("mode", "uid", "gid"))
 _HEADER_PREFIX = "x-amz-meta-"
 _S3FS = ("mode", "uid", "gid", "mtime")
 _AWS = ("file-permissions", "file-owner", "file-group", "file-mtime")
@@ -57,7 +60,8 @@ class Meta:
     """What POSIX keeps with a file; `mode` has the type, `mtime_ns` None is the object's own.
 
     `xattrs` are names and values in the order of their setting; `other` is
-    metadata of the object that means nothing here; `form` is how the rest is written.
+    metadata of the object that means nothing here; `form` is how the rest is written. `unset`
+    are the names of those of mode, uid and gid that are the mount's, and not the object's.
     """
 
     mode: int
@@ -67,26 +71,31 @@ class Meta:
     xattrs: tuple[tuple[str, bytes], ...] = ()
     other: tuple[tuple[str, str], ...] = ()
     form: Form = Form.S3FS
+    unset: frozenset[str] = ALL_SET
 
     @property
     def is_symlink(self) -> bool:
         return stat.S_ISLNK(self.mode)
 
     def changed(self, **changes: Any) -> Meta:
-        return replace(self, **changes)
+        """These attributes with others in their place, which are the object's then."""
+        return replace(self, unset=self.unset - changes.keys(), **changes)
 
     def as_metadata(self) -> dict[str, str]:
         """The object metadata that says this."""
         metadata = dict(self.other)
         mtime_ns = self.mtime_ns
+        numbers = {"mode": self.mode, "uid": self.uid, "gid": self.gid}
+        own = [name for name in numbers if name not in self.unset]
         if Form.S3FS in self.form:
-            metadata |= {"mode": str(self.mode), "uid": str(self.uid), "gid": str(self.gid)}
+            metadata |= {name: str(numbers[name]) for name in own}
             if mtime_ns is not None:
                 seconds, rest = divmod(abs(mtime_ns), SECOND_NS)
                 metadata["mtime"] = f"{'-' if mtime_ns < 0 else ''}{seconds}.{rest:09}"
         if Form.AWS in self.form:
             values = (f"{self.mode:07o}", str(self.uid), str(self.gid))
-            metadata |= zip(_AWS, values, strict=False)
+            written = zip(numbers, _AWS, values, strict=False)
+            metadata |= {key: value for name, key, value in written if name in own}
             if mtime_ns is not None:
                 metadata["file-mtime"] = f"{mtime_ns}ns"
         if self.xattrs:
@@ -119,6 +128,7 @@ def read(metadata: Mapping[str, str], default: Meta) -> Meta:
     permissions = default.mode & PERMISSIONS if mode is None else mode & PERMISSIONS
     uid = _whole(metadata.get("uid", metadata.get("file-owner")))
     gid = _whole(metadata.get("gid", metadata.get("file-group")))
+    found = (("mode", mode), ("uid", uid), ("gid", gid))
     return Meta(
         kind | permissions,
         default.uid if uid is None else uid,
@@ -131,6 +141,7 @@ def read(metadata: Mapping[str, str], default: Meta) -> Meta:
             if name not in _OWN and _is_header(value)
         ),
         _form(metadata) or default.form,
+        frozenset(name for name, value in found if value is None),
     )
 
 

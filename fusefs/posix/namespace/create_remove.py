@@ -12,7 +12,6 @@ a repeated one of these finds done is success.
 from __future__ import annotations
 
 import errno
-import os
 import stat
 import tempfile
 import time
@@ -387,7 +386,7 @@ class CreateRemove:
         own = next((info for info in page.objects if info.key == prefix), None)
         directory.marker_etag = own.etag or None if own is not None and not own.size else None
         if not there - {prefix + name, prefix + name + "/"}:
-            meta = directory.meta or Meta(stat.S_IFDIR | 0o755, os.geteuid(), os.getegid())
+            meta = directory.meta or self._owner.directory
             with suppress(ConflictError):
                 directory.marker_etag = await self._writer.put_marker(prefix, meta, None)
 

@@ -357,10 +357,7 @@ def _limited(mtime_ns: int | None) -> int | None:
 
 
 def _changed(old: Meta, new: NewAttributes, mtime_ns: int | None) -> Meta:
-    return old.changed(
-        # The type stays, and set-id bits are never kept.
-        mode=old.mode if new.mode is None else stat.S_IFMT(old.mode) | new.mode & PERMISSIONS,
-        uid=old.uid if new.uid is None else new.uid,
-        gid=old.gid if new.gid is None else new.gid,
-        mtime_ns=old.mtime_ns if mtime_ns is None else mtime_ns,
-    )
+    # The type stays, and set-id bits are never kept.
+    mode = None if new.mode is None else stat.S_IFMT(old.mode) | new.mode & PERMISSIONS
+    given = {"mode": mode, "uid": new.uid, "gid": new.gid, "mtime_ns": mtime_ns}
+    return old.changed(**{name: value for name, value in given.items() if value is not None})

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.posix.metadata.object_metadata import Form, Meta
+from fusefs.posix.metadata.object_metadata import NONE_SET, Form, Meta
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.store.interface import ObjectInfo, Upload, UploadState
 
@@ -26,11 +26,11 @@ FIRST_ID = 16
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Who owns what has no owner of its own, and with which permissions.
+    """A mount's way of looking at the bucket: who owns what has no owner, with which permissions.
 
-    With `is_shared` what is new belongs to the group `gid`, which may do with it what its
-    owner may; its attributes are written in `form`. `file` and `directory` are the attributes
-    of each where its object has none.
+    With `is_shared` everything belongs to the group `gid`, whatever its object says, and the
+    group may do with it what its owner may, unless it is the owner's alone. `file` and
+    `directory` are the attributes of each where its object has none, to be written in `form`.
     """
 
     uid: int
@@ -48,13 +48,26 @@ class Ownership:
             ("file", stat.S_IFREG | self.file_mode),
             ("directory", stat.S_IFDIR | self.dir_mode),
         ):
-            object.__setattr__(self, name, Meta(mode, self.uid, self.gid, form=self.form))
+            default = Meta(mode, self.uid, self.gid, form=self.form, unset=NONE_SET)
+            object.__setattr__(self, name, default)
 
     def of_new(self, mode: int, uid: int, gid: int) -> Meta:
         """The attributes of what a process of this user and group makes with this mode."""
-        if not self.is_shared:
-            return Meta(mode, uid, gid, form=self.form)
-        return Meta(mode | (mode & stat.S_IRWXU) >> 3, uid, self.gid, form=self.form)
+        return Meta(mode, uid, gid, form=self.form)
+
+    def shown(self, meta: Meta) -> tuple[int, int, int]:
+        """The mode, the uid and the gid that programs see of what has these attributes."""
+        mode, uid, gid = meta.mode, meta.uid, meta.gid
+        if meta.unset:
+            default = self.directory if stat.S_ISDIR(mode) else self.file
+            mode = default.mode if "mode" in meta.unset else mode
+            uid = default.uid if "uid" in meta.unset else uid
+            gid = default.gid if "gid" in meta.unset else gid
+        if self.is_shared:
+            gid = self.gid
+            if mode & (stat.S_IRWXG | stat.S_IRWXO):
+                mode |= (mode & stat.S_IRWXU) >> 3
+        return mode, uid, gid
 
 
 @dataclass(slots=True)
@@ -185,6 +198,7 @@ class Inode:
             return replace(shown, ino=self.ino, size=size, nlink=0, blocks=-(-size // 512))
         info, staged = self.info, self.staged
         meta = staged.meta if staged is not None else self.meta or self.default_meta(owner)
+        mode, uid, gid = owner.shown(meta)
         if staged is not None:
             # The kernel may have written by itself: what the file says is the truth.
             found = os.fstat(staged.fd)
@@ -194,10 +208,10 @@ class Inode:
                 self.ino,
                 found.st_size,
                 found.st_mtime_ns,
-                meta.mode,
+                mode,
                 0 if staged.is_unlinked else self._names,
-                meta.uid,
-                meta.gid,
+                uid,
+                gid,
                 blocks,
             )
         if info is None:
@@ -208,9 +222,7 @@ class Inode:
             mtime_ns = self.entries_changed_ns
         elif meta.mtime_ns is not None:
             mtime_ns = meta.mtime_ns
-        return Attributes(
-            self.ino, size, mtime_ns, meta.mode, nlink, meta.uid, meta.gid, -(-size // 512)
-        )
+        return Attributes(self.ino, size, mtime_ns, mode, nlink, uid, gid, -(-size // 512))
 
 
 # Called with a node whose name is to have the number that is given, or (None) any other.
@@ -465,11 +477,9 @@ class StagedFile:
 
     def described(self) -> Meta:
         """What belongs to the content as it is now, with its time."""
-        meta = self.meta
         # What others have noted there, a digest say, is about another content.
-        other = () if self.is_content_dirty else meta.other
-        mtime_ns = os.fstat(self.fd).st_mtime_ns
-        return Meta(meta.mode, meta.uid, meta.gid, mtime_ns, meta.xattrs, other, meta.form)
+        other = () if self.is_content_dirty else self.meta.other
+        return replace(self.meta, mtime_ns=os.fstat(self.fd).st_mtime_ns, other=other)
 
     def attributes_alone(self) -> tuple[int, int] | None:
         """Whether the object lacks attributes that were changed, whatever becomes of the content.

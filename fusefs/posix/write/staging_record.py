@@ -71,6 +71,7 @@ def brief(staged: StagedFile) -> bytes | None:
         or staged.tokens
         or meta.xattrs
         or meta.other
+        or meta.unset
         or meta.form is not Form.S3FS
         or meta.mtime_ns is not None
         or staged.attributes_alone() is not None

@@ -12,6 +12,7 @@ from csi.generated import csi_pb2
 from tests.support.csi.calls import GIB, Driver, refusal
 from tests.support.csi.volumes import (
     CLUSTER,
+    KEYS,
     NAME,
     Code,
     Held,
@@ -160,3 +161,44 @@ def test_a_mount_of_the_whole_bucket_does_not_show_the_records(
         assert "data" in names
         assert ".fusefs" not in names
         assert not (mount.path / record_key()).exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_warned"),
+    [
+        ({"Filter": {"Prefix": ""}, "Expiration": {"Days": 30}}, True),
+        ({"Filter": {"Prefix": ".fusefs/"}, "Expiration": {"Days": 30}}, True),
+        ({"Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 30}}, False),
+        ({"Filter": {"Prefix": ""}, "Expiration": {"Days": 30}, "Status": "Disabled"}, False),
+    ],
+)
+def test_a_record_that_a_lifecycle_rule_will_remove_is_warned_of_and_missed(
+    driver: Driver,
+    bucket: Bucket,
+    caplog: pytest.LogCaptureFixture,
+    rule: dict[str, Any],
+    is_warned: bool,
+) -> None:
+    rules = [{"ID": "thirty-days", "Status": "Enabled", **rule}]
+    name = bucket.name
+    bucket.client.put_bucket_lifecycle_configuration(
+        Bucket=name, LifecycleConfiguration={"Rules": rules}
+    )
+    try:
+        volume = create(driver, name, onDelete="delete")
+    finally:
+        bucket.client.delete_bucket_lifecycle(Bucket=name)
+    assert ("thirty-days" in caplog.text) == is_warned
+    bucket.delete(record_key())
+    expand = csi_pb2.ControllerExpandVolumeRequest(
+        volume_id=volume.volume_id,
+        capacity_range=csi_pb2.CapacityRange(required_bytes=9),
+        secrets=KEYS,
+    )
+    code, sentence = refusal(driver.controller.ControllerExpandVolume, expand)
+    assert code is Code.NOT_FOUND
+    delete(driver, volume.volume_id)
+    for said in (sentence, caplog.text):
+        assert f"no record s3://{name}/{record_key()}" in said
+        assert "lifecycle rule" in said
+    assert "data are retained" in caplog.text

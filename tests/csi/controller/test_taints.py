@@ -29,6 +29,12 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path.startswith("/apis/storage.k8s.io/v1/csinodes?watch=true"):
             lines = [json.dumps(event) for event in self.server.events]
             self._answer("\n".join([*lines, ""]))
+        elif self.path.startswith("/api/v1/namespaces/fusefs/pods?"):
+            selector = "labelSelector=app.kubernetes.io/name%3Dfusefs-csi-daemons&fieldSelector="
+            assert self.path.partition("?")[2].startswith(f"{selector}spec.nodeName%3D")
+            node = self.path.rpartition("%3D")[2]
+            ready = {"type": "Ready", "status": str(node not in self.server.unready)}
+            self._answer(json.dumps({"items": [{"status": {"conditions": [ready]}}]}))
         else:
             name = self.path.removeprefix("/api/v1/nodes/")
             self.server.read_nodes.append(name)
@@ -62,12 +68,14 @@ class Server(ThreadingHTTPServer):
     taints: dict[str, list[Any]]
     read_nodes: list[str]
     is_refusing: bool
+    unready: set[str]
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server(("127.0.0.1", 0), Handler) as server:
         server.events, server.read_nodes, server.is_refusing = [], [], False
+        server.unready = set()
         server.taints = {name: [OTHER, OURS] for name in ("new", "bare")}
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -81,7 +89,8 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def untainter(server: Server, tmp_path: Path) -> Untainter:
     (tmp_path / "token").write_text("the-token\n")
-    return Untainter(ApiServer(f"http://127.0.0.1:{server.server_port}", tmp_path / "token"))
+    url = f"http://127.0.0.1:{server.server_port}"
+    return Untainter(ApiServer(url, tmp_path / "token", namespace="fusefs"))
 
 
 def csi_node(name: str, *drivers: str, kind: str = "ADDED") -> dict[str, Any]:
@@ -125,6 +134,18 @@ def test_a_refused_change_is_tried_again(server: Server, untainter: Untainter) -
     untainter.watch_once()
     assert server.taints["new"] == [OTHER, OURS]
     server.is_refusing = False
+    untainter.watch_once()
+    assert server.taints["new"] == [OTHER]
+
+
+def test_the_taint_waits_for_the_pod_of_daemons(
+    server: Server, untainter: Untainter, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.events, server.unready = [csi_node("new", DRIVER_NAME)], {"new"}
+    untainter.watch_once()
+    assert server.taints["new"] == [OTHER, OURS]
+    assert "fusefs-csi-daemons, and none is ready" in caplog.text
+    server.unready.clear()
     untainter.watch_once()
     assert server.taints["new"] == [OTHER]
 

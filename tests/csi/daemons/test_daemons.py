@@ -17,6 +17,7 @@ from tests.support.csi.daemons import daemons_of
 from tests.support.csi.node import Node, running_node
 from tests.support.csi.node import node as node
 from tests.support.csi.pod import Pod, pod_reading
+from tests.support.csi.publishing import refused
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
@@ -221,12 +222,14 @@ def test_the_node_container_does_not_end_while_the_daemons_are_gone(
         node.unpublish("volume", target)
 
 
-def test_a_publish_waits_for_daemons_and_leaves_nothing_if_there_are_none(
+def test_a_publish_without_daemons_names_the_pod_that_is_missing_and_leaves_nothing(
     node: Node, target: Path, shared: Bucket
 ) -> None:
-    with pytest.raises(grpc.RpcError) as refused:
+    with refused(
+        grpc.StatusCode.UNAVAILABLE, "pod of node node-1 does not run", "kubectl get pods -A -l"
+    ):
         publish(node, target, shared)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert node.leftovers() == []
     with daemons_of(node, "first"):
         publish(node, target, shared)
         assert (target / "hello").read_bytes() == b"hello"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import time
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from tests.support.csi.pod import Pod, pod_reading
 from tests.support.csi.publishing import data as data
 from tests.support.csi.publishing import node as node
 from tests.support.csi.publishing import running as running
-from tests.support.servers.buckets import Bucket
+from tests.support.servers.buckets import Bucket, stored
 from tests.support.waiting import until
 
 # A pod that uploads nothing has ended after it.
@@ -96,3 +97,25 @@ def test_a_pod_ends_though_an_agent_has_a_private_copy_of_its_volume(
         assert len(node.daemons()) == 1
         node.unpublish("volume", target)
         until(lambda: not node.leftovers(), "the agent's copy has ended")
+
+
+def test_pods_of_two_groups_write_each_others_files(node: Node, data: Bucket) -> None:
+    """They have a mount each, which is as two nodes: neither group is written into an object."""
+    own = {"uid": "1000", "gid": "1000", "mode": str(stat.S_IFREG | 0o664)}
+    data.put("grouped/lines", b"earlier\n", Metadata=own)  # of a driver that wrote the group
+    targets = {group: node.target(f"pod-{group}") for group in (1000, 2000)}
+    volume = {"bucket": data.name, "prefix": "grouped", "metadataTtl": "0s"}
+    for group, target in targets.items():
+        node.publish("volume", target, cap=capability(group=str(group)), **volume)
+    expected = "earlier\n"
+    for turn in range(4):
+        for group, target in targets.items():
+            append = f"echo {group} {turn} >> lines"
+            user = {"user": group + 1, "group": group + 1, "extra_groups": [group]}
+            subprocess.run(["sh", "-c", append], cwd=target, check=True, **user)
+            expected += f"{group} {turn}\n"
+            assert (target / "lines").stat().st_gid == group
+            assert stored(data, "grouped/lines").decode() == expected
+    for target in targets.values():
+        node.unpublish("volume", target)
+    data.delete("grouped/lines")

@@ -19,6 +19,9 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted, read_all
+from tests.support.waiting import until
+
+NAMES = ("mode", "uid", "gid")
 
 
 def as_nobody(*command: object) -> subprocess.CompletedProcess[str]:
@@ -158,17 +161,54 @@ def test_a_mount_for_writing_is_nosuid_and_nodev_too(mounter: Mounter) -> None:
 
 
 @states(
-    "With `--shared-group` what is made belongs to the group of `--gid`, which may do with it what"
-    " its owner may."
+    "With `--shared-group` everything belongs to the group of `--gid`, whatever its object says,"
+    " and that group may do with it what its owner may, unless it is its owner's alone (0600,"
+    " 0700)."
 )
-def test_what_is_made_belongs_to_a_shared_group(mounter: Mounter) -> None:
+def test_everything_belongs_to_a_shared_group(mounter: Mounter, bucket: Bucket) -> None:
+    own = {"uid": "7", "gid": "8", "mode": str(stat.S_IFREG | 0o644)}
+    bucket.put("directory/of-another-mount", b"", Metadata=own)
     path = mounter("--no-read-only", "--shared-group", "--gid", "4321").path
-    (path / "directory").mkdir(mode=0o750)
-    (path / "directory" / "file").touch(mode=0o600)
+    (path / "directory" / "made").mkdir(mode=0o750)
+    (path / "directory" / "private").touch(mode=0o600)
     (path / "directory" / "link").symlink_to("file")
-    shown = [(path / name).lstat() for name in ("directory", "directory/file", "directory/link")]
-    assert [stat.S_IMODE(one.st_mode) for one in shown] == [0o770, 0o660, 0o777]
+    names = ("of-another-mount", "made", "private", "link")
+    shown = [(path / "directory" / name).lstat() for name in names]
+    assert [stat.S_IMODE(one.st_mode) for one in shown] == [0o664, 0o770, 0o600, 0o777]
     assert {one.st_gid for one in shown} == {4321}
-    (path / "directory" / "file").chmod(0o600)
-    assert stat.S_IMODE((path / "directory" / "file").stat().st_mode) == 0o600
-    shutil.rmtree(path / "directory")
+    assert shown[0].st_uid == 7
+
+
+@states(
+    "Of `--uid`, `--gid`, `--file-mode`, `--dir-mode` and `--shared-group` nothing is written into"
+    " objects; what a program makes, or sets with chmod and chown, is."
+)
+@pytest.mark.parametrize("form", ["s3fs", "aws"])
+def test_the_options_of_a_mount_are_written_into_no_object(
+    mounter: Mounter, bucket: Bucket, form: str
+) -> None:
+    for name in ("appended", "chmod", "chown", "dated"):
+        bucket.put(f"directory/{name}", b"")
+    options = ("--uid", "1234", "--gid", "4321", "--file-mode", "666", "--dir-mode", "777")
+    flags = ("--no-read-only", "--shared-group", "--attribute-form", form)
+    path = mounter(*flags, *options).path / "directory"
+    with (path / "appended").open("ab") as file:
+        file.write(b"more")
+    (path / "chmod").chmod(0o640)
+    os.chown(path / "chown", 5, -1)
+    os.utime(path / "dated", (1, 1))
+    path.joinpath("made").touch(mode=0o640)
+    names = NAMES
+    if form == "aws":
+        names = ("file-permissions", "file-owner", "file-group")
+
+    def written(name: str) -> set[str]:
+        found = bucket.client.head_object(Bucket=bucket.name, Key=f"directory/{name}")["Metadata"]
+        assert not {"1234", "4321"} & set(found.values())
+        return {usual for usual, key in zip(NAMES, names, strict=True) if key in found}
+
+    until(lambda: written("chmod") == {"mode"}, "its mode is written")
+    until(lambda: written("chown") == {"uid"}, "its owner is written")
+    assert written("appended") == written("dated") == set()
+    assert written("made") == set(NAMES)
+    assert {(path / name).stat().st_gid for name in os.listdir(path)} == {4321}

@@ -54,6 +54,7 @@ _BY_PARAMETER = [
     ("GET", "list-type", "LIST"),
     ("GET", "uploadId", "PARTS"),
     ("GET", "uploads", "UPLOADS"),
+    ("GET", "lifecycle", "LIFECYCLE"),
     ("PUT", "partNumber", "PART"),
     ("POST", "uploads", "BEGIN"),
     ("POST", "uploadId", "COMPLETE"),
