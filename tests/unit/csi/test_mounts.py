@@ -46,6 +46,9 @@ class PlayedNode:
     def drop(self, _root: object) -> None:
         self.done.append("drop")
 
+    def check(self) -> None:
+        pass
+
     def may_serve(self, _root: Path) -> bool:
         return self.has_daemon
 
