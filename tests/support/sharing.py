@@ -76,6 +76,21 @@ def mounted(
         mount.clean_up()
 
 
+# First in a mount namespace that is private: its copies of mounts keep those of other tests alive.
+DROP_COPIES = "umount -a -c -l -t fuse.fusefs; "
+
+
+@contextlib.contextmanager
+def shared_mount(directory: Path) -> Iterator[None]:
+    """What is unmounted below a directory goes from the namespaces that have copies, too."""
+    subprocess.run(["mount", "--bind", directory, directory], check=True)
+    try:
+        subprocess.run(["mount", "--make-shared", directory], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
     """A Python process that runs some code."""
     return subprocess.Popen(

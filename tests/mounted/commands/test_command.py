@@ -18,6 +18,7 @@ from fusefs.linux import mountinfo
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.gate import Gate
+from tests.support.sharing import shared_mount
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -225,8 +226,13 @@ def test_a_mount_in_the_foreground_ends_with_an_interrupt(
         end_with(number, process, path)
 
 
+@pytest.mark.root
 def test_a_mount_in_the_foreground_outlives_its_keeper(bucket: Bucket, tmp_path: Path) -> None:
-    with in_the_foreground(bucket, tmp_path) as (process, path), open(path / "a") as file:
+    with (
+        shared_mount(tmp_path),
+        in_the_foreground(bucket, tmp_path) as (process, path),
+        open(path / "a") as file,
+    ):
         first = keeper(path)
         assert first is not None
         os.kill(first, signal.SIGKILL)

@@ -14,6 +14,8 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.sharing import DROP_COPIES
+
 PROJECT = Path(__file__).parents[3]
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _MACHINE = ("/etc/resolv.conf", "/etc/hosts")
@@ -117,7 +119,7 @@ def run_in(root: Path, command: str, *, workdir: str = "/", user: str = "0:0") -
     Raises:
         AssertionError: it failed; with the end of its output.
     """
-    binds = "".join(
+    binds = DROP_COPIES + "".join(
         f'touch "{root}{name}" && mount --bind {name} "{root}{name}" && ' for name in _MACHINE
     )
     binds += f'touch "{root}/tmp/ca.crt" && mount --bind {_CERTIFICATES} "{root}/tmp/ca.crt" && '
