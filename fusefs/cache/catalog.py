@@ -26,7 +26,7 @@ sum are as good as others: a killed process may not have recorded the last ones.
 that is damaged itself has a cached copy dropped, no more.
 
 Which paths are pinned is in another table, and in one more which files are not evicted for
-that, one for each key of a bucket (retention.py).
+that, one for each key of a bucket (retention.py). A last one has listings (listing_cache.py).
 
 All calls block; a lock lets one thread in at a time.
 """
@@ -48,12 +48,19 @@ from typing import Any, NamedTuple
 
 from fusefs.cache.integrity import checksums
 from fusefs.cache.integrity.checksums import Sum
-from fusefs.cache.integrity.damage import alone_in, is_damage, readable_errors, set_aside
+from fusefs.cache.integrity.damage import (
+    DamagedCatalogError,
+    alone_in,
+    check_header,
+    is_damage,
+    readable_errors,
+    set_aside,
+)
 from fusefs.cache.ranges import RangeMap
 
 logger = logging.getLogger("fusefs.cache")
 
-FORMAT = 4
+FORMAT = 5
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -91,6 +98,14 @@ CREATE TABLE IF NOT EXISTS pins (
     key TEXT NOT NULL,
     UNIQUE (identity, key)
 );
+CREATE TABLE IF NOT EXISTS pages (
+    number INTEGER PRIMARY KEY,
+    identity TEXT NOT NULL,
+    place TEXT NOT NULL,
+    at REAL NOT NULL,
+    page BLOB NOT NULL,
+    UNIQUE (identity, place)
+);
 CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS total (
     bytes INTEGER NOT NULL, files INTEGER NOT NULL, crc INTEGER NOT NULL
@@ -100,10 +115,6 @@ CREATE TABLE IF NOT EXISTS total (
 _NAME = re.compile("[0-9a-f]{32}")
 # Rows of an earlier boot whose file may not be what they say.
 _UNSAFE = "NOT is_synced AND boot_id != ?"
-
-
-class DamagedCatalogError(sqlite3.DatabaseError):
-    """The content of the database is not what was written there."""
 
 
 class Total(NamedTuple):
@@ -197,7 +208,7 @@ class Catalog:
             return True
 
     def _open(self, path: Path) -> None:
-        _check_header(path)
+        check_header(path)
         with readable_errors():
             self._db = _connected(path)
         with ExitStack() as undo:
@@ -606,24 +617,6 @@ def key_ranges(path: str) -> list[KeyRange]:
         return []
     # "0" is the character after "/".
     return [(path, path + "\0"), (path + "/", path + "0")] if path else [("", b"")]
-
-
-def _check_header(path: Path) -> None:
-    """Find damage that SQLite takes for a newer format, which it says is read-only.
-
-    Bytes 18 and 19 are 1, or 2 with a write-ahead log
-    (https://sqlite.org/fileformat.html#the_database_header).
-
-    Raises:
-        DamagedCatalogError: it is that.
-    """
-    try:
-        with path.open("rb") as file:
-            versions = file.read(20)[18:]
-    except FileNotFoundError:
-        return
-    if any(version not in (1, 2) for version in versions):
-        raise DamagedCatalogError("its header has an unknown format")
 
 
 def _connected(path: Path) -> sqlite3.Connection:

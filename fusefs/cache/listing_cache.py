@@ -1,38 +1,33 @@
-"""Listings that the next daemon reuses: diskcache with JSON values.
+"""Listings that the next daemon reuses, in the catalog of the cache.
 
 Each LIST page is stored under its prefix and the key that it starts behind, for
 the metadata TTL. A new daemon finds there what the old one knew and spares the
 requests. Nothing depends on it: pages are written when there is time, dropped
-when there is none, and diskcache removes the oldest when there are too many.
+when there is none, and the oldest are removed when there are too many.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-import shutil
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import zlib
+from typing import Any
 
 import trio
 
+from fusefs.cache.catalog import Catalog
+from fusefs.cache.catalog_writer import CatalogWriter
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
 
-if TYPE_CHECKING:
-    import diskcache
-
 logger = logging.getLogger("fusefs.cache")
 
-SIZE_LIMIT = 256 << 20
+# Of all mounts that share the catalog; one of a thousand objects takes 50 KB.
+MOST_PAGES = 5000
 # Pages on their way to the disk, of 0.5 MB each; more are not worth their memory.
 QUEUE = 16
-# For how long nothing is written to a new directory: to import diskcache and to make its database
-# takes 50 ms, and programs wait for the first answers of a mount that is new. A queue that fills
-# up meanwhile ends that.
-OPEN_AFTER_S = 0.5
-_DATABASE = "cache.db"  # as diskcache names it
 
 
 class NoListingCache:
@@ -45,107 +40,90 @@ class NoListingCache:
 
     async def run(self) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class ListingCache:
-    """The stored pages of one bucket, in a directory that other mounts may share.
+    """The stored pages of one bucket, in a catalog that other mounts may share.
 
     `identity` tells buckets apart; `ttl_s` is for how many seconds a page is used.
     """
 
-    def __init__(self, directory: Path, identity: str, ttl_s: float) -> None:
-        """Open the directory, unless it is new: then when there is a page to be stored. Blocks."""
+    def __init__(
+        self, catalog: Catalog, writer: CatalogWriter, identity: str, ttl_s: float
+    ) -> None:
+        """Blocks.
+
+        Raises:
+            sqlite3.Error: the catalog can't be read.
+        """
+        self._catalog = catalog
+        self._in_catalog = writer.in_catalog
         self._identity = identity
         self._ttl_s = ttl_s
-        self._directory = directory
-        self._cache: diskcache.Cache | None = None
-        # The keys that an earlier daemon left: nothing else is ever read.
-        self._left: set[str] = set()
-        if (directory / _DATABASE).exists():
-            try:
-                self._open()
-            except OSError:
-                raise
-            except Exception as error:  # a damaged key is whatever its bytes are taken for
-                logger.info("the remembered listings are damaged, forgetting them: %r", error)
-                shutil.rmtree(directory)
-        self._is_filling = trio.Event()
-        self._thread = trio.CapacityLimiter(1)
+        with catalog.transaction() as db:
+            oldest = time.time() - ttl_s
+            db.execute("DELETE FROM pages WHERE identity = ? AND at < ?", (identity, oldest))
+            found = db.execute("SELECT place FROM pages WHERE identity = ?", (identity,))
+            # What an earlier daemon left: nothing else is ever read.
+            self._left = {place for (place,) in found}
         self._send, self._receive = trio.open_memory_channel[tuple[str, ListPage, float]](QUEUE)
-
-    def _open(self) -> diskcache.Cache:
-        import diskcache  # a writable mount never needs it
-
-        cache = diskcache.Cache(
-            self._directory,
-            disk=diskcache.JSONDisk,
-            disk_compress_level=1,
-            size_limit=SIZE_LIMIT,
-            sqlite_mmap_size=0,  # 64 MiB of the daemon's memory otherwise
-        )
-        own = self._identity + "\0"
-        self._left = {key for key in cache.iterkeys() if key.startswith(own)}
-        self._cache = cache
-        return cache
 
     async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
         """A page that an earlier daemon stored, and its age in seconds; each page once."""
-        key = self._key(prefix, start_after)
-        if key not in self._left or self._cache is None:
+        place = _place(prefix, start_after)
+        if place not in self._left:
             return None
-        self._left.discard(key)
+        self._left.discard(place)
+        with stage(WaitCause.CACHE_DISK):
+            packed = await self._in_catalog(self._read, place)
         try:
-            with stage(WaitCause.CACHE_DISK):
-                value = await trio.to_thread.run_sync(self._cache.get, key, limiter=self._thread)
-            if value is None:
-                return None
-            page, age_s = _parse(value, key)
-            if age_s < 0 and not math.isinf(self._ttl_s):
-                return None  # the clock was set back since: how old it is, is not known
-            return page, max(0.0, age_s)
-        except Exception as error:  # a damaged row may hold a pickle of anything
+            page, age_s = _parse(packed, place)
+        except (ValueError, TypeError, KeyError, zlib.error) as error:  # a damaged row
             logger.info("a remembered listing can't be read: %s", error)
             return None
+        if age_s < 0 and not math.isinf(self._ttl_s):
+            return None  # the clock was set back since: how old it is, is not known
+        return page, max(0.0, age_s)
 
     def save(self, prefix: str, start_after: str, page: ListPage) -> None:
         """Queue a page to be stored; it is dropped if the queue is full."""
         try:
-            self._send.send_nowait((self._key(prefix, start_after), page, time.time()))
-            if self._receive.statistics().current_buffer_used >= QUEUE // 2:
-                self._is_filling.set()
+            self._send.send_nowait((_place(prefix, start_after), page, time.time()))
         except trio.WouldBlock:
             logger.debug("too many listings at once, one is not stored")
 
     async def run(self) -> None:
         """Write queued pages, until cancelled."""
-        if self._cache is None:
-            with trio.move_on_after(OPEN_AFTER_S):
-                await self._is_filling.wait()
-        async for key, page, fetched_at in self._receive:
-            try:
-                await trio.to_thread.run_sync(
-                    self._write, key, page, fetched_at, limiter=self._thread
-                )
-            except Exception as error:  # diskcache has errors of its own beside the database's
-                logger.info("a listing can't be remembered: %r", error)
+        async for place, page, fetched_at in self._receive:
+            await self._in_catalog(self._write, place, page, fetched_at)
 
-    def close(self) -> None:
-        if self._cache is not None:
-            self._cache.close()
+    def _read(self, place: str) -> object:
+        with self._catalog.reading() as db:
+            row = db.execute(
+                "SELECT page FROM pages WHERE identity = ? AND place = ?", (self._identity, place)
+            ).fetchone()
+        return row[0] if row is not None else None
 
-    def _key(self, prefix: str, start_after: str) -> str:
-        return f"{self._identity}\0{prefix}\0{start_after}"
+    def _write(self, place: str, page: ListPage, fetched_at: float) -> None:
+        row = self._identity, place, fetched_at, _packed(page, place, fetched_at)
+        with self._catalog.transaction() as db:
+            # In place of an older one, and as the latest of all.
+            db.execute(
+                "INSERT OR REPLACE INTO pages (identity, place, at, page) VALUES (?, ?, ?, ?)", row
+            )
+            db.execute(
+                "DELETE FROM pages WHERE number <= (SELECT max(number) FROM pages) - ?",
+                (MOST_PAGES,),
+            )
 
-    def _write(self, key: str, page: ListPage, fetched_at: float) -> None:
-        expire = None if math.isinf(self._ttl_s) else self._ttl_s
-        cache = self._open() if self._cache is None else self._cache
-        cache.set(key, {"key": key} | _plain(page, fetched_at), expire=expire)
+
+def _place(prefix: str, start_after: str) -> str:
+    return f"{prefix}\0{start_after}"
 
 
-def _plain(page: ListPage, fetched_at: float) -> dict[str, Any]:
-    """A page as JSON can hold it; `fetched_at` is in seconds since the epoch."""
-    return {
+def _packed(page: ListPage, place: str, fetched_at: float) -> bytes:
+    """A page as JSON, compressed; `fetched_at` is in seconds since the epoch."""
+    plain = {
+        "place": place,
         "fetched_at": fetched_at,
         "objects": [
             [info.key, info.size, info.etag, info.mtime_ns, info.storage_class]
@@ -155,11 +133,13 @@ def _plain(page: ListPage, fetched_at: float) -> dict[str, Any]:
         "is_last": page.next_token is None,
         "last": page.last,
     }
+    return zlib.compress(json.dumps(plain).encode(), 1)
 
 
-def _parse(value: dict[str, Any], key: str) -> tuple[ListPage, float]:
-    # The value has a checksum (zlib's), the key under which it was found has none.
-    if value["key"] != key:
+def _parse(packed: Any, place: str) -> tuple[ListPage, float]:
+    # The value has a checksum (zlib's), the place under which it was found has none.
+    value = json.loads(zlib.decompress(packed))
+    if value["place"] != place:
         raise ValueError("it belongs to another directory")
     objects = [ObjectInfo(*fields) for fields in value["objects"]]
     token = None if value["is_last"] else ""

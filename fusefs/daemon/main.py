@@ -155,7 +155,6 @@ class Daemon:
             if self.watched is not None:
                 self.watched.close(remove=self._is_unmounted)
             await self.cache.aclose(sync=self._is_unmounted)
-            self.pages.close()
             if self._takeover is not None:
                 self._takeover.keeper.ending()
         finally:

@@ -7,10 +7,9 @@ import json
 import logging
 import os
 import signal
-import sqlite3
 from pathlib import Path
 
-from fusefs.cache.disk import CacheDirectoryError, prepare_directory
+from fusefs.cache.disk import prepare_directory
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.listing_cache import ListingCache, NoListingCache
 from fusefs.cache.quota import Quota
@@ -63,17 +62,7 @@ def open_cache(
     quota = Quota(directory, settings.cache_size, *floors)
     files = MemoryBudget.of(settings.memory_limit).files
     cache = FileCache(directory, identity, quota, most_in_memory=files, in_any_case=in_any_case)
-    if not settings.read_only:
-        return cache, NoListingCache()
-    try:
-        pages = ListingCache(directory / "metadata", identity, settings.metadata_ttl)
-    except (OSError, sqlite3.Error) as error:
-        if not in_any_case:
-            why = f"can't use the cache directory {directory}: {error}"
-            raise CacheDirectoryError(why) from error
-        logger.info("listings are not remembered: %s", error)
-        return cache, NoListingCache()
-    return cache, pages
+    return cache, cache.listings(settings.metadata_ttl) if settings.read_only else NoListingCache()
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:

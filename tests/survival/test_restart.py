@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import threading
 import time
@@ -89,16 +90,9 @@ def test_a_clean_restart_reuses_everything(bucket: Bucket, mounter: Mounter) -> 
 
 
 def remembered_pages(mount: Mount) -> int:
-    import sqlite3
-
-    found = list(mount.cache.glob("*/metadata/cache.db"))
-    if not found:
-        return 0
-    with contextlib.closing(sqlite3.connect(found[0])) as db:
-        try:
-            return int(db.execute("SELECT count(*) FROM Cache").fetchone()[0])
-        except sqlite3.OperationalError:  # it is just being made
-            return 0
+    [catalog] = mount.cache.glob("*/catalog.sqlite3")
+    with contextlib.closing(sqlite3.connect(catalog)) as db:
+        return int(db.execute("SELECT count(*) FROM pages").fetchone()[0])
 
 
 def test_a_changed_object_is_seen_after_a_restart(bucket: Bucket, mounter: Mounter) -> None:

@@ -44,6 +44,10 @@ _OUTER_CAUSES = {
 _DAMAGED_FILE = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS)
 
 
+class DamagedCatalogError(sqlite3.DatabaseError):
+    """The content of the database is not what was written there."""
+
+
 def is_damage(error: sqlite3.Error) -> bool:
     """Whether an error is about the content of the database, and not about disk or processes."""
     if isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)):
@@ -51,6 +55,24 @@ def is_damage(error: sqlite3.Error) -> bool:
     # Python's own errors, about text that is no UTF-8 for example, carry no code.
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return code in _DAMAGED_FILE or code & 0xFF not in _OUTER_CAUSES
+
+
+def check_header(path: Path) -> None:
+    """Find damage that SQLite takes for a newer format, which it says is read-only.
+
+    Bytes 18 and 19 are 1, or 2 with a write-ahead log
+    (https://sqlite.org/fileformat.html#the_database_header).
+
+    Raises:
+        DamagedCatalogError: it is that.
+    """
+    try:
+        with path.open("rb") as file:
+            versions = file.read(20)[18:]
+    except FileNotFoundError:
+        return
+    if any(version not in (1, 2) for version in versions):
+        raise DamagedCatalogError("its header has an unknown format")
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.cache.catalog import Catalog, DamagedCatalogError, Row, key_ranges
-from fusefs.cache.integrity.damage import KEPT
+from fusefs.cache.catalog import Catalog, Row, key_ranges
+from fusefs.cache.integrity.damage import KEPT, DamagedCatalogError
 from fusefs.cache.ranges import RangeMap
 from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
