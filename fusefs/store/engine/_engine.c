@@ -70,7 +70,8 @@ struct transfer {
     atomic_int is_cancelled;
 
     /* The request. */
-    char *method, *url, *proxy, *ca_file, *etag;
+    PyObject *request; /* has the strings */
+    const char *method, *url, *header_lines, *proxy, *ca_file, *etag;
     struct curl_slist *headers;
     Py_buffer body;
     int is_head, has_body, body_fd, is_fresh;
@@ -131,7 +132,6 @@ typedef struct engine {
     PyTypeObject *transfer_type;
     int eventfd, small_count, worker_count;
     struct worker *workers;
-    atomic_llong buffered;
     pthread_mutex_t mutex;
     struct transfer *completed, *listed;
 } Engine;
@@ -183,17 +183,9 @@ static int reserve(struct transfer *t, size_t room) {
         t->error = "memory";
         return 0;
     }
-    atomic_fetch_add(&t->worker->engine->buffered, (long long)(room - t->content_room));
     t->content = content;
     t->content_room = room;
     return 1;
-}
-
-static void release(Engine *engine, struct transfer *t) {
-    atomic_fetch_sub(&engine->buffered, (long long)t->content_room);
-    free(t->content);
-    t->content = NULL;
-    t->content_size = t->content_room = 0;
 }
 
 static void add_sums(struct transfer *t, uint64_t at, const char *data, size_t size) {
@@ -249,13 +241,13 @@ static const char *header(const struct transfer *t, const char *name) {
 }
 
 /* Quotes are no part of an ETag here: some servers leave them out. */
-static int is_same_etag(const char *one, const char *other) {
-    size_t sizes[2] = {strlen(one), strlen(other)};
-    const char *texts[2] = {one, other};
-    for (int i = 0; i < 2; i++)
-        if (sizes[i] >= 2 && texts[i][0] == '"' && texts[i][sizes[i] - 1] == '"')
-            texts[i]++, sizes[i] -= 2;
-    return sizes[0] == sizes[1] && memcmp(texts[0], texts[1], sizes[0]) == 0;
+static int has_etag(const struct transfer *t) {
+    const char *found = header(t, "etag");
+    size_t size = strlen(t->etag);
+    if (found == NULL)
+        return 0;
+    found += *found == '"';
+    return strncmp(found, t->etag, size) == 0 && (!found[size] || !strcmp(found + size, "\""));
 }
 
 /* Why the sink must not have this answer, by its headers; NULL if it may. */
@@ -269,17 +261,17 @@ static const char *refusal(const struct transfer *t) {
         return length > t->limit ? "too-large" : NULL;
     if (t->status != 200 && t->status != 206)
         return "protocol";
-    const char *etag = header(t, "etag"), *range = header(t, "content-range");
-    if (t->etag && (etag == NULL || !is_same_etag(t->etag, etag)))
+    if (t->etag && !has_etag(t))
         return "etag";
     if (t->status == 200) {
         if (t->start != 0)
             return "range";
         size = length;
-    } else { /* RFC 9110, section 14.4; the size may be an asterisk */
+    } else { /* RFC 9110, section 14.4; the size may be an asterisk. A shorter one is an error later. */
+        const char *range = header(t, "content-range");
         if (range == NULL || sscanf(range, "bytes %lld-%lld/%lld", &first, &last, &size) < 2 ||
-            first != t->start || last != t->start + t->length - 1 ||
-            (length >= 0 && length != t->length))
+            first != t->start || last < first || last - first >= t->length ||
+            length > last - first + 1)
             return "range";
     }
     return t->size >= 0 && size >= 0 && size != t->size ? "size" : NULL;
@@ -425,6 +417,21 @@ static curl_socket_t open_socket(void *argument, curlsocktype purpose, struct cu
 
 /* ---------------------------------------------------------------- a transfer in its worker */
 
+/* "Name: value" of each line. Returns 0 without memory. */
+static int read_headers(struct transfer *t) {
+    for (const char *lines = t->header_lines; *lines;) {
+        size_t size = strcspn(lines, "\n");
+        char *line = strndup(lines, size);
+        struct curl_slist *longer = line ? curl_slist_append(t->headers, line) : NULL;
+        free(line);
+        if (longer == NULL)
+            return 0;
+        t->headers = longer;
+        lines += size + (lines[size] == '\n');
+    }
+    return 1;
+}
+
 static int set_options(struct transfer *t, CURL *easy) {
     int bad = 0;
 #define SET(option, value) bad |= curl_easy_setopt(easy, CURLOPT_##option, value) != CURLE_OK
@@ -510,8 +517,12 @@ static void conclude(struct transfer *t, CURLcode code) {
     }
     if (t->is_enough)
         code = CURLE_OK;
-    if (code == CURLE_OK && is_for_file(t) && t->received < t->length)
+    if (code == CURLE_OK && is_for_file(t) && t->received < t->length) {
         code = CURLE_PARTIAL_FILE;
+        /* All of it, and not as long as the object: it was sent unpacked. */
+        if (t->status == 200 && t->size >= 0 && !t->error && header(t, "transfer-encoding"))
+            t->error = "size";
+    }
     /* libcurl takes headers that end with the connection for whole ones. */
     if (!t->status && (code == CURLE_OK || code == CURLE_PARTIAL_FILE))
         code = CURLE_GOT_NOTHING;
@@ -555,7 +566,9 @@ static void finish(struct worker *worker, struct transfer *t, CURLcode code) {
         t->easy = NULL;
     }
     if (is_for_file(t)) {
-        release(worker->engine, t);
+        free(t->content);
+        t->content = NULL;
+        t->content_size = 0;
         if (t->received > t->shown || t->sum_count > t->sums_shown)
             publish(worker->engine, NULL, t); /* before the completion */
     }
@@ -579,7 +592,7 @@ static void begin(struct worker *worker, struct transfer *t) {
     else if ((t->easy = curl_easy_init()) != NULL)
         /* curl_easy_reset leaves it: all transfers of the worker resume sessions of TLS. */
         curl_easy_setopt(t->easy, CURLOPT_SHARE, worker->share);
-    if (t->easy == NULL || !set_options(t, t->easy) ||
+    if (t->easy == NULL || !read_headers(t) || !set_options(t, t->easy) ||
         curl_multi_add_handle(worker->multi, t->easy) != CURLM_OK) {
         t->error = "memory";
         finish(worker, t, CURLE_OUT_OF_MEMORY);
@@ -710,25 +723,10 @@ static void transfer_dealloc(struct transfer *t) {
     PyBuffer_Release(&t->body);
     curl_slist_free_all(t->headers);
     close_files(t);
-    free(t->method), free(t->url), free(t->proxy), free(t->ca_file), free(t->etag);
+    Py_XDECREF(t->request);
     free(t->content), free(t->sums), free(t->head);
     type->tp_free(t);
     Py_DECREF(type);
-}
-
-/* "Name: value" of each line. Returns 0 without memory. */
-static int read_headers(struct transfer *t, const char *lines) {
-    while (*lines) {
-        size_t size = strcspn(lines, "\n");
-        char *line = strndup(lines, size);
-        struct curl_slist *longer = line ? curl_slist_append(t->headers, line) : NULL;
-        free(line);
-        if (longer == NULL)
-            return 0;
-        t->headers = longer;
-        lines += size + (lines[size] == '\n');
-    }
-    return 1;
 }
 
 static int duplicate(int fd, int *copy) {
@@ -738,14 +736,15 @@ static int duplicate(int fd, int *copy) {
 
 /* Reads what engine.py flattens: a request with its body, sink, route and deadlines. */
 static int read_request(struct transfer *t, PyObject *request) {
-    const char *method, *url, *headers, *proxy, *ca_file, *etag;
     int sink_fd, body_fd;
-    if (!PyArg_ParseTuple(request, "ssyz*iLLLiLLLzLpzzdddddLp", &method, &url, &headers, &t->body,
-                          &body_fd, &t->body_offset, &t->body_length, &t->limit, &sink_fd,
-                          &t->sink_offset, &t->start, &t->length, &etag, &t->size, &t->with_sums,
-                          &proxy, &ca_file, &t->connect_s, &t->silence_s, &t->least_rate,
-                          &t->window_s, &t->total_s, &t->progress, &t->is_fresh))
+    if (!PyArg_ParseTuple(request, "ssyz*iLLLiLLLzLpzzdddddLp", &t->method, &t->url,
+                          &t->header_lines, &t->body, &body_fd, &t->body_offset, &t->body_length,
+                          &t->limit, &sink_fd, &t->sink_offset, &t->start, &t->length, &t->etag,
+                          &t->size, &t->with_sums, &t->proxy, &t->ca_file, &t->connect_s,
+                          &t->silence_s, &t->least_rate, &t->window_s, &t->total_s, &t->progress,
+                          &t->is_fresh))
         return 0;
+    t->request = Py_NewRef(request);
     if (t->sink_offset < 0 || t->start < 0 || t->length < 0 ||
         t->length > INT64_MAX - t->sink_offset || t->length > INT64_MAX - t->start) {
         PyErr_SetString(PyExc_ValueError, "the range of a sink");
@@ -754,18 +753,11 @@ static int read_request(struct transfer *t, PyObject *request) {
     if (t->body.obj != NULL)
         t->body_length = t->body.len;
     t->has_body = t->body.obj != NULL || body_fd >= 0;
-    t->is_head = strcmp(method, "HEAD") == 0;
-    t->method = strdup(method);
-    t->url = strdup(url);
-    t->proxy = proxy ? strdup(proxy) : NULL;
-    t->ca_file = ca_file ? strdup(ca_file) : NULL;
-    t->etag = etag ? strdup(etag) : NULL;
-    if (t->with_sums)
+    t->is_head = strcmp(t->method, "HEAD") == 0;
+    if (t->with_sums) {
         t->sums = calloc((size_t)(t->length / SUM_BLOCK) + 2, sizeof *t->sums);
-    if (!t->method || !t->url || (proxy && !t->proxy) || (ca_file && !t->ca_file) ||
-        (etag && !t->etag) || (t->with_sums && !t->sums) || !read_headers(t, headers)) {
-        PyErr_NoMemory();
-        return 0;
+        if (t->sums == NULL)
+            return PyErr_NoMemory() != NULL;
     }
     if (!duplicate(body_fd, &t->body_fd) || !duplicate(sink_fd, &t->sink_fd)) {
         PyErr_SetFromErrno(PyExc_OSError);
@@ -826,7 +818,7 @@ static PyObject *engine_submit(Engine *engine, PyObject *arguments) {
     PyObject *request;
     if (!PyArg_ParseTuple(arguments, "O!O!", engine->transfer_type, &t, &PyTuple_Type, &request))
         return NULL;
-    if (engine->workers == NULL || t->method != NULL) {
+    if (engine->workers == NULL || t->request != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the engine is closed, or the transfer is used");
         return NULL;
     }
@@ -849,18 +841,13 @@ static PyObject *engine_cancel(Engine *engine, PyObject *argument) {
     Py_RETURN_NONE;
 }
 
-static double after_submission(const struct transfer *t, double when) {
-    return when > 0 ? when - t->submitted : 0;
-}
-
 static PyObject *completion_of(const struct transfer *t) {
     return Py_BuildValue(
-        "iy#y#LziilyNddd", t->status, t->head ? t->head : "", (Py_ssize_t)t->head_length,
+        "iy#y#LziilyNdddd", t->status, t->head ? t->head : "", (Py_ssize_t)t->head_length,
         t->content ? t->content : "", (Py_ssize_t)t->content_size, (long long)t->received,
         t->error, (int)t->code, t->error_number, t->proxy_status, t->detail,
         PyBool_FromLong(t->may_have_been_executed),
-        after_submission(t, t->connected), after_submission(t, t->first_byte),
-        after_submission(t, t->last_byte));
+        t->submitted, t->connected, t->first_byte, t->last_byte);
 }
 
 /* Appends `item` and takes the reference to it, which may be NULL. */
@@ -898,7 +885,6 @@ static PyObject *engine_collect(Engine *engine, PyObject *unused) {
     for (struct transfer *t = done; t != NULL; t = after) {
         after = t->next;
         is_bad = is_bad || !add(completed, Py_BuildValue("ON", t, completion_of(t)));
-        release(engine, t);
         Py_DECREF(t);
     }
     if (!is_bad)
@@ -906,19 +892,6 @@ static PyObject *engine_collect(Engine *engine, PyObject *unused) {
     Py_XDECREF(completed);
     Py_XDECREF(progressed);
     return NULL;
-}
-
-static PyObject *engine_counters(Engine *engine, PyObject *unused) {
-    int transfers = 0;
-    (void)unused;
-    for (int i = 0; engine->workers && i < engine->worker_count; i++)
-        transfers += atomic_load(&engine->workers[i].load);
-    return Py_BuildValue("iL", transfers, (long long)atomic_load(&engine->buffered));
-}
-
-static PyObject *engine_fileno(Engine *engine, PyObject *unused) {
-    (void)unused;
-    return PyLong_FromLong(engine->eventfd);
 }
 
 /* Cancels all and waits for the threads; the completions are there to be collected. */
@@ -1010,15 +983,18 @@ static PyMethodDef engine_methods[] = {
     {"submit", (PyCFunction)engine_submit, METH_VARARGS, NULL},
     {"cancel", (PyCFunction)engine_cancel, METH_O, NULL},
     {"collect", (PyCFunction)engine_collect, METH_NOARGS, NULL},
-    {"counters", (PyCFunction)engine_counters, METH_NOARGS, NULL},
-    {"fileno", (PyCFunction)engine_fileno, METH_NOARGS, NULL},
     {"close", (PyCFunction)engine_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef engine_members[] = {
+    {"eventfd", T_INT, offsetof(Engine, eventfd), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot engine_slots[] = {
     {Py_tp_new, engine_new},         {Py_tp_init, engine_init}, {Py_tp_dealloc, engine_dealloc},
-    {Py_tp_methods, engine_methods}, {0, NULL},
+    {Py_tp_methods, engine_methods}, {Py_tp_members, engine_members}, {0, NULL},
 };
 
 static PyType_Spec engine_spec = {

@@ -245,10 +245,11 @@ class Transfer(_engine.Transfer):
 
     def complete(self, outcome: _engine.Outcome) -> None:
         """Take the outcome and wake the task that waits for it."""
-        status, head, body, received, error, code, number, proxy_status, detail = outcome[:9]
+        status, head, body, received, error, code, number, proxy_status, detail, *_ = outcome
+        may_have_been_executed, submitted, connected, first, last = outcome[9:]
         if error is None and code:
             error = _ERRORS.get(code, "protocol")
-            if self._has_proxy and outcome[10] == 0.0 and (proxy_status >= 300 or code == 7):
+            if self._has_proxy and not connected and (proxy_status >= 300 or code == 7):
                 error = "proxy"
         self.completion = Completion(
             status,
@@ -259,7 +260,10 @@ class Transfer(_engine.Transfer):
             number,
             proxy_status,
             detail.decode(errors="replace"),
-            *outcome[9:],
+            may_have_been_executed,
+            connected and connected - submitted,
+            first and first - submitted,
+            last - submitted,
         )
         if self._task is not None:
             task, self._task = self._task, None
@@ -303,7 +307,8 @@ def _flat(request: Request) -> tuple[object, ...]:
         received: tuple[object, ...] = (sink.limit, -1, 0, 0, 0, None, size, False)
     else:
         size = -1 if sink.size is None else sink.size
-        received = (0, *sink[:5], size, sink.sums)
+        etag = None if sink.etag is None else sink.etag.strip('"')
+        received = (0, *sink[:4], etag, size, sink.sums)
     return (
         request.method,
         request.url,
@@ -377,11 +382,6 @@ class Engine:
             self._delivery.cancel()
         await trio.lowlevel.checkpoint()
 
-    def counters(self) -> dict[str, int]:
-        """Requests under way, and bytes in the workers' buffers."""
-        transfers, buffered = (0, 0) if self._native is None else self._native.counters()
-        return {"transfers": transfers, "buffered": buffered}
-
     def _start(self) -> _engine.Engine:
         if self._is_closed:
             raise trio.ClosedResourceError
@@ -393,7 +393,7 @@ class Engine:
         with self._delivery:
             try:
                 while True:
-                    await trio.lowlevel.wait_readable(native.fileno())
+                    await trio.lowlevel.wait_readable(native.eventfd)
                     _deliver(native)
             finally:
                 if self._native is native:  # the event loop ends

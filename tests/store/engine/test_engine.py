@@ -154,6 +154,9 @@ async def test_the_first_bytes_of_a_whole_object_are_taken(engine: Engine, sink:
         ({"content_range": "bytes 10-19/100"}, "206 P", "etag"),
         ({"etag": '"one"', "content_range": "bytes 11-20/100"}, "206 P", "range"),
         ({"etag": '"one"', "content_range": "bytes 10-18/100"}, "206 P", "range"),
+        ({"etag": '"one"', "content_range": "bytes 10-20/100"}, "206 P", "range"),
+        ({"etag": '"ones"', "content_range": "bytes 10-19/100"}, "206 P", "etag"),
+        ({"etag": '"on"', "content_range": "bytes 10-19/100"}, "206 P", "etag"),
         ({"etag": '"one"', "content_range": "bytes 10-19/101"}, "206 P", "size"),
         ({"etag": '"one"', "content_range": "items 10-19/100"}, "206 P", "range"),
         ({"etag": '"one"', "content_range": "bytes 10-99999999999999999999/100"}, "206 P", "range"),
@@ -176,6 +179,30 @@ async def test_an_answer_to_another_question_is_not_written(
     assert completion.error == error
     assert os.fstat(sink).st_size == (0 if error else 10)
     assert completion.status == int(status[:3])
+
+
+@pytest.mark.parametrize("shown", ["bytes 10-19/100", "bytes 10-14/100"])
+async def test_a_range_that_ends_early_is_short(engine: Engine, sink: int, shown: str) -> None:
+    completion = await exchanged(
+        engine,
+        lambda _: [answer(b"01234", "206 P", content_range=shown)],
+        sink=FileSink(sink, 0, 10, 10, None, 100),
+    )
+    assert (completion.error, completion.received) == ("short", 5)
+    assert os.pread(sink, 100, 0) == b"01234"
+
+
+@pytest.mark.parametrize("size", [4, 6])
+async def test_an_object_that_was_sent_unpacked_has_another_size(
+    engine: Engine, sink: int, size: int
+) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    completion = await exchanged(
+        engine,
+        lambda _: [head + b"5\r\n01234\r\n0\r\n\r\n"],
+        sink=FileSink(sink, 0, 0, size, None, size),
+    )
+    assert completion.error == "size"
 
 
 async def test_a_whole_object_of_another_size_is_not_written(engine: Engine, sink: int) -> None:
@@ -284,7 +311,6 @@ async def test_connections_are_reused(engine: Engine) -> None:
             await engine.send(Request("HEAD", f"{server.url}/k"))
             await engine.send(Request("GET", f"{server.url}/k", sink=MemorySink(len(BODY))))
         assert server.connections == 1
-        assert engine.counters() == {"transfers": 0, "buffered": 0}
 
 
 async def test_a_redirect_is_an_answer(engine: Engine) -> None:
@@ -324,7 +350,6 @@ async def test_a_cancelled_request_leaves_its_sink_alone(engine: Engine, sink: i
     assert completion.error == "cancelled"
     assert completion.may_have_been_executed
     assert completion.received == os.fstat(sink).st_size == shown[-1] > 0
-    assert engine.counters()["transfers"] == 0
 
 
 async def test_a_wait_for_a_transfer_can_be_given_up_without_it(engine: Engine) -> None:

@@ -87,8 +87,6 @@ async def _survives(tmp_path: Path, count: int) -> None:
         for seed, share in enumerate((count // 3, count)):
             async with Engine(AT_A_TIME) as engine:
                 outcomes = await storm(engine, server.url, fd, share, seed)
-                counters = engine.counters()
-                assert counters["transfers"] == counters["buffered"] == 0
             assert outcomes["sent"] == outcomes["ended"] == share
             assert outcomes["cancelled"] > share / 10
             assert outcomes["none"] > share / 3
