@@ -290,7 +290,7 @@ static int to_file(struct transfer *t, const char *data, size_t size) {
     if (!reserve(t, t->length < GATHERED ? (size_t)t->length : GATHERED))
         return 0;
     while (size) {
-        size_t full = t->received || t->content_room < FIRST ? t->content_room : FIRST;
+        size_t full = t->progress && !t->received && t->content_room > FIRST ? FIRST : t->content_room;
         size_t count = full - t->content_size;
         count = count < size ? count : size;
         memcpy(t->content + t->content_size, data, count);

@@ -339,7 +339,7 @@ class Engine:
             large_workers = min(_MOST_LARGE_WORKERS, max(2, processors // 2))
         self._settings = small_workers, large_workers, max_connections
         self._native: _engine.Engine | None = None
-        self._delivery = trio.CancelScope()
+        self._delivery: trio.CancelScope | None = None
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -375,7 +375,7 @@ class Engine:
         """Cancel what is under way and end the threads. Does not return before that."""
         self._is_closed = True
         native, self._native = self._native, None
-        if native is not None:
+        if native is not None and self._delivery is not None:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(native.close)
             _deliver(native)
@@ -386,11 +386,12 @@ class Engine:
         if self._is_closed:
             raise trio.ClosedResourceError
         self._native = _engine.Engine(*self._settings, Transfer)
-        trio.lowlevel.spawn_system_task(self._run, self._native)
+        self._delivery = trio.CancelScope()
+        trio.lowlevel.spawn_system_task(self._run, self._native, self._delivery)
         return self._native
 
-    async def _run(self, native: _engine.Engine) -> None:
-        with self._delivery:
+    async def _run(self, native: _engine.Engine, delivery: trio.CancelScope) -> None:
+        with delivery:
             try:
                 while True:
                     await trio.lowlevel.wait_readable(native.eventfd)

@@ -410,3 +410,18 @@ async def test_many_requests_at_a_time(engine: Engine) -> None:
             for _ in range(200):
                 nursery.start_soon(send, f"{server.url}/k")
     assert [one.body for one in results] == [BODY[5:105]] * 200
+
+
+def test_an_engine_ends_with_the_event_loop_and_starts_again_in_another_one() -> None:
+    engine = Engine(4)
+
+    async def leave_something_under_way(url: str) -> None:
+        assert (await engine.send(Request("GET", url))).status == 200
+        engine.submit(Request("GET", f"{url}/never"))
+
+    def script(request: Received) -> Iterable[bytes]:
+        return never(request) if "never" in request.line else [answer()]
+
+    with scripted_server(script) as server:
+        for _ in range(2):
+            trio.run(leave_something_under_way, server.url)
