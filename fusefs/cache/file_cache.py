@@ -54,7 +54,7 @@ from fusefs.cache.listing_cache import ListingCache, NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.residency import Residency
-from fusefs.cache.retention import Retention, Wanted
+from fusefs.cache.retention import RetainedFiles, Retention
 from fusefs.linux.clock import boot_id, steady_time
 from fusefs.store.interface import ObjectVersion
 from fusefs.telemetry.activity import ACTIVITY
@@ -70,8 +70,6 @@ SYNC_AFTER_S = 5.0
 # Files that were fetched ahead stay open this long for their first open.
 KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
-# Files of which it is seen with one call whether other mounts retain them.
-LOOKED_UP = 2000
 # Versions whose names are known: as many as the kernel reads by itself (fuse/passthrough.py).
 MOST_NAMES = 16384
 # Errors of an open that say nothing about the file.
@@ -106,32 +104,14 @@ class FileCache:
         # The name of a version's file, without its generation. Warm files are opened over
         # and over, and the hash would be a tenth of what that costs.
         self.name_of = lru_cache(MOST_NAMES)(self._make_name)
+        self._files: dict[str, CacheFile] = {}
+        self.retained: RetainedFiles
         try:
-            self._disk = disk.Disk(directory / "objects")
-            path = directory / "catalog.sqlite3"
-            self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
-            self._files: dict[str, CacheFile] = {}
-            noted = self._files, identity, self._released
-            self._catalog_writer = CatalogWriter(
-                self._catalog, self._disk, quota, self.warn, *noted
-            )
-            self.retention = Retention(self._catalog, self._catalog_writer, identity)
-            rows = self._newest(most_in_memory)
-            if not in_any_case:
-                rows = disk.without_strangers(self._disk, self._catalog, rows)
-            quota.committed, quota.files = self._catalog.total()
-            retained = self._catalog.retained_of(row.name for row in rows)
+            rows, retained = self._open_catalog(most_in_memory, in_any_case=in_any_case)
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise disk.CacheDirectoryError(why) from error
-        self._files.update((row.name, CacheFile.from_row(row)) for row in rows)
-        self._order = EvictionOrder(quota, min(MOST_LATEST, most_in_memory // 4))
-        self._order.restore(self._files.values())
-        for name in retained:
-            self._set_retained(self._files[name], is_retained=True)
-        self.residency = Residency(
-            self._files, self._catalog, self._catalog_writer, self._order, quota, most_in_memory
-        )
+        self._restore(rows, retained, most_in_memory)
         # Versions that the bucket has no more.
         self._obsolete: list[ObjectVersion] = []
         # Pinned until a time of the monotonic clock, the earliest first.
@@ -156,6 +136,51 @@ class FileCache:
         self.evicted_bytes = 0
         self.evicted_unread = 0  # bytes that were fetched and never read
         self.refused = 0  # files that the disk did not remove
+
+    def _open_catalog(self, most: int, *, in_any_case: bool) -> tuple[list[Row], set[str]]:
+        """Open it; the rows of the files that were used last, and which of them are retained."""
+        self._disk = disk.Disk(self.directory / "objects")
+        path = self.directory / "catalog.sqlite3"
+        self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
+        self._catalog_writer = CatalogWriter(
+            self._catalog,
+            self._disk,
+            self.quota,
+            self.warn,
+            self._files,
+            self._identity,
+            lambda names: self.retained.released(names),
+        )
+        self.retention = Retention(self._catalog, self._catalog_writer, self._identity)
+        rows = self._newest(most)
+        if not in_any_case:
+            rows = disk.without_strangers(self._disk, self._catalog, rows)
+        self.quota.committed, self.quota.files = self._catalog.total()
+        return rows, self._catalog.retained_of(row.name for row in rows)
+
+    def _restore(self, rows: list[Row], retained: set[str], most_in_memory: int) -> None:
+        """Have the files of rows in memory, and in the order of eviction those not retained."""
+        self._files.update((row.name, CacheFile.from_row(row)) for row in rows)
+        self._order = EvictionOrder(self.quota, min(MOST_LATEST, most_in_memory // 4))
+        self._order.restore(self._files.values())
+        self.retained = RetainedFiles(
+            self._files,
+            self._catalog,
+            self._catalog_writer,
+            self.retention,
+            self._order.leave,
+            self.put_back,
+        )
+        for name in retained:
+            self.retained.note(self._files[name], is_retained=True)
+        self.residency = Residency(
+            self._files,
+            self._catalog,
+            self._catalog_writer,
+            self._order,
+            self.quota,
+            most_in_memory,
+        )
 
     def listings(self, ttl_s: float) -> ListingCache | NoListingCache:
         """The listings that are remembered for `ttl_s` seconds beside the files. Blocks."""
@@ -224,7 +249,7 @@ class FileCache:
         file = self._files.get(name) or CacheFile(name, version.size)
         file.version = version
         if not file.is_retained and self.retention.covers(version.key):
-            self._retain(file, version.key)
+            self.retained.retain(file, version.key)
         self.pin_again(file)
         return file
 
@@ -485,8 +510,8 @@ class FileCache:
         self._files[name] = file
         self._catalog_writer.renamed(file, old_name)
         # The row of the old key goes with the next `fusefs pin` or `unpin` of its path.
-        self._set_retained(file, is_retained=False)
-        self.retain_again(file)
+        self.retained.note(file, is_retained=False)
+        self.retained.retain_again(file)
 
     async def run(self) -> None:
         """Keep the catalog up to date, until cancelled."""
@@ -500,7 +525,7 @@ class FileCache:
                     await ACTIVITY.pause(RECORD_EVERY_S)
                     await self.record()
                     if have_pins_changed:
-                        await self._learn_retained()
+                        await self.retained.learn()
                     # The catalog follows the record: it is read at the next round.
                     have_pins_changed = await self.retention.refresh()
                     if have_pins_changed:
@@ -534,90 +559,10 @@ class FileCache:
             if self._use >= 0:
                 os.close(self._use)
 
-    # What is never evicted (retention.py).
-
-    async def remove_pins(self, path: str, is_wanted: Wanted = lambda _: True) -> int:
-        """Remove the wanted pins at and below a path, whose files may be evicted; return how many.
-
-        Raises:
-            OSError: the disk does not take it; the next call goes on, also without pins.
-        """
-        with trio.CancelScope(shield=True):  # else files without a pin would stay retained
-            count = await self.retention.remove(path, is_wanted)
-            await self.record()
-            if not await self._catalog_writer.release(path, self.retention.covered):
-                raise OSError(errno.EIO, "the catalog of the cache can't be written")
-        return count
-
-    async def release_unused(self, key: str, before: float) -> None:
-        """Let those files below a pin be evicted that were last retained before this time.
-
-        `before` is in seconds since the epoch.
-        """
-        await self._catalog_writer.release(key, lambda _keys: (), before)
-
-    async def release_file(self, file: CacheFile) -> None:
-        """Let a retained file be evicted, until its version is used again."""
-        if file.version is not None:
-            await self.record()
-            key = file.version.key
-            await self._catalog_writer.release(
-                key, lambda keys: {other for other in keys if other != key}
-            )
-        self._set_retained(file, is_retained=False)
-
-    def retain_again(self, file: CacheFile) -> None:
-        """Note that the version of a pinned file is the bucket's present one."""
-        if file.version is not None and self.retention.covers(file.version.key):
-            self._retain(file, file.version.key)
-
-    def _retain(self, file: CacheFile, key: str) -> None:
-        self._set_retained(file, is_retained=True)
-        self._catalog_writer.retain(key, file.name)
-
-    def _released(self, names: set[str]) -> None:
-        for file in filter(None, map(self._files.get, names)):
-            self._set_retained(file, is_retained=False)
-
-    async def count_retained(self, path: str) -> tuple[int, int]:
-        """How many files are retained for keys at and below a path, and of how many bytes."""
-        await self.record()
-        total = await self._catalog_writer.measure_retained(path)
-        return total.files, total.bytes
-
     async def measure(self, larger_than: int) -> Total:
         """The bytes and the number of the files that are larger than so many bytes."""
         measure = partial(self._catalog.measure, larger_than)
         return await self._catalog_writer.in_catalog(measure) or Total(0, 0)
-
-    async def _learn_retained(self) -> None:
-        """See which files other mounts retain."""
-        await self.retention.refresh()
-        await self.record()
-        files = self.files()
-        for at in range(0, len(files), LOOKED_UP):
-            part = files[at : at + LOOKED_UP]
-            retained = {file for file in part if file.is_retained}
-            pending = self._catalog_writer.retaining
-            look_up = partial(self._catalog.retained_of, [file.name for file in part])
-            names = await self._catalog_writer.in_catalog(look_up)
-            # A catalog in memory has no rows from before.
-            if names is None or self._catalog.is_in_memory:
-                return
-            for file in part:
-                if file.name in names:
-                    self._set_retained(file, is_retained=True)
-                elif file in retained and file.name not in pending:
-                    self._set_retained(file, is_retained=False)
-
-    def _set_retained(self, file: CacheFile, *, is_retained: bool) -> None:
-        if file.is_retained == is_retained:
-            return
-        file.is_retained = is_retained
-        if is_retained:
-            self._order.leave(file)
-        else:
-            self.put_back(file)
 
     # Eviction, for evictor.py.
 
@@ -632,7 +577,7 @@ class FileCache:
         copies = [(version, file) for version, file in found if file is not None]
         for _, file in copies:
             if file.is_retained:
-                await self.release_file(file)
+                await self.retained.release_file(file)
         return copies
 
     def close_unused(self) -> None:

@@ -19,15 +19,20 @@ import errno
 import sqlite3
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
+import trio
+
+from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.catalog import Catalog, KeyRange, key_ranges
 from fusefs.cache.catalog_writer import CatalogWriter
 
 Result = TypeVar("Result")
 
+# Files of which it is seen with one call whether other mounts retain them.
+LOOKED_UP = 2000
 # Pins that are read or removed at once: 1 MB.
 PAGE = 10_000
 # Whether a pin is one of those that are to be removed.
@@ -248,6 +253,109 @@ class Retention:
         ).fetchall():
             self._added = rows[-1][0]
             yield [str(key) for _, key in rows]
+
+
+class RetainedFiles:
+    """The files of one mount's cache that are not evicted. Belongs to the event loop.
+
+    `files` are those in memory, by name. `leave_order` takes a file out of the order of
+    eviction, and `put_back` gives it a place there if it may have one.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, CacheFile],
+        catalog: Catalog,
+        writer: CatalogWriter,
+        pins: Retention,
+        leave_order: Callable[[CacheFile], None],
+        put_back: Callable[[CacheFile], None],
+    ) -> None:
+        self._files = files
+        self._catalog = catalog
+        self._writer = writer
+        self._pins = pins
+        self._leave_order = leave_order
+        self._put_back = put_back
+
+    async def remove_pins(self, path: str, is_wanted: Wanted = lambda _: True) -> int:
+        """Remove the wanted pins at and below a path, whose files may be evicted; return how many.
+
+        Raises:
+            OSError: the disk does not take it; the next call goes on, also without pins.
+        """
+        with trio.CancelScope(shield=True):  # else files without a pin would stay retained
+            count = await self._pins.remove(path, is_wanted)
+            await self._writer.record()
+            if not await self._writer.release(path, self._pins.covered):
+                raise OSError(errno.EIO, "the catalog of the cache can't be written")
+        return count
+
+    async def release_unused(self, key: str, before: float) -> None:
+        """Let those files below a pin be evicted that were last retained before this time.
+
+        `before` is in seconds since the epoch.
+        """
+        await self._writer.release(key, lambda _keys: (), before)
+
+    async def release_file(self, file: CacheFile) -> None:
+        """Let a retained file be evicted, until its version is used again."""
+        if file.version is not None:
+            await self._writer.record()
+            key = file.version.key
+            await self._writer.release(key, lambda keys: {other for other in keys if other != key})
+        self.note(file, is_retained=False)
+
+    def retain_again(self, file: CacheFile) -> None:
+        """Note that the version of a pinned file is the bucket's present one."""
+        if file.version is not None and self._pins.covers(file.version.key):
+            self.retain(file, file.version.key)
+
+    def retain(self, file: CacheFile, key: str) -> None:
+        """Keep a file of this key of the bucket from being evicted."""
+        self.note(file, is_retained=True)
+        self._writer.retain(key, file.name)
+
+    def released(self, names: set[str]) -> None:
+        """Note that the files of these names may be evicted again."""
+        for file in filter(None, map(self._files.get, names)):
+            self.note(file, is_retained=False)
+
+    async def count(self, path: str) -> tuple[int, int]:
+        """How many files are retained for keys at and below a path, and of how many bytes."""
+        await self._writer.record()
+        total = await self._writer.measure_retained(path)
+        return total.files, total.bytes
+
+    async def learn(self) -> None:
+        """See which files other mounts retain."""
+        await self._pins.refresh()
+        await self._writer.record()
+        files = list(self._files.values())
+        for at in range(0, len(files), LOOKED_UP):
+            part = files[at : at + LOOKED_UP]
+            retained = {file for file in part if file.is_retained}
+            pending = self._writer.retaining
+            look_up = partial(self._catalog.retained_of, [file.name for file in part])
+            names = await self._writer.in_catalog(look_up)
+            # A catalog in memory has no rows from before.
+            if names is None or self._catalog.is_in_memory:
+                return
+            for file in part:
+                if file.name in names:
+                    self.note(file, is_retained=True)
+                elif file in retained and file.name not in pending:
+                    self.note(file, is_retained=False)
+
+    def note(self, file: CacheFile, *, is_retained: bool) -> None:
+        """Note that a file in memory is retained, or no more."""
+        if file.is_retained == is_retained:
+            return
+        file.is_retained = is_retained
+        if is_retained:
+            self._leave_order(file)
+        else:
+            self._put_back(file)
 
 
 def _record(db: sqlite3.Connection) -> tuple[int, int]:

@@ -477,7 +477,7 @@ class CacheWarmer:
         is_all = job.error is None and not job.left_out_files
         if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
             key = self._prefix + job.spec.path
-            await self._cache.release_unused(key.removesuffix("/"), job.since)
+            await self._cache.retained.release_unused(key.removesuffix("/"), job.since)
 
     async def _list(self, job: WarmJob, send: trio.MemorySendChannel[list[ObjectInfo]]) -> None:
         shard = job.spec.shard
@@ -581,7 +581,7 @@ class CacheWarmer:
 
     def _retain(self, job: WarmJob, file: CacheFile) -> None:
         if job.spec.is_pinned:
-            self._cache.retain_again(file)
+            self._cache.retained.retain_again(file)
 
     async def _learn(self, info: ObjectInfo) -> None:
         try:

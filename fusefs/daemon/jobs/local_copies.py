@@ -169,10 +169,10 @@ class LocalCopies:
     async def _unpin(self, path: str, job: Unpinning) -> None:
         try:
             await self._cancel_pins(path)
-            job.pins = await self._cache.remove_pins(self._key(path))
+            job.pins = await self._cache.retained.remove_pins(self._key(path))
             if not job.pins and is_pattern(path):
                 root = self._key("")  # which is shown as ".", and no pattern's
-                job.pins = await self._cache.remove_pins(
+                job.pins = await self._cache.retained.remove_pins(
                     root, lambda pin: pin != root and matches(path, self._shown(pin))
                 )
             if not job.pins:
@@ -204,7 +204,7 @@ class LocalCopies:
         try:
             paths = await self._cache.retention.count(mine)
             self._pins["paths"] = paths
-            files, size = await self._cache.count_retained(mine) if paths else (0, 0)
+            files, size = await self._cache.retained.count(mine) if paths else (0, 0)
             self._pins = {"paths": paths, "files": files, "bytes": size}
         except Exception:  # no fault in it is to end the mount
             logger.exception("the pins can't be counted")
@@ -283,9 +283,9 @@ class LocalCopies:
         self._cache.close_unused()
         # What is in use stays, and stays retained.
         if file.is_retained and not file.pins:
-            await self._cache.release_file(file)
+            await self._cache.retained.release_file(file)
             if file.pins:
-                self._cache.retain_again(file)
+                self._cache.retained.retain_again(file)
         if file.pins or not await self._evictor.drop(file):
             job.in_use.add(size)
             if len(job.in_use_names) < MOST_NAMED and file.version is not None:

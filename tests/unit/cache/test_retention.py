@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache import catalog, catalog_writer, file_cache
+from fusefs.cache import catalog, catalog_writer
 from fusefs.cache import retention as retention_module
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.catalog import Catalog
@@ -67,7 +67,7 @@ async def test_a_pinned_file_is_not_evicted_until_it_is_unpinned(tmp_path: Path)
         await fill(parts, "ab")
         await empty(parts)
         assert kept(parts, "ab") == "a"
-        await parts.cache.remove_pins("a")
+        await parts.cache.retained.remove_pins("a")
         await empty(parts)
         assert kept(parts, "a") == ""
 
@@ -111,7 +111,7 @@ async def test_a_mounts_pins_are_counted_without_those_of_other_mounts(tmp_path:
                 found = await copies_of(parts, nursery, "mine/").describe_pins()
             assert found == {"paths": 1, "files": 1, "bytes": MIB}
             parts.cache._files["theirs"] = theirs
-            await parts.cache._learn_retained()
+            await parts.cache.retained.learn()
             assert theirs.is_retained
 
 
@@ -140,8 +140,8 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
         assert parts.cache.name_of(version("a", MIB)) in names
         assert parts.cache.name_of(version("b", MIB)) not in names
         # And once it is unpinned, it does.
-        await parts.cache.remove_pins("a")
-        await others.cache._learn_retained()
+        await parts.cache.retained.remove_pins("a")
+        await others.cache.retained.learn()
         await empty(others)
         names = {file.name for file in others.cache.files()}
         assert parts.cache.name_of(version("a", MIB)) not in names
@@ -162,7 +162,7 @@ async def test_what_another_pin_covers_stays_retained(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=4 * MIB) as parts:
         await parts.cache.retention.add(["", "a"])
         await fill(parts, "ab")
-        await parts.cache.remove_pins("", lambda pin: pin == "")
+        await parts.cache.retained.remove_pins("", lambda pin: pin == "")
         await empty(parts)
         assert kept(parts, "ab") == "a"
 
@@ -251,7 +251,7 @@ async def test_a_damaged_record_begins_anew_with_the_catalog(tmp_path: Path, cha
 async def test_another_mount_learns_page_by_page_what_is_retained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_cache, "LOOKED_UP", 2)
+    monkeypatch.setattr(retention_module, "LOOKED_UP", 2)
     monkeypatch.setattr(catalog, "RETAINED_PAGE", 2)
     async with (
         cache_in(tmp_path, limit=8 * MIB) as parts,
@@ -268,8 +268,8 @@ async def test_another_mount_learns_page_by_page_what_is_retained(
             return "".join(key for key, file in found if file is not None and file.is_retained)
 
         assert retained(parts) == retained(others) == "abcde"
-        assert await parts.cache.remove_pins("", lambda pin: pin != "c") == 4
-        await others.cache._learn_retained()
+        assert await parts.cache.retained.remove_pins("", lambda pin: pin != "c") == 4
+        await others.cache.retained.learn()
         assert retained(parts) == retained(others) == "c"
 
 
