@@ -19,7 +19,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -338,11 +337,6 @@ class MountSettings:
             texts = dict(json.loads(text))
         except ValueError as error:
             raise SettingsError(f"the settings are not a JSON object: {error}") from error
-        # Mounts of earlier versions must go on: those had another name, and smaller limits.
-        if "holder" in texts:
-            texts["descriptor_store"] = texts.pop("holder")
-        with suppress(KeyError, ValueError):
-            texts["memory_limit"] = SIZE.show(max(LEAST, SIZE.read(str(texts["memory_limit"]))))
         return build(
             {name: RawValue(str(value), name) for name, value in texts.items() if name in _TYPES}
         )

@@ -400,8 +400,8 @@ class CacheWarmer:
     def _read(self) -> list[tuple[JobSpec, float]]:
         try:
             return [
-                (JobSpec.from_plain(path, *(rest or (None, False, ""))), float(since))
-                for path, since, *rest in json.loads(self._record.read_text())
+                (JobSpec.from_plain(*spec), float(since))
+                for since, *spec in json.loads(self._record.read_text())
             ]
         except FileNotFoundError:
             return []
@@ -419,12 +419,9 @@ class CacheWarmer:
                 logger.warning("the jobs of the cache warmer can't be put on record: %s", error)
 
         async with self._recording:
-            jobs = []
-            for job in self._jobs.values():
-                if not job.has_ended:
-                    path, *rest = job.spec.plain()
-                    # Earlier versions of fusefs read the record of plain paths.
-                    jobs.append([path, job.since, *(rest if any(rest) else ())])
+            jobs = [
+                [job.since, *job.spec.plain()] for job in self._jobs.values() if not job.has_ended
+            ]
             await trio.to_thread.run_sync(write, json.dumps(jobs))
 
     def _remove_lists(self) -> None:

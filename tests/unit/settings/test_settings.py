@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -193,14 +192,7 @@ def test_a_source_that_is_none_is_refused_with_an_example(url: str) -> None:
 def test_the_floor_is_a_share_of_the_disk_or_a_size() -> None:
     assert settings_with(min_free="10%").min_free.bytes_of(500) == 50
     assert settings_with(min_free="50GiB").min_free.bytes_of(100 * GIB) == 50 * GIB
-
-
-def test_a_floor_is_never_more_than_the_disk() -> None:
     assert MinFree(size=50 * GIB).bytes_of(GIB) == GIB
-
-
-def test_an_indefinite_lifetime_has_no_end() -> None:
-    assert settings_with(metadata_ttl="indefinite").metadata_ttl == math.inf
 
 
 def test_a_wait_has_an_end_that_can_be_waited_for() -> None:
@@ -208,11 +200,6 @@ def test_a_wait_has_an_end_that_can_be_waited_for() -> None:
     for name in ("retry_time", "max_pause", "hang_timeout"):
         with pytest.raises(SettingsError, match="is too long; the most is 10d"):
             settings_with(**{name: "11d"})
-
-
-def test_a_mode_is_octal() -> None:
-    assert settings_with(file_mode="0640").file_mode == 0o640
-    assert settings_with(dir_mode="700").dir_mode == 0o700
 
 
 NOT_A_FLOOR = "write it like 10% or 50GiB"
@@ -256,11 +243,6 @@ def test_as_much_is_downloaded_at_a_time_as_the_memory_allows(
 ) -> None:
     settings = settings_with(memory_limit=limit, max_connections=most)
     assert setup.s3_settings(settings).max_streams == streams
-
-
-def test_a_mount_that_an_older_version_gave_less_memory_goes_on() -> None:
-    older = json.loads(settings_with().to_json()) | {"memory_limit": "32MiB"}
-    assert MountSettings.from_json(json.dumps(older)).memory_limit == 112 * MIB
 
 
 @pytest.mark.parametrize("prefix", ["a\0b", "\udcff", "x" * 1024])
@@ -368,16 +350,6 @@ def test_an_empty_variable_is_unset() -> None:
     assert from_environment({"FUSEFS_CACHE_SIZE": ""}) == {}
 
 
-def test_a_file_with_a_number_of_thousands_of_digits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="is not TOML: Exceeds the limit"):
-        from_config(config_file(tmp_path, f"cache-size = {'9' * 5000}"))
-
-
-def test_an_error_names_the_variable() -> None:
-    with pytest.raises(SettingsError, match=r"^FUSEFS_CACHE_SIZE: 'big' is not a size"):
-        build(MOUNT, from_environment({"FUSEFS_CACHE_SIZE": "big"}))
-
-
 def test_an_error_names_the_file_and_the_key(tmp_path: Path) -> None:
     config = config_file(tmp_path, 'cache-size = "big"')
     with pytest.raises(SettingsError, match=r"fusefs\.toml: cache-size: 'big' is not a size"):
@@ -427,6 +399,8 @@ def test_a_file_is_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
 def test_a_number_of_thousands_of_digits_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cache-size: Exceeds the limit"):
         from_config(config_file(tmp_path, f"cache-size = 0x{'f' * 6000}"))
+    with pytest.raises(SettingsError, match="is not TOML: Exceeds the limit"):
+        from_config(config_file(tmp_path, f"cache-size = {'9' * 5000}"))
 
 
 def test_a_file_that_is_missing_or_broken_is_an_error(tmp_path: Path) -> None:
@@ -451,12 +425,6 @@ def test_settings_survive_json() -> None:
         session="pyfuse3",
     )
     assert MountSettings.from_json(settings.to_json()) == settings
-
-
-def test_the_earlier_name_of_the_descriptor_store_is_read() -> None:
-    older = {"source": "s3://bucket", "mountpoint": "/mnt", "holder": "/run/holder.sock"}
-    settings = MountSettings.from_json(json.dumps(older))
-    assert settings.descriptor_store == Path("/run/holder.sock")
 
 
 def test_json_of_something_else_is_refused() -> None:
