@@ -178,6 +178,7 @@ class Setattr(enum.IntFlag):
     GID = 1 << 2
     SIZE = 1 << 3
     MTIME = 1 << 5
+    FH = 1 << 6
     MTIME_NOW = 1 << 8
 
 

@@ -286,6 +286,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             gid=attributes.st_gid if fields.update_gid else None,
             size=attributes.st_size if fields.update_size else None,
             mtime_ns=attributes.st_mtime_ns if fields.update_mtime else None,
+            has_handle=fh is not None,
         )
         with self._errors(Opcode.SETATTR):
             changed = self._mutations.setattr(nodeid, new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Awaitable
 
@@ -124,7 +125,7 @@ class WriteHandlers:
         if valid & Setattr.GID:
             new.gid = gid
         if valid & Setattr.SIZE:
-            new.size = size
+            new.size, new.has_handle = size, bool(valid & Setattr.FH)
         if valid & Setattr.MTIME_NOW:
             new.mtime_ns = time.time_ns()
         elif valid & Setattr.MTIME:
@@ -148,13 +149,15 @@ class WriteHandlers:
     # Contents
 
     def _write(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        fh, offset, size, flags, owner, *_ = protocol.WRITE_IN.unpack_from(body)
+        fh, offset, size, flags, owner, open_flags, _ = protocol.WRITE_IN.unpack_from(body)
         start = protocol.WRITE_IN.size
         answer = self._mutations.writer.write(
             fh,
             offset,
             body[start : start + size],
             owner if flags & protocol.WRITE_LOCKOWNER else UNKNOWN_OWNER,
+            # Of what was stored through a mapping the kernel says no flags.
+            is_appended=bool(open_flags & os.O_APPEND),
         )
         if isinstance(answer, int):
             return protocol.WRITE_OUT.pack(answer, 0)

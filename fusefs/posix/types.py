@@ -70,13 +70,17 @@ class OpenResult:
 
 @dataclass(slots=True)
 class NewAttributes:
-    """What a SETATTR changes; None for what stays. Times are in ns since the epoch."""
+    """What a SETATTR changes; None for what stays. Times are in ns since the epoch.
+
+    `has_handle`: a program changes it through a file that it has open.
+    """
 
     mode: int | None = None
     uid: int | None = None
     gid: int | None = None
     size: int | None = None
     mtime_ns: int | None = None
+    has_handle: bool = False
 
 
 class BackingFiles(Protocol):

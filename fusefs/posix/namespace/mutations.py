@@ -122,7 +122,9 @@ class Mutations:
                 raise OSError(errno.EISDIR, "a directory")
             if new.size != self._state.attributes(inode).size:
                 mtime_ns = None  # truncate(2) asks for the current time, which it gets anyway
-            await self.writer.truncate(inode, new.size)
+            # Else a program that has it open, and may have read it, cuts it.
+            is_anew = not new.size and not new.has_handle
+            await self.writer.truncate(inode, new.size, is_anew=is_anew)
         old = self._head_cache.meta(inode)
         if inode.staged is not None and mtime_ns == self._state.attributes(inode).mtime_ns:
             mtime_ns = None

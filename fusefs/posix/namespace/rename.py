@@ -296,6 +296,10 @@ class NameChanges(LinkChanges):
                 self._unlink_staged(rival)
             elif rival is not None:
                 rival.state = FileState.UNLINKED
+            if staged is not None and made is None and not staged.is_anew:
+                # A rename replaces whatever has the name; on record before it is this file's.
+                staged.is_anew, staged.only_appended = True, False
+                self._writer.staging.try_record(staged)
             if staged is not None:
                 staged.etag = _etag_under(staged, made, rival, target)
                 staged.exclusive, staged.described_at = None, trio.current_time()

@@ -16,6 +16,8 @@ from fusefs.cache.ranges import RangeMap
 from fusefs.store.interface import ObjectVersion
 
 PAGE = 4096
+# From this size on an object is edited without being downloaded, and goes up in parts.
+IN_PARTS = 8 << 20
 
 
 @dataclass(slots=True, eq=False)

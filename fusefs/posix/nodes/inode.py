@@ -106,6 +106,7 @@ class Inode:
     __slots__ = (
         "children",
         "entries_changed_ns",
+        "has_other_pages",
         "info",
         "ino",
         "is_current",
@@ -153,6 +154,8 @@ class Inode:
         self.meta: Meta | None = None
         self.staged: StagedFile | None = None
         self.packed: bytes | None = None
+        # The kernel may have pages of what the file was before another node's change went in.
+        self.has_other_pages = False
         # Of a directory that is known to have a marker without content: the marker's.
         self.marker_etag: str | None = None
         # The state of the listing that the kernel has read to its end
@@ -180,6 +183,11 @@ class Inode:
     @property
     def _names(self) -> int:
         return 1 if self.links is None else len(self.links.nodes)
+
+    def keeps_pages(self) -> bool:
+        """True if the kernel may keep its pages at an open for reads; else it drops them then."""
+        keeps, self.has_other_pages = not self.has_other_pages, False
+        return keeps
 
     def part_names(self) -> None:
         """Part this name from the other names of its file, which is about to change."""
@@ -329,7 +337,11 @@ class StagedFile:
     in ns since the epoch. `tokens` are those of changes of its object that may have been
     executed without an answer (store/fencing.py). `sum` is the
     content's CRC32, None if it is not known (staged_sums.py). `kept_size` is how much of the
-    content is all that the bucket has, None if the file has not merely grown since. `pause_s` is
+    content is all that the bucket has, None if the file has not merely grown since.
+    `is_anew`: its programs have made all of it, so that it takes the place of whatever the bucket
+    has; any other content is built on the object with `etag`, and on no other (conflicts.py).
+    `only_appended`: what the bucket lacks was written with O_APPEND, and may go behind another
+    object: `rebases` is how often it did. `pause_s` is
     how long after `since` it is to be uploaded, closed as it is. While a request has its first
     `sending` bytes as its body it may grow; `sent` is what `changes` was then, at `sent_at`.
     `writers` are those that have written what the bucket lacks, as lock owners: a process has
@@ -356,6 +368,9 @@ class StagedFile:
     uploaded: int = 0
     writers: set[int] = field(default_factory=set)
     kept_size: int | None = None
+    is_anew: bool = False
+    only_appended: bool = True
+    rebases: int = 0
     pause_s: float = 0.0
     sending: int | None = None
     sent: int = 0
@@ -436,8 +451,16 @@ class StagedFile:
             return
         self.writers.clear()
         self.pause_s = 0.0
+        self.only_appended = True
         if self.state is not _UNLINKED:
             self.state = FileState.OPEN
+
+    @property
+    def appended_from(self) -> int | None:
+        """The offset behind which all is that the bucket lacks; None if it lacks more."""
+        if not self.only_appended:
+            return None
+        return self.kept_size if self.etag is not None else 0
 
     @property
     def key(self) -> str:
@@ -469,6 +492,7 @@ class StagedFile:
         """See what programs have stored through mappings: of that the file alone tells."""
         if self.may_be_mapped and not self.is_content_dirty and self.stamp() != self.clean:
             self.writers.add(UNKNOWN_OWNER)
+            self.only_appended = False
             self.touch()
 
     def metadata(self) -> dict[str, str]:

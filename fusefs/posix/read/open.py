@@ -101,7 +101,7 @@ class Opener:
         """
         if self._backing.is_on or inode.passthrough or self._cache.has_neighbours:
             return False
-        if file.is_opening or file.needs_check:
+        if file.is_opening or file.needs_check or inode.has_other_pages:
             return False
         return file.is_kept and file.name not in self._cache.discarded
 
@@ -148,7 +148,7 @@ class Opener:
                 if not is_written and not self.redirects.is_redirected(inode, caller.program):
                     self._inodes.mark_replaced(inode)
                     return await self._open_elsewhere(inode, flags, caller)
-            keep_cache = file.name not in self._cache.discarded
+            keep_cache = inode.keeps_pages() and file.name not in self._cache.discarded
             return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
         finally:
             self._cache.unpin(file)

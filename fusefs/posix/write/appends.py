@@ -43,7 +43,8 @@ class AppendRuns:
         """Note a close; return the seconds until the upload, or None if the close waits for it."""
         nodeid, now, size = staged.inode.nodeid, trio.current_time(), staged.size()
         count, begun, last = self._runs.pop(nodeid, (0, now, now))
-        if staged.kept_size is None or size <= staged.kept_size:
+        start = staged.appended_from if staged.etag is not None else None
+        if start is None or size <= start:
             return None
         if now - last > pause_s(size):
             count, begun = 0, now
@@ -53,3 +54,7 @@ class AppendRuns:
         if count < WAITING:
             return None
         return min(max(GROWTH * (now - begun), SHORTEST_S), pause_s(size))
+
+    def forget(self, staged: StagedFile) -> None:
+        """Have the next closes wait for the bucket: another node appends to the file as well."""
+        self._runs.pop(staged.inode.nodeid, None)

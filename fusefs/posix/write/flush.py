@@ -399,6 +399,8 @@ class Flusher:
     def landed(self, staged: StagedFile, info: ObjectInfo) -> None:
         """The bucket has the content of a file."""
         self._has(staged.inode, info)
+        if staged.rebases:
+            self._appends.forget(staged)
         self._settle(staged)
         if staged.inode.staged is staged:
             self._staging.try_record(staged)
@@ -419,13 +421,18 @@ class Flusher:
         self.landed(staged, info)
 
     def _set_aside(self, staged: StagedFile, theirs: ObjectInfo | None) -> None:
-        """What was written to a file that can't be whole any more stays on the disk alone."""
+        """A file's name is another object's (None: nothing's).
+
+        What was written to the file can't be whole any more, and stays on the disk alone.
+        """
         inode = staged.inode
-        assert inode.info is not None
         assert inode.parent is not None
         prefix, name = self._inodes.key(inode.parent), inode.name
         self._inodes.mark_replaced(inode)
         self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
+        if not staged.is_content_dirty:
+            self._settle(staged)
+            return
         kept = self._staging.set_aside(staged)
         logger.error("%s was replaced while it was edited: the edits are in %s", staged.key, kept)
         self._inodes.drop_unknown(inode)

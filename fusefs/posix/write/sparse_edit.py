@@ -21,7 +21,13 @@ import trio
 
 from fusefs.cache.downloader import Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
-from fusefs.posix.nodes.edit_base import PAGE, EditBase, page_edges
+from fusefs.posix.nodes.edit_base import (
+    IN_PARTS,
+    PAGE,
+    EditBase,
+    has_small_holes,
+    page_edges,
+)
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectVersion, Store
 
@@ -40,6 +46,34 @@ class SparseEditor:
         self._cache = cache
         self._downloader = downloader
         self._disk = trio.CapacityLimiter(4)
+
+    async def copy(self, version: ObjectVersion, fd: int, size: int) -> EditBase | None:
+        """Make the first `size` bytes of an object the content of an empty file.
+
+        Of a large object only the first ones are brought, which shows that it is still there. The
+        base for the others is returned, None if there are none; `drop` takes it back.
+
+        Raises:
+            BaseLostError: the bucket does not have the object any more.
+            StoreError: it can't be read.
+            OSError: the disk does not take it.
+        """
+        os.ftruncate(fd, size)
+        base = EditBase(self._cache.pin(version), size)
+        try:
+            is_sparse = size > IN_PARTS and has_small_holes(fd)
+            await self.fill(base, fd, 0, 1 if is_sparse else size)
+        except BaseException:
+            self.drop(base)
+            raise
+        if base.lacks(0, size):
+            return base
+        self.drop(base)
+        return None
+
+    def drop(self, base: EditBase) -> None:
+        """Forget the object of an edit that comes to nothing."""
+        self._cache.unpin(base.file)
 
     async def fill_edges(self, base: EditBase, fd: int, start: int, stop: int) -> None:
         """Have the pages in the file that a write to [start, stop) covers in part."""

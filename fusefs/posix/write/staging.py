@@ -37,7 +37,7 @@ from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, FileState, Inode, StagedFile
 from fusefs.posix.write import staged_sums, staging_record
-from fusefs.store.interface import ObjectVersion, UnansweredChanges, UploadState
+from fusefs.store.interface import ObjectInfo, ObjectVersion, UnansweredChanges, UploadState
 from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.staging")
@@ -171,17 +171,19 @@ class Staging:
         *,
         is_exclusive: bool = False,
         is_unlinked: bool = False,
+        is_anew: bool = False,
     ) -> StagedFile:
         """Let a node's content be what was prepared; takes the descriptor and the base's pin.
 
         Or let it be a file that is `taken` out of the cache, once it is on record. With
         `is_exclusive` the bucket is to decide that it is new; with `is_unlinked` its name is
-        gone already.
+        gone already; with `is_anew` nothing of an object is in it.
 
         Raises:
             OSError: the disk does not take it.
         """
         staged = StagedFile(inode, self._path(inode), fd, meta, etag)
+        staged.is_anew, staged.only_appended = is_anew, not is_anew
         staged.base = base
         if base is not None:
             base.tokens = staged.tokens
@@ -214,6 +216,61 @@ class Staging:
         self._files[staged.inode.nodeid] = staged
         staged.inode.staged = staged
         staged.inode.packed = None
+
+    @contextlib.contextmanager
+    def another_content(self, staged: StagedFile) -> Iterator[int]:
+        """A file, empty at first, that may become the content of a staged one meanwhile.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        check_unreserved()
+        path = f"{staged.path}.next"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def replace_content(
+        self, staged: StagedFile, fd: int, info: ObjectInfo, base: EditBase | None
+    ) -> None:
+        """Have `another_content` be a file's, with what was appended behind an object.
+
+        Content and record change in one step, for the record is an attribute of the content.
+        Takes the base's pin.
+
+        Raises:
+            OSError: the disk does not take the record; the file is as it was.
+        """
+        if staged.has_record_file:
+            record = staging_record.in_attribute(staged) or b""
+            _write_attribute(staged.fd, record)
+            os.unlink(f"{staged.path}.json")
+            staged.has_record_file, staged.recorded = False, record
+        before = staged.etag, staged.kept_size, staged.base, staged.rebases
+        staged.etag, staged.kept_size = info.etag, info.size
+        staged.rebases += 1
+        staged.base = base
+        record = staging_record.in_attribute(staged) or b""
+        try:
+            _write_attribute(fd, record)
+            os.rename(f"{staged.path}.next", staged.path)
+        except OSError:
+            staged.etag, staged.kept_size, staged.base, staged.rebases = before
+            raise
+        os.dup2(fd, staged.fd, inheritable=False)
+        staged.recorded, staged.sum = record, None
+        staged.charged += info.size - staged.free
+        staged.free = info.size
+        staged.written_to = staged.to_disk = 0
+        staged.inode.has_other_pages = True
+        if base is not None:
+            base.tokens = staged.tokens
+        if before[2] is not None and self.cache is not None:
+            self.cache.unpin(before[2].file)
 
     def rebase(self, staged: StagedFile, version: ObjectVersion) -> None:
         """The bucket has the file's content now, in place of the object that was edited."""
@@ -279,6 +336,16 @@ class Staging:
         """Put on record that a program relies on the file."""
         staged.close()
         self.record(staged)
+
+    def note_edited(self, staged: StagedFile) -> None:
+        """Put on record that a file is about to be changed otherwise than by appending.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        staged.only_appended = False
+        if staging_record.may_tell_appended(staged.recorded):
+            self.record(staged)
 
     def unlink(self, staged: StagedFile) -> None:
         """Put on record that a file's name is gone: no process uploads it any more.
@@ -384,10 +451,14 @@ class Staging:
         staged.begun_ns = record["begun_ns"]
         mark = record.get("exclusive")
         staged.exclusive = self.mark(inode) if mark == staging_record.UNDECIDED else mark
+        staged.is_anew = record.get("is_anew", True)  # as earlier versions took all files
+        staged.rebases = record.get("rebases", 0)
         if record["uploaded"] and tuple(record["uploaded"]) == staged.stamp():
-            staged.uploaded = staged.changes
+            staged.uploaded, staged.kept_size = staged.changes, staged.size()
         elif staged.size():
             staged.writers.add(UNKNOWN_OWNER)
+            staged.kept_size = record.get("appended_from")
+            staged.only_appended = staged.kept_size is not None
         if record["upload"] is not None:
             staged.upload_state = UploadState.from_plain(record["upload"])
         staged.tokens.update(record.get("tokens", ()))  # which earlier versions do not write
@@ -458,3 +529,13 @@ class Staging:
             self.directory.rmdir()
         except OSError as error:
             logger.warning("%s is kept: %s", self.directory, error.strerror)
+
+
+def _write_attribute(fd: int, record: bytes) -> None:
+    """Have a record in the attribute of a content.
+
+    Raises:
+        OSError: it is too long, or the file system has no attributes.
+    """
+    if not record or not staging_record.write_attribute(fd, record):
+        raise OSError(errno.ENOTSUP, "its record is in no attribute")

@@ -44,8 +44,10 @@ LONGEST = 2048
 UNDECIDED = "*"
 # Mode, owner, group; size and time of what the bucket has (time 0: of nothing); its ETag follows.
 _BRIEF = struct.Struct("<HIIQQ")
-# In the mode, where set-id bits would be: mode, owner or times are not in the bucket yet.
+# In the mode, where set-id bits would be: mode, owner or times are not in the bucket yet; the
+# content is built on an object.
 _META_DIRTY = 0o2000
+_IS_BUILT = 0o4000
 
 
 def in_attribute(staged: StagedFile) -> bytes | None:
@@ -75,13 +77,15 @@ def brief(staged: StagedFile) -> bytes | None:
         or meta.form is not Form.S3FS
         or meta.mtime_ns is not None
         or staged.attributes_alone() is not None
+        or staged.rebases
     ):
         return None
     size, mtime_ns = _clean_stamp(staged) or (0, 0)
     if mtime_ns < 0:
         return None
     etag = (staged.etag or (UNDECIDED if staged.exclusive is not None else "")).encode()
-    mode = meta.mode & ~_META_DIRTY | (_META_DIRTY if staged.is_meta_dirty else 0)
+    mode = meta.mode & ~(_META_DIRTY | _IS_BUILT) | (_META_DIRTY if staged.is_meta_dirty else 0)
+    mode |= 0 if staged.is_anew else _IS_BUILT
     return _BRIEF.pack(mode, meta.uid, meta.gid, size, mtime_ns) + etag
 
 
@@ -103,7 +107,8 @@ def _attribute_of(fd: int) -> dict[str, Any] | None:
         "key": None,
         "etag": etag if etag != UNDECIDED else None,
         "exclusive": UNDECIDED if etag == UNDECIDED else None,
-        "metadata": Meta(mode & ~_META_DIRTY, uid, gid).as_metadata(),
+        "metadata": Meta(mode & ~(_META_DIRTY | _IS_BUILT), uid, gid).as_metadata(),
+        "is_anew": not mode & _IS_BUILT,
         "is_meta_dirty": bool(mode & _META_DIRTY),
         "uploaded": (size, mtime_ns) if mtime_ns else None,
         **dict.fromkeys(("is_unlinked", "is_closed", "is_leftover", "is_abandoned"), False),
@@ -116,6 +121,11 @@ def may_tell_uploaded(record: bytes) -> bool:
     if record.startswith(b"{") or not record:
         return b'"uploaded": null' not in record
     return bool(_BRIEF.unpack_from(record)[-1])
+
+
+def may_tell_appended(record: bytes) -> bool:
+    """True if a record may say that a file was only appended to; one that is not known may."""
+    return not record or (record.startswith(b"{") and b'"appended_from": null' not in record)
 
 
 def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
@@ -140,6 +150,9 @@ def full(staged: StagedFile) -> bytes:
             "is_meta_dirty": staged.is_meta_dirty,
             "is_closed": staged.is_closed,
             "is_leftover": staged.is_leftover,
+            "is_anew": staged.is_anew,
+            "rebases": staged.rebases,
+            "appended_from": staged.appended_from,
             "attributes": staged.attributes_alone(),
             "is_abandoned": staged.state is FileState.ABANDONED,
             "uploaded": _clean_stamp(staged),

@@ -20,7 +20,7 @@ import trio
 from fusefs.posix.metadata import object_metadata
 from fusefs.posix.metadata.deferred_attributes import OwnObjects
 from fusefs.posix.nodes import names
-from fusefs.posix.nodes.edit_base import EditBase
+from fusefs.posix.nodes.edit_base import IN_PARTS, EditBase
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging import Staging
@@ -51,8 +51,6 @@ from fusefs.store.interface import (
 
 logger = logging.getLogger("fusefs.uploads")
 
-# From this size on a file goes up in parts.
-IN_PARTS = 8 << 20
 COPIES_AT_ONCE = 8
 # The metadata that marks the empty object by which a name was reserved (exclusive.py).
 CREATED_BY = "created-by"
@@ -85,6 +83,7 @@ class UploadSteps:
         self._editor = editor
         self._unaborted = unaborted
         self._fails_on_conflict = fails_on_conflict
+        self._has_conditions = True
         self.own = OwnObjects()
 
     async def send(self, staged: StagedFile, commit: Callable[[], None]) -> ObjectInfo:
@@ -100,6 +99,18 @@ class UploadSteps:
         if not staged.is_content_dirty and staged.etag is not None:
             commit()
             return await self._describe(staged)
+        try:
+            return await self._send_content(staged, commit, size)
+        except UnsupportedError:
+            if not self._is_built(staged):
+                raise
+        logger.warning("this store knows no conditions: the last node to close a file wins")
+        self._has_conditions = False
+        return await self._send_content(staged, commit, size)
+
+    async def _send_content(
+        self, staged: StagedFile, commit: Callable[[], None], size: int
+    ) -> ObjectInfo:
         if staged.upload_state is None and staged.upload is None and size <= IN_PARTS:
             # A request that was cancelled may come to pass all the same.
             if staged.base is not None:
@@ -143,26 +154,6 @@ class UploadSteps:
         write = Write(metadata, content_type(staged.key), IF_ABSENT)
         return await self._store.put_file(staged.key, staged.fd, 0, write)
 
-    async def reserved(self, staged: StagedFile) -> ObjectInfo | None:
-        """The reservation of this very file, if that is what the bucket has under its key."""
-        try:
-            found = await self._store.head(staged.key)
-        except NotFoundError:
-            return None
-        mark = (found.metadata or {}).get(CREATED_BY)
-        return found if not found.size and mark == staged.exclusive else None
-
-    async def find_own(self, staged: StagedFile) -> ObjectInfo | None:
-        """The object under a file's key, if an earlier request for this file has made it."""
-        if not staged.tokens:
-            return None
-        try:
-            found = await self._store.head(staged.key)
-        except NotFoundError:
-            return None
-        is_own = str(found.token) in staged.tokens and not _is_content_of(found, staged)
-        return found if is_own and found.etag != staged.etag else None
-
     async def _put(
         self, staged: StagedFile, key: str, size: int, condition: Condition
     ) -> ObjectInfo:
@@ -176,29 +167,28 @@ class UploadSteps:
         return IF_ABSENT if staged.etag is None else IfMatch(staged.etag)
 
     def is_careful(self, staged: StagedFile) -> bool:
-        """Whether somebody else's object is not to be replaced."""
-        return self._fails_on_conflict or staged.is_leftover or staged.exclusive is not None
+        """True if somebody else's object is not to be replaced."""
+        is_new = staged.is_leftover or staged.exclusive is not None
+        return is_new or self._fails_on_conflict or self._is_built(staged)
+
+    def _is_built(self, staged: StagedFile) -> bool:
+        """True if a file is built on the object, and the store can be asked for that one."""
+        return self._has_conditions and (not staged.is_anew or staged.only_appended)
 
     async def _describe(self, staged: StagedFile) -> ObjectInfo:
-        """Have the object say what the file's attributes are now."""
+        """Have the object say what the file's attributes are now.
+
+        Raises:
+            NotFoundError, StaleVersionError: somebody else has removed or replaced it.
+        """
         version = staged.inode.info
         assert version is not None
         own = self.own.get(version)
-        try:
-            write = Write(staged.metadata(), is_own=own is not None)
-            info = await self._store.copy(own or version.version, staged.key, write)
-            if own is not None:
-                self.own.note(info)
-            return info
-        except (NotFoundError, StaleVersionError):
-            if self.is_careful(staged):
-                raise
-            # Somebody else has removed or replaced it: the last one to change it is here.
-            if staged.base is not None:
-                await self._editor.fill(staged.base, staged.fd, 0, staged.size())
-            staged.changes += 1
-            staged.sent = staged.changes
-            return await self._put(staged, staged.key, staged.size(), Expect(staged.etag))
+        write = Write(staged.metadata(), is_own=own is not None)
+        info = await self._store.copy(own or version.version, staged.key, write)
+        if own is not None:
+            self.own.note(info)
+        return info
 
     async def _send_parts(
         self, staged: StagedFile, commit: Callable[[], None], size: int
@@ -394,32 +384,35 @@ class UploadSteps:
     async def give_up(self, staged: StagedFile) -> ObjectInfo | None:
         """Send a file no more; return what the bucket has under its key."""
         await self.abandon(staged)
+        return await self.find(staged.key)
+
+    async def find(self, key: str) -> ObjectInfo | None:
+        """What the bucket has under a key, None if nothing."""
         try:
-            return await self._store.head(staged.key)
+            return await self._store.head(key)
         except NotFoundError:
             return None
 
-    async def store_beside(self, staged: StagedFile) -> tuple[ObjectInfo | None, ObjectInfo]:
+    async def store_beside(self, staged: StagedFile) -> ObjectInfo:
         """Keep the content under a key of its own, beside the object that somebody else made.
-
-        Returns that object and the new one. They are the same if it is this
-        very content, uploaded by a process that died before it could say so.
 
         Raises:
             ConflictError: there are many such objects already.
             StoreError: S3 did not take it.
         """
-        theirs = await self.give_up(staged)
-        if theirs is not None and _is_content_of(theirs, staged):
-            return theirs, theirs
         for key in _keys_apart(staged.key):
             with suppress(ConflictError):  # another mount of this machine was as late
                 info = await self.put_new(staged, key)
                 break
         else:
             raise ConflictError(f"{staged.key}: there are many of its conflicts already")
-        logger.error("%s was replaced by somebody else: this content is in %s", staged.key, key)
-        return theirs, info
+        logger.error(
+            "%s was replaced by somebody else: this content is in %s%s",
+            staged.key,
+            key,
+            _database_of(staged.fd),
+        )
+        return info
 
 
 def _keys_apart(key: str) -> Iterator[str]:
@@ -438,10 +431,13 @@ def _want_of(permission: str, error: StoreError) -> str:
     return f", for want of {permission}" if isinstance(error, AccessDeniedError) else ""
 
 
-def _is_content_of(info: ObjectInfo, staged: StagedFile) -> bool:
-    """Whether an object says of itself what this file says, to the nanosecond."""
-    mtime_ns = object_metadata.read_time(info.metadata or {})
-    return (info.size, mtime_ns) == staged.stamp()
+def _database_of(fd: int) -> str:
+    """The name of a database that a file is, for a message: locks do not hold between nodes."""
+    head = os.pread(fd, 20, 0)
+    for magic, name in ((b"SQLite format 3\0", "SQLite"), (b"\xde\xc0\xef\xbe", "LMDB")):
+        if magic in head:
+            return f"; it is an {name} database, which is for one node at a time"
+    return ""
 
 
 def content_type(key: str) -> str | None:

@@ -25,13 +25,15 @@ from typing import Any
 import trio
 
 from fusefs.posix.namespace.prefix_lock import PrefixLock
+from fusefs.posix.nodes.edit_base import IN_PARTS
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import exclusive, staged_sums
 from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.closes import RecentCloses
+from fusefs.posix.write.conflicts import Conflicts, is_content_of
 from fusefs.posix.write.sparse_edit import BaseLostError, SparseEditor
 from fusefs.posix.write.staging import Staging
-from fusefs.posix.write.upload_steps import IN_PARTS, UploadSteps
+from fusefs.posix.write.upload_steps import UploadSteps
 from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store, Upload, UploadState
 from fusefs.telemetry.stalls import WaitCause, Work, stage, waiting_for
@@ -44,6 +46,9 @@ AHEAD = 16 << 20
 CREDENTIALS_S = 5.0
 # An upload that waits until a file is left alone waits for so many times as long at most.
 LONGEST_DELAYS = 5
+# How often one upload meets another object of somebody else before it fails, and is tried again
+# later.
+MOST_CONFLICTS = 20
 # A file that is open is uploaded for so long at a time: what cannot be written meanwhile waits.
 BACKGROUND_S = 20.0
 
@@ -88,7 +93,8 @@ class Uploader:
 
     `landed` is called with what the bucket has of a file, `kept_apart` with what it was
     kept as because somebody else's object (or nothing) is under its key.
-    `set_aside` is called with an edited file whose rest is lost.
+    `set_aside` is called with a file whose name is another object's: an edited one whose rest is
+    lost, or one of which the bucket lacks attributes alone.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class Uploader:
         self.aborts = PendingAborts(staging.directory, nursery, self._steps.abort_recorded)
         self.own = self._steps.own
         self.put_new = self._steps.put_new
+        self.find = self._steps.find
         self._staging = staging
         self._editor = editor
         self._nursery = nursery
@@ -118,6 +125,7 @@ class Uploader:
         self._landed = landed
         self._kept_apart = kept_apart
         self._set_aside = set_aside
+        self._conflicts = Conflicts(self._steps, staging, editor, fails=fails_on_conflict)
         self._unanswered = store.unanswered
         self._is_local = is_local
         self._attempts: dict[StagedFile, UploadAttempt] = {}
@@ -304,46 +312,70 @@ class Uploader:
             raise OSError(errno.ESTALE, "the object was replaced while it was edited") from error
 
     async def _upload_whole(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        if not staged.is_dirty:
-            return  # it was removed while this waited for it
-        try:
-            await self._last_ahead(staged)
-            if staged.is_content_dirty:
-                await staged_sums.check(staged)
-            described, stamp = staged.meta_changes, staged.stamp()
-            info = await self._steps.send(staged, attempt.commit)
-            base = staged.base
-            if base is not None and base.file.is_complete:
-                # So that the new version is as whole in the cache as the old one was. What can't
-                # be brought is the new object's: the bucket has the edit in any case.
-                with suppress(StoreError, OSError):
-                    await self._editor.fill(base, staged.fd, 0, base.size)
-            self.note_uploaded(staged, info, described)
-            if attempt.is_background:
-                staged.is_rewrite = False  # the object that it was to replace is gone
-            if staged.may_be_mapped and staged.stamp() not in (stamp, (stamp[0], info.mtime_ns)):
-                staged.touch()  # a program has stored something meanwhile
-            self._landed(staged, info)
-        except (ConflictError, StaleVersionError) as error:
-            if not self._steps.is_careful(staged):
-                raise
-            is_exclusive = staged.exclusive is not None
-            if await self._is_own(staged):
-                await self._upload_whole(staged, attempt)
+        for is_last in (*(False,) * MOST_CONFLICTS, True):
+            if not staged.is_dirty:
+                return  # it was removed while this waited for it
+            try:
+                await self._send(staged, attempt)
                 return
-            described = staged.meta_changes
-            theirs, info = await self._steps.store_beside(staged)
-            self.note_uploaded(staged, info, described)
-            if theirs is info:
-                self._unanswered.confirm(info.key, info)
-                self._landed(staged, info)
-                return
-            self._kept_apart(staged, info, theirs)
-            if is_exclusive:
-                raise OSError(errno.EEXIST, "another node has made the file before") from error
-            raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
-        finally:
-            attempt.is_cancellable = True
+            except (ConflictError, StaleVersionError) as error:
+                is_described = not staged.is_content_dirty
+                if is_last or not (is_described or self._steps.is_careful(staged)):
+                    raise
+                theirs = await self._steps.find(staged.key)
+                if not await self._conflicts.is_settled(staged, theirs):
+                    await self._yield_to(staged, theirs, error)
+                    return
+            finally:
+                attempt.is_cancellable = True
+
+    async def _send(self, staged: StagedFile, attempt: UploadAttempt) -> None:
+        await self._last_ahead(staged)
+        if staged.is_content_dirty:
+            await staged_sums.check(staged)
+        described, stamp = staged.meta_changes, staged.stamp()
+        info = await self._steps.send(staged, attempt.commit)
+        base = staged.base
+        if base is not None and base.file.is_complete:
+            # So that the new version is as whole in the cache as the old one was. What can't
+            # be brought is the new object's: the bucket has the edit in any case.
+            with suppress(StoreError, OSError):
+                await self._editor.fill(base, staged.fd, 0, base.size)
+        self.note_uploaded(staged, info, described)
+        if attempt.is_background:
+            staged.is_rewrite = False  # the object that it was to replace is gone
+        if staged.may_be_mapped and staged.stamp() not in (stamp, (stamp[0], info.mtime_ns)):
+            staged.touch()  # a program has stored something meanwhile
+        self._landed(staged, info)
+
+    async def _yield_to(
+        self, staged: StagedFile, theirs: ObjectInfo | None, error: Exception
+    ) -> None:
+        """Leave a file's name to the object that somebody else made (None: has removed).
+
+        Raises:
+            OSError: the content is under another name.
+            StoreError: S3 did not take it there.
+        """
+        await self._steps.abandon(staged)
+        described = staged.meta_changes
+        if theirs is not None and is_content_of(theirs, staged):
+            # Uploaded by a process that died before it could say so.
+            self.note_uploaded(staged, theirs, described)
+            self._unanswered.confirm(theirs.key, theirs)
+            self._landed(staged, theirs)
+            return
+        if not staged.is_content_dirty:
+            staged.is_meta_dirty = False
+            self._set_aside(staged, theirs)
+            raise OSError(errno.ESTALE, "replaced: its attributes are given up") from error
+        is_exclusive = staged.exclusive is not None
+        info = await self._steps.store_beside(staged)
+        self.note_uploaded(staged, info, described)
+        self._kept_apart(staged, info, theirs)
+        if is_exclusive:
+            raise OSError(errno.EEXIST, "another node has made the file before") from error
+        raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
         """The bucket has what the file, which is locked, had when it was sent.
@@ -360,17 +392,6 @@ class Uploader:
         staged.exclusive = None
         staged.tokens.clear()
         self._staging.rebase(staged, info.version)
-
-    async def _is_own(self, staged: StagedFile) -> bool:
-        """True if the object in the way of a file is its own: a reservation, or an earlier
-        content, by a request of which no process has had the answer."""
-        found = await self._steps.find_own(staged)
-        if found is None and staged.exclusive is not None:
-            found = await self._steps.reserved(staged)
-        if found is None:
-            return False
-        staged.etag, staged.exclusive = found.etag, None
-        return True
 
     async def reserve(self, staged: StagedFile) -> None:
         """Have other nodes see that a file is there which is open and was to be new.

@@ -14,7 +14,7 @@ import os
 import stat
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from weakref import WeakValueDictionary
 
 import trio
@@ -27,7 +27,7 @@ from fusefs.posix.metadata.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.removals import Removals
-from fusefs.posix.nodes.edit_base import PAGE, EditBase, has_small_holes
+from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
@@ -39,7 +39,7 @@ from fusefs.posix.write.flush import WRITING, DiskAhead, Flusher
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging_record import may_tell_uploaded
-from fusefs.posix.write.upload_steps import CREATED_BY, IN_PARTS, content_type
+from fusefs.posix.write.upload_steps import CREATED_BY, content_type
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
 from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Write
 from fusefs.telemetry.stalls import WaitCause, stage
@@ -77,6 +77,7 @@ class Writer:
         self._nursery = writing.nursery
         self._make_room = writing.make_room
         self._disk_latency = state.downloader.disk_latency
+        self._downloader = state.downloader
         self._disk_ahead = DiskAhead(writing.nursery)
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
@@ -140,7 +141,7 @@ class Writer:
         if made is not None and made.staged is not None and not made.staged.is_unlinked:
             # By this very request, before a process died over it, or by one that was cancelled.
             if flags & os.O_TRUNC:
-                await self.stage(made, keep=0)
+                await self.stage(made, keep=0, is_anew=True)
             self.inodes.count(made, time.monotonic())
             return made, self.open_staged(made, flags, caller)
         try:
@@ -157,11 +158,15 @@ class Writer:
         self.deferred.drop(info.key)
         inode = self.inodes.create(parent, name, info)
         is_exclusive = bool(flags & os.O_EXCL) and not info.etag
+        # Without either flag the program may be about to change what another node has just made.
+        is_anew = bool(flags & (os.O_EXCL | os.O_TRUNC))
         try:
             fd = self.staging.prepare(inode)
             os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
             etag = info.etag or None
-            staged = self.staging.begin(inode, fd, meta, etag, is_exclusive=is_exclusive)
+            staged = self.staging.begin(
+                inode, fd, meta, etag, is_exclusive=is_exclusive, is_anew=is_anew
+            )
         except OSError:
             self.inodes.drop_unknown(inode)
             raise
@@ -212,7 +217,9 @@ class Writer:
             raise OSError(errno.EISDIR, "a directory")
         if flags & (WRITING | os.O_TRUNC):
             self._check_overwriting(inode)
-        if inode.staged is not None and not flags & os.O_TRUNC:
+        looks = bool(flags & WRITING) and not _only_appends(flags)
+        is_staged = inode.staged is not None and not flags & os.O_TRUNC
+        if is_staged and (not looks or self._is_current(inode)):
             return self.open_staged(inode, flags, caller)
         return waiting(self._open_later(inode, flags, caller))
 
@@ -223,8 +230,49 @@ class Writer:
             raise OSError(errno.EPERM, "the mount removes and overwrites nothing (--no-delete)")
 
     async def _open_later(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
-        await self.stage(inode, keep=0 if flags & os.O_TRUNC else None)
+        if flags & os.O_TRUNC:
+            await self.stage(inode, keep=0, is_anew=True)
+        else:
+            await self.stage(inode, keep=None, looks=not _only_appends(flags))
         return self.open_staged(inode, flags, caller)
+
+    def _is_current(self, inode: Inode) -> bool:
+        """True if a node's content needs no look into the bucket before a program changes it.
+
+        Programs here are changing it, or have removed it, or its GET will tell.
+        """
+        info, staged = inode.info, inode.staged
+        assert info is not None
+        if staged is not None:
+            return staged.is_dirty or self.flusher.may_be_written(inode)
+        if not inode.is_current or inode.is_removed:
+            return True
+        file = self._cache.find(info.version)
+        needed = 1 if info.size > IN_PARTS else info.size
+        is_here = file is not None and file.present.covers(0, needed)
+        return bool(info.size) and not is_here and self._downloader.proves_versions
+
+    async def _look(self, inode: Inode) -> None:
+        """See that a node stands for what the bucket has now.
+
+        Raises:
+            OSError: ESTALE, the object was replaced: the name is to be looked up again.
+            StoreError: the bucket could not tell.
+        """
+        assert inode.info is not None
+        await self.deferred.settle(inode.info.key)
+        known, staged = inode.info, inode.staged
+        found = await self.uploads.find(known.key)
+        if self._store.unanswered.has_undone(known.key, found):
+            found = await self._store.unanswered.restored(known.key)
+        if inode.info is not known or inode.staged is not staged or not inode.is_current:
+            return  # this mount has changed it meanwhile
+        if found is None or found.etag != known.etag:
+            if inode.parent is not None:
+                directory = self.directories.get(self.inodes.key(inode.parent))
+                self.directories.correct(directory, inode.name, found)
+            self.inodes.mark_replaced(inode)
+            raise OSError(errno.ESTALE, "the object has been replaced")
 
     def open_staged(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Open a file that is staged."""
@@ -234,7 +282,9 @@ class Writer:
         if staged is not None and (backing_id := self.sharing.backing_id(staged)):
             assert staged.backing is not None
             self._cache.pin_again(staged.backing)
-            staged.may_be_mapped |= flags & os.O_ACCMODE == os.O_RDWR
+            if flags & os.O_ACCMODE == os.O_RDWR:
+                staged.may_be_mapped = True
+                self.staging.note_edited(staged)
             handle = self._handles.open_file(
                 inode, version, staged.backing, backing_id, flags, caller.unique
             )
@@ -243,16 +293,25 @@ class Writer:
         handle = self._handles.open_file(inode, version, file, 0, flags, caller.unique)
         # A handle that only writes needs no second copy in the kernel's pages.
         is_direct = flags & os.O_ACCMODE == os.O_WRONLY
-        return OpenResult(handle.fh, keep_cache=True, may_write=may_write, is_direct=is_direct)
+        keep_cache = inode.keeps_pages()
+        return OpenResult(handle.fh, keep_cache, may_write=may_write, is_direct=is_direct)
 
-    async def stage(self, inode: Inode, *, keep: int | None) -> StagedFile:
+    async def stage(
+        self, inode: Inode, *, keep: int | None, looks: bool = True, is_anew: bool = False
+    ) -> StagedFile:
         """Have a file staged, with the first `keep` bytes of its content (None: all).
+
+        With `looks` what is kept is what the bucket has now. What is only appended needs no look:
+        it goes behind whatever is there (conflicts.py). With `is_anew` nothing is kept, and what
+        is written takes the place of whatever is there.
 
         Raises:
             OSError: ESTALE, the name stands for another node now, which is to be opened.
         """
         if not self.flusher.may_be_written(inode):
             self._check_overwriting(inode)
+        if looks and not is_anew and not self._is_current(inode):
+            await self._look(inode)
         while True:
             if inode.staged is None:
                 await self._begin(inode, keep)
@@ -264,6 +323,11 @@ class Writer:
                 if inode.staged is not staged:
                     continue  # it settled while this was waiting
                 self.staging.charge(staged, keep)
+                if is_anew and not staged.is_anew:
+                    staged.is_anew, staged.only_appended = True, False
+                    self.staging.record(staged)
+                elif staged.only_appended:
+                    self.staging.note_edited(staged)
                 staged_sums.forget(staged)
                 before = staged.size()
                 os.ftruncate(staged.fd, keep)
@@ -360,33 +424,25 @@ class Writer:
         if was_read:
             keep = None  # the program that opens the new node is to say that it is cut
         wanted = info.size if keep is None else min(keep, info.size)
-        base = EditBase(self._cache.pin(info.version), wanted)
-        staged: StagedFile | None = None
-        try:
+        with ExitStack() as undo:
             fd = self.staging.prepare(inode)
-            try:
-                os.ftruncate(fd, wanted)
-                # Of a large object the first bytes, which show that it is still there.
-                is_sparse = wanted > IN_PARTS and has_small_holes(fd)
-                await self.editor.fill(base, fd, 0, 1 if is_sparse else wanted)
-                self._check_node(inode, was_current=was_current)
-                if inode.passthrough and not was_read:
-                    self.staging.discard(inode, fd)
-                    return None
-            except BaseException:
-                self.staging.discard(inode, fd)
-                raise
+            undo.callback(self.staging.discard, inode, fd)
+            base = await self.editor.copy(info.version, fd, wanted)
+            if base is not None:
+                undo.callback(self.editor.drop, base)
+            self._check_node(inode, was_current=was_current)
+            if inode.passthrough and not was_read:
+                return None
             if keep is None:
                 self._set_time(inode, fd)
-            try:
-                target = self._successor(inode) if inode.passthrough else inode
-            except OSError:
-                self.staging.discard(inode, fd)
-                raise
-            staged = self._begin_with(target, fd, base if base.lacks(0, wanted) else None)
-        finally:
-            if staged is None or staged.base is None:
-                self._cache.unpin(base.file)
+            target = self._successor(inode) if inode.passthrough else inode
+            undo.pop_all()
+        try:
+            staged = self._begin_with(target, fd, base)
+        except OSError:
+            if base is not None:
+                self.editor.drop(base)
+            raise
         if keep is None:
             staged.uploaded = staged.changes
             staged.kept_size = info.size
@@ -468,13 +524,27 @@ class Writer:
     # Changing
 
     def write(
-        self, fh: int, offset: int, data: memoryview, owner: int = UNKNOWN_OWNER
+        self,
+        fh: int,
+        offset: int,
+        data: memoryview,
+        owner: int = UNKNOWN_OWNER,
+        *,
+        is_appended: bool = False,
     ) -> Answer[int]:
-        """Write to an open file for the lock owner `owner`; return how many bytes were."""
+        """Write to an open file for the lock owner `owner`; return how many bytes were.
+
+        `is_appended`: the program has the file open with O_APPEND, and does not store this
+        through a mapping.
+        """
         handle = self._handle(fh)
         staged = handle.inode.staged
         if staged is None:
             raise OSError(errno.EBADF, "not open for writing")
+        if not is_appended and staged.only_appended:
+            self.staging.note_edited(staged)
+        if is_appended and staged.rebases:
+            offset = staged.size()  # the kernel knows another end
         stop = offset + len(data)
         is_whole = staged.base is None or not staged.base.lacks_edges(offset, stop)
         is_free = not staged.lock.locked() or (
@@ -490,7 +560,8 @@ class Writer:
                 self._wrote(staged, offset, stop, owner)
                 return count
         # The memory is the session's and is used again for the next request.
-        return waiting(self._write_later(staged, offset, bytes(data), owner))
+        rebases = staged.rebases if is_appended else None
+        return waiting(self._write_later(staged, offset, bytes(data), owner, rebases))
 
     def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
         """Write to the page cache; return how many bytes, 0 where a thread has to do it.
@@ -509,10 +580,18 @@ class Writer:
         finally:
             self._disk_latency.end(began, is_in_loop=True)
 
-    async def _write_later(self, staged: StagedFile, offset: int, data: bytes, owner: int) -> int:
-        stop = offset + len(data)
+    async def _write_later(
+        self, staged: StagedFile, offset: int, data: bytes, owner: int, rebases: int | None
+    ) -> int:
+        """Write to a file when it is not locked any more.
+
+        What is appended (else `rebases` is None) goes to the end that the file has then.
+        """
         async with self.uploads.locked(staged):
             staged.check_kept()
+            if rebases is not None and rebases != staged.rebases:
+                offset = staged.size()
+            stop = offset + len(data)
             if stop > staged.charged:
                 self.staging.charge(staged, stop)
             if staged.sum is not None:
@@ -554,6 +633,8 @@ class Writer:
         async with self.uploads.locked(staged):
             staged.check_kept()
             staged.writers.add(UNKNOWN_OWNER)
+            if staged.only_appended:
+                self.staging.note_edited(staged)
             takes_none = mode & PUNCH_HOLE or (mode & KEEP_SIZE and staged.base is not None)
             if offset + length > staged.charged and not takes_none:
                 self.staging.charge(staged, offset + length)
@@ -590,9 +671,12 @@ class Writer:
         if not mode & KEEP_SIZE and stop > size:
             os.ftruncate(staged.fd, stop)
 
-    async def truncate(self, inode: Inode, size: int) -> None:
-        """Make a file as long as `size`; one that is not open is uploaded at once."""
-        await self.stage(inode, keep=size)
+    async def truncate(self, inode: Inode, size: int, *, is_anew: bool) -> None:
+        """Make a file as long as `size`; one that is not open is uploaded at once.
+
+        `is_anew` as for `stage`.
+        """
+        await self.stage(inode, keep=size, is_anew=is_anew)
         await self.flusher.finish(inode)
 
     def change_meta(self, inode: Inode, meta: Meta) -> None:
@@ -636,6 +720,11 @@ class Writer:
             return self._handles.files[fh]
         except KeyError:
             raise OSError(errno.EBADF, f"unknown file handle {fh}") from None
+
+
+def _only_appends(flags: int) -> bool:
+    """True if a file is opened with these flags for nothing but to be appended to."""
+    return flags & os.O_ACCMODE == os.O_WRONLY and bool(flags & os.O_APPEND)
 
 
 def _write_fully(fd: int, data: bytes, offset: int) -> int:

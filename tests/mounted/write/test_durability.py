@@ -214,7 +214,7 @@ def test_umount_says_what_could_not_be_uploaded_and_the_next_mount_uploads_it(
 
 @states(
     "What an earlier mount left is uploaded beside what somebody else has written since, "
-    "as NAME.conflict-HOST-TIME."
+    "as NAME.conflict-HOST-TIME, but for what was only appended, which goes behind it."
 )
 def test_what_was_left_is_uploaded_beside_what_somebody_else_has_written(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
@@ -262,15 +262,16 @@ def test_a_program_that_is_killed_in_its_close_does_not_wait_and_its_file_is_upl
 
 
 @states(
-    "Of two mounts that write one file the last to close wins; with `--conflict fail` the "
-    "second gets ESTALE, and its content is kept as NAME.conflict-HOST-TIME."
+    "With `--conflict fail` the second of two mounts that write one file gets ESTALE however it"
+    " wrote, and its content is kept as NAME.conflict-HOST-TIME."
 )
+@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_WRONLY | os.O_APPEND])
 def test_a_conflict_fails_the_second_close_and_keeps_its_content_beside(
-    mounter: Mounter, bucket: Bucket
+    mounter: Mounter, bucket: Bucket, flags: int
 ) -> None:
-    bucket.put("a", b"first")
+    bucket.put("a", b"" if flags & os.O_APPEND else b"first")
     mount = mounter("--no-read-only", "--conflict", "fail")
-    fd = os.open(mount.path / "a", os.O_RDWR)
+    fd = os.open(mount.path / "a", flags)
     os.write(fd, b"OURS!")
     bucket.put("a", b"theirs")
     with pytest.raises(OSError, match="Stale") as caught:

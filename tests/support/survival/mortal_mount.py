@@ -133,14 +133,15 @@ class Process:
         parent, name = await self._split(path)
         mutations, mode = self.operations.mutations, stat.S_IFREG | 0o644
         assert mutations is not None
+        flags = os.O_RDWR | os.O_TRUNC
         _, opened = await _answered(
-            mutations.create(parent.nodeid, name.encode(), mode, os.O_RDWR, self.caller())
+            mutations.create(parent.nodeid, name.encode(), mode, flags, self.caller())
         )
         await self.write(opened.fh, 0, data)
         return opened.fh
 
-    async def write(self, fh: int, offset: int, data: bytes) -> None:
-        answer = self.writer.write(fh, offset, memoryview(data))
+    async def write(self, fh: int, offset: int, data: bytes, *, is_appended: bool = False) -> None:
+        answer = self.writer.write(fh, offset, memoryview(data), is_appended=is_appended)
         assert (answer if isinstance(answer, int) else await answer) == len(data)
 
     async def close(self, fh: int) -> None:

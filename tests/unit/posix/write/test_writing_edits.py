@@ -109,6 +109,7 @@ async def test_what_waits_for_an_edit_that_is_set_aside_touches_no_other_file(
             nursery.start_soon(fails, process.read, fh, 8 * MIB, 10)
             await trio.testing.wait_all_tasks_blocked()
             monkeypatch.setattr(process.writer.editor, "fill", fill)
+            mount.store.put("file", THEIRS)
             may_fail.set()
         assert os.pread(other, 100, 0) == b"another file"
         os.close(other)
