@@ -96,7 +96,8 @@ class ReadHandlers:
             return protocol.ENTRY_OUT_HEAD.pack(0, 0, seconds, 0, rest, 0) + bytes(
                 protocol.ATTR.size
             )
-        return self.packed_entry(found.inode, found.valid_s, None if found.has_attributes else 0.0)
+        of_attributes = max(found.valid_s, found.inode.valid_s) if found.has_attributes else 0.0
+        return self.packed_entry(found.inode, found.valid_s, of_attributes)
 
     def packed_entry(
         self, inode: Inode, valid_s: float, attributes_valid_s: float | None = None

@@ -83,6 +83,7 @@ class Operations:
             deferred=writer.deferred.get if writer is not None else None,
             notifier=state.notifier,
         )
+        state.directories.doubt = state.inodes.doubt
         self._streams = DirectoryStreams(state, self.head_cache)
         self._xattrs = Xattrs(state.store, state.inodes, self.head_cache, state.endpoint)
         self._opener = Opener(state, writer)
@@ -130,11 +131,11 @@ class Operations:
         prefix = self.inodes.key(parent)
         if names.is_private(prefix, text):
             return LookupResult(None, 0.0)
-        self._opener.redirects.looked_up(parent_id, text, caller.program)
+        was_sent = self._opener.redirects.looked_up(parent_id, text, caller.program)
         directory = self._directories.get(prefix)
         known = self._directories.lookup_now(directory, text)
         if known is None:
-            return waiting(self._lookup_later(parent, directory, text))
+            return waiting(self._lookup_later(parent, directory, text, was_sent=was_sent))
         entry, expires = known
         if isinstance(entry, Absent):
             return LookupResult(None, max(0.0, expires - time.monotonic()))
@@ -142,8 +143,10 @@ class Operations:
         has_attributes = not self.head_cache.needs_head(inode)
         is_known = has_attributes or self._is_leaving(parent, entry)
         if not is_known or not inode.is_current:
-            return waiting(self._lookup_later(parent, directory, text))
-        return self._found(inode, expires, has_attributes)
+            return waiting(self._lookup_later(parent, directory, text, was_sent=was_sent))
+        # An open that was sent here has just asked the bucket.
+        was_asked = was_sent or expires > time.monotonic()
+        return self._found(inode, expires, has_attributes, was_asked=was_asked)
 
     def _is_leaving(self, parent: Inode, entry: Entry) -> bool:
         """Whether a name is probably looked up to be removed, which takes no attributes.
@@ -158,7 +161,10 @@ class Operations:
         is_removing = self.writer.removals.is_removing_from(self.inodes.key(parent))
         return is_removing and not self.attributes(parent).mode & stat.S_ISVTX
 
-    async def _lookup_later(self, parent: Inode, directory: Directory, name: str) -> LookupResult:
+    async def _lookup_later(
+        self, parent: Inode, directory: Directory, name: str, *, was_sent: bool
+    ) -> LookupResult:
+        began = time.monotonic()
         while True:
             entry, expires = await self._directories.lookup(directory, name)
             if not isinstance(entry, Absent) and self._is_of(directory, parent):
@@ -173,14 +179,17 @@ class Operations:
         if isinstance(entry, Absent):
             return LookupResult(None, max(0.0, expires - time.monotonic()))
         # The name may stand for something else by now.
-        return self._found(self.inodes.resolve(parent, name, entry), expires)
+        inode = self.inodes.resolve(parent, name, entry)
+        return self._found(inode, expires, was_asked=was_sent or expires >= began)
 
     def _is_of(self, directory: Directory, inode: Inode) -> bool:
         """Whether these are the listings of a directory as it is called now."""
         return self.inodes.key(inode) == directory.prefix
 
-    def _found(self, inode: Inode, expires: float, has_attributes: bool = True) -> LookupResult:
-        self.inodes.count(inode, expires)
+    def _found(
+        self, inode: Inode, expires: float, has_attributes: bool = True, *, was_asked: bool
+    ) -> LookupResult:
+        self.inodes.count(inode, expires, was_asked=was_asked)
         return LookupResult(inode, max(0.0, expires - time.monotonic()), has_attributes)
 
     def forget(self, nodeid: int, nlookup: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 from itertools import count
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from fusefs.posix.directory.freshness import QUIET_S
 from fusefs.posix.directory.segment import Carried, Segment, is_stored
 from fusefs.posix.nodes import names
 
@@ -29,10 +31,18 @@ CARRIED_S = 10.0
 class Directory:
     """The segments of one directory, in order and disjoint.
 
-    `generation` changes with everything that a stream might show differently.
+    `generation` changes with everything that a stream might show differently. `most_s` is the
+    metadata TTL of its pages. `changed` is when it changed last, as far as is known, and
+    `doubted` when there was a sign of that, or a change of our own: what was requested before is
+    not relied on (freshness.py). Times are seconds of the monotonic clock.
     """
 
     prefix: str
+    most_s: float = math.inf
+    changed: float = -math.inf
+    doubted: float = -math.inf
+    # Until when names of it have been relied on, as far as is known.
+    relied_until: float = math.inf
     segments: list[Segment] = field(default_factory=list)
     # By the position where a page under way starts.
     loading: dict[str, trio.Event] = field(default_factory=dict)
@@ -98,15 +108,32 @@ class Directory:
         self.additions += 1
         return gone, come
 
+    def note_change(self, now: float, *, is_ours: bool) -> bool:
+        """Rely on no page that is here: the directory was changed, by this mount or another.
+
+        Tells whether names may have been relied on until now.
+        """
+        if math.isinf(self.most_s):
+            return False
+        was_relied_on, self.relied_until = self.relied_until > now, now
+        self.doubted = now
+        self.changed = max(self.changed, now - QUIET_S if is_ours else now)
+        for segment in self.segments:
+            segment.belief = 0.0
+            segment.sure_until = min(segment.sure_until, now)
+        return was_relied_on
+
     def drop(self, segment: Segment) -> None:
         self.segments.remove(segment)
         self.generation += 1
 
     def is_complete(self, now: float) -> bool:
-        """Whether every name of the directory is known and still valid."""
+        """Whether every name of the directory is known and relied on."""
         at: str | None = ""
         for segment in self.segments:
-            if at is None or segment.start > at or segment.expires <= now or segment.doubtful:
+            if at is None or segment.start > at or segment.doubtful:
+                return False
+            if min(segment.sure_until, segment.expires) <= now:
                 return False
             at = segment.stop
         return at is None

@@ -40,8 +40,8 @@ class Entries:
         self._parent = parent
         self._entries = segment.entries
         self._buffer = buffer
-        self._expires = segment.expires
-        self._valid_s = max(0.0, segment.expires - time.monotonic())
+        self._expires = segment.sure_until
+        self._valid_s = max(0.0, segment.sure_until - time.monotonic())
         self._assumed = head_cache.assumed(parent)
         # What is no younger needs no look at its inode.
         self._plain_until = self._assumed.links if head_cache.asks_less else -math.inf

@@ -1,9 +1,10 @@
-"""Listings: what is known of the names in a directory, and how long it is valid.
+"""Listings: what is known of the names in a directory, and how long it is relied on.
 
 A lookup in a directory of which nothing is known asks for the page that starts
 at that name, and thus learns of up to a thousand neighbours for the price of
 one; a directory stream reads page after page. Pages are kept as segments,
-which segment.py explains.
+which segment.py explains. freshness.py has for how long each is relied on; what was
+relied on for its time is requested again by the same page, which answers for all its names.
 
 Two things are fetched ahead: the page behind the one that a stream is reading,
 and whole folders when a program walks from one to the next (walk.py).
@@ -21,13 +22,14 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 import trio
 
 from fusefs.posix.directory.directory import Directory
+from fusefs.posix.directory.freshness import FIRST_S, QUIET_S, Creations, belief_s
 from fusefs.posix.directory.pending_changes import PendingChanges, put
 from fusefs.posix.directory.segment import (
     ABSENT,
@@ -53,6 +55,9 @@ __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageStore",
 MAX_ENTRIES = 200_000
 
 
+# Names of a segment that is requested again as it was; a page has no more.
+_MOST_AGAIN = 1000
+
 # What a segment and its directory take is that of so many entries.
 _SEGMENT_SIZE = 2
 
@@ -75,7 +80,7 @@ class PageStore(Protocol):
 class Directories:
     """What is known of all directories; see the module's text.
 
-    `ttl_s` is how long a listing is valid (`math.inf`: for ever); what is
+    `ttl_s` is how long a listing is relied on at most (`math.inf`: for ever); what is
     fetched ahead runs in `nursery`. `top` is the mount's own prefix.
     """
 
@@ -99,6 +104,9 @@ class Directories:
         self.pending_changes = PendingChanges()
         # Called with the directories that a program is about to walk through.
         self.expect: Callable[[str, Segment], None] = lambda _prefix, _segment: None
+        # Called with a directory in which something was changed, and names were relied on.
+        self.doubt: Callable[[str], None] = lambda _prefix: None
+        self._creations = Creations()
         self._store = store
         self._memory = memory
         self.nursery = nursery
@@ -115,34 +123,51 @@ class Directories:
     def get(self, prefix: str) -> Directory:
         directory = self._known.get(prefix)
         if directory is None:
-            directory = self._known[prefix] = Directory(prefix)
+            directory = self._known[prefix] = Directory(prefix, self.ttl_s)
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """What is known and valid of a name, and until when; None if that takes a request."""
+        """What is known of a name, and until when it is relied on; None if that takes a request.
+
+        A name that exists is shown for a while when its time is over (freshness.py).
+        """
         here = self.pending_changes.get(directory.prefix, name)
         if here is not None:
             return here, math.inf
-        segment = directory.holding(name)
-        if segment is None or segment.expires <= time.monotonic():
+        segment, now = directory.holding(name), time.monotonic()
+        if segment is None or segment.expires <= now:
             return None
         self._by_use.move_to_end(id(segment))
-        return segment.answer(name)
+        known = segment.answer(name)
+        if known is None or known[1] > now or not isinstance(known[0], Absent):
+            return known
+        is_young = now < segment.fetched + min(FIRST_S, directory.most_s)
+        return known if is_young and self._creations.are_many(now) else None
 
-    async def lookup(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
-        """What there is under a name, and until when that is valid.
+    def sure_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
+        """As `lookup_now`, of what is relied on alone."""
+        known = self.lookup_now(directory, name)
+        return known if known is not None and known[1] > time.monotonic() else None
+
+    async def lookup(
+        self, directory: Directory, name: str, *, is_opened: bool = False
+    ) -> tuple[Entry | Absent, float]:
+        """What there is under a name, and until when that is relied on.
+
+        An answer of the bucket that came for this lookup is relied on until after its beginning
+        at least. A name that `is_opened` is told from nothing older that is merely shown.
 
         Raises:
             StoreError: the bucket could not tell.
         """
         began = time.monotonic()
         for _ in range(3):
-            known = self.lookup_now(directory, name)
+            known = (self.sure_now if is_opened else self.lookup_now)(directory, name)
             if known is not None:
                 return known
             await self._load_around(directory, name)
             segment = directory.holding(name)
-            # With a TTL of 0 the answer is out of date at once, but newer than the question.
+            # It may be out of date at once, but is newer than the question.
             if segment is not None and segment.fetched >= began:
                 known = segment.answer(name)
                 if known is not None:
@@ -161,7 +186,7 @@ class Directories:
     ) -> Segment:
         """The segment that tells what comes behind a position of a directory stream.
 
-        Segments that were still valid at `valid_since` will do.
+        Segments that were still relied on at `valid_since` will do.
 
         Raises:
             StoreError: the bucket could not tell.
@@ -178,7 +203,7 @@ class Directories:
                     await event.wait()
                 continue
             known = directory.behind(position)
-            if known is not None and known.doubtful and known.expires > valid_since:
+            if known is not None and known.doubtful and _valid_until(known) > valid_since:
                 await self._settle_doubts(directory, known)
                 continue
             return await self._load(directory, position, resolve_doubts=True)
@@ -188,7 +213,7 @@ class Directories:
     ) -> Segment | None:
         """As `segment_behind`, if it is there already."""
         segment = directory.behind(position)
-        if segment is None or segment.doubtful or segment.expires <= valid_since:
+        if segment is None or segment.doubtful or _valid_until(segment) <= valid_since:
             return None
         if segment.stop is not None:
             self._load_ahead(directory, segment.stop, valid_since)
@@ -208,6 +233,7 @@ class Directories:
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
         """A newer answer than the listing's: a HEAD of one file."""
         directory.doubt_carried(name)
+        self._note_change(directory, is_ours=False)
         segment = directory.holding(name)
         if segment is None:
             return
@@ -216,7 +242,7 @@ class Directories:
             segment.entries[name] = info
         else:
             # Whether something else is there now, only a listing can tell.
-            segment.expires = 0.0
+            segment.distrust()
 
     def changed(
         self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool = False
@@ -226,6 +252,10 @@ class Directories:
         if not isinstance(entry, Absent):
             self.head_policy.changed(prefix)
         self.pending_changes.set(prefix, name, entry, lasting=lasting)
+        if isinstance(entry, ObjectInfo) and not entry.etag:
+            self._creations.note(time.monotonic())  # the bucket does not have it yet
+        else:
+            self._note_change(directory, is_ours=True)
         directory.generation += 1
         directory.doubt_carried(name)
         for segment in directory.segments:
@@ -233,6 +263,10 @@ class Directories:
             if put(segment, name, entry):
                 self._entries += _size_of(segment) - before
                 break
+
+    def _note_change(self, directory: Directory, *, is_ours: bool) -> None:
+        if directory.note_change(time.monotonic(), is_ours=is_ours):
+            self.doubt(directory.prefix)
 
     def settled(self, prefix: str, name: str) -> None:
         """A lasting change of a name is in the bucket, and listings show it."""
@@ -249,10 +283,7 @@ class Directories:
         """This mount has made a directory: nothing is in it."""
         directory = self.get(prefix)
         segment = Segment("", None, {})
-        segment.fetched = time.monotonic()
-        segment.expires = segment.fetched + self.ttl_s
-        self.pending_changes.apply(prefix, segment)
-        self._add(directory, segment)
+        self._put(directory, segment, time.monotonic())
 
     def moved(self, old: str, new: str) -> None:
         """This mount has renamed a directory: nothing that listings had of it holds."""
@@ -261,13 +292,13 @@ class Directories:
         for directory in list(self._known.values()):
             if directory.prefix.startswith((old, new)):
                 for segment in directory.segments:
-                    segment.expires = 0.0
+                    segment.distrust()
                 directory.generation += 1
 
     def _load_ahead(self, directory: Directory, stop: str, valid_since: float) -> None:
         """Have the page behind the one that is being read under way."""
         following = directory.behind(stop)
-        is_known = following is not None and following.expires > valid_since
+        is_known = following is not None and _valid_until(following) > valid_since
         if not is_known and stop not in directory.loading:
             directory.loading[stop] = trio.Event()
             self.nursery.start_soon(run_ahead, self._load, directory, stop)
@@ -289,15 +320,17 @@ class Directories:
         self.expect(prefix, segment)
 
     async def _load_around(self, directory: Directory, name: str) -> None:
-        """Load the page that starts at a name, or wait for one that may hold it.
+        """Load the page that held a name, or else starts at it; or wait for one that may hold it.
 
         Of a directory that nothing is known of, that is the first page, which
         mostly is all; otherwise names that come in shuffled order would cost
         a page for each that is before all earlier ones.
         """
-        now = time.monotonic()
-        is_known = any(segment.expires > now for segment in directory.segments)
-        start = just_before(name) if is_known or directory.loading else ""
+        known = directory.holding(name)
+        if known is not None and name not in known.doubtful and len(known.entries) <= _MOST_AGAIN:
+            start = known.start
+        else:
+            start = just_before(name) if directory.segments or directory.loading else ""
         under_way = [other for other in directory.loading if other <= start]
         if under_way:
             with stage(WaitCause.METADATA):
@@ -325,9 +358,10 @@ class Directories:
     async def _page(self, prefix: str, after: str, began: float) -> tuple[ListPage, float]:
         """A page from memory or from the bucket, and when it was fetched; now is `began`."""
         remembered = await self._memory.load(prefix, after)
-        if remembered is not None and remembered[1] < self.ttl_s:
-            page, age = remembered
-            return page, began - age
+        if remembered is not None:
+            page, age_s = remembered
+            if age_s < belief_s(_still_s(page.objects, age_s), 0.0, self.ttl_s):
+                return page, began - age_s
         page = await self._store.list_page(prefix, start_after=after)
         if page.next_token is not None and page.last == prefix:
             # The folder's own marker and no more: a listing from there on would not get further.
@@ -342,15 +376,39 @@ class Directories:
         """Make a segment of a page and put it in its place."""
         carried = directory.carried_to(start, fetched)
         segment = segment_from(page, directory.prefix, start, carried, self.hidden)
-        segment.fetched = fetched
-        segment.expires = self._valid_until(fetched)
-        self.pending_changes.apply(directory.prefix, segment)
-        self._add(directory, segment)
+        self._put(directory, segment, fetched)
         return segment
 
-    def _valid_until(self, fetched: float) -> float:
-        """Until when an answer of the bucket is used, for present and absent names; monotonic s."""
-        until = fetched + self.ttl_s
+    def _put(self, directory: Directory, segment: Segment, fetched: float) -> None:
+        """Put a new segment, which was requested at `fetched`, in its place."""
+        segment.fetched, segment.expires = fetched, math.inf
+        self.pending_changes.apply(directory.prefix, segment)
+        if segment.expires:  # nothing speaks against it
+            self._date(directory, segment)
+        self._add(directory, segment)
+
+    def _date(self, directory: Directory, segment: Segment) -> None:
+        """Set until when a new segment is relied on, and shown."""
+        fetched = segment.fetched
+        older = [known for known in directory.segments if known.overlaps(segment)]
+        before = 0.0
+        if not older:
+            # Seen for the first time: as old as its files say.
+            still_s = _still_s(segment.entries.values(), time.monotonic() - fetched)
+            directory.changed = max(directory.changed, fetched - still_s)
+        elif any(segment.differs(known) for known in older):
+            self._note_change(directory, is_ours=False)
+        else:
+            before = min(known.belief for known in older)
+        segment.belief = belief_s(fetched - directory.changed, before, directory.most_s)
+        segment.expires = self._until(fetched, max(min(FIRST_S, directory.most_s), segment.belief))
+        segment.sure_until = self._until(fetched, segment.belief)
+        if fetched < directory.doubted:
+            segment.sure_until = min(segment.sure_until, fetched)
+        directory.relied_until = max(directory.relied_until, segment.sure_until)
+
+    def _until(self, fetched: float, time_s: float) -> float:
+        until = fetched + time_s
         return min(until, self.settled_at) if fetched < self.settled_at else until
 
     def _add(self, directory: Directory, segment: Segment) -> None:
@@ -380,7 +438,7 @@ class Directories:
 
     async def lookup_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
         """Ask for one name alone: as a directory and, if it is none, as a file."""
-        expires = self._valid_until(time.monotonic())
+        expires = self._until(time.monotonic(), belief_s(QUIET_S, 0.0, directory.most_s))
         key = directory.prefix + name
         inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
         if inside.objects:
@@ -389,3 +447,14 @@ class Directories:
             return await self._store.head(key), expires
         except NotFoundError:
             return ABSENT, expires
+
+
+def _valid_until(segment: Segment) -> float:
+    """Until when a directory stream that begins may have a segment."""
+    return min(segment.expires, segment.sure_until)
+
+
+def _still_s(entries: Iterable[Entry], age_s: float) -> float:
+    """For how long a page's files had not been modified when it was requested, `age_s` ago."""
+    youngest_ns = max((entry.mtime_ns for entry in entries if entry is not None), default=None)
+    return QUIET_S if youngest_ns is None else max(0.0, time.time() - age_s - youngest_ns / 1e9)

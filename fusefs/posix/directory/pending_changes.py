@@ -151,12 +151,12 @@ class PendingChanges:
     def apply(self, prefix: str, segment: Segment) -> None:
         """Bring a segment that was just listed up to date."""
         if self.has_forgotten(prefix, segment.fetched):
-            segment.expires = 0.0
+            segment.distrust()
         for at, moved in reversed(self._moves):
             if at < segment.fetched:
                 break
             if prefix.startswith(moved):
-                segment.expires = 0.0
+                segment.distrust()
         for name, (entry, at) in self._recent.get(prefix, {}).items():
             if at >= segment.fetched:
                 put(segment, name, entry)

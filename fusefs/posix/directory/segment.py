@@ -16,8 +16,10 @@ be requested by name, or are handed on as such if they stand behind its end.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_right
 
+from fusefs.posix.directory.freshness import FIRST_S
 from fusefs.posix.nodes import names
 from fusefs.store.capabilities import PROBE_NAME
 from fusefs.store.interface import ListPage, ObjectInfo
@@ -52,12 +54,15 @@ def is_stored(entry: Entry | Absent) -> bool:
 class Segment:
     """All names of a directory at positions in (start, stop].
 
-    `stop` None means up to the end. Times are seconds of the monotonic clock. `hidden` has the
+    `stop` None means up to the end. Times are seconds of the monotonic clock: `expires` is until
+    when names are shown, `sure_until` until when opens, missing names and streams rely on it
+    (freshness.py), which was `belief` seconds from its request on. `hidden` has the
     files whose names are directories', None where it is not known whether there is one. With
     `has_hidden` there may be keys that are not shown, these or others.
     """
 
     __slots__ = (
+        "belief",
         "doubtful",
         "entries",
         "expires",
@@ -68,6 +73,7 @@ class Segment:
         "pending",
         "start",
         "stop",
+        "sure_until",
     )
 
     def __init__(self, start: str, stop: str | None, entries: dict[str, Entry]) -> None:
@@ -81,6 +87,8 @@ class Segment:
         self.has_hidden = False
         self.fetched = 0.0
         self.expires = 0.0
+        self.sure_until = 0.0
+        self.belief = 0.0
 
     def __lt__(self, other: Segment) -> bool:
         return self.start < other.start
@@ -90,9 +98,16 @@ class Segment:
         return self.start < position and (self.stop is None or position <= self.stop)
 
     def answer(self, name: str) -> tuple[Entry | Absent, float] | None:
-        """What there is under a name that it holds, and until when; None if in doubt."""
+        """What there is under a name that it holds, and until when that is relied on.
+
+        None if it is in doubt.
+        """
         found = self.entries.get(name, ABSENT)
-        return None if found is ABSENT and name in self.doubtful else (found, self.expires)
+        if found is ABSENT and name in self.doubtful:
+            return None
+        if found is not ABSENT or math.isinf(self.belief):
+            return found, self.sure_until
+        return ABSENT, min(self.sure_until, self.fetched + FIRST_S)
 
     def after(self, position: str) -> int:
         """The index in `ordered` of the first entry behind a position."""
@@ -113,6 +128,23 @@ class Segment:
     def equals(self, other: Segment) -> bool:
         return (self.start, self.stop, self.entries) == (other.start, other.stop, other.entries)
 
+    def differs(self, older: Segment) -> bool:
+        """True if the bucket has changed where both segments tell: a name, its ETag or size."""
+        new, old = self.entries, older.entries
+        if (self.start, self.stop) != (older.start, older.stop):
+            new = {name: new[name] for name in new if older.holds(names.position(name))}
+            old = {name: old[name] for name in old if self.holds(names.position(name))}
+        unknown = self.doubtful | older.doubtful
+        return any(
+            name not in unknown
+            and (name not in new or name not in old or _content(new[name]) != _content(old[name]))
+            for name in new.keys() | old.keys()
+        )
+
+    def distrust(self) -> None:
+        """Answer nothing any more."""
+        self.expires = self.sure_until = 0.0
+
     def part(self, start: str, stop: str | None) -> Segment:
         """What this segment tells of a smaller stretch."""
         low = self.after(start)
@@ -123,7 +155,12 @@ class Segment:
         part.hidden = {name: self.hidden[name] for name in self.hidden.keys() & part.entries}
         part.has_hidden = self.has_hidden
         part.fetched, part.expires = self.fetched, self.expires
+        part.belief, part.sure_until = self.belief, self.sure_until
         return part
+
+
+def _content(entry: Entry) -> tuple[str, int] | None:
+    return None if entry is None else (entry.etag, entry.size)
 
 
 class HiddenKeys:

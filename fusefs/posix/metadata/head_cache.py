@@ -146,7 +146,7 @@ class HeadCache:
         if not self.asks_less or inode.info is None or not inode.is_current:
             return False
         now = time.monotonic()
-        if now < self._inodes.forgotten_at + EVICTING_S or now > inode.valid_until + DOUBT_S:
+        if now < self._inodes.forgotten_at + EVICTING_S or now > inode.shown_until + DOUBT_S:
             return False
         return self.lacks(inode)
 

@@ -144,11 +144,18 @@ class Relocator:
             if parent is not None:
                 self._inodes.entries_changed(parent)
         self._directories.moved(old, new)
-        self._directories.changed(_parent(old), _name(old), UNCOVERED)
+        # The bucket has it until all below it is deleted.
+        self._directories.changed(_parent(old), _name(old), UNCOVERED, lasting=True)
         self._directories.changed(_parent(new), _name(new), None)
 
-    def distrust(self, old: str, new: str) -> None:
-        """Believe no listing that may have shown a directory's rename half done."""
+    def ended(self, old: str, new: str, *, is_ours: bool) -> None:
+        """Take note that a directory's rename is finished or undone.
+
+        Where another process had begun it, a listing may have shown it half done.
+        """
+        self._directories.settled(_parent(old), _name(old))
+        if is_ours:
+            return
         self._directories.moved(old, new)
         for prefix in (old, new):
             above = self._directories.get(_parent(prefix))

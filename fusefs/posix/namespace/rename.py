@@ -19,6 +19,7 @@ from typing import Any
 
 import trio
 
+from fusefs.posix.directory.freshness import FIRST_S
 from fusefs.posix.directory.segment import Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.metadata.object_metadata import Meta
@@ -59,7 +60,7 @@ class NameChanges(LinkChanges):
             prefix_lock,
             self._copies,
             self._switch,
-            self._mover.distrust,
+            self._mover.ended,
         )
 
     def _copies(self, old: str, new: str) -> PrefixCopy:
@@ -309,7 +310,7 @@ class NameChanges(LinkChanges):
             if inode is not None and made is not None:
                 # The kernel opens the new name without a lookup.
                 inode.looked_up = False
-                inode.valid_until = time.monotonic() + self._directories.ttl_s
+                inode.valid_until = time.monotonic() + min(FIRST_S, self._directories.ttl_s)
             self._record_renamed(staged, rival)
             self._writer.deferred.renamed(old_key, made[1] if made is not None else None)
         self._let_go(rival)

@@ -129,7 +129,8 @@ class RenameJobs:
 
     `prefix` is what the mount shows of the bucket. `make_copies` makes the copies of an old
     prefix under a new one. `switch` is called when everything is copied: it has this mount's
-    nodes go along. `ended` is called for what another process had begun.
+    nodes go along. `ended(old, new, is_ours=…)` is
+    called at the end of each.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class RenameJobs:
         prefix_lock: PrefixLock,
         make_copies: Callable[[str, str], PrefixCopy],
         switch: Switch,
-        ended: Callable[[str, str], None],
+        ended: Callable[..., None],
     ) -> None:
         self._directory = writing.renames
         self._staging = writing.staging
@@ -414,6 +415,5 @@ class RenameJobs:
     def _end(self, job: RenameJob) -> None:
         self._unfinished.remove(job)
         job.path.unlink(missing_ok=True)
-        if not job.is_ours:
-            self._ended(job.old, job.new)
+        self._ended(job.old, job.new, is_ours=job.is_ours)
         self._prefix_lock.open(job.closure)

@@ -92,9 +92,11 @@ class Inode:
     count the open handles in each mode: one of them is always zero, because
     the kernel refuses to mix them in one inode. A directory's are all served,
     and `marks` are the positions that the offsets of its entries refer to, with their
-    numbers (offsets.py). `valid_until` is in seconds
+    numbers (offsets.py). Until `valid_until` it is relied on to be what its name stands for, and
+    until `shown_until` the kernel shows its attributes, in seconds
     of the monotonic clock; `looked_up` says that the kernel looked the name up
-    since the last open. `packed` is the session's own form of the attributes.
+    since the last open, and the bucket told what it stands for. `packed` is the session's own
+    form of the attributes.
 
     `is_removed` says that a file's name was taken from it here. Of the nodes
     that were one file by then, and may be open in different versions, one
@@ -124,6 +126,7 @@ class Inode:
         "parent",
         "passthrough",
         "served",
+        "shown_until",
         "staged",
         "streamed_generation",
         "valid_until",
@@ -143,6 +146,7 @@ class Inode:
         self.served = 0
         self.passthrough = 0
         self.valid_until = 0.0
+        self.shown_until = 0.0
         self.looked_up = False
         self.is_current = True
         self.is_removed = False
@@ -178,7 +182,7 @@ class Inode:
         if self.info is None:
             # A directory always looks the same, and every path leads through the root.
             return math.inf
-        return max(0.0, self.valid_until - time.monotonic())
+        return max(0.0, self.shown_until - time.monotonic())
 
     @property
     def _names(self) -> int:

@@ -35,6 +35,8 @@ __all__ = ["FIRST_ID", "ROOT_ID", "Attributes", "Inode", "InodeTable", "NodeLog"
 # What the bucket has of versions that were copied.
 Copies = Mapping[ObjectVersion, ObjectInfo]
 
+# For how long attributes are shown at least, in seconds; they are those of one version.
+FIRST_S = 1.0
 # How much later a listing may date a change of ours.
 CLOCKS_DIFFER_NS = 1_000_000_000
 
@@ -245,11 +247,15 @@ class InodeTable:
             self._on_crossing()
         return inode
 
-    def count(self, inode: Inode, valid_until: float) -> None:
-        """Log that the kernel is about to get this node id once more."""
+    def count(self, inode: Inode, valid_until: float, *, was_asked: bool = True) -> None:
+        """Log that the kernel is about to get this node id once more.
+
+        `was_asked`: the bucket has just told that the name stands for it.
+        """
         inode.nlookup += 1
         inode.valid_until = valid_until
-        inode.looked_up = True
+        inode.shown_until = max(valid_until, time.monotonic() + FIRST_S)
+        inode.looked_up = was_asked
         if inode.nlookup == 1:
             self._log.node(inode)
         else:
@@ -308,6 +314,13 @@ class InodeTable:
         for name in prefix[len(self.prefix) :].split("/")[:-1]:
             inode = (inode.children or {}).get(name) if inode is not None else None
         return inode
+
+    def doubt(self, prefix: str) -> None:
+        """Have the files of a directory looked at again when they are opened next."""
+        directory, now = self.at(prefix), time.monotonic()
+        for inode in (directory.children or {}).values() if directory is not None else ():
+            inode.valid_until = min(inode.valid_until, now)
+            inode.looked_up = False
 
     def detach(self, nodes: Iterable[Inode]) -> None:
         """A file's name is gone, or another's: whoever has it open goes on with it.

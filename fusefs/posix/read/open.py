@@ -1,6 +1,8 @@
 """How an open is decided.
 
-1. Is the node id still what its name stands for? If not: ESTALE, upon which
+1. Is the node id still what its name stands for? What is not relied on any more
+   (directory/freshness.py) is looked at again first, before cached bytes are
+   used. If not: ESTALE, upon which
    the kernel looks the name up again by itself and opens the new node. A
    program that reopens without a name (/proc/self/fd/N, a bind-mounted single
    file) can't be sent anywhere else; it is recognised by its asking twice
@@ -26,6 +28,7 @@ from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.readahead.next_files import NextFiles
 from fusefs.cache.readahead.siblings import SMALL, Siblings
 from fusefs.cache.readahead.window import Readahead
+from fusefs.posix.directory.segment import Absent, Entry
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
@@ -115,18 +118,35 @@ class Opener:
         if inode.looked_up:
             inode.looked_up = False
             return True
-        return inode.valid_until > time.monotonic()
+        return inode.valid_until > time.monotonic() or self._is_listed(inode)
+
+    def _is_listed(self, inode: Inode) -> bool:
+        """Whether a listing that is relied on has the node's version; a sibling may have asked."""
+        if inode.parent is None or inode.info is None:
+            return False
+        directory = self._directories.get(self._inodes.key(inode.parent))
+        known = self._directories.sure_now(directory, inode.name)
+        if known is None or not _is_version(known[0], inode.info.version):
+            return False
+        inode.valid_until = known[1]
+        return True
 
     async def _open_later(
         self, inode: Inode, flags: int, caller: Caller, is_valid: bool
     ) -> OpenResult:
-        if inode.is_current and not is_valid:
-            await self._ask_again(inode)
         if not inode.is_current:
             return await self._open_elsewhere(inode, flags, caller)
         assert inode.info is not None
-        file = self._cache.pin(inode.info.version)
+        version = inode.info.version
+        file = self._cache.pin(version)
         try:
+            # What is not in the cache at all is fetched on the condition that it is this version.
+            if not is_valid and not (
+                version.size and self._downloader.proves_versions and self._cache.is_new(file)
+            ):
+                await self._look_again(inode)
+                if not inode.is_current or inode.info.version != version:
+                    return await self._open_later(inode, flags, caller, is_valid)
             is_whole = await self._prepare(inode, inode.info, file)
             # A file that is not whole is registered for its lock, which the
             # kernel keeps when this process dies: no mount evicts it then.
@@ -154,16 +174,32 @@ class Opener:
             self._cache.unpin(file)
 
     async def _ask_again(self, inode: Inode) -> None:
-        """Ask what the name stands for now; if for something else, the inode is current no more."""
+        """Ask for the object alone; if it is another one, the inode is current no more."""
         assert inode.info is not None
         asked = inode.info.version
         info = await self._current_info(inode)
         if inode.info.version != asked:
             return  # this mount has changed it meanwhile: the answer is older
-        if info is not None and info.version == asked:
-            inode.valid_until = time.monotonic() + self._directories.ttl_s
-        else:
+        if info is None or info.version != asked:
             self._state.mark_stale(inode, info)
+
+    async def _look_again(self, inode: Inode) -> None:
+        """Ask what the name stands for now; if for something else, the inode is current no more.
+
+        One LIST page answers for the files beside it as well.
+        """
+        assert inode.info is not None
+        asked, parent = inode.info.version, inode.parent
+        if parent is None or inode.is_removed:
+            return
+        directory = self._directories.get(self._inodes.key(parent))
+        found, until = await self._directories.lookup(directory, inode.name, is_opened=True)
+        if inode.info.version != asked or inode.parent is not parent or not inode.is_current:
+            return  # this mount has changed it meanwhile: the answer is older
+        if _is_version(found, asked):
+            inode.valid_until = until
+        elif inode.staged is None:
+            self._inodes.mark_replaced(inode)
 
     async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Send the opener to the name's new node, or give it what the old one has.
@@ -374,6 +410,10 @@ class Opener:
         return Readahead(self._downloader, file, go_on)
 
 
+def _is_version(entry: Entry | Absent, version: ObjectVersion) -> bool:
+    return isinstance(entry, ObjectInfo) and entry.version == version
+
+
 def _version(inode: Inode, file: CacheFile) -> ObjectVersion:
     """What a handle of a whole file reads: the object may have another key by now."""
     assert inode.info is not None
@@ -407,12 +447,12 @@ class Redirects:
         for (_, _, program), nodeid in self._pending.items():
             log.stale(nodeid, program, is_pending=True)
 
-    def looked_up(self, parent_id: int, name: str, program: int) -> None:
-        """Note a lookup: this process has a name to go by."""
-        if self._pending:
-            nodeid = self._pending.pop((parent_id, name, program), None)
-            if nodeid is not None:
-                self._log.stale(nodeid, program, is_pending=False)
+    def looked_up(self, parent_id: int, name: str, program: int) -> bool:
+        """Note a lookup: this process has a name to go by. Tells whether it was sent there."""
+        nodeid = self._pending.pop((parent_id, name, program), None) if self._pending else None
+        if nodeid is not None:
+            self._log.stale(nodeid, program, is_pending=False)
+        return nodeid is not None
 
 
 def _opener(inode: Inode, program: int) -> tuple[int, str, int]:

@@ -52,7 +52,7 @@ def still(s3: S3Server) -> Bucket:
 @pytest.fixture(scope="module")
 def tree(s3: S3Server, still: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
     directory = tmp_path_factory.mktemp("tree")
-    with mounted(s3, f"s3://{still.name}", directory, "--metadata-ttl", "1h") as mount:
+    with mounted(s3, f"s3://{still.name}", directory, "--metadata-ttl", "indefinite") as mount:
         yield mount
 
 
@@ -131,7 +131,7 @@ def test_inode_numbers_are_these_wherever_it_is_mounted(tree: Mount) -> None:
     assert os.stat(tree.path / "a").st_ino == 6099252073710162996
 
 
-@states("A lookup in a directory that has been listed costs no request.")
+@states("A lookup in a directory that has been listed costs no request while that is relied on.")
 def test_lookups_in_a_listed_directory_cost_no_request(tree: Mount) -> None:
     names = os.listdir(tree.path / "many")
     tree.forget()
@@ -142,7 +142,7 @@ def test_lookups_in_a_listed_directory_cost_no_request(tree: Mount) -> None:
     assert (after["lists"], after["heads"]) == (before["lists"], before["heads"])
 
 
-@states("A name that does not exist is remembered as such for as long as listings are.")
+@states("With `--metadata-ttl indefinite` what was once listed is used for ever.")
 def test_a_missing_name_is_requested_once(tree: Mount) -> None:
     assert not (tree.path / "a" / "missing").exists()
     tree.forget()
@@ -160,7 +160,7 @@ def test_the_lookups_behind_the_first_in_a_directory_cost_no_request(
 ) -> None:
     for n in range(50):
         bucket.put(f"d/f{n:02d}", b"x" * n)
-    here = mounter()
+    here = mounter("--metadata-ttl", "indefinite")
     directory = here.path / "d"
     assert (directory / "f10").stat().st_size == 10
     before = here.status()["s3"]

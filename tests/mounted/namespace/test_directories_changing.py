@@ -40,7 +40,7 @@ def seen(path: Path) -> bytes | None:
         return None
 
 
-@states("A change in the bucket is seen when the metadata TTL has passed, at the latest.")
+@states("A change in the bucket is seen when `--metadata-ttl` has passed, at the latest.")
 def test_a_change_is_seen_when_the_ttl_has_passed(mounter: Mounter, bucket: Bucket) -> None:
     """Also by programs that look all the time, and so renew whatever is kept."""
     bucket.put("d/changes", b"old")
@@ -64,7 +64,7 @@ def test_a_change_is_seen_when_the_ttl_has_passed(mounter: Mounter, bucket: Buck
     assert (root / "changes").stat().st_size == 5
 
 
-@states("A change in the bucket is seen when the metadata TTL has passed, at the latest.")
+@states("A change in the bucket is seen when `--metadata-ttl` has passed, at the latest.")
 def test_listing_a_directory_again_renews_no_attributes(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("d/file", b"old")
     root = mounter("--metadata-ttl", f"{TTL_S}s").path / "d"

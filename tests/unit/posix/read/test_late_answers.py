@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -14,27 +15,30 @@ from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.support.waiting import eventually
 
 
-class SlowHeads:
-    """Has the answers to HEADs wait, until `let_go`."""
+class SlowListing:
+    """Has the answer to the first LIST wait, until `let_go`."""
 
     def __init__(self, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.let_go = trio.Event()
         self.answered = 0
-        head = store.head
+        list_page = store.list_page
 
-        async def slow(key: str, **options: object) -> object:
-            found = await head(key, **options)
+        async def slow(prefix: str, **options: Any) -> object:
+            found = await list_page(prefix, **options)
             self.answered += 1
-            await self.let_go.wait()
+            if self.answered == 1:
+                await self.let_go.wait()
             return found
 
-        monkeypatch.setattr(store, "head", slow)
+        monkeypatch.setattr(store, "list_page", slow)
 
 
 async def open_by_node(process: Process, nodeid: int) -> None:
     """An open for which the kernel does not look the name up, and which asks the bucket."""
     inode = process.operations.inodes.get(nodeid)
     inode.looked_up, inode.valid_until = False, 0.0
+    for segment in process.writer.directories.get("").segments:
+        segment.sure_until = 0.0
     answer = process.operations.open(nodeid, os.O_RDONLY, process.caller())
     assert hasattr(answer, "__await__")
     with suppress(OSError):  # ESTALE, for the kernel to look the name up
@@ -52,15 +56,15 @@ async def test_an_open_that_asked_before_a_write_takes_nothing_back(
         nodeid = (await process.node("file")).nodeid
         if not is_closed:
             mount.store.put("file", b"another client's")
-        heads = SlowHeads(mount.store, monkeypatch)
+        listing = SlowListing(mount.store, monkeypatch)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(open_by_node, process, nodeid)
-            await eventually(lambda: heads.answered == 1)
+            await eventually(lambda: listing.answered == 1)
             fh = await process.open("file", os.O_WRONLY | os.O_TRUNC)
             await process.write(fh, 0, b"new")
             if is_closed:
                 await process.close(fh)
-            heads.let_go.set()
+            listing.let_go.set()
         assert await process.load("file") == b"new"
         if not is_closed:
             await process.close(fh)
