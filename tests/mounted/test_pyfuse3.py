@@ -67,7 +67,8 @@ def mount(
     for name in ("old", "slow"):
         shared.put(name, LARGE)
     source, directory = f"s3://{shared.name}/", tmp_path_factory.mktemp("pyfuse3")
-    with mounted(s3, source, directory, *OPTIONS, endpoint_url=faulty.endpoint_url) as mount:
+    options = (*OPTIONS, "--metadata-ttl", "indefinite")
+    with mounted(s3, source, directory, *options, endpoint_url=faulty.endpoint_url) as mount:
         yield mount
 
 

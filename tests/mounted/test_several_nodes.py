@@ -33,6 +33,10 @@ from tests.support.writing import WRITABLE
 
 ROUNDS = 20 if IS_FULL else 5
 NEAR_S, FAR_S, FAR_SHARE = 0.03, 0.3, 0.01
+RIGHT_AWAY = states(
+    "What one node has closed another node opens, lists and finds right away, unless it relies on"
+    " its last look at the directory."
+)
 
 
 @pytest.fixture
@@ -62,7 +66,7 @@ def last_checkpoint(run: Path) -> Path | None:
     return run / max(found, key=lambda name: int(name[11:])) if found else None
 
 
-@states("What one node has closed another node opens, lists and finds right away, unless:")
+@RIGHT_AWAY
 def test_a_trainer_restarts_from_the_last_checkpoint(nodes: tuple[Path, Path]) -> None:
     """Hugging Face's Trainer with a process on each node."""
     for root in nodes:
@@ -94,9 +98,7 @@ def load_distributed(folder: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("where", ["anew", "in place"])
-def test_a_distributed_checkpoint_loads_on_both_nodes(
-    nodes: tuple[Path, Path], where: str
-) -> None:
+def test_a_distributed_checkpoint_loads_on_both_nodes(nodes: tuple[Path, Path], where: str) -> None:
     """torch.distributed.checkpoint with a process on each node."""
     for step in range(1, ROUNDS + 1):
         folder = Path("dcp") if where == "in place" else Path(f"dcp-{step}")
@@ -110,7 +112,7 @@ def test_a_distributed_checkpoint_loads_on_both_nodes(
             assert load_distributed(root / folder) == [bytes([step])] * 3
 
 
-@states("What one node has closed another node opens, lists and finds right away, unless:")
+@RIGHT_AWAY
 def test_a_checkpoint_that_is_replaced_in_place_is_of_one_step(nodes: tuple[Path, Path]) -> None:
     """Lightning's last.ckpt and what belongs to it."""
     here, there = nodes
@@ -123,7 +125,7 @@ def test_a_checkpoint_that_is_replaced_in_place_is_of_one_step(nodes: tuple[Path
         assert found == {b"%d" % step}
 
 
-@states("What one node has closed another node opens, lists and finds right away, unless:")
+@RIGHT_AWAY
 def test_nodes_that_write_one_file_in_turn_read_each_other(nodes: tuple[Path, Path]) -> None:
     (nodes[0] / "turn").write_bytes(b"0")
     for number in range(1, 2 * ROUNDS + 1):
@@ -132,6 +134,11 @@ def test_nodes_that_write_one_file_in_turn_read_each_other(nodes: tuple[Path, Pa
         (root / "turn").write_bytes(b"%d" % number)
 
 
+@states(
+    "A name that does not exist is looked for again after a second; for a temporary one, and for a"
+    " program that makes one file after the other without a pause, also in a directory that is"
+    " changing."
+)
 def test_a_file_that_is_waited_for_is_seen_within_two_seconds(nodes: tuple[Path, Path]) -> None:
     """Also where nothing has changed for some time."""
     here, there = nodes

@@ -28,10 +28,10 @@ QUIET_S = 2 * HOT_S
 # What was modified longer ago than this is believed from the first look on for as long as it may:
 # an epoch over a data set costs no more requests than with one fixed time.
 STILL_S = 3600.0
-# Files made in a row, with pauses of less than this from one to the next, by which a program is
-# known to make many. To ask for each would nearly double the time and the requests of a small
-# file, which is one PUT. A checkpoint has few files that take no longer, and its pause is longer:
-# two nodes that wait for each other take several requests for that.
+# Files made in a row, with pauses of less than this after what was done before, by which a program
+# is known to make many. To ask for each would nearly double the time and the requests of a small
+# file, which is one PUT. Where nodes wait for each other the pause is longer: what the other one
+# does takes several requests.
 MANY = 8
 LONGEST_PAUSE_S = 0.1
 
@@ -58,9 +58,11 @@ class Creations:
         self._count = 0
         self._latest = -math.inf
 
-    def note(self, now: float) -> None:
-        """A file was made; `now` is in seconds of the monotonic clock."""
-        self._count = self._count + 1 if now - self._latest < LONGEST_PAUSE_S else 1
+    def note(self, now: float, *, is_new: bool) -> None:
+        """A file was made (`is_new`), or got into the bucket; in seconds of the monotonic clock."""
+        if now - self._latest >= LONGEST_PAUSE_S:
+            self._count = 0
+        self._count += is_new
         self._latest = now
 
     def are_many(self, now: float) -> bool:

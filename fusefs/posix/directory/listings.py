@@ -44,6 +44,7 @@ from fusefs.posix.directory.segment import (
 )
 from fusefs.posix.directory.walk import Walk, Walks, run_ahead
 from fusefs.posix.metadata.head_policy import HeadPolicy
+from fusefs.posix.write.temporary_names import is_temporary
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
 from fusefs.telemetry.stalls import WaitCause, stage
@@ -142,7 +143,8 @@ class Directories:
         if known is None or known[1] > now or not isinstance(known[0], Absent):
             return known
         is_young = now < segment.fetched + min(FIRST_S, directory.most_s)
-        return known if is_young and self._creations.are_many(now) else None
+        is_made = is_temporary(name, is_exclusive=False) or self._creations.are_many(now)
+        return known if is_young and is_made else None
 
     def sure_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
         """As `lookup_now`, of what is relied on alone."""
@@ -252,17 +254,18 @@ class Directories:
         if not isinstance(entry, Absent):
             self.head_policy.changed(prefix)
         self.pending_changes.set(prefix, name, entry, lasting=lasting)
-        if isinstance(entry, ObjectInfo) and not entry.etag:
-            self._creations.note(time.monotonic())  # the bucket does not have it yet
-        else:
+        segment = directory.holding(name)
+        is_new = isinstance(entry, ObjectInfo) and not entry.etag  # the bucket does not have it
+        self._creations.note(time.monotonic(), is_new=is_new)
+        is_known = segment is not None and segment.has(name, entry)
+        if not is_new and not is_known and not isinstance(entry, Absent):
             self._note_change(directory, is_ours=True)
         directory.generation += 1
         directory.doubt_carried(name)
-        for segment in directory.segments:
+        if segment is not None:
             before = _size_of(segment)
-            if put(segment, name, entry):
-                self._entries += _size_of(segment) - before
-                break
+            put(segment, name, entry)
+            self._entries += _size_of(segment) - before
 
     def _note_change(self, directory: Directory, *, is_ours: bool) -> None:
         if directory.note_change(time.monotonic(), is_ours=is_ours):

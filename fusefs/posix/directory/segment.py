@@ -141,6 +141,13 @@ class Segment:
             for name in new.keys() | old.keys()
         )
 
+    def has(self, name: str, entry: Entry | Absent) -> bool:
+        """True if it has this name with the same content."""
+        known = self.entries.get(name, ABSENT)
+        if isinstance(known, Absent) or isinstance(entry, Absent):
+            return False
+        return _content(known) == _content(entry)
+
     def distrust(self) -> None:
         """Answer nothing any more."""
         self.expires = self.sure_until = 0.0

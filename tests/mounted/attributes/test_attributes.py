@@ -79,7 +79,8 @@ def mount(
     for number in range(60):
         shared.put(f"many/{number:02}", b"x", Metadata={"mode": str(stat.S_IFREG | 0o600)})
     directory = tmp_path_factory.mktemp("attributes")
-    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
+    options = (WRITABLE, "--metadata-ttl", "indefinite")
+    with mounted(s3, f"s3://{shared.name}/", directory, *options) as mount:
         yield mount
 
 

@@ -603,7 +603,10 @@ def test_a_file_that_rsync_makes_takes_a_put_and_a_copy(writable: Mount, shared:
         synchronise(directory, 10)
         all_sent(writable)
 
-    assert cost(writable, make) == {"puts": 10, "copies": 10, "deletes": 10}
+    made = cost(writable, make)
+    # Each of the first names is asked for, then rsync is known to make many.
+    assert made.pop("lists") < 10
+    assert made == {"puts": 10, "copies": 10, "deletes": 10}
     for number in range(10):
         kept = metadata(shared, f"rsync/{number}")
         assert kept["mode"] == str(stat.S_IFREG | 0o640)

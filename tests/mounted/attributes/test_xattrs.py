@@ -231,6 +231,7 @@ def test_programs_copy_them(
 )
 def test_ls_asks_the_bucket_nothing_for_a_file(mount: Mount) -> None:
     all_sent(mount)  # what other tests have changed
+    os.listdir(mount.path)
     found = cost(mount, lambda: run("find", mount.path / "found", "-size", "+1M"))
     shown = cost(mount, lambda: run("ls", "-l", mount.path / "shown"))
     listed = cost(mount, lambda: [os.listxattr(one) for one in (mount.path / "shown").iterdir()])

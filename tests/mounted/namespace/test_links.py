@@ -229,7 +229,7 @@ def test_what_is_published_is_in_the_bucket_however_late_uploads_are(
     mounter: Mounter, bucket: Bucket
 ) -> None:
     options = ("--session", "kernel", WRITABLE, "--no-delete", "--durability", "local")
-    mount = mounter(*options)
+    mount = mounter(*options, "--metadata-ttl", "indefinite")
     root = mount.path
     (root / "file").write_bytes(b"content")
     assert cost(mount, lambda: os.link(root / "file", root / "link")) == {"puts": 1}

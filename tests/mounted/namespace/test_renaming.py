@@ -38,7 +38,8 @@ def writable(
     skip_unless_root()
     shared.put("tree/of/files/one", b"1")
     directory = tmp_path_factory.mktemp("writable")
-    with mounted(s3, f"s3://{shared.name}/", directory, *OPTIONS) as mount:
+    options = (*OPTIONS, "--metadata-ttl", "indefinite")
+    with mounted(s3, f"s3://{shared.name}/", directory, *options) as mount:
         yield mount
 
 

@@ -31,7 +31,7 @@ def mount(
     shared.put("old/before", b"x")
     shared.put("renamed/to", b"before")
     directory = tmp_path_factory.mktemp("exclusive")
-    options = ("--session", "kernel", WRITABLE)
+    options = ("--session", "kernel", WRITABLE, "--metadata-ttl", "indefinite")
     with mounted(s3, f"s3://{shared.name}", directory, *options) as mount:
         yield mount
 

@@ -44,7 +44,8 @@ def mount(
 ) -> Iterator[Mount]:
     shared.put("old/there", b"before")
     directory = tmp_path_factory.mktemp("temporary")
-    with mounted(s3, f"s3://{shared.name}", directory, *OPTIONS) as mount:
+    options = (*OPTIONS, "--metadata-ttl", "indefinite")
+    with mounted(s3, f"s3://{shared.name}", directory, *options) as mount:
         (mount.path / "new").mkdir()
         yield mount
 

@@ -16,9 +16,17 @@ from fusefs.posix.directory.freshness import HOT_S, STILL_S, Creations, belief_s
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.store.interface import ListPage, ObjectInfo
+from tests.support.semantics import states
 from tests.unit.posix.test_directories import Forgetful
 
 TTL_S = 60.0
+RULE = states(
+    "Where others have changed a directory within the last 10 seconds, each open, each listing and"
+    " each search for a missing name asks the bucket anew. Later its listing is relied on for a"
+    " second at first, and each look that finds it unchanged doubles that, up to"
+    " `--metadata-ttl`. Where nothing was modified for an hour it is relied on for that long from"
+    " the first look on."
+)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +57,13 @@ def test_a_program_that_makes_file_after_file_is_known_by_its_pace() -> None:
     made = Creations()
     for number in range(freshness.MANY):
         assert not made.are_many(number * 0.05)
-        made.note(number * 0.05)
+        made.note(number * 0.05, is_new=True)
     latest = (freshness.MANY - 1) * 0.05
     assert made.are_many(latest + 0.05)
     assert not made.are_many(latest + 0.2)
-    made.note(latest + 0.2)
+    made.note(latest + 0.05, is_new=False)  # it is in the bucket
+    assert made.are_many(latest + 0.1)
+    made.note(latest + 0.2, is_new=True)
     assert not made.are_many(latest + 0.2)
 
 
@@ -95,6 +105,7 @@ def pass_time(directories: Directories, seconds: float) -> None:
         segment.sure_until -= seconds
 
 
+@RULE
 async def test_what_was_still_for_an_hour_is_asked_for_once_in_its_time() -> None:
     bucket = OldBucket(["a", "b"], STILL_S + 1)
     async with listings(bucket) as directories:
@@ -105,6 +116,11 @@ async def test_what_was_still_for_an_hour_is_asked_for_once_in_its_time() -> Non
     assert bucket.lists == 1
 
 
+@RULE
+@states(
+    "Of a file that is read again and again while others replace it, opens show the new version"
+    " after as long as it was unchanged before, `--metadata-ttl` at most."
+)
 async def test_a_minute_of_looks_at_younger_files_takes_six_requests() -> None:
     bucket = OldBucket(["a"], HOT_S + 1)
     async with listings(bucket) as directories:
@@ -114,6 +130,7 @@ async def test_a_minute_of_looks_at_younger_files_takes_six_requests() -> None:
     assert bucket.lists == 6  # after 1, 3, 7, 15 and 31 seconds
 
 
+@RULE
 async def test_what_others_have_just_changed_is_asked_for_at_each_open() -> None:
     bucket = OldBucket(["a"], STILL_S + 1)
     async with listings(bucket) as directories:
@@ -129,6 +146,10 @@ async def test_what_others_have_just_changed_is_asked_for_at_each_open() -> None
         assert bucket.lists == 7
 
 
+@states(
+    "A name that exists, and its attributes, are shown for a second without a request, also where"
+    " others change the directory."
+)
 async def test_names_are_shown_without_a_request_while_a_directory_changes() -> None:
     """`ls -l` there is no request for each file."""
     bucket = OldBucket(["a"], 0)
@@ -148,6 +169,10 @@ async def test_a_missing_name_is_believed_for_a_second_however_still_its_directo
             pass_time(directories, 0.6)
 
 
+@states(
+    "Any sign of a change has the whole directory looked at again, and starts that anew: an ETag"
+    " that differs, an object that is gone, a change of this mount's own."
+)
 @pytest.mark.parametrize("sign", ["own write", "another version", "gone"])
 async def test_any_sign_of_a_change_has_a_directory_looked_at_again(sign: str) -> None:
     bucket = OldBucket(["a", "b"], STILL_S + 1)
