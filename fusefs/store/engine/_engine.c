@@ -42,7 +42,7 @@ enum {
     MOST_INTERIM = 10,       /* answers with status 1xx before the answer */
     MOST_DOCUMENT = 1 << 20, /* the body of an answer that is not 2xx */
     LARGE = 512 << 10,       /* a body of more goes to a worker for large ones */
-    /* TLS hands bytes on in records of 16 KiB; larger writes have the page cache use larger folios. */
+    /* TLS hands bytes on in records of 16 KiB; larger writes make larger folios. */
     GATHERED = 256 << 10,
     FIRST = 64 << 10, /* the beginning is written, and shown, when so much is there */
     RECEIVED_AT_ONCE = 256 << 10,
@@ -267,7 +267,7 @@ static const char *refusal(const struct transfer *t) {
         if (t->start != 0)
             return "range";
         size = length;
-    } else { /* RFC 9110, section 14.4; the size may be an asterisk. A shorter one is an error later. */
+    } else { /* RFC 9110, section 14.4; the size may be an asterisk. A shorter range is "short". */
         const char *range = header(t, "content-range");
         if (range == NULL || sscanf(range, "bytes %lld-%lld/%lld", &first, &last, &size) < 2 ||
             first != t->start || last < first || last - first >= t->length ||
@@ -290,7 +290,8 @@ static int to_file(struct transfer *t, const char *data, size_t size) {
     if (!reserve(t, t->length < GATHERED ? (size_t)t->length : GATHERED))
         return 0;
     while (size) {
-        size_t full = t->progress && !t->received && t->content_room > FIRST ? FIRST : t->content_room;
+        int is_first = t->progress && !t->received && t->content_room > FIRST;
+        size_t full = is_first ? FIRST : t->content_room;
         size_t count = full - t->content_size;
         count = count < size ? count : size;
         memcpy(t->content + t->content_size, data, count);
@@ -540,7 +541,9 @@ static void conclude(struct transfer *t, CURLcode code) {
     t->code = code;
     if (t->error == NULL && code != CURLE_OK)
         t->error_number = (int)os_error;
-    t->may_have_been_executed = request_size > 0 && (t->error != NULL || code != CURLE_OK);
+    /* The size has that of a CONNECT in it, which comes before `connected`. */
+    int is_sent = t->connected > 0 && request_size > 0;
+    t->may_have_been_executed = is_sent && (t->error != NULL || code != CURLE_OK);
 }
 
 static void close_files(struct transfer *t) {

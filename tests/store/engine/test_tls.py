@@ -162,3 +162,23 @@ async def test_a_proxy_is_taken_if_the_request_says_so(
             route = request.route._replace(proxy=nowhere)
             completion = await engine.send(request._replace(route=route))
             assert (completion.error, completion.may_have_been_executed) == ("proxy", False)
+
+
+@pytest.mark.parametrize("way", ["refused", "password", "certificate"])
+async def test_a_request_has_not_left_before_its_tunnel_is_there(
+    engine: Engine, authority: Path, way: str
+) -> None:
+    with (
+        scripted_server(lambda _: [answer()], context(authority)) as server,
+        forward_proxy(
+            refusal=403 if way == "refused" else None, password="a:b" if way == "password" else None
+        ) as proxy,
+    ):
+        ca_file = None if way == "certificate" else str(authority / "ca.pem")
+        request = trusting(server, authority)._replace(route=Route(proxy.url, ca_file))
+        completion = await engine.send(request)
+    status = {"refused": 403, "password": 407, "certificate": 200}[way]
+    error = "certificate" if way == "certificate" else "proxy"
+    assert (completion.error, completion.proxy_status) == (error, status)
+    assert not completion.may_have_been_executed
+    assert server.requests == []
