@@ -11,7 +11,8 @@ import random
 import shutil
 import signal
 import sqlite3
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,21 @@ def positions(
     return [(at, dice.randrange(1, 256)) for at in places]
 
 
+def damaged_catalogs(
+    directory: Path, dice: random.Random, boot_id: str, *, is_everywhere: bool
+) -> Iterator[tuple[Catalog, tuple[int, int]]]:
+    """Catalogs in which one byte was changed, each with its place and what was added to it."""
+    whole = filled(directory)
+    for at, change in positions(len(whole), dice, is_everywhere=is_everywhere):
+        with tempfile.TemporaryDirectory(dir=directory) as place:
+            damaged = bytearray(whole)
+            damaged[at] ^= change
+            Path(place, "catalog.sqlite3").write_bytes(damaged)
+            table = catalog(Path(place), boot_id)
+            yield table, (at, change)
+            table.close()
+
+
 def works(table: Catalog) -> None:
     """Rows can be written, found and removed; damage that shows only now is got over."""
     try:
@@ -111,38 +127,17 @@ def rows_of(table: Catalog) -> list[Row]:
 def test_a_changed_byte_never_tells_a_wrong_row(
     tmp_path: Path, dice: random.Random, *, is_everywhere: bool
 ) -> None:
-    whole = filled(tmp_path)
-    changes = positions(len(whole), dice, is_everywhere=is_everywhere)
-    for number, (at, change) in enumerate(changes):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        damaged = bytearray(whole)
-        damaged[at] ^= change
-        (directory / "catalog.sqlite3").write_bytes(damaged)
-        table = catalog(directory)
-        found = known(rows_of(table))
-        assert found.items() <= known(ROWS).items(), (at, change)
+    for table, what in damaged_catalogs(tmp_path, dice, BOOT, is_everywhere=is_everywhere):
+        assert known(rows_of(table)).items() <= known(ROWS).items(), what
         works(table)
-        table.close()
-        shutil.rmtree(directory)
 
 
 @everywhere
 def test_a_row_of_another_boot_is_never_made_safe_by_a_changed_byte(
     tmp_path: Path, dice: random.Random, *, is_everywhere: bool
 ) -> None:
-    whole = filled(tmp_path)
-    changes = positions(len(whole), dice, is_everywhere=is_everywhere)
-    for number, (at, change) in enumerate(changes):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        damaged = bytearray(whole)
-        damaged[at] ^= change
-        (directory / "catalog.sqlite3").write_bytes(damaged)
-        table = catalog(directory, "boot-2")
-        assert known(rows_of(table)).items() <= known(SYNCED).items(), (at, change)
-        table.close()
-        shutil.rmtree(directory)
+    for table, what in damaged_catalogs(tmp_path, dice, "boot-2", is_everywhere=is_everywhere):
+        assert known(rows_of(table)).items() <= known(SYNCED).items(), what
 
 
 @everywhere

@@ -117,17 +117,6 @@ def test_volumes_and_their_mounts_match(directory: Path) -> None:
 
 
 @each_kustomization
-def test_probes_ask_ports_that_are_there(directory: Path) -> None:
-    for pod in pod_templates(render(directory)):
-        for each in containers(pod):
-            ports = {port["name"]: port["containerPort"] for port in each.get("ports", [])}
-            if "livenessProbe" in each:
-                assert each["livenessProbe"]["httpGet"]["port"] in ports
-            if "http-endpoint" in str(each.get("args")) and ports:
-                assert flag(each, "http-endpoint") == f":{next(iter(ports.values()))}"
-
-
-@each_kustomization
 def test_a_container_that_hangs_is_found_within_a_minute_or_so(directory: Path) -> None:
     for pod in pod_templates(render(directory)):
         for each in containers(pod):
@@ -265,16 +254,6 @@ def test_only_one_secret_is_ever_readable(directory: Path) -> None:
                     assert rule["resourceNames"] == ["fusefs-csi-s3"]
 
 
-def test_the_namespace_admits_what_the_pods_need(base: list[Object]) -> None:
-    labels = find(base, "Namespace")["metadata"]["labels"]
-    assert labels["pod-security.kubernetes.io/enforce"] == "privileged"
-    quota = find(base, "ResourceQuota")
-    [scope] = quota["spec"]["scopeSelector"]["matchExpressions"]
-    used = {pod["spec"]["priorityClassName"] for pod in pod_templates(base)}
-    # A class of our own needs no quota.
-    assert used - {name_of(each) for each in every(base, "PriorityClass")} == set(scope["values"])
-
-
 def test_nothing_that_serves_mounts_has_a_memory_limit(
     node_pod: Object, daemons_pod: Object
 ) -> None:
@@ -297,17 +276,6 @@ def test_a_roll_out_evicts_no_workload(directory: Path) -> None:
     for workload in every(documents, "Deployment"):
         spec = workload["spec"]["template"]["spec"]
         assert classes[spec["priorityClassName"]]["preemptionPolicy"] == "Never"
-
-
-def test_nodes_are_chosen_in_one_place(base: list[Object]) -> None:
-    keys = ("nodeSelector", "affinity", "tolerations")
-    [place] = read((MANIFESTS / "base/nodes.yaml").read_text())
-    chosen = place["spec"]["template"]["spec"]
-    assert chosen.keys() == set(keys)
-    for name in ("fusefs-csi-node", "fusefs-csi-daemons"):
-        assert {key: template(base, name)["spec"][key] for key in keys} == chosen
-    for path in (MANIFESTS / "base/node.yaml", MANIFESTS / "base/daemons.yaml"):
-        assert not any(f"{key}:" in path.read_text() for key in keys)
 
 
 def test_older_kernels_have_the_next_pod_before_the_old_one_goes(tmp_path: Path) -> None:
