@@ -159,8 +159,8 @@ def _add_log_flag(parser: argparse.ArgumentParser) -> None:
 def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
     stores = read_stores(options.stores)
     services: list[Service] = [IdentityService(), *(make(options, stores) for make in makers)]
-    calls = metrics.CallTimes() if options.metrics is not None else None
-    server = Server(options.endpoint, services, on_call=calls.note if calls else metrics.ignore)
+    calls = metrics.call_times() if options.metrics is not None else None
+    server = Server(options.endpoint, services, calls)
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())

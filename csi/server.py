@@ -1,9 +1,7 @@
 """The gRPC server on a Unix socket, and the common part of every call.
 
-Each call is logged in one line, holds the claim of its volume while it runs (on a node,
-of the volume at one target path), and ends with a status: `csi.errors` gives the code
-for an exception. The services know nothing of this: a handler returns its response or
-raises.
+Each call is logged in one line and ends with a status: `csi.errors` gives the code for an
+exception. The services know nothing of this: a handler returns its response or raises.
 
 Calls may take minutes (uploads, warming, deletions), and a node's kubelet
 makes many at once. So there are more threads than calls that may run: what
@@ -21,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import Message
@@ -35,10 +33,11 @@ from csi.errors import (
     status_of,
 )
 from csi.generated import csi_pb2_grpc
-from csi.in_flight import Claims
-from csi.metrics import OnCall, ignore
 from csi.redaction import redacted
 from fusefs.api import StoreError
+
+if TYPE_CHECKING:
+    from prometheus_client import Histogram
 
 DRIVER_NAME = "s3.csi.fusefs.dev"
 # The provisioner's own default is 100 workers for creating and as many for deleting.
@@ -55,15 +54,16 @@ GRACE_S = 20.0
 # How long the library may take to cut off the rest.
 CUT_OFF_S = 2.0
 
-# Calls that change something, and the fields that name it. Several pods of a volume may
-# wait for its warming side by side; the node service sees to it that no two change it.
-_CLAIMED = {
-    "CreateVolume": ("name",),
-    "DeleteVolume": ("volume_id",),
-    "ControllerExpandVolume": ("volume_id",),
-    "NodePublishVolume": ("volume_id", "target_path"),
-    "NodeUnpublishVolume": ("volume_id", "target_path"),
-}
+# Calls that may take long.
+_BOUNDED = frozenset(
+    (
+        "CreateVolume",
+        "DeleteVolume",
+        "ControllerExpandVolume",
+        "NodePublishVolume",
+        "NodeUnpublishVolume",
+    )
+)
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +80,13 @@ class Server:
         self,
         endpoint: str,
         services: Sequence[Service],
-        on_call: OnCall = ignore,
+        call_times: Histogram | None = None,
     ) -> None:
         """Raises InvalidArgumentError where `endpoint` is no Unix socket's."""
         self.path = socket_path(endpoint)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS + QUICK_THREADS, thread_name_prefix="call"),
-            interceptors=[_Interceptor(on_call)],
+            interceptors=[_Interceptor(call_times)],
         )
         for service in services:
             _add(service, self._server)
@@ -167,9 +167,8 @@ def _add(service: Service, server: grpc.Server) -> None:
 
 
 class _Interceptor(grpc.ServerInterceptor):
-    def __init__(self, on_call: OnCall) -> None:
-        self._claims = Claims()
-        self._on_call = on_call
+    def __init__(self, call_times: Histogram | None) -> None:
+        self._call_times = call_times
         self._room = threading.BoundedSemaphore(MAX_CALLS)
 
     def intercept_service(
@@ -204,36 +203,33 @@ class _Interceptor(grpc.ServerInterceptor):
                 nameless = Exception(type(error).__name__)
                 place = (Exception, nameless, error.__traceback__)
                 log.error("%s failed", method, exc_info=place)
-            self._on_call(method, code.name, time.monotonic() - began)
-            _log_end(method, request, code, sentence, began)
+            self._note_end(method, request, code, sentence, began)
             context.abort(code, event_text(sentence))
-        self._on_call(method, grpc.StatusCode.OK.name, time.monotonic() - began)
-        _log_end(method, request, grpc.StatusCode.OK, "", began)
+        self._note_end(method, request, grpc.StatusCode.OK, "", began)
         return response
 
     def _run(
         self, method: str, handler: Handler, request: Message, context: grpc.ServicerContext
     ) -> Any:
-        named = [getattr(request, name) for name in _CLAIMED.get(method, ())]
-        if not named or not named[0]:
+        if method not in _BOUNDED:
             return handler(request, context)
         if not self._room.acquire(blocking=False):
             raise UnavailableError(f"{MAX_CALLS} calls are under way")
         try:
-            with self._claims.claim(" at ".join(filter(None, named))):
-                return handler(request, context)
+            return handler(request, context)
         finally:
             self._room.release()
 
-
-def _log_end(
-    method: str, request: Message, code: grpc.StatusCode, sentence: str, began: float
-) -> None:
-    volume = getattr(request, "volume_id", "") or getattr(request, "name", "")
-    took_ms = (time.monotonic() - began) * 1000
-    # Frequent calls that succeed are logged only for debugging.
-    level = logging.INFO if volume or code is not grpc.StatusCode.OK else logging.DEBUG
-    line = " ".join(filter(None, [method, bounded(volume), code.name, bounded(sentence)]))
-    # Text of a caller must not forge lines of the log.
-    line = "".join(character if character.isprintable() else "?" for character in line)
-    log.log(level, "%s (%.0f ms)", line, took_ms)
+    def _note_end(
+        self, method: str, request: Message, code: grpc.StatusCode, sentence: str, began: float
+    ) -> None:
+        took_s = time.monotonic() - began
+        if self._call_times is not None:
+            self._call_times.labels(method, code.name).observe(took_s)
+        volume = getattr(request, "volume_id", "") or getattr(request, "name", "")
+        # Frequent calls that succeed are logged only for debugging.
+        level = logging.INFO if volume or code is not grpc.StatusCode.OK else logging.DEBUG
+        line = " ".join(filter(None, [method, bounded(volume), code.name, bounded(sentence)]))
+        # Text of a caller must not forge lines of the log.
+        line = "".join(character if character.isprintable() else "?" for character in line)
+        log.log(level, "%s (%.0f ms)", line, 1000 * took_s)

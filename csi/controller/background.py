@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from csi.errors import AbortedError
-from csi.server import time_left
+from csi.server import MAX_CALLS, time_left
 
 # Between the answer and the call's deadline.
 MARGIN_S = 2.0
@@ -49,6 +49,8 @@ class BackgroundWork:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # The driver does not wait for its threads when it ends (csi/main.py).
+        self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="work")
         self._running: dict[bytes, tuple[Future[Any], Progress]] = {}
 
     def run(
@@ -80,32 +82,9 @@ class BackgroundWork:
     ) -> tuple[Future[T], Progress]:
         key = request.DESCRIPTOR.name.encode() + request.SerializeToString(deterministic=True)
         with self._lock:
-            if key in self._running:
-                return self._running[key]
-            future: Future[T] = Future()
-            progress = Progress()
-            self._running[key] = future, progress
-        arguments = (key, work, future, progress)
-        try:
-            threading.Thread(target=self._do, args=arguments, name="work", daemon=True).start()
-        except RuntimeError:  # the container has as many threads as it may have
-            with self._lock:
-                del self._running[key]
-            raise
-        return future, progress
-
-    def _do(
-        self, key: bytes, work: Callable[[Progress], T], future: Future[T], progress: Progress
-    ) -> None:
-        error: BaseException | None = None
-        try:
-            result = work(progress)
-        except BaseException as raised:
-            error = raised
-        # Before the result is set, so that a later call starts anew.
-        with self._lock:
-            del self._running[key]
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+            for ended in [each for each, (future, _) in self._running.items() if future.done()]:
+                del self._running[ended]
+            if key not in self._running:
+                progress = Progress()
+                self._running[key] = self._threads.submit(work, progress), progress
+            return self._running[key]

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -60,6 +60,8 @@ ANSWER_S = 9.0
 _RPC = csi_pb2.ControllerServiceCapability.RPC
 _CAPABILITIES = (_RPC.CREATE_DELETE_VOLUME, _RPC.EXPAND_VOLUME, _RPC.SINGLE_NODE_MULTI_WRITER)
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
@@ -85,8 +87,6 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
     def __init__(self, stores: Stores, cluster: str) -> None:
         self._stores = stores
         self._cluster = cluster
-        # By volume id: the server's own claims are by name while a volume is created, and end
-        # with the call.
         self._claims = Claims()
         self._work = BackgroundWork()
         self._records = VolumeRecords()
@@ -206,16 +206,12 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
     def _delete(
         self, request: csi_pb2.DeleteVolumeRequest, volume: VolumeId, progress: Progress
     ) -> csi_pb2.DeleteVolumeResponse:
-        bucket = self._bucket(volume, request.secrets, progress)
+        def work(bucket: Bucket) -> None:
+            delete(bucket, volume, self._cluster, self._records, progress)
+
         with self._claims.claim(str(volume)):
             try:
-                try:
-                    delete(bucket, volume, self._cluster, self._records, progress)
-                except AccessDeniedError:
-                    paying = self._paying(volume, request.secrets, progress)
-                    if paying is None:
-                        raise
-                    delete(paying, volume, self._cluster, self._records, progress)
+                self._paying_if_needed(volume, request.secrets, progress, work)
             except NoSuchBucketError:
                 log.info("volume %s: the bucket no longer exists", volume)
         return csi_pb2.DeleteVolumeResponse()
@@ -270,35 +266,38 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         volume = VolumeId.parse(request.volume_id)
         if volume is None or self._stores.named(volume.store) is None:
             raise VolumeNotFoundError(f"there is no volume {request.volume_id!r}")
+        work = partial(volume_record.read, volume=volume)
         try:
-            bucket = self._bucket(volume, request.secrets, progress)
-            try:
-                record = volume_record.read(bucket, volume)
-            except AccessDeniedError:
-                paying = self._paying(volume, request.secrets, progress)
-                if paying is None:
-                    raise
-                record = volume_record.read(paying, volume)
+            record = self._paying_if_needed(volume, request.secrets, progress, work)
         except VolumeRecordError as error:
             raise FailedPreconditionError(f"volume {volume}: its record {error}") from error
         if record is None:
             raise VolumeNotFoundError(f"volume {volume}: {volume_record.lost(volume)}")
         return record
 
-    def _paying(
-        self, volume: VolumeId, secrets: Mapping[str, str], progress: Progress
-    ) -> Bucket | None:
-        """The bucket for requests that agree to be paid for; None if the volume's class does not.
+    def _paying_if_needed(
+        self,
+        volume: VolumeId,
+        secrets: Mapping[str, str],
+        progress: Progress,
+        work: Callable[[Bucket], T],
+    ) -> T:
+        """Do something with a volume's bucket, as one who pays where its class agrees to that.
 
         A volume's id does not say it, and its record, which does, is in that bucket: where it is
         refused, one request asks for it as one who pays.
         """
-        bucket = self._bucket(volume, secrets, progress, pays=True)
         try:
-            record = volume_record.read(bucket, volume)
-        except (AccessDeniedError, VolumeRecordError):
-            return None
-        return bucket if record and pays_requests(_settings(record.attributes)) else None
+            return work(self._bucket(volume, secrets, progress))
+        except AccessDeniedError:
+            bucket = self._bucket(volume, secrets, progress, pays=True)
+            try:
+                record = volume_record.read(bucket, volume)
+            except (AccessDeniedError, VolumeRecordError):
+                record = None
+            if record is None or not pays_requests(_settings(record.attributes)):
+                raise
+        return work(bucket)
 
     def _bucket(
         self,

@@ -22,6 +22,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -318,16 +319,12 @@ class Mounts:
             AbortedError: it still ends at `deadline`, in seconds of the monotonic clock.
         """
         root = self.root_of(key)
-        processes = self._processes(root)
-        try:
+        with self._processes(root) as processes:
             bind_mount.pop_all(root)
             if not self._have_ended(root, processes, deadline):
                 if not is_forced:
                     raise AbortedError(f"the mount at {root} is still ending")
                 self._kill(root, processes)
-        finally:
-            for process in processes:
-                os.close(process)
         self._reap()
         remove_registration(root)
         self._forget_stuck(key)
@@ -345,7 +342,8 @@ class Mounts:
             time.sleep(POLL_S)
         return True
 
-    def _processes(self, root: Path) -> list[int]:
+    @contextlib.contextmanager
+    def _processes(self, root: Path) -> Iterator[list[int]]:
         """The processes of a mount as pidfds, the keeper first, as it would start others.
 
         Processes in other pid namespaces are not visible here.
@@ -356,18 +354,17 @@ class Mounts:
             pids = [status["pid"], status["daemon"]]
         except ControlError:
             pids = [keeper_pid(root)]
-        pidfds = []
-        for pid in dict.fromkeys(filter(None, [*pids, daemon_pid(root)])):
-            with contextlib.suppress(ProcessLookupError):
-                pidfds.append(os.pidfd_open(pid))
-        return pidfds
+        with contextlib.ExitStack() as stack:
+            pidfds = []
+            for pid in dict.fromkeys(filter(None, [*pids, daemon_pid(root)])):
+                with contextlib.suppress(ProcessLookupError):
+                    pidfds.append(stack.enter_context(open(os.pidfd_open(pid), "rb")).fileno())
+            yield pidfds
 
     def _end_processes(self, root: Path) -> None:
         """End what an earlier mount at `root` has left."""
-        processes = self._processes(root)
-        self._kill(root, processes)
-        for process in processes:
-            os.close(process)
+        with self._processes(root) as processes:
+            self._kill(root, processes)
 
     def _kill(self, root: Path, processes: list[int]) -> None:
         """End a mount's connection, and kill its processes, which would go on with it."""

@@ -291,7 +291,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._drains.reset(record)
         self._warmups.remove_waiter(record.key, publish.target)
         self._warmups.begin(record, warm)
-        self._sweep(publish.volume_id)
         return None
 
     def _bind(self, record: MountRecord, publish: PublishRequest) -> None:
@@ -464,16 +463,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         for key in lost:  # mounts whose records are no more
             if not self._mounts.is_used(key, MountTable()):
                 self._mounts.end_key(key, ends)
-
-    def _sweep(self, volume_id: str) -> None:
-        """End mounts of a volume that are used no more, as another identity has come."""
-        for record in self._mounts.records.of_volume(volume_id):
-            if not self._is_needed(record):
-                try:
-                    self._drains.check(record)
-                    self._drains.end(record, time.monotonic())
-                except (CsiError, OSError) as error:
-                    log.info("tried again later: %s", error)  # by the reconciler
 
     def _is_needed(self, record: MountRecord) -> bool:
         """Whether a target uses the mount, or waits for its warm-up."""

@@ -379,9 +379,7 @@ def mount_layer(
         layer["read_only"] = RawValue("true", "the access mode")
     if fs_group is not None:
         layer["gid"] = RawValue(str(fs_group), "fsGroup")
-        layer.setdefault("file_mode", RawValue("664", "fsGroup"))
-        layer.setdefault("dir_mode", RawValue("775", "fsGroup"))
-        # Kubernetes: new files belong to the group, and permissions are OR'd with rw-rw----.
+        # Kubernetes: files belong to the group, and permissions are OR'd with rw-rw----.
         layer["shared_group"] = RawValue("true", "fsGroup")
     layer |= _limited(options, shares)
     store = location.store

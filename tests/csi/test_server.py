@@ -1,4 +1,4 @@
-"""What every CSI call goes through: codes, claims, the log, the socket, and the command."""
+"""What every CSI call goes through: codes, the log, the socket, and the command."""
 
 from __future__ import annotations
 
@@ -199,25 +199,6 @@ class Waiting:
 
     def let_go(self) -> None:
         self._going_on.set()
-
-
-def test_a_volume_has_one_call_at_a_time_and_others_are_not_kept_waiting(
-    served: tuple[StandIn, Driver],
-) -> None:
-    node, driver = served
-    node.act = waiting = Waiting()
-    publish = driver.node.NodePublishVolume
-    try:
-        first = publish.future(PUBLISH(volume_id="v"), timeout=DEADLINE_S)
-        assert waiting.begun.acquire(timeout=DEADLINE_S)
-        assert refusal(publish, PUBLISH(volume_id="v"))[0] is Code.ABORTED
-        other = publish.future(PUBLISH(volume_id="w"), timeout=DEADLINE_S)
-        assert waiting.begun.acquire(timeout=DEADLINE_S)
-    finally:
-        waiting.let_go()
-    first.result()
-    other.result()
-    publish(PUBLISH(volume_id="v"), timeout=DEADLINE_S)
 
 
 def test_a_probe_is_answered_while_all_calls_wait(served: tuple[StandIn, Driver]) -> None:

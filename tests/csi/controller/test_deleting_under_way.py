@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from csi.controller import background
 from csi.controller.service import ControllerService
 from csi.generated import csi_pb2
 from csi.volume.stores import Stores
@@ -135,19 +133,4 @@ def test_a_deletion_that_failed_is_finished_by_the_next_call(
     assert set(keys(bucket)) == {f"{NAME}/data", record_key()}
     faulty.remove(rule)
     delete(driver, volume.volume_id)
-    assert set(keys(bucket)) == set()
-
-
-def test_a_deletion_that_no_thread_could_begin_is_begun_by_the_next_call(
-    driver: Driver, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    volume = create(driver, bucket.name, onDelete="delete")
-    message = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
-    with monkeypatch.context() as full:
-        full.setattr(background, "threading", SimpleNamespace(Thread=refuse))
-        assert refusal(driver.controller.DeleteVolume, message)[0] is Code.UNAVAILABLE
-    delete(driver, volume.volume_id, timeout=8)
     assert set(keys(bucket)) == set()

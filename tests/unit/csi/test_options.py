@@ -150,7 +150,7 @@ def test_a_volume_that_says_nothing_gets_the_whole_share_of_the_node() -> None:
 
 def test_fs_group_makes_files_the_groups_and_writable_for_it() -> None:
     made = settings({"gid": "5"}, fs_group=2000)
-    assert (made.gid, made.file_mode, made.dir_mode) == (2000, 0o664, 0o775)
+    assert (made.gid, made.shared_group) == (2000, True)
     assert settings({"file-mode": "600"}, fs_group=2000).file_mode == 0o600
 
 
