@@ -1,6 +1,6 @@
-"""One call at a time for each volume: the second is refused, not queued.
+"""One call at a time for each volume: the second waits for as long as it may, and is refused.
 
-Kubelet and the provisioner call again by themselves, and a queue would only
+Kubelet and the provisioner call again by themselves, and a queue without end would only
 fill the server's threads with calls whose caller has long given up.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 
 from csi.errors import AbortedError
@@ -17,22 +18,24 @@ class Claims:
     """Which volumes have a call under way. Any thread may claim."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._claimed: set[str] = set()
 
     @contextlib.contextmanager
-    def claim(self, volume: str) -> Iterator[None]:
-        """Have `volume` to oneself.
+    def claim(self, volume: str, ends: float = 0.0) -> Iterator[None]:
+        """Have `volume` to oneself, after a wait until `ends` (monotonic clock) at most.
 
         Raises:
-            AbortedError: somebody else has it.
+            AbortedError: another call has it still.
         """
-        with self._lock:
-            if volume in self._claimed:
+        with self._changed:
+            left_s = max(0.0, ends - time.monotonic())
+            if not self._changed.wait_for(lambda: volume not in self._claimed, left_s):
                 raise AbortedError(f"another call for volume {volume} is under way")
             self._claimed.add(volume)
         try:
             yield
         finally:
-            with self._lock:
+            with self._changed:
                 self._claimed.discard(volume)
+                self._changed.notify_all()

@@ -206,10 +206,6 @@ class FdStoreProcess:
                 raise TimeoutError(f"{self._path}: no process listens")
             time.sleep(POLL_S)
 
-    def pids(self) -> set[int]:
-        """The children that `check_process` waits for."""
-        return {pid for pid in (self._pid, *self.helpers) if pid}
-
     def check_process(self) -> None:
         """Start another if it has died, and wait for the processes that have ended."""
         self.helpers = [pid for pid in self.helpers if not os.waitpid(pid, os.WNOHANG)[0]]

@@ -251,7 +251,10 @@ class Mounts:
             environment = inherited | record.environment
             keeper = begin(settings, self._daemons.supervisor, environment, deadline)
         except NotUpError:
-            raise AbortedError(f"the mount of {record.source} is not up yet") from None
+            raise AbortedError(
+                f"the mount of {record.source} is not up yet: it waits for its store, or for"
+                " credentials; the log of the node's daemons' pod has more"
+            ) from None
         except LaunchError as error:
             raise MountError(f"{error}, as {record.who}", error.code) from error
         except (MountsError, SettingsError) as error:

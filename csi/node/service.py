@@ -21,8 +21,6 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +28,6 @@ import grpc
 
 from csi.daemons.client import Daemons, FdStoreClient
 from csi.errors import (
-    AbortedError,
     AlreadyExistsError,
     CsiError,
     FailedPreconditionError,
@@ -83,7 +80,6 @@ log = logging.getLogger(__name__)
 TARGET_MODE = 0o750
 # Without a daemon. Kubelet waits for up to five minutes before it starts a container again.
 LONGEST_PAUSE = "15m"
-CLAIM_POLL_S = 0.02
 UPLOADS_POLL_S = 0.5
 # At the end: for the daemons' container to start again, and the reconciler to bring it what
 # it is to hold.
@@ -176,20 +172,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 return
             time.sleep(HELD_POLL_S)
 
-    @contextmanager
-    def _claimed(self, claim: str, ends: float) -> Iterator[None]:
-        """Hold the claim of a volume or mount, waiting until `ends` for it to be released."""
-        with ExitStack() as stack:
-            while True:
-                try:
-                    stack.enter_context(self._claims.claim(claim))
-                    break
-                except AbortedError:
-                    if time.monotonic() + CLAIM_POLL_S > ends:
-                        raise
-                    time.sleep(CLAIM_POLL_S)
-            yield
-
     # --- publish ---
 
     def NodePublishVolume(
@@ -198,7 +180,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         ends = end_of(context)
         publish = read_request(request, self._configuration.kubelet_directory, self._own)
         while True:
-            with self._claimed(publish.volume_id, ends):
+            with self._claims.claim(publish.volume_id, ends):
                 cold = self._publish_if_warm(request, publish, ends)
             if cold is None:
                 return csi_pb2.NodePublishVolumeResponse()
@@ -362,7 +344,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._warmups.forget(key)  # an earlier mount's
         location.store.check_address()
         with (
-            self._claimed(key, ends),  # the reconciler may just remove what an earlier one left
+            self._claims.claim(
+                key, ends
+            ),  # the reconciler may just remove what an earlier one left
             self._mounts.records.one_more(self._configuration.most_volumes),
         ):
             domain = self._domains.claim(name)
@@ -411,7 +395,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         target = self._published_path("target_path", request.target_path)
         while True:
             try:
-                with self._claimed(request.volume_id, ends):
+                with self._claims.claim(request.volume_id, ends):
                     self._unpublish(request.volume_id, target, ends)
                 return csi_pb2.NodeUnpublishVolumeResponse()
             except UploadingError:

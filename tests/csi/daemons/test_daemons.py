@@ -229,7 +229,7 @@ def test_a_publish_without_daemons_names_the_pod_that_is_missing_and_leaves_noth
         grpc.StatusCode.UNAVAILABLE, "pod of node node-1 does not run", "kubectl get pods -A -l"
     ):
         publish(node, target, shared)
-    assert node.leftovers() == []
+    until(lambda: not node.leftovers(), "nothing is left")
     with daemons_of(node, "first"):
         publish(node, target, shared)
         assert (target / "hello").read_bytes() == b"hello"

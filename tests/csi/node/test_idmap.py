@@ -17,6 +17,7 @@ from tests.support.csi.node import running_node
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import skip_without_fuse
+from tests.support.waiting import until
 
 FIRST_ID = 100_000
 MOUNT_ATTR_IDMAP = 0x100000
@@ -67,4 +68,4 @@ def test_a_volume_is_bound_with_mapped_ids(s3: S3Server, bucket: Bucket, tmp_pat
         finally:
             libc.umount(str(tmp_path), libc.MNT_DETACH | libc.UMOUNT_NOFOLLOW)
         node.unpublish("volume", target)
-        assert node.leftovers() == []
+        until(lambda: not node.leftovers(), "nothing is left")

@@ -11,6 +11,7 @@ from tests.support.csi.node import Node, running_node
 from tests.support.csi.publishing import data as data
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.prometheus import free_port
+from tests.support.waiting import until
 
 POD = {"csi.storage.k8s.io/pod.name": "trainer-0", "csi.storage.k8s.io/pod.namespace": "team"}
 
@@ -41,4 +42,4 @@ def test_volumes_are_served_with_their_pods(served: tuple[Node, str], data: Buck
     assert call in text
     node.unpublish("vol", target)
     assert 'volume="vol"' not in scrape(url)
-    assert node.leftovers() == []
+    until(lambda: not node.leftovers(), "nothing is left")

@@ -228,7 +228,7 @@ def test_a_pod_that_gives_up_waiting_leaves_nothing(
     faulty.add("GET", stall=True)
     publish_until("warming", node, "left", target, warm="set", warmBeforePublish="true", **volume)
     until_final(node.unpublish, "left", target)
-    assert node.leftovers() == []
+    until(lambda: not node.leftovers(), "nothing is left")
 
 
 def test_what_is_not_there_does_not_keep_a_pod_from_starting(

@@ -185,7 +185,7 @@ def test_a_descriptor_store_lists_nothing_until_it_has_all_of_the_one_before_it(
         assert refused == ["one", "two"]
         assert FdStoreClient(path).names() == frozenset()
     finally:
-        [pid] = service.pids()
+        pid = service._pid
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
 
@@ -195,7 +195,7 @@ def test_a_node_without_room_for_a_descriptor_store_keeps_its_daemons(
 ) -> None:
     service = FdStoreProcess(tmp_path / "store.sock")
     service.start()
-    [pid] = service.pids()
+    pid = service._pid
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
@@ -207,9 +207,9 @@ def test_a_node_without_room_for_a_descriptor_store_keeps_its_daemons(
         for _ in range(2):
             service.check_process()
     assert "no process holds" in caplog.text
-    assert service.pids() == set()
+    assert service._pid == 0
     service.check_process()
-    [pid] = service.pids()
+    pid = service._pid
     assert FdStoreClient(tmp_path / "store.sock").names() == frozenset()
     os.kill(pid, signal.SIGTERM)
     os.waitpid(pid, 0)
