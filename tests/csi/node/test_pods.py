@@ -104,7 +104,7 @@ def test_pods_of_two_groups_write_each_others_files(node: Node, data: Bucket) ->
     own = {"uid": "1000", "gid": "1000", "mode": str(stat.S_IFREG | 0o664)}
     data.put("grouped/lines", b"earlier\n", Metadata=own)  # of a driver that wrote the group
     targets = {group: node.target(f"pod-{group}") for group in (1000, 2000)}
-    volume = {"bucket": data.name, "prefix": "grouped", "metadataTtl": "0s"}
+    volume = {"bucket": data.name, "prefix": "grouped"}
     for group, target in targets.items():
         node.publish("volume", target, cap=capability(group=str(group)), **volume)
     expected = "earlier\n"
