@@ -221,11 +221,7 @@ def make_s3_client(make: Callable[[dict[str, Any]], Any], certificates: Trust | 
     Raises:
         StoreError: a proxy of the environment cannot be used.
     """
-    from fusefs.store import many_deletes
-    from fusefs.store.http import proxies, redirects
+    from fusefs.store.http import boto3_client, proxies
 
     path = certificates.path if certificates else None
-    client = proxies.make_client(make, proxies.Proxies.of(os.environ), path)
-    redirects.install(client)
-    many_deletes.install(client)
-    return client
+    return boto3_client.make(make, proxies.Proxies.of(os.environ), path)

@@ -32,9 +32,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import trio
@@ -43,11 +41,12 @@ import trio.testing
 from fusefs.cluster_cache.policy import Breaker, Deadline, Sampling
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.types import MIB
-from fusefs.store.errors import AttemptError, Failure, ThrottledError
-from fusefs.store.interface import demanded
-from fusefs.store.s3.clients import S3Settings
-from fusefs.store.s3.requester import Requester, RetryBudget
+from fusefs.store.engine.engine import Completion, Engine, Request
+from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.address import Call
+from fusefs.store.s3.requester import Requester
 
+NOWHERE = "http://127.0.0.1:9"
 PART = 8 * MIB
 PREFIXES = 4
 PARTS = 192
@@ -61,7 +60,6 @@ CACHE_REQUEST_S, CACHE_FIRST_BYTE_S = 1e-4, 0.002
 FILLS = 2
 # Servers of the cluster cache: a volume server on each tenth node.
 SERVERS = 100
-SLOWDOWN = Failure(ThrottledError, "too many requests", 503, "SlowDown", is_retryable=True)
 
 
 class Link:
@@ -104,6 +102,18 @@ async def first_byte() -> None:
     await trio.sleep((SLOW_FIRST_BYTE_S if is_slow else FIRST_BYTE_S) * random.uniform(0.9, 1.1))
 
 
+class SimulatedEngine:
+    """Takes the time of a node's requests for parts, and sends nothing."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def send(self, request: Request, _on_progress: object) -> Completion:
+        status = await self._node.answer(int(request.url.rpartition("/")[2]))
+        fields = (status, {}, b"", 0, None, 0, 0, "", False, 0.0, 0.0, 0.0)
+        return cast(Any, Completion)(*fields)
+
+
 class Node:
     """One node: the daemon's requester, and a link."""
 
@@ -111,26 +121,27 @@ class Node:
         budget = MemoryBudget.of(256 * MIB)
         self.number = number
         self.link = Link(NODE_LINK)
-        self.requester = Requester(
-            S3Settings("bucket", max_streams=budget.streams, retry_time_s=math.inf)
+        settings = S3Settings(
+            "bucket", NOWHERE, anonymous=True, max_streams=budget.streams, retry_time_s=math.inf
         )
-        # Its clients are never used: what they would send is simulated.
-        self.requester.source.clients = cast(Any, SimpleNamespace(credentials=None))
+        self.requester = Requester(settings, engine=cast(Engine, SimulatedEngine(self)))
+        self.requester.source.access = Access(settings)
         self.streams = budget.streams
         self._s3 = s3
         self.warm_at = math.inf
 
     async def get(self, part: int) -> None:
         """Fetch a part from S3, however often that takes."""
-        await self.requester.retried("GET", str(part), partial(self._attempt, part))
+        await self.requester.send(Call("GET", "GET", str(part)), lambda _: None)
 
-    async def _attempt(self, part: int, budget: RetryBudget) -> None:
-        async with self.requester.connected("GET", demanded, str(part), budget):
-            is_taken = self._s3.is_taken(part * PREFIXES // PARTS)
-            await first_byte()
-            if not is_taken:
-                raise AttemptError(SLOWDOWN)
-            await trio.sleep_until(self.link.carry(PART, PART / CONNECTION))
+    async def answer(self, part: int) -> int:
+        """Return the status of S3's answer when its last byte has come."""
+        is_taken = self._s3.is_taken(part * PREFIXES // PARTS)
+        await first_byte()
+        if not is_taken:
+            return 503
+        await trio.sleep_until(self.link.carry(PART, PART / CONNECTION))
+        return 200
 
     async def read(self, parts: Sequence[int], fetch: Callable[[int], Any]) -> None:
         """Fetch all parts, as many at a time as a warm-up does."""
@@ -228,18 +239,16 @@ class CachedNode(Node):
         else:
             self._sampling.note_miss()
 
-    async def _attempt(self, part: int, budget: RetryBudget) -> None:
+    async def answer(self, part: int) -> int:
         if self._refused is None:
-            await super()._attempt(part, budget)
-            return
+            return await super().answer(part)
         if part in self._refused and self._breaker.is_closed and await self._cache.look_up(part):
             await self._cache.carry(part, self.link)
-            return
-        try:
-            await super()._attempt(part, budget)
-        except AttemptError:
+            return 200
+        status = await super().answer(part)
+        if status == 503:
             self._refused.add(part)
-            raise
+        return status
 
     async def _get_and_fill(self, part: int) -> None:
         if self._breaker.take_probe():

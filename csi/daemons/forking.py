@@ -36,11 +36,11 @@ NAME = "fusefs.daemon"
 def prepare() -> Serve:
     """Import what daemons need; return what a daemon's process does. Blocks."""
     from fusefs.daemon.main import main
-    from fusefs.store.s3 import clients
+    from fusefs.store.s3 import access
 
     # What fails here fails again when it is needed, and is reported then.
     with contextlib.suppress(Exception):
-        clients.prepare()
+        access.prepare()
     gc.freeze()  # so that less of the shared memory is written to
     return main
 

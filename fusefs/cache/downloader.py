@@ -12,8 +12,8 @@ wanted it has been closed. What arrived until then is kept.
 When the cache has no room or its disk fails, `wait_for` raises `NotKeptError`,
 and the bytes are read without being kept (`read_unkept`).
 
-All of this belongs to the event loop; only the writing of chunks happens in
-the store's threads.
+All of this belongs to the event loop; large ranges are written by the store's engine in
+threads of its own (`FileSink`).
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from __future__ import annotations
 import errno
 import math
 import os
-import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import trio
 
-from fusefs.cache.cached_file import CacheFile, OpenFile, Rank
+from fusefs.cache.cached_file import CacheFile, Rank
 from fusefs.cache.disk_latency import DiskLatency
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.integrity.checksums import RunningSums
+from fusefs.cache.integrity.checksums import RunningSums, Sum
 from fusefs.cache.quota import Quota
 from fusefs.cache.readahead.demand import Demand
 from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import ObjectVersion, Priority, Source
-from fusefs.telemetry.stalls import WaitCause, Work
+from fusefs.store.interface import BytesSink, ObjectVersion, Priority, Source
+from fusefs.telemetry.stalls import WaitCause, Work, stage
+
+T = TypeVar("T")
 
 # What a random read brings at least: a request costs as much time as this many
 # bytes, so less would save nothing, and more would be wasted on a jumping reader.
@@ -374,13 +376,9 @@ class Downloader:
             StoreError: as for `wait_for`.
         """
         async with self.unkept.taken(stop - start):
-            data = bytearray(stop - start)
-
-            def write(offset: int, chunk: memoryview) -> None:
-                data[offset - start : offset - start + len(chunk)] = chunk
-
-            await self._source.download(version, start, stop, write, in_loop=True)
-        return data
+            sink = BytesSink(start, stop - start)
+            await self._source.download(version, start, stop, sink)
+        return sink.data
 
     def describe(self) -> list[str]:
         """A line for each download that is under way."""
@@ -439,7 +437,7 @@ class Downloader:
         file = download.file
         is_whole = download.stop - download.start == file.size
         if is_whole and self._cache.is_new(file) and not file.opening.locked():
-            # The thread that brings a small file creates it as well: one wait less.
+            # What brings a small file creates it as well: one wait less.
             file.opening.acquire_nowait()
             try:
                 return await self._keep(download)
@@ -490,26 +488,17 @@ class Downloader:
             version = file.version
             assert version is not None
             try:
-                await self._source.download(
-                    version,
-                    download.position,
-                    download.stop,
-                    sink.write,
-                    priority=download.urgency,
-                    in_loop=self.disk_latency.is_quick,
-                )
+                start, stop = download.position, download.stop
+                await self._source.download(version, start, stop, sink, priority=download.urgency)
                 return
             except (NotFoundError, StaleVersionError):
                 if file.version == version:
                     raise
                 # It was renamed meanwhile: the bucket has the rest under its new key.
-            finally:
-                # What has been written is noted before the file is unpinned.
-                sink.note()
 
 
 class FileSink:
-    """Writes the bytes of one download to its file, and notes them in the event loop."""
+    """The destination of one download: its cache file (see `fusefs.store.interface.Sink`)."""
 
     def __init__(
         self,
@@ -524,54 +513,53 @@ class FileSink:
         self._meter = meter
         self._download = download
         self._reservation = reservation
-        self._fd = download.file.fd
-        self._created: OpenFile | None = None
-        self._written_to = download.start
-        self._sums = RunningSums()
-        self._token = trio.lowlevel.current_trio_token()
-        self._loop_thread = threading.get_ident()
-        self._work = download.work
+        self._opening = trio.Lock()  # two sources may bring the first bytes
 
-    def write(self, offset: int, chunk: memoryview) -> None:
-        """Write a chunk. Blocks: a large one is for a thread.
+    async def open(self) -> int:
+        file = self._download.file
+        if file.fd < 0:
+            async with self._opening:
+                if file.fd < 0:
+                    created = await self._on_disk(lambda: self._cache.create(file))
+                    self._cache.set_open(file, created)
+        return file.fd
 
-        Raises:
-            OSError: the cache disk fails, or is full.
-        """
-        began = self._latency.begin()
-        is_in_loop = threading.get_ident() == self._loop_thread
-        if is_in_loop:
-            self._work.enter(WaitCause.CACHE_DISK)
-        else:
-            self._work.enter_in_thread(WaitCause.CACHE_DISK)
-        try:
-            if self._fd < 0:
-                self._created = self._cache.create(self._download.file)
-                self._fd = self._created.fd
+    async def write(self, offset: int, data: memoryview) -> None:
+        fd = await self.open()
+
+        def write() -> None:
             done = 0
-            while done < len(chunk):
-                done += os.pwrite(self._fd, chunk[done:], offset + done)
-        finally:
-            if is_in_loop:
-                self._work.leave(WaitCause.CACHE_DISK)
-            else:
-                self._work.leave_in_thread(WaitCause.CACHE_DISK)
-        self._latency.end(began, is_in_loop=is_in_loop)
-        self._sums.add(offset, chunk)
-        self._written_to = offset + done
-        if self._written_to < self._download.stop:  # the end is noted with the download's own
-            self._token.run_sync_soon(self.note)
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], offset + done)
 
-    def note(self) -> None:
-        """Note what has been written by now, in the event loop."""
-        download, stop = self._download, self._written_to
-        if self._created is not None:
-            self._cache.set_open(download.file, self._created)
-            self._created = None
-        if download.position < stop:
-            self._meter.arrived(stop - download.position)
-            self._cache.arrived(download.file, download.position, stop, self._sums.take())
-            self._reservation.use(stop - download.position)
+        await self._on_disk(write)
+        sums = RunningSums()
+        sums.add(offset, data)
+        self.arrived(offset + len(data), sums.take())
+
+    async def _on_disk(self, work: Callable[[], T]) -> T:
+        """Do something small with the disk: here if it is quick, else in a thread."""
+        with stage(WaitCause.CACHE_DISK):
+            is_in_loop = self._latency.is_quick
+            if is_in_loop:
+                return self._timed(work, is_in_loop=True)
+            return await trio.to_thread.run_sync(lambda: self._timed(work, is_in_loop=False))
+
+    def _timed(self, work: Callable[[], T], *, is_in_loop: bool) -> T:
+        began = self._latency.begin()
+        result = work()
+        self._latency.end(began, is_in_loop=is_in_loop)
+        return result
+
+    def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
+        download = self._download
+        size = max(0, stop - download.position)
+        if size:
+            self._meter.arrived(size)
+            self._reservation.use(size)
+        if size or sums:
+            self._cache.arrived(download.file, stop - size, stop, [Sum(*one) for one in sums])
+        if size:
             download.advance(stop)
 
 

@@ -127,6 +127,14 @@ class Domain:
         if not hmac.compare_digest(self._mac(block, number, data), bytes(tag[_CRC_SIZE:])):
             raise BadBlockError(f"{block.name}: frame {number} was stored with another key")
 
+    def stored(self, block: Block, data: bytes | bytearray) -> bytes:
+        """Make a block as it is stored of the object's bytes: the body of a PUT."""
+        view, pieces = memoryview(data), list[bytes | memoryview]()
+        for number, start, stop in block.frames(block.start, block.stop):
+            frame = view[start - block.start : stop - block.start]
+            pieces += (frame, self.tag(block, number, frame))
+        return b"".join(pieces)
+
     def _mac(self, block: Block, number: int, data: bytes | memoryview) -> bytes:
         check = self._tagging.copy()
         check.update(_place(block, number))
@@ -198,45 +206,3 @@ class FrameReader:
             self._current = next(self._frames, None)
             low, high = max(start, self._wanted[0]), min(stop, self._wanted[1])
             yield low, frame[low - start : high - start]
-
-
-class StoredBlock:
-    """A block as it is stored, made of the object's bytes: the body of a PUT.
-
-    Frames are signed as they are sent.
-    """
-
-    def __init__(self, domain: Domain, block: Block, data: bytes | bytearray) -> None:
-        self._domain = domain
-        self._block = block
-        self._data = memoryview(data)
-        self._is_released = False
-        self._pieces = self._frames()
-
-    def __len__(self) -> int:
-        return self._block.stored_size
-
-    def seek(self, _offset: int, /) -> None:
-        """Begin anew; nothing else is ever wanted."""
-        self._pieces = self._frames()
-
-    def release(self) -> None:
-        """Hold the bytes no longer; a thread that still sends them ends with an error."""
-        self._is_released = True
-        self._data = memoryview(b"")
-
-    def whole(self) -> bytes:
-        return b"".join(self._frames())
-
-    def read(self, _size: int = -1, /) -> memoryview:
-        return next(self._pieces, memoryview(b""))
-
-    def _frames(self) -> Iterator[memoryview]:
-        block = self._block
-        for number, start, stop in block.frames(block.start, block.stop):
-            data = self._data
-            if self._is_released:
-                raise ValueError("the body of a PUT that was given up")
-            frame = data[start - block.start : stop - block.start]
-            yield frame
-            yield memoryview(self._domain.tag(block, number, frame))

@@ -16,7 +16,6 @@ from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome
 from fusefs.settings.mount import MountSettings
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import Source
-from fusefs.store.s3.clients import S3Settings
 
 _LOOKUPS = tuple(
     outcome.value for outcome in LookupOutcome if outcome is not LookupOutcome.CANCELLED
@@ -48,14 +47,14 @@ class ClusterCache:
     def __init__(
         self,
         settings: MountSettings,
-        access: S3Settings,
+        remote: BlockBucket,
         key: bytes,
         source: Source,
         cache: FileCache,
         nursery: trio.Nursery,
         is_busy: Callable[[], bool],
     ) -> None:
-        """`access` is how its bucket is reached, `key` that of the domain.
+        """`remote` is its bucket, `key` that of the domain.
 
         `is_busy` says whether something is downloaded.
         """
@@ -64,18 +63,15 @@ class ClusterCache:
         self._is_signed = bool(key)
         self._nursery = nursery
         self._domain = Domain(settings.endpoint_url or "", settings.source.bucket, key)
-        self._remote = BlockBucket(access, self._place.prefix)
+        self._remote = remote
         self.tier = ClusterTier(source, self._remote, self._domain, nursery)
         self.filler = Filler(self.tier, self._remote, self._domain, cache, is_busy)
         self._clearing: ClearJob | None = None
 
     async def run(self) -> None:
         """Open the bucket and fill it, until cancelled."""
-        try:
-            await self.tier.run()
-            await self.filler.run()
-        finally:
-            self._remote.close()
+        await self.tier.run()
+        await self.filler.run()
 
     def describe(self) -> dict[str, Any]:
         """Its state, and what became of lookups and of fills, as JSON can hold it."""

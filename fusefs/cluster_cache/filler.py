@@ -14,12 +14,13 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.file_cache import FileCache
-from fusefs.cluster_cache.block import BlockId, Domain, StoredBlock, block_ids
+from fusefs.cluster_cache.block import BlockId, Domain, block_ids
 from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import AttemptError
@@ -43,6 +44,7 @@ PAUSE_S = 30.0
 LONGEST_PAUSE_S = 600.0
 # Of larger blocks two at a time are in memory, also of those that jobs store.
 SMALL = 1 << 20
+SIGNED_HERE = 128 << 10
 
 
 def rest_after(took_s: float, size: int, processors: int) -> float:
@@ -234,10 +236,14 @@ class Filler:
             data = await self._read(fill)
             if data is None:
                 return "lost"
-            body = StoredBlock(self._domain, block, data)
+            size, stored = len(data), partial(self._domain.stored, block, data)
+            del data
+            # The event loop has the time to sign a frame, not a block.
+            body = stored() if size <= SIGNED_HERE else await trio.to_thread.run_sync(stored)
+            del stored
             if not await self._store.put(block.name, body, overwrites=overwrites):
                 return "present"
-        self.counted["bytes_stored"] += len(data)
+        self.counted["bytes_stored"] += size
         return "stored"
 
     async def _read(self, fill: _Fill) -> bytearray | None:

@@ -6,33 +6,29 @@ shorter than those of S3; what is stored may take longer, for no reader waits fo
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+import mmap
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 import trio
 
-from fusefs.cluster_cache.block import StoredBlock
+from fusefs.store.engine.engine import Engine, FileSink, MemorySink, Sums
 from fusefs.store.errors import (
     AttemptError,
     ConflictError,
     CredentialsError,
     Failure,
-    StoreError,
     UnreachableError,
 )
-from fusefs.store.http.async_exchange import Late
-from fusefs.store.http.threads import Attempt
 from fusefs.store.interface import Priority, Urgency
-from fusefs.store.s3.clients import S3Settings
-from fusefs.store.s3.requester import Requester, list_work
+from fusefs.store.s3.access import S3Settings
+from fusefs.store.s3.address import Call
+from fusefs.store.s3.list import list_call
+from fusefs.store.s3.requester import Requester
 from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS
-
-if TYPE_CHECKING:
-    from fusefs.store.s3.clients import Clients
 
 GET, PUT = "CLUSTER GET", "CLUSTER PUT"
 # For a connection, and for the next bytes of an answer; S3 is requested before (policy.py).
@@ -45,20 +41,13 @@ PUT_LIMIT_S = 20.0
 COLLIDED_S = 0.5
 # At a time, of all that stores.
 PUTS = 8
-# What the event loop has the time to receive, to check and to write to the local disk.
+# A frame with its tag: a range of as many bytes is taken whole.
 SMALL = 257 << 10
-# What the event loop has the time to sign and to send: a thread costs it twice as much as that.
-SMALL_PUT = 128 << 10
 _TOO_SLOW = Failure(UnreachableError, "it takes too long")
-_NOT_UNDERSTOOD = Failure(StoreError, "it answers in a way that is not understood")
 
 
 def _prefetch() -> Priority:
     return Priority.PREFETCH
-
-
-def _range(start: int, stop: int) -> dict[str, str]:
-    return {"range": f"bytes={start}-{stop - 1}"}
 
 
 @contextmanager
@@ -72,13 +61,56 @@ def _renewing(requester: Requester) -> Iterator[None]:
         raise
 
 
+class _Stream:
+    """An answer that arrives in a file in memory, for one reader of it (a `Progress`)."""
+
+    def __init__(self, size: int) -> None:
+        self.fd = os.memfd_create("fusefs-block", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            self._view = memoryview(mmap.mmap(self.fd, size))
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._size = 0
+        self._is_over = False
+        self._changed = trio.Event()
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def has_progressed(self) -> bool:
+        return False  # it is requested once
+
+    def arrived(self, received: int, sums: Sums) -> None:
+        self._size = received
+        self._changed.set()
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self._is_over = True
+        self._changed.set()
+
+    async def read(self, take: Callable[[memoryview], Awaitable[None]]) -> None:
+        """Hand on what has come to `take`, until nothing more comes."""
+        at = 0
+        while at < self._size or not self._is_over:
+            if at == self._size:
+                self._changed = trio.Event()
+                await self._changed.wait()
+                continue
+            chunk, at = self._view[at : self._size], self._size
+            await take(chunk)
+
+
 class BlockBucket:
     """The blocks below a prefix of a bucket. Belongs to the event loop."""
 
-    def __init__(self, settings: S3Settings, prefix: str) -> None:
+    def __init__(self, settings: S3Settings, prefix: str, engine: Engine) -> None:
         self._gets = Requester(
             replace(settings, connect_timeout_s=GET_TIMEOUT_S, read_timeout_s=GET_TIMEOUT_S),
             CLUSTER_REQUESTS,
+            engine,
         )
         self._store = S3Store(
             replace(
@@ -90,6 +122,7 @@ class BlockBucket:
                 max_streams=PUTS,
             ),
             CLUSTER_REQUESTS,
+            engine,
         )
         self._puts = self._store.requester
         self._prefix = prefix
@@ -100,14 +133,8 @@ class BlockBucket:
         Raises:
             AttemptError: it can't.
         """
-        work = list_work(self._prefix, "/", "", 1)
         for requester in (self._gets, self._puts):
-            await requester.once("LIST", work)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._gets.close()
-        self._puts.close()
+            await requester.attempt(list_call(self._prefix, "/", "", 1))
 
     def hurry(self) -> None:
         """As `Store.hurry`."""
@@ -118,12 +145,12 @@ class BlockBucket:
         name: str,
         start: int,
         stop: int,
-        take: Callable[[memoryview], None],
+        take: Callable[[memoryview], Awaitable[None]],
         *,
         sent: Callable[[], None],
         priority: Urgency,
     ) -> None:
-        """Hand the bytes [start, stop) of a stored block on to `take`, as they come, in a thread.
+        """Hand the bytes [start, stop) of a stored block on to `take`, a large range as it comes.
 
         `sent` is called once there is a connection for the request.
 
@@ -131,107 +158,72 @@ class BlockBucket:
             AttemptError: there is no such block, or no answer, or the answer broke off.
             Exception: whatever `take` raises.
         """
-        key = self._prefix + name
+        key, size = self._prefix + name, stop - start
+        headers = {"range": f"bytes={start}-{stop - 1}"}
         with _renewing(self._gets):
-            async with self._gets.connected(GET, priority, key) as clients:
-                sent()
-                attempt = Attempt()
+            if size <= SMALL:
+                call = Call(GET, "GET", key, headers=headers, sink=MemorySink(size))
+                answer = await self._gets.attempt(call, priority, begun=sent)
+                await take(memoryview(answer.body))
+                return
+            stream = _Stream(size)
+            try:
+                sink = FileSink(stream.fd, 0, start, size)
+                call = Call(GET, "GET", key, headers=headers, sink=sink)
+                await self._stream(call, stream, take, sent, priority)
+            finally:
+                stream.close()
 
-                def take_locally(chunk: memoryview) -> None:
-                    attempt.locally(partial(take, chunk))
+    async def _stream(
+        self,
+        call: Call,
+        stream: _Stream,
+        take: Callable[[memoryview], Awaitable[None]],
+        sent: Callable[[], None],
+        priority: Urgency,
+    ) -> None:
+        failure: Exception | None = None
 
-                def work() -> None:
-                    download = clients.direct.download
-                    headers = _range(start, stop)
-                    if not download(key, headers, stop - start, lambda _: None, take_locally):
-                        raise AttemptError(_NOT_UNDERSTOOD)
+        async def read() -> None:
+            nonlocal failure
+            try:
+                await stream.read(take)
+            except Exception as error:  # raised below, as the nursery would wrap it
+                failure = error
+                requesting.cancel()
 
-                await self._gets.in_thread(GET, attempt, work)
+        async with trio.open_nursery() as nursery:
+            with trio.CancelScope() as requesting:
+                nursery.start_soon(read)
+                try:
+                    await self._gets.attempt(call, priority, progress=stream, begun=sent)
+                except (AttemptError, OSError) as error:
+                    failure = failure or error
+            stream.end()
+        if failure is not None:
+            raise failure
 
-    async def get_now(
-        self, name: str, start: int, stop: int, *, late: Late, priority: Urgency
-    ) -> memoryview | None:
-        """Read a small range of a stored block in the event loop.
-
-        None if it is not small, or no connection is free for it. An answer that is not there
-        in time is handed to `late`.
-
-        Raises:
-            AttemptError: there is no such block, or no answer, or the answer broke off.
-            Exception: whatever `late` raises.
-        """
-        requester, key, size = self._gets, self._prefix + name, stop - start
-        clients = requester.source.clients
-        has_room = requester.connections.has_room_now(priority)
-        if size > SMALL or not has_room or clients is None:
-            return None
-        send = partial(
-            clients.direct.send_now, "GET", key, headers=_range(start, stop), size=size, late=late
-        )
-        with _renewing(requester):
-            async with requester.connections.lease(priority, key):
-                answer, failure = await requester.attempt_now(GET, key, send)
-            if failure is not None:
-                raise AttemptError(failure)
-        return None if answer is None else memoryview(answer.content)[:size]
-
-    async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool:
+    async def put(self, name: str, body: bytes, *, overwrites: bool) -> bool:
         """Store a block; False if there is one already. Only with `overwrites` it is replaced.
 
-        Where that takes too long, or is cancelled, the body is released: a thread may still be
-        sending it, to a server that takes it slowly, and another one may wait for its turn.
-
         Raises:
-            AttemptError: it was not stored.
+            AttemptError: it was not stored, or that took too long.
         """
-        key = self._prefix + name
+        # Without a checksum of the whole: each frame has its own.
         headers = {} if overwrites else {"if-none-match": "*"}
-
-        def work(clients: Clients) -> bool:
-            try:
-                # Without a checksum of the whole: each frame has its own.
-                answer = clients.direct.send("PUT", key, headers=headers, body=body)
-            except AttemptError as error:
-                if not overwrites and error.failure.status == 412:
-                    return False
-                raise
-            if answer is None:
-                raise AttemptError(_NOT_UNDERSTOOD)
-            return True
-
+        call = Call(PUT, "PUT", self._prefix + name, headers=headers, body=body)
         with trio.move_on_after(PUT_LIMIT_S), _renewing(self._puts):
-            try:
-                while True:
-                    try:
-                        is_stored = None
-                        if len(body) <= SMALL_PUT:
-                            is_stored = await self._put_now(key, headers, body)
-                        if is_stored is None:
-                            is_stored = await self._puts.once(PUT, work, _prefetch, key=key)
-                        return is_stored
-                    except AttemptError as error:
-                        if error.failure.kind is not ConflictError:
-                            raise
-                    await trio.sleep(COLLIDED_S)
-            except trio.Cancelled:
-                body.release()
-                raise
+            while True:
+                try:
+                    await self._puts.attempt(call, _prefetch)
+                    return True
+                except AttemptError as error:
+                    if headers and error.failure.status == 412:
+                        return False
+                    if error.failure.kind is not ConflictError:
+                        raise
+                await trio.sleep(COLLIDED_S)
         raise AttemptError(_TOO_SLOW)
-
-    async def _put_now(self, key: str, headers: dict[str, str], body: StoredBlock) -> bool | None:
-        """As `put`, in the event loop, without a thread; None if that can't be done now."""
-        requester = self._puts
-        clients = requester.source.clients
-        if clients is None:
-            return None
-        send = partial(clients.direct.send_now, "PUT", key, headers=headers, body=body.whole())
-        async with requester.connections.lease(_prefetch, key):
-            answer, failure = await requester.attempt_now(PUT, key, send)
-        if failure is not None:
-            if headers and failure.status == 412:
-                return False
-            raise AttemptError(failure)
-        return None if answer is None else True
 
     async def names(self, prefix: str) -> AsyncIterator[list[tuple[str, int]]]:
         """The names and sizes of the stored blocks below a prefix, page by page.

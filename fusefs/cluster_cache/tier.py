@@ -11,15 +11,16 @@ from __future__ import annotations
 import enum
 import logging
 import math
-import threading
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import trio
 
 from fusefs.cluster_cache.block import (
     FRAME,
+    TAG,
     BadBlockError,
     Block,
     BlockId,
@@ -39,10 +40,7 @@ from fusefs.cluster_cache.policy import (
 )
 from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.store.errors import AttemptError, NotFoundError
-from fusefs.store.http.answers import Answer
-from fusefs.store.http.async_exchange import Late
-from fusefs.store.http.threads import AbandonedError
-from fusefs.store.interface import ChunkWriter, ObjectVersion, Priority, Source, Urgency, demanded
+from fusefs.store.interface import ObjectVersion, Priority, Sink, Source, Urgency, demanded
 
 logger = logging.getLogger("fusefs.cluster_cache")
 
@@ -94,12 +92,10 @@ class _LostError(Exception):
 
 
 class _Race:
-    """Who writes a range: the first that has bytes of it. For any thread but `entered`."""
+    """Decides which of two writes a range: the first that has bytes of it."""
 
     def __init__(self) -> None:
         self.winner = ""
-        self._lock = threading.Lock()
-        self._token = trio.lowlevel.current_trio_token()
         self._scopes: dict[str, trio.CancelScope] = {}
 
     @contextmanager
@@ -115,32 +111,54 @@ class _Race:
         """End the part of one of the two."""
         self._scopes[name].cancel()
 
-    def claim(self, name: str) -> None:
-        """Write from now on.
+    def has(self, name: str) -> bool:
+        """Have one of the two write from now on; False if the other one writes."""
+        if not self.winner:
+            self.winner = name
+            for other, scope in self._scopes.items():
+                if other != name:
+                    scope.cancel()
+        return self.winner == name
 
-        Raises:
-            _LostError: the other one writes.
-        """
-        with self._lock:
-            if not self.winner:
-                self.winner = name
-                if self._scopes:  # no other takes part in what is not late
-                    self._token.run_sync_soon(self._decide)
-            if self.winner != name:
-                raise _LostError
 
-    def _decide(self) -> None:
-        for name, scope in self._scopes.items():
-            if name != self.winner:
-                scope.cancel()
+class _SinkOfS3:
+    """The sink of what is read from S3 while the cluster cache has not answered."""
+
+    def __init__(self, race: _Race, sink: Sink) -> None:
+        self._race = race
+        self._sink = sink
+
+    async def open(self) -> int | None:
+        # The cluster cache may write there at the same time: both have the same bytes.
+        return await self._sink.open()
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        if not self._race.has("s3"):
+            raise _LostError
+        await self._sink.write(offset, data)
+
+    def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
+        if self._race.has("s3"):
+            self._sink.arrived(stop, sums)
+
+
+class _Nowhere:
+    """The sink of a lookup for which no reader waits."""
+
+    async def open(self) -> int | None:
+        return None
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        pass
+
+    def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
+        pass
 
 
 class _Lookup:
     """One GET of what a download wants of one block, and how it ends."""
 
-    def __init__(
-        self, domain: Domain, block: Block, start: int, stop: int, write: ChunkWriter
-    ) -> None:
+    def __init__(self, domain: Domain, block: Block, start: int, stop: int, sink: Sink) -> None:
         self.block = block
         self.position = start
         self.race = _Race()
@@ -160,9 +178,8 @@ class _Lookup:
         self._start = start
         self._is_given_up = False
         self._is_writing = False
-        self._write = write
+        self._sink = sink
         self._frames = FrameReader(domain, block, start, stop)
-        self._token = trio.lowlevel.current_trio_token()
         self._began = trio.current_time()
 
     async def run(self, blocks: BlockBucket, priority: Urgency) -> None:
@@ -188,25 +205,6 @@ class _Lookup:
         finally:
             self._end()
 
-    async def run_now(self, blocks: BlockBucket, priority: Urgency, late: Late) -> bool:
-        """As `run`, in the event loop, for a small range; False if that can't be done now."""
-        first, last = self.block.stored_range(self._start, self._stop)
-        try:
-            content = await blocks.get_now(
-                self.block.name, first, last, late=late, priority=priority
-            )
-            if content is None:
-                return False
-            self._take(content)
-            if not self._frames.is_complete:
-                raise BadBlockError(f"{self.block.name} is too short")
-            self.outcome = LookupOutcome.HIT
-        except Exception as error:
-            self._judge(error)
-        self.is_sent = True
-        self._end()
-        return True
-
     def _note_lost(self) -> None:
         self.outcome = LookupOutcome.LATE
         if self._is_given_up:
@@ -214,7 +212,7 @@ class _Lookup:
 
     def _judge(self, error: Exception) -> None:
         """What an error says of how it ended."""
-        if isinstance(error, _LostError | AbandonedError):
+        if isinstance(error, _LostError):
             self._note_lost()
         elif isinstance(error, BadBlockError):
             self.outcome, self.why = LookupOutcome.BAD, str(error)
@@ -236,22 +234,39 @@ class _Lookup:
         self.is_sent = True
         self._is_on_its_way.set()
 
-    def _take(self, chunk: memoryview) -> None:
-        """Check and write what came; in the event loop or in a thread."""
-        for offset, data in self._frames.feed(chunk):
+    async def _take(self, chunk: memoryview) -> None:
+        """Check and write what came."""
+        is_small = len(chunk) <= FRAME + TAG
+        check = partial(self._check, chunk)
+        found, bad = check() if is_small else await trio.to_thread.run_sync(check)
+        for offset, data in found:
             if not self.begun.is_set():
-                self.race.claim("cluster")
-                if self.is_sent:  # what waits for its beginning is another task
-                    self._token.run_sync_soon(self._begin)
+                if not self.race.has("cluster"):
+                    raise _LostError
+                self._begin()
             self._is_writing = True
             try:
-                self._write(offset, data)
+                await self._sink.write(offset, data)
             except Exception as error:
                 self.error = error  # of the local disk, which is the caller's to handle
                 raise
             finally:
                 self._is_writing = False
             self.position = offset + len(data)
+        if bad is not None:
+            raise bad
+
+    def _check(
+        self, chunk: memoryview
+    ) -> tuple[list[tuple[int, memoryview]], BadBlockError | None]:
+        """Return the frames that the chunk completes, up to a bad one. May take a millisecond."""
+        found = []
+        try:
+            for frame in self._frames.feed(chunk):
+                found.append(frame)
+        except BadBlockError as error:
+            return found, error
+        return found, None
 
     def _begin(self) -> None:
         if not self.begun.is_set():
@@ -310,20 +325,15 @@ def _classify(error: AttemptError) -> LookupOutcome:
 
 
 async def _read_from_s3(
-    lookup: _Lookup, from_source: Callable[[int, ChunkWriter], Awaitable[None]], write: ChunkWriter
+    lookup: _Lookup, from_source: Callable[[int, Sink], Awaitable[None]], sink: Sink
 ) -> Exception | None:
     """Read what a lookup has not written; ends early if it has won. The error, if S3 failed.
 
     If S3 fails before the lookup has anything, the lookup is given up.
     """
-
-    def write_first(offset: int, chunk: memoryview) -> None:
-        lookup.race.claim("s3")
-        write(offset, chunk)
-
     try:
         with lookup.race.entered("s3"):
-            await from_source(lookup.position, write_first)
+            await from_source(lookup.position, _SinkOfS3(lookup.race, sink))
     except _LostError:
         pass
     except Exception as error:
@@ -392,17 +402,14 @@ class ClusterTier:
         version: ObjectVersion,
         start: int,
         stop: int,
-        write: ChunkWriter,
+        sink: Sink,
         *,
         priority: Urgency = demanded,
-        in_loop: bool = False,
     ) -> None:
         """As `Store.download`."""
 
-        async def from_source(at: int, write: ChunkWriter) -> None:
-            await self._source.download(
-                version, at, stop, write, priority=priority, in_loop=in_loop
-            )
+        async def from_source(at: int, sink: Sink) -> None:
+            await self._source.download(version, at, stop, sink, priority=priority)
 
         position, last, is_from_source = start, None, False
         try:
@@ -411,9 +418,8 @@ class ClusterTier:
                     break
                 block = self._domain.block(version, position)
                 end = min(block.stop, stop)
-                lookup = last = _Lookup(self._domain, block, position, end, write)
-                if not (in_loop and await self._lookup_now(lookup, priority, from_source, write)):
-                    await self._race(lookup, priority, from_source, write)
+                lookup = last = _Lookup(self._domain, block, position, end, sink)
+                await self._race(lookup, priority, from_source, sink)
                 if lookup.race.winner == "s3":
                     return
                 position = lookup.position
@@ -421,7 +427,7 @@ class ClusterTier:
                     break
             if position < stop:
                 is_from_source = True
-                await from_source(position, write)
+                await from_source(position, sink)
         finally:
             # Also of a download that was cancelled: what had arrived of it is kept.
             if is_from_source or (last is not None and last.race.winner == "s3"):
@@ -431,8 +437,8 @@ class ClusterTier:
         self,
         lookup: _Lookup,
         priority: Urgency,
-        from_source: Callable[[int, ChunkWriter], Awaitable[None]],
-        write: ChunkWriter,
+        from_source: Callable[[int, Sink], Awaitable[None]],
+        sink: Sink,
     ) -> None:
         """Look for a block, and if that is late read from S3 as well.
 
@@ -447,53 +453,10 @@ class ClusterTier:
             nursery.start_soon(lookup.run, self._blocks, priority)
             lookup.waited_s = self.deadline.wait_s
             if not await lookup.begins_within(lookup.waited_s):
-                error = await _read_from_s3(lookup, from_source, write)
+                error = await _read_from_s3(lookup, from_source, sink)
             if lookup.race.winner == "cluster":
                 await lookup.ends_in_time()
         self._settle(lookup, error)
-
-    async def _lookup_now(
-        self,
-        lookup: _Lookup,
-        priority: Urgency,
-        from_source: Callable[[int, ChunkWriter], Awaitable[None]],
-        write: ChunkWriter,
-    ) -> bool:
-        """As `_race`, in this task alone while nothing is late; False if that can't be done now.
-
-        A task, its events and its scopes are two thirds of what a small block costs.
-        """
-        error: Exception | None = None
-
-        async def race(receive: Callable[[], Awaitable[Answer]]) -> Answer:
-            nonlocal error
-            answer: Answer | None = None
-            broken: Exception | None = None
-
-            async def read_from_s3() -> None:
-                nonlocal error
-                error = await _read_from_s3(lookup, from_source, write)
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(read_from_s3)
-                with lookup.race.entered("cluster"):
-                    try:
-                        answer = await receive()
-                        if answer.status < 300:  # S3 goes on beside a refusal
-                            lookup.race.claim("cluster")
-                    except Exception as failure:  # raised below; S3 goes on
-                        answer, broken = None, failure
-            if broken is not None:
-                raise broken
-            if answer is None:
-                raise AbandonedError
-            return answer
-
-        lookup.waited_s = self.deadline.wait_s
-        if not await lookup.run_now(self._blocks, priority, Late(lookup.waited_s, race)):
-            return False
-        self._settle(lookup, error)
-        return True
 
     def _settle(self, lookup: _Lookup, error: Exception | None) -> None:
         """Note how a lookup has ended, beside which S3 was read, perhaps with an error.
@@ -534,7 +497,7 @@ class ClusterTier:
     async def _try(self, block: Block) -> _Lookup:
         """Look up the beginning of a block, which is written nowhere."""
         stop = min(block.start + FRAME, block.stop)
-        lookup = _Lookup(self._domain, block, block.start, stop, lambda _offset, _chunk: None)
+        lookup = _Lookup(self._domain, block, block.start, stop, _Nowhere())
         with trio.move_on_after(PROBE_S):
             await lookup.run(self._blocks, lambda: Priority.PREFETCH)
         if lookup.outcome is LookupOutcome.CANCELLED:

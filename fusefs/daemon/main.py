@@ -221,11 +221,16 @@ class Daemon:
     def _make_cluster_cache(self, nursery: trio.Nursery) -> ClusterCache:
         # Most mounts have none: it need not be imported.
         from fusefs.cluster_cache.cluster_cache import ClusterCache
+        from fusefs.cluster_cache.remote import BlockBucket
 
-        access, key = setup.cluster_cache_settings(self.settings)
+        place, (access, key) = (
+            self.settings.cluster_cache,
+            setup.cluster_cache_settings(self.settings),
+        )
+        assert place is not None
         return ClusterCache(
             self.settings,
-            access,
+            BlockBucket(access, place.prefix, self.store.requester.engine),
             key,
             self.store,
             self.cache,

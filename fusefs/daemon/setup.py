@@ -20,7 +20,7 @@ from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import FREE_INODES, Conflict
 from fusefs.store import customer_key
-from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.write_options import WriteOptions
 
 logger = logging.getLogger("fusefs.daemon")

@@ -30,9 +30,9 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
-from fusefs.store.interface import ObjectInfo, ObjectVersion
+from fusefs.store.interface import BytesSink, ObjectInfo, ObjectVersion
 from fusefs.store.probing import probe
-from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.store import S3Store
 
 RETRY_TIME_S = 3.0
@@ -235,7 +235,8 @@ async def _read(
     stop: int,
     count: Callable[[int], None] = lambda _size: None,
 ) -> None:
-    await store.download(version, start, stop, lambda _offset, chunk: count(len(chunk)))
+    await store.download(version, start, stop, BytesSink(start, stop - start))
+    count(stop - start)
 
 
 # --- permissions --------------------------------------------------------------

@@ -13,7 +13,7 @@ import trio
 from fusefs.diagnosis.findings import Finding, advice, ok, problem
 from fusefs.settings.display import human_duration
 from fusefs.store.errors import NO_CREDENTIALS, SILENT_SOURCE, AttemptError
-from fusefs.store.s3.clients import Clients, ClientSource, S3Settings
+from fusefs.store.s3.access import Access, AccessSource, S3Settings
 
 # Long-lived keys are to be renewed this often at least (CIS AWS Foundations Benchmark, 1.14).
 OLD_S = 90 * 86_400.0
@@ -24,18 +24,18 @@ _FILES = {
 }
 
 
-def check(settings: S3Settings) -> tuple[Finding, Clients | None]:
-    """The finding about the credentials, and clients that use them; None without any. Blocks."""
+def check(settings: S3Settings) -> tuple[Finding, Access | None]:
+    """The finding about the credentials, and access with them; None without any. Blocks."""
     try:
-        clients = trio.run(ClientSource(settings).connect)
+        access = trio.run(AccessSource(settings).connect)
     except AttemptError as error:
         text, what_to_do = str(error), "correct that: it is what every request to S3 begins with"
         if error.failure in (NO_CREDENTIALS, SILENT_SOURCE):  # they have both
             text, _, what_to_do = text.partition(": ")
         return problem("credentials", text, what_to_do), None
-    if clients.credentials is None:
-        return ok("credentials", "requests are not signed (--anonymous)"), clients
-    return _describe(clients.credentials), clients
+    if access.credentials is None:
+        return ok("credentials", "requests are not signed (--anonymous)"), access
+    return _describe(access.credentials), access
 
 
 def _describe(credentials: Any) -> Finding:

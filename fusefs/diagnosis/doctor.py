@@ -67,14 +67,12 @@ def _check_bucket(settings: MountSettings, *, tries_permissions: bool) -> Iterat
     for found in network.check(s3):
         yield found
         is_reachable = is_reachable and not (
-            found.level is Level.PROBLEM and found.check.endswith(network.LAST_PATH)
+            found.level is Level.PROBLEM and found.check in (network.CONNECTION, network.TLS)
         )
-    finding, clients = credentials.check(s3)
+    finding, access = credentials.check(s3)
     yield finding
-    if clients is None:
+    if access is None:
         return
-    clients.direct.close()
-    clients.s3.close()
     if not is_reachable:
         yield skipped("list", "S3 can't be reached")
         return

@@ -1,9 +1,6 @@
-"""The way to S3: names, connections and TLS, by each of the paths that a daemon uses.
+"""The way to S3: names, the connection and TLS, with the engine that a daemon uses.
 
-A daemon has three: connections of its own (frequent and small requests), boto3's
-(what is rare), and obstore's (long reads over TLS, with another TLS library).
-A proxy or a certificate may stop one of them and not the others. All functions
-block, and need no credentials.
+All functions block, and need no credentials.
 """
 
 from __future__ import annotations
@@ -12,18 +9,22 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
-from typing import Any
 from urllib.parse import urlsplit
 
-from fusefs.diagnosis.findings import Finding, Level, advice, ok, problem, skipped
+import trio
+
+from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.settings.display import human_duration
+from fusefs.store import unreachable
+from fusefs.store.engine.engine import Completion, Engine
 from fusefs.store.errors import AttemptError, StoreError, translate
 from fusefs.store.http.proxies import PORTS
-from fusefs.store.s3.clients import Clients, S3Settings
+from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.address import Call
 from fusefs.store.s3.plain import DEFAULT_REGION
 
 CONNECT_TIMEOUT_S = 5.0
@@ -34,56 +35,41 @@ REFUSED_SKEW_S = 900.0
 # The header Date has whole seconds, and the answer took some time.
 NOTICED_SKEW_S = 30.0
 EXPIRES_SOON_S = 14 * 86_400.0
-# The path that is taken where the others can't be; without it there is no use in more requests.
-LAST_PATH = "boto3"
-# No object has this name: a HEAD of it takes the whole way, and changes nothing.
-NO_KEY = ".fusefs-doctor"
-
-
-@dataclass(slots=True)
-class _Clock:
-    """How far the clock of S3 is ahead, in seconds; None as long as nothing answered."""
-
-    skew_s: float | None = None
+# The checks without which there is no use in more requests.
+CONNECTION, TLS = "connection", "TLS"
 
 
 def check(settings: S3Settings) -> Iterator[Finding]:
     """All checks of the way to the bucket of these settings."""
     try:
-        clients = _unsigned_clients(settings)
-        url = clients.url
-        proxy = clients.network.proxies.choose(url)
+        access = _unsigned_access(settings)
     except (StoreError, AttemptError) as error:
         yield problem("network", str(error), "correct what the sentence names")
         return
-    yield _name(url, proxy)
-    is_tls = url.startswith("https:")
-    label = "TLS" if is_tls else "connection"
-    clock = _Clock()
-    yield _own(clients, url, f"{label} own")
-    yield _path(f"{label} {LAST_PATH}", lambda: _boto3(clients, clock))
-    if is_tls and clients.uses_obstore:
-        yield _without_obstore(_path(f"{label} obstore", lambda: _obstore(clients)))
-    elif is_tls and clients.is_confined:
-        yield advice(
-            f"{label} obstore",
-            "can't be used with these certificates; large reads go over Python's connections",
-            "see the warning in the mount's log",
-        )
-    elif not is_tls:
-        yield skipped("TLS", f"{url} is without TLS: anybody on the way can read along")
-    yield _clock(clock.skew_s)
+    yield _name(access.url, access.address.route.proxy)
+    is_tls = access.url.startswith("https:")
+    check, began = TLS if is_tls else CONNECTION, time.time()
+    try:
+        completion = trio.run(_ask, access)
+    except ValueError as error:  # of a host that no URL can have
+        yield _unreachable(check, str(error))
+        yield _clock(None, began)
+        return
+    middle = (began + time.time()) / 2
+    yield _connection(access, completion, check)
+    if not is_tls:
+        yield skipped(TLS, f"{access.url} is without TLS: anybody on the way can read along")
+    yield _clock(completion.headers.get("date"), middle)
 
 
-def _unsigned_clients(settings: S3Settings) -> Clients:
-    """Clients that sign nothing: the way is to be tried also where there are no credentials."""
+def _unsigned_access(settings: S3Settings) -> Access:
+    """Access that signs nothing: the way is to be tried also where there are no credentials."""
     region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     try:
-        return Clients(
+        return Access(
             replace(
                 settings,
                 anonymous=True,
-                # With a region, the bucket is not sent a request for it.
                 region=region or DEFAULT_REGION,
                 connect_timeout_s=CONNECT_TIMEOUT_S,
                 read_timeout_s=CONNECT_TIMEOUT_S,
@@ -93,6 +79,13 @@ def _unsigned_clients(settings: S3Settings) -> Clients:
         raise
     except Exception as error:  # botocore has an exception for each mistake in its files
         raise StoreError(translate(error).sentence) from error
+
+
+async def _ask(access: Access) -> Completion:
+    """Send a LIST, which any server answers, if only with a refusal."""
+    call = Call("LIST", "GET", query={"list-type": 2, "max-keys": 1})
+    async with Engine(1) as engine:
+        return await engine.send(access.address.request(call, None))
 
 
 def _name(url: str, proxy: str | None) -> Finding:
@@ -127,71 +120,47 @@ def _name(url: str, proxy: str | None) -> Finding:
     return ok("DNS", text, **figures)
 
 
-def _own(clients: Clients, url: str, check: str) -> Finding:
-    parts = urlsplit(url)
-    pool = clients.network.pool(f"{parts.scheme}://{parts.netloc}")
-    if pool is None:
-        return skipped(check, "a proxy that is reached over TLS: boto3 sends these requests")
-    try:
-        began = time.monotonic()
-        with pool.connection() as borrowed:
-            took_s = time.monotonic() - began
-            sock = borrowed.sock
-            details, valid_s = _certificate(sock)
-    except AttemptError as error:
-        return _unreachable(check, str(error))
-    except (OSError, UnicodeError) as error:  # the latter of a host with an empty or long part
-        return _unreachable(check, getattr(error, "strerror", None) or str(error))
-    finally:
-        pool.close()
-    text = f"connected in {1e3 * took_s:.0f} ms{details}"
+def _connection(access: Access, completion: Completion, check: str) -> Finding:
+    """Judge the connection by the answer that came over it. A refusal will do."""
+    if completion.error is not None and not completion.status:
+        cause = unreachable.of_engine(completion, access.url, access.address.route.proxy)
+        return _unreachable(check, cause.sentence)
+    if completion.status == 407:
+        return _unreachable(check, unreachable.PROXY_PASSWORD)
+    details, valid_s = _certificate(access)
+    text = (
+        f"connected in {1e3 * completion.connected_s:.0f} ms, answered in"
+        f" {1e3 * completion.last_byte_s:.0f} ms{details}"
+    )
+    figures = {"seconds": completion.connected_s, "certificate_valid_seconds": valid_s}
     if valid_s is not None and valid_s < EXPIRES_SOON_S:
-        return advice(
-            check,
-            text,
-            "have the server's certificate renewed before it expires",
-            seconds=took_s,
-            certificate_valid_seconds=valid_s,
-        )
-    return ok(check, text, seconds=took_s, certificate_valid_seconds=valid_s)
+        renew = "have the server's certificate renewed before it expires"
+        return advice(check, text, renew, **figures)
+    return ok(check, text, **figures)
 
 
-def _certificate(sock: socket.socket) -> tuple[str, float | None]:
-    """The version of TLS and until when the certificate is valid, as text and in seconds."""
-    if not isinstance(sock, ssl.SSLSocket):
+def _certificate(access: Access) -> tuple[str, float | None]:
+    """The version of TLS and until when the certificate is valid, as text and in seconds.
+
+    Nothing where a proxy is in between, or there is no TLS.
+    """
+    route, address = access.address.route, urlsplit(access.url)
+    if address.scheme != "https" or route.proxy is not None:
         return "", None
-    found = sock.getpeercert() or {}
-    version = sock.version() or "TLS"
+    context = ssl.create_default_context(cafile=route.ca_file)
+    place, host = (address.hostname or "", address.port or PORTS["https"]), address.hostname
+    try:
+        with (
+            socket.create_connection(place, CONNECT_TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as sock,
+        ):
+            found, version = sock.getpeercert() or {}, sock.version() or "TLS"
+    except OSError:
+        return "", None
     if "notAfter" not in found:
         return f", {version}", None
     valid_s = ssl.cert_time_to_seconds(str(found["notAfter"])) - time.time()
     return f", {version}, certificate valid for {human_duration(valid_s)}", valid_s
-
-
-def _path(check: str, send: Callable[[], None]) -> Finding:
-    """Send a request by one path. Any answer of a server counts, a refusal as well."""
-    began = time.monotonic()
-    try:
-        send()
-    except Exception as error:  # anything may come from the libraries
-        failure = translate(error)
-        if not failure.status:
-            return _unreachable(check, failure.sentence)
-        if failure.status == 407:
-            return _unreachable(check, failure.sentence)
-    took_s = time.monotonic() - began
-    return ok(check, f"answered in {1e3 * took_s:.0f} ms", seconds=took_s)
-
-
-def _without_obstore(found: Finding) -> Finding:
-    """What it means where obstore alone can't connect: a mount does without it."""
-    if found.level is Level.OK:
-        return found
-    return advice(
-        found.check,
-        f"{found.text}; large reads go over Python's connections",
-        "they cost more processor time there: have the server's certificate issued by an authority",
-    )
 
 
 def _unreachable(check: str, why: str) -> Finding:
@@ -203,34 +172,11 @@ def _unreachable(check: str, why: str) -> Finding:
     )
 
 
-def _boto3(clients: Clients, clock: _Clock) -> None:
-    from botocore.exceptions import ClientError
-
-    began = time.time()
-    answer: Any
-    try:
-        answer = clients.s3.list_objects_v2(**clients.request, MaxKeys=1)
-    except ClientError as error:
-        answer = error.response
-    finally:
-        middle = (began + time.time()) / 2
-    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    if date:
-        with suppress(ValueError, TypeError):  # a server may write nonsense
-            clock.skew_s = parsedate_to_datetime(date).timestamp() + 0.5 - middle
-
-
-def _obstore(clients: Clients) -> None:
-    import obstore
-
-    assert clients.objects is not None
-    try:
-        obstore.head(clients.objects, NO_KEY)
-    except FileNotFoundError:
-        return
-
-
-def _clock(skew_s: float | None) -> Finding:
+def _clock(date: str | None, middle: float) -> Finding:
+    """Compare S3's clock with this machine's, which was at `middle` when it answered."""
+    skew_s: float | None = None
+    with suppress(ValueError, TypeError):  # a server may write nonsense
+        skew_s = parsedate_to_datetime(date or "").timestamp() + 0.5 - middle
     if skew_s is None:
         return skipped("clock", "S3 did not tell its time")
     text = f"S3's clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"

@@ -1,7 +1,7 @@
 """How one mount's daemon divides the memory that it may take (`--memory-limit`).
 
 What the process takes before it does anything (the interpreter, boto3,
-obstore, the buffers of the session) comes first. The rest is divided among
+the buffers of the session) comes first. The rest is divided among
 what grows with use: requests on their way, bytes that are read past the cache,
 listings, cached files that were used lately, and names that the kernel remembers. Each
 has a limit of its own. They are seldom reached together; then, and for what the interpreter

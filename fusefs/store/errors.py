@@ -1,6 +1,6 @@
 """What can go wrong with the bucket, as an errno and a sentence.
 
-`translate` is the one place that reads the exceptions of boto3 and obstore.
+`from_body` reads the answers of S3, `translate` the exceptions of boto3, which finds credentials.
 Only an answer with status 404 is ever taken for a missing object: to a
 training job, a time-out that looks like a missing file is a lost sample.
 """
@@ -29,9 +29,14 @@ class ErrorCode(enum.StrEnum):
 
 
 class StoreError(Exception):
-    """A request failed; `errno` says how a system call answers."""
+    """A request failed; `errno` says how a system call answers.
+
+    `may_be_done`: an earlier attempt of the request failed in a way that leaves open whether
+    S3 has carried it out.
+    """
 
     errno = errno.EIO
+    may_be_done = False
     code: ClassVar[ErrorCode] = ErrorCode.UNAVAILABLE
 
 
@@ -107,7 +112,8 @@ class Failure:
 
     `status` is 0 where there was no answer; `code` and `request_id` are S3's.
     `has_expired` says that other credentials may help, `longest_s` for how many
-    seconds it is worth trying again, whatever the retry time is.
+    seconds it is worth trying again, whatever the retry time is, and `region` where the
+    bucket is if the request went to another region.
     """
 
     kind: type[StoreError]
@@ -118,6 +124,7 @@ class Failure:
     is_retryable: bool = False
     has_expired: bool = False
     longest_s: float = math.inf
+    region: str = ""
 
     @property
     def in_full(self) -> str:
@@ -262,10 +269,10 @@ SILENT_SOURCE = Failure(
 
 
 def translate(error: Exception) -> Failure:
-    """What an exception of a request means, be it boto3's, obstore's or an unforeseen one."""
+    """Map an exception to a failure, be it boto3's or an unforeseen one."""
     if isinstance(error, StoreError):  # of the settings, which no library has seen
         return Failure(type(error), str(error))
-    known = _from_botocore(error) or _from_obstore(error)
+    known = _from_botocore(error)
     if known is not None:
         return known
     if isinstance(error, OSError) and error.filename is not None:
@@ -296,7 +303,7 @@ def _from_botocore(error: Exception) -> Failure | None:
         error,
         exceptions.HTTPClientError | exceptions.ConnectionError | exceptions.IncompleteReadError,
     ):
-        return _unreachable(unreachable.of_botocore(error))
+        return unreachable_failure(unreachable.of_botocore(error))
     if isinstance(
         error,
         exceptions.SSOError
@@ -324,17 +331,16 @@ def _from_answer(response: Mapping[str, Any]) -> Failure:
     return from_status(int(answer.get("HTTPStatusCode", 0)), code, request_id)
 
 
-def _unreachable(cause: unreachable.UnreachableCause) -> Failure:
-    return Failure(UnreachableError, cause.sentence, is_retryable=cause.may_pass)
-
-
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(": ")
 
 
-_STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _REQUEST_ID = re.compile(r"<RequestId>([^<]*)</RequestId>")
+_REGION = re.compile(r"<Region>([a-z0-9-]+)</Region>")
+# Answers to a request that was signed for another region than the bucket's, or sent there.
+_ELSEWHERE = frozenset((301, 302, 307, 400))
+_REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
 
 
 def from_body(status: int, text: str, request_id: str = "") -> Failure:
@@ -345,23 +351,19 @@ def from_body(status: int, text: str, request_id: str = "") -> Failure:
     return from_status(status, code, document_id or request_id)
 
 
-def _from_obstore(error: Exception) -> Failure | None:
-    from obstore.exceptions import BaseError
+def region_of(status: int, headers: Mapping[str, str], text: str) -> str:
+    """The bucket's region, where an answer that is no success names one; "" if it does not.
 
-    # obstore's NotFoundError is Python's FileNotFoundError.
-    if not isinstance(error, BaseError | FileNotFoundError):
-        return None
-    text = str(error)
-    status = _STATUS.search(text)
-    if status:
-        return from_body(int(status[1]), text)
-    if isinstance(error, FileNotFoundError):  # a file of the configuration
-        return None
-    if "body error" in text:
-        return Failure(UnreachableError, "the answer broke off", is_retryable=True)
-    if "error sending request" in text:
-        return _unreachable(unreachable.of_obstore(text))
-    if "builder error" in text:  # nothing was sent
-        return Failure(StoreError, unreachable.of_builder(text))
-    first_line = text.partition("\n")[0]
-    return Failure(UnreachableError, f"no answer from S3: {first_line}", is_retryable=True)
+    AWS names it in the header `x-amz-bucket-region` of any answer, others in the document.
+    """
+    if status not in _ELSEWHERE:
+        return ""
+    found = headers.get("x-amz-bucket-region", "")
+    if not found and (match := _REGION.search(text)):
+        found = match[1]
+    return found if _REGION_NAME.fullmatch(found) else ""
+
+
+def unreachable_failure(cause: unreachable.UnreachableCause) -> Failure:
+    """The failure of a request that got no answer."""
+    return Failure(UnreachableError, cause.sentence, is_retryable=cause.may_pass)

@@ -4,7 +4,7 @@ Everything above this package speaks of keys, versions and byte ranges. A key
 is the object's full key in the bucket, decoded. An `ObjectVersion` names one
 immutable content; a download asks for exactly that version and nothing else.
 
-The interface is asynchronous (trio): the implementation owns its threads,
+The interface is asynchronous (trio): the implementation owns its engine,
 its connection budget, retries and time-outs, so that a caller has one wait
 and one error to look at.
 """
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -244,8 +245,50 @@ class DeleteFailure:
     error: Exception
 
 
-# Called in a worker thread with (offset in the object, chunk), in order.
-ChunkWriter = Callable[[int, memoryview], None]
+class Sink(Protocol):
+    """The destination of one download. Its methods are called in the event loop.
+
+    A small range is in memory before any of it is written, and handed to `write`. A large one
+    is written by the engine's threads into the file that `open` gives, and `arrived` tells how
+    far it is. `write` may raise OSError, which ends the download.
+    """
+
+    async def open(self) -> int | None:
+        """The descriptor of a file that has the object's bytes at their own offsets.
+
+        None if there is no file: then everything comes through `write`.
+
+        Raises:
+            OSError: the file can't be created.
+        """
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        """Write bytes that begin at `offset` of the object."""
+
+    def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
+        """The file has all bytes before `stop` that were requested.
+
+        `sums` are the new CRC32s of what was written, as (start, stop, CRC32), each of a
+        mebibyte of the object at most that ends where one ends, or where the writing stopped.
+        """
+
+
+class BytesSink:
+    """A download into memory: the bytes [start, start + size) of an object, as `data`."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.data = bytearray(size)
+        self._start = start
+
+    async def open(self) -> int | None:
+        return None
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        at = offset - self._start
+        self.data[at : at + len(data)] = data
+
+    def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
+        raise AssertionError("nothing is written into a file")
 
 
 class Upload(Protocol):
@@ -351,6 +394,22 @@ class UploadLog:
         """It could not be aborted yet."""
 
 
+class WholeFileSink:
+    """A download into a file of its own, at the object's offsets."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    async def open(self) -> int | None:
+        return self._fd
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        os.pwrite(self._fd, data, offset)
+
+    def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
+        """Nothing is told to anybody."""
+
+
 class Source(Protocol):
     """Where the bytes of objects come from."""
 
@@ -359,18 +418,15 @@ class Source(Protocol):
         version: ObjectVersion,
         start: int,
         stop: int,
-        write: ChunkWriter,
+        sink: Sink,
         *,
         priority: Urgency = demanded,
-        in_loop: bool = False,
     ) -> None:
-        """Stream the bytes [start, stop) of exactly `version` into `write`.
+        """Bring the bytes [start, stop) of exactly `version` into `sink`, in order.
 
-        `write` runs in a worker thread, with `in_loop` and little to bring also
-        in the event loop: once a chunk, in order, without gaps. An
-        exception from it ends the download and is raised here. A broken
-        stream is resumed where it stopped. After the return, also by
-        cancellation, `write` is not running and will not be called again.
+        An exception of the sink ends the download and is raised here, and so is an OSError of
+        its file. A broken answer is resumed where it stopped. After the return, also by
+        cancellation, nothing writes any more.
 
         Raises:
             StaleVersionError: the object is no longer this version.

@@ -1,8 +1,7 @@
 """Why a connection to S3 did not come about: the cause, and whether waiting may help.
 
-The causes are in what the libraries say: OpenSSL's and urllib3's texts within
-botocore's exceptions, and the Rust structures in obstore's (rustls's
-`CertificateError`, hyper's `ConnectError`). A certificate that is not trusted
+The causes are in what the libraries say: OpenSSL's texts, as the engine and as urllib3
+within botocore's exceptions hand them on. A certificate that is not trusted
 or a proxy that refuses the password stays so until an administrator changes it, and is
 not tried again; a refused connection or a time-out may pass.
 """
@@ -11,10 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-import ssl
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from fusefs.store.engine.engine import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +48,13 @@ _OPENSSL = (
     ("certificate is not yet valid", _EARLY),
     ("WRONG_VERSION_NUMBER", _NO_TLS),
     ("HTTP_REQUEST", _NO_TLS),
+    ("wrong version number", _NO_TLS),
+    ("http request", _NO_TLS),
 )
-# What rustls says (its enum CertificateError, and webpki's Error).
-_RUSTLS = {
-    "CaUsedAsEndEntity": "its certificate is that of an authority (CA:TRUE), which rustls refuses",
-    "UnknownIssuer": _UNTRUSTED,
-    "Expired": _EXPIRED,
-    "ExpiredContext": _EXPIRED,
-    "NotValidYet": _EARLY,
-    "NotValidYetContext": _EARLY,
-    "NotValidForName": "its certificate is for another name",
-    "NotValidForNameContext": "its certificate is for another name",
-}
-# Compiled (and kept by `re`) with the first such error: most mounts never see one.
-_RUSTLS_REFUSAL = r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)"
 _VERIFY = r"certificate verify failed: (.*?)(?: \(_ssl\.c:\d+\))?['\")]*$"
-_OTHER_NAME = r"doesn't match|not valid for|[Mm]ismatch"
+_OTHER_NAME = r"doesn't match|not valid for|[Mm]ismatch|certificate subject name"
 _TUNNEL = r"Tunnel connection failed: (\d{3}) ?([^'\")]*)"
-_URI = r"uri: Some\(\s*(\w+://[^/\s]+)"
-_GENERAL = r'General\(\s*"([^"]*)"'
-_MESSAGE = r'(?:message|error): "([^"]*)"'
+_PROBLEM = r"SSL certificate problem: (.*)"
 
 
 def of_botocore(error: Any) -> UnreachableCause:
@@ -94,55 +82,31 @@ def of_botocore(error: Any) -> UnreachableCause:
     )
 
 
-def of_connecting(error: Exception, origin: str, proxy: str | None) -> UnreachableCause:
-    """Why a connection of our own to `origin` was not opened; `proxy` if that is the reason."""
-    if proxy is not None:
-        return _of_proxy(str(error), urlsplit(proxy))
-    if isinstance(error, ssl.SSLError):
-        return _of_openssl(str(error), origin)
-    return of_exchange(error, origin)
+def of_engine(completion: Completion, origin: str, proxy: str | None) -> UnreachableCause:
+    """The cause of a request of the engine's that got no whole answer from `origin`.
 
-
-def of_exchange(error: Exception, origin: str) -> UnreachableCause:
-    """Why there was no whole answer on a connection of our own."""
-    if isinstance(error, TimeoutError):
-        return UnreachableCause(f"no answer from {origin} in time")
-    if str(error) == TOO_LONG.sentence:
+    `proxy` is the URL of the proxy that it went through.
+    """
+    error, detail = completion.error, completion.detail
+    if error == "too-large":
         return TOO_LONG
-    why = _of_network(str(error))
-    return UnreachableCause(
-        f"no connection to {origin}: {why}" if why else f"no connection to {origin}"
-    )
-
-
-def of_obstore(text: str) -> UnreachableCause:
-    """The cause of an error of obstore's that is about a request without an answer."""
-    uri = re.search(_URI, text)
-    whom = uri[1] if uri else "S3"
-    refusal = re.search(_RUSTLS_REFUSAL, text)
-    if refusal is not None:
-        why = _RUSTLS.get(refusal[1], f"its certificate is refused ({refusal[1]})")
-        return UnreachableCause(f"no secure connection to {whom}: {why}", may_pass=False)
-    if "InvalidContentType" in text:
-        return UnreachableCause(f"no secure connection to {whom}: {_NO_TLS}", may_pass=False)
-    if "TunnelUnsuccessful" in text or "TunnelProxyAuth" in text:
-        return UnreachableCause(f"the proxy refuses the connection to {whom}", may_pass=False)
-    if "dns error" in text:
-        return UnreachableCause(f"no connection to {whom}: the name is not known")
-    if "TimedOut" in text or "deadline has elapsed" in text:
-        return UnreachableCause(f"no answer from {whom} in time")
-    messages = re.findall(_MESSAGE, text)
-    return UnreachableCause(
-        f"no connection to {whom}: {messages[-1].lower()}" if messages else f"no answer from {whom}"
-    )
-
-
-def of_builder(text: str) -> str:
-    """Why obstore made no client, as a sentence."""
-    if "No CA certificates" in text:
-        return "this system has no certificates of authorities (/etc/ssl/certs; ca-certificates)"
-    causes = re.findall(_GENERAL, text)
-    return f"its client can't be made: {causes[-1] if causes else 'builder error'}"
+    if error in ("timeout", "low-speed"):
+        return UnreachableCause(f"no answer from {origin} in time")
+    if error in ("certificate", "tls"):
+        return _of_openssl(detail, origin)
+    if completion.proxy_status >= 300:
+        return _of_proxy(f"Tunnel connection failed: {completion.proxy_status}", urlsplit(proxy))
+    why = ""
+    if error == "resolve":
+        why = "the name is not known"
+    elif completion.errno:
+        why = os.strerror(completion.errno).lower()
+    elif error not in ("connect", "proxy"):
+        why = "the answer broke off"
+    whom = origin
+    if proxy is not None and error in ("connect", "resolve", "proxy"):
+        whom = f"the proxy {_place(urlsplit(proxy))}"
+    return UnreachableCause(f"no connection to {whom}" + (f": {why}" if why else ""))
 
 
 def _of_openssl(reason: str, whom: str) -> UnreachableCause:
@@ -154,14 +118,14 @@ def _of_openssl(reason: str, whom: str) -> UnreachableCause:
         names = re.findall(r"'([\w.*:-]+)'", reason)
         of = f", for {', '.join(names[1:])}" if names[1:] else ""
         return UnreachableCause(f"{refused}its certificate is for another name{of}", may_pass=False)
-    verify = re.search(_VERIFY, reason)
+    verify = re.search(_VERIFY, reason) or re.search(_PROBLEM, reason)
     if verify is not None:
         return UnreachableCause(f"{refused}its certificate is refused: {verify[1]}", may_pass=False)
     return UnreachableCause(refused + reason)
 
 
 def _of_proxy(reason: str, proxy: Any) -> UnreachableCause:
-    whom = f"{proxy.hostname}:{proxy.port}" if proxy.port else f"{proxy.hostname}"
+    whom = _place(proxy)
     tunnel = re.search(_TUNNEL, reason)
     if tunnel is not None and tunnel[1] == "407":
         return UnreachableCause(f"{PROXY_PASSWORD} ({whom})", may_pass=False)
@@ -175,6 +139,10 @@ def _of_proxy(reason: str, proxy: Any) -> UnreachableCause:
         return _of_openssl(reason, f"the proxy {whom}")
     why = _of_network(reason)
     return UnreachableCause(f"no connection to the proxy {whom}" + (f": {why}" if why else ""))
+
+
+def _place(proxy: Any) -> str:
+    return f"{proxy.hostname}:{proxy.port}" if proxy.port else f"{proxy.hostname}"
 
 
 def _of_network(reason: str) -> str:

@@ -3,71 +3,36 @@
 from __future__ import annotations
 
 import errno
-import threading
+import os
+from pathlib import Path
 
 import pytest
 import trio
 
+from fusefs.store.interface import WholeFileSink
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_reading import BODY, LIMIT_S, download, opened
+from tests.support.store_reading import BODY, Collector, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
+from tests.support.waiting import eventually
 
 
 async def test_a_cancelled_download_never_writes_again(shared: Bucket, faulty: FaultyS3) -> None:
     rule = faulty.add("GET", stall_after=2_500_000, times=1)
-    written: list[int] = []
-    began = trio.Event()
-    token = trio.lowlevel.current_trio_token()
-
-    def write(offset: int, chunk: memoryview) -> None:
-        written.append(offset)
-        token.run_sync_soon(began.set)
-
+    sink = Collector(0)
     async with opened(shared, faulty, read_timeout_s=10.0) as store:
         info = await store.head("body")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(store.download, info.version, 0, info.size, write)
-            await began.wait()
+            nursery.start_soon(store.download, info.version, 0, info.size, sink)
+            await eventually(lambda: sink.stop > 0)
             nursery.cancel_scope.cancel()
-        count = len(written)
+        count, size = sink.stop, os.fstat(sink.file).st_size
+        assert 0 < count == size < info.size, "all that was written is known of"
         rule.release()
         assert await download(store, info) == BODY
-        assert len(written) == count
-
-
-async def test_cancelling_waits_for_a_write_that_is_running(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    is_inside = trio.Event()
-    go_on = threading.Event()
-    states: list[str] = []
-    token = trio.lowlevel.current_trio_token()
-
-    def write(offset: int, chunk: memoryview) -> None:
-        token.run_sync_soon(is_inside.set)
-        go_on.wait(LIMIT_S)
-        states.append("written")
-
-    async with opened(shared, faulty) as store:
-        info = await store.head("body")
-
-        async def cancelled() -> None:
-            with trio.CancelScope() as scope:
-                nursery.start_soon(cancel, scope)
-                await store.download(info.version, 0, info.size, write)
-            states.append("returned")
-
-        async def cancel(scope: trio.CancelScope) -> None:
-            await is_inside.wait()
-            scope.cancel()
-            await trio.sleep(0.05)
-            go_on.set()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(cancelled)
-    assert states == ["written", "returned"]
+        assert (sink.stop, os.fstat(sink.file).st_size) == (count, size)
+        sink.close()
 
 
 async def test_a_cancelled_request_gives_its_connection_back(
@@ -82,12 +47,31 @@ async def test_a_cancelled_request_gives_its_connection_back(
         rule.release()
 
 
-async def test_an_error_of_the_writer_ends_the_download(shared: Bucket, faulty: FaultyS3) -> None:
-    def write(offset: int, chunk: memoryview) -> None:
-        raise FileNotFoundError(errno.ENOENT, "the disk is gone")
+@pytest.mark.parametrize("size", [1000, len(BODY)])
+async def test_a_disk_that_fails_ends_the_download(
+    shared: Bucket, faulty: FaultyS3, size: int
+) -> None:
+    class Gone(Collector):
+        async def open(self) -> int | None:
+            raise FileNotFoundError(errno.ENOENT, "the disk is gone")
+
+        async def write(self, offset: int, data: memoryview) -> None:
+            await self.open()
 
     async with opened(shared, faulty) as store:
         info = await store.head("body")
         with pytest.raises(FileNotFoundError, match="the disk is gone"):
-            await store.download(info.version, 0, info.size, write)
+            await store.download(info.version, 0, size, Gone(0, has_file=False))
+
+
+async def test_a_file_that_cannot_be_written_ends_the_download(
+    shared: Bucket, faulty: FaultyS3, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    async with opened(shared, faulty) as store:
+        info = await store.head("body")
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            await store.download(info.version, 0, info.size, WholeFileSink(fd))
         assert len(faulty.requests("GET")) == 1
+    os.close(fd)

@@ -15,15 +15,12 @@ from fusefs.diagnosis import bucket as diagnosis
 from fusefs.diagnosis import doctor, network
 from fusefs.diagnosis.findings import Finding, Level
 from fusefs.settings.mount import RawValue, build
-from fusefs.store.s3 import clients
-from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.access import S3Settings
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.tls import TlsDoor, tls_door
+from tests.support.servers.tls import TlsDoor
 from tests.support.servers.tls import secure as secure
-
-OWN, BOTO3, OBSTORE = "TLS own", "TLS boto3", "TLS obstore"
 
 
 def found(bucket: Bucket, url: str, ca_bundle: Path | None = None) -> dict[str, Finding]:
@@ -33,41 +30,26 @@ def found(bucket: Bucket, url: str, ca_bundle: Path | None = None) -> dict[str, 
     return {finding.check: finding for finding in network.check(settings)}
 
 
-def test_each_path_is_tried_with_the_certificates_of_the_settings(
+def test_the_connection_is_tried_with_the_certificates_of_the_settings(
     shared: Bucket, secure: TlsDoor
 ) -> None:
-    checks = found(shared, secure.url, secure.authority)
-    assert [checks[path].level for path in (OWN, BOTO3, OBSTORE)] == [Level.OK] * 3
-    assert "TLSv1" in checks[OWN].text
-    assert checks[OWN].figures["certificate_valid_seconds"] > 0
+    tls = found(shared, secure.url, secure.authority)["TLS"]
+    assert tls.level is Level.OK
+    assert "TLSv1" in tls.text
+    assert tls.figures["certificate_valid_seconds"] > 0
 
 
-def test_obstore_is_not_mentioned_where_it_would_not_be_used(
-    shared: Bucket, secure: TlsDoor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clients, "FEW_PROCESSORS", 10_000)
-    checks = found(shared, secure.url, secure.authority)
-    assert [checks[path].level for path in (OWN, BOTO3)] == [Level.OK] * 2
-    assert OBSTORE not in checks
+def test_an_authority_that_is_not_trusted_is_a_problem(shared: Bucket, secure: TlsDoor) -> None:
+    tls = found(shared, secure.url)["TLS"]
+    assert tls.level is Level.PROBLEM
+    assert "not trusted" in tls.text
+    assert "--ca-bundle" in tls.advice
 
 
-def test_an_authority_that_is_not_trusted_is_a_problem_of_every_path(
-    shared: Bucket, secure: TlsDoor
-) -> None:
-    checks = found(shared, secure.url)
-    assert [checks[path].level for path in (OWN, BOTO3)] == [Level.PROBLEM] * 2
-    assert checks[OBSTORE].level is Level.ADVICE
-    for path in (OWN, BOTO3, OBSTORE):
-        assert "not trusted" in checks[path].text
-    assert "--ca-bundle" in checks[OWN].advice
-
-
-def test_what_one_library_alone_refuses_is_advice(shared: Bucket, tmp_path: Path) -> None:
-    with tls_door(shared.server.endpoint_url, tmp_path, is_own_authority=True) as door:
-        checks = found(shared, door.url, door.authority)
-    assert [checks[path].level for path in (OWN, BOTO3)] == [Level.OK] * 2
-    assert checks[OBSTORE].level is Level.ADVICE
-    assert "Python's connections" in checks[OBSTORE].text
+def test_a_connection_without_tls_is_tried_and_named(shared: Bucket, faulty: FaultyS3) -> None:
+    checks = found(shared, faulty.endpoint_url)
+    assert checks["connection"].level is Level.OK
+    assert checks["TLS"].level is Level.SKIPPED
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from botocore.credentials import RefreshableCredentials
 
 from fusefs.store.errors import CredentialsError
 from fusefs.store.renewal import RenewedCredentials
-from fusefs.store.s3.clients import SOURCE_LIMIT_S
+from fusefs.store.s3.access import SOURCE_LIMIT_S
 from fusefs.store.s3.store import S3Store
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -75,10 +75,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
 
 
 async def read_all(store: S3Store) -> None:
-    """Read in the event loop, in a thread, and through botocore."""
+    """Read a little, much, and a listing."""
     info = await store.head("body")
     for _ in range(3):
-        assert await download(store, info, 0, 1000, in_loop=True) == BODY[:1000]
+        assert await download(store, info, 0, 1000) == BODY[:1000]
         assert await download(store, info) == BODY
         assert await store.list_uploads("") == []
 
@@ -118,7 +118,7 @@ async def test_a_source_that_does_not_answer_is_named_and_waited_for(
     shared: Bucket, faulty: FaultyS3, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert SOURCE_LIMIT_S == 20
-    monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
+    monkeypatch.setattr("fusefs.store.s3.access.SOURCE_LIMIT_S", 0.3)
     source.give(60)
     source.be_silent(is_silent=True)
     async with opened(shared, faulty) as store:
@@ -126,7 +126,7 @@ async def test_a_source_that_does_not_answer_is_named_and_waited_for(
             with pytest.raises(CredentialsError, match="credential_process by hand"):
                 await store.head("body")
         source.be_silent(is_silent=False)
-        await eventually(lambda: store.requester.source.clients is not None)
+        await eventually(lambda: store.requester.source.access is not None)
         await read_all(store)
     assert source.calls == 1, "nothing else was begun meanwhile"
 
@@ -138,9 +138,9 @@ async def test_where_there_were_credentials_requests_wait_longer_for_their_sourc
     async with opened(shared, faulty) as store, trio.open_nursery() as nursery:
         await read_all(store)
         source.be_silent(is_silent=True)
-        store.requester.source.clients = None  # as after an answer that they have expired
+        store.requester.source.access = None  # as after an answer that they have expired
         with monkeypatch.context() as limited:
-            limited.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
+            limited.setattr("fusefs.store.s3.access.SOURCE_LIMIT_S", 0.3)
             nursery.start_soon(read_all, store)
             await trio.sleep(1)
         source.be_silent(is_silent=False)
@@ -153,8 +153,8 @@ async def test_a_refused_request_does_not_wait_longer_for_other_credentials(
     source.give(60)
     async with opened(shared, faulty, retry_time_s=2.0) as store:
         await read_all(store)
-        monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
-        monkeypatch.setattr("fusefs.store.s3.clients.RECONNECT_EVERY_S", 0.0)
+        monkeypatch.setattr("fusefs.store.s3.access.SOURCE_LIMIT_S", 0.3)
+        monkeypatch.setattr("fusefs.store.s3.access.RECONNECT_EVERY_S", 0.0)
         source.be_silent(is_silent=True)
         faulty.add("*", "*", code="InvalidAccessKeyId")
         with trio.fail_after(SOON_S), pytest.raises(CredentialsError, match="not known"):
@@ -184,11 +184,11 @@ async def test_what_has_expired_is_not_waited_for_without_end(
 ) -> None:
     async with opened(shared, faulty, retry_time_s=2.0) as store:
         await near_the_end(store, source, 0.5)
-        monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 0.3)
+        monkeypatch.setattr("fusefs.store.s3.access.SOURCE_LIMIT_S", 0.3)
         source.be_silent(is_silent=True)
         with trio.fail_after(SOON_S), pytest.raises(CredentialsError, match="does not answer"):
             await send(store)
-        monkeypatch.setattr("fusefs.store.s3.clients.SOURCE_LIMIT_S", 20.0)
+        monkeypatch.setattr("fusefs.store.s3.access.SOURCE_LIMIT_S", 20.0)
         source.give(180)
         source.be_silent(is_silent=False)
         await read_all(store)
@@ -207,22 +207,6 @@ async def test_where_the_renewal_fails_requests_go_on_with_what_is_valid(
         await read_all(store)
         assert source.calls == 2
         assert store.counters()["errors"] == store.counters()["retries"] == 0
-
-
-@pytest.mark.parametrize(("minutes", "is_kept"), [(5, False), (30, True)])
-async def test_obstore_keeps_nothing_that_expires_meanwhile(
-    shared: Bucket, faulty: FaultyS3, source: Source, minutes: int, is_kept: bool
-) -> None:
-    """The renewal may fail until shortly before the end."""
-    async with opened(shared, faulty) as store:
-        await near_the_end(store, source, minutes)
-        source.fail()
-        clients = await store.requester.source.connect()
-        given = clients._provide_credentials()
-    # It asks again five minutes before what it takes for the end.
-    kept = given["expires_at"] - datetime.now(UTC) - timedelta(minutes=5)
-    assert (kept > timedelta(minutes=4)) == is_kept
-    assert is_kept or kept < timedelta()
 
 
 def test_what_is_about_to_expire_is_not_used_while_there_is_other() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fusefs.store.errors import StaleVersionError
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_reading import BODY, ODD_KEY, download, opened
+from tests.support.store_reading import BODY, ODD_KEY, Collector, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
 
@@ -24,7 +24,7 @@ async def test_a_range_arrives_as_it_is(shared: Bucket, faulty: FaultyS3) -> Non
         assert await download(store, info, 12345, 3 << 20) == BODY[12345 : 3 << 20]
 
 
-async def test_a_key_that_obstore_cannot_express_is_read(shared: Bucket, faulty: FaultyS3) -> None:
+async def test_a_key_with_an_empty_segment_is_read(shared: Bucket, faulty: FaultyS3) -> None:
     async with opened(shared, faulty) as store:
         info = await store.head(ODD_KEY)
         assert await download(store, info, 1) == BODY[1:]
@@ -68,28 +68,18 @@ async def test_common_prefixes_are_listed(bucket: Bucket, faulty: FaultyS3) -> N
         assert (await store.list_page("")).prefixes == ["a b/", "d+/"]
 
 
-async def test_only_the_first_list_is_botocores(
-    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_botocore_tells_the_address_and_sends_nothing(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, is_plain: bool
 ) -> None:
-    # What it means for requests only botocore knows.
-    monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", "false")
+    if not is_plain:  # of its own variables only botocore knows the meaning
+        monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", "false")
     async with opened(shared, faulty) as store:
-        for _ in range(3):
+        for _ in range(2):
             assert (await store.list_page("")).objects
-        sent = faulty.requests("LIST")
-        assert len(sent) == 3
-        assert ["amz-sdk-request" in request.headers for request in sent] == [True, False, False]
-        assert {request.query["prefix"] for request in sent} == {""}
-
-
-async def test_no_list_is_botocores_where_the_endpoint_is_named(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    async with opened(shared, faulty) as store:
-        for _ in range(3):
-            assert (await store.list_page("")).objects
-        assert len(faulty.requests("LIST")) == 3
-        assert not any("amz-sdk-request" in one.headers for one in faulty.requests("LIST"))
+        sent = faulty.requests()
+        assert len(sent) == 2
+        assert not any("amz-sdk-request" in request.headers for request in sent)
 
 
 def test_a_daemon_lists_a_bucket_without_importing_botocore(shared: Bucket) -> None:
@@ -97,7 +87,7 @@ def test_a_daemon_lists_a_bucket_without_importing_botocore(shared: Bucket) -> N
     script = f"""
 import sys, trio
 import fusefs.daemon.main
-from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.store import S3Store
 async def main():
     store = S3Store(S3Settings({shared.name!r}, {shared.server.endpoint_url!r}))
@@ -105,7 +95,7 @@ async def main():
     await store.list_page("")
     await store.aclose()
 trio.run(main)
-print(*({{"boto3", "botocore", "obstore", "asyncio"}} & sys.modules.keys()), end="")
+print(*({{"boto3", "botocore", "asyncio"}} & sys.modules.keys()), end="")
 """
     kept = {name: text for name, text in os.environ.items() if not name.startswith("AWS_")}
     imported = subprocess.run(
@@ -148,7 +138,9 @@ async def test_a_broken_stream_goes_on_where_it_stopped(
         assert await download(store, info) == BODY
         assert rule.used == 1
         second = faulty.requests("GET", key)[1]
-        assert int(second.range.removeprefix("bytes=").partition("-")[0]) >= 1 << 20
+        # Of an answer that is shorter than it says nothing is taken.
+        least = 0 if "short" in fault else 1 << 20
+        assert int(second.range.removeprefix("bytes=").partition("-")[0]) >= least
         assert second.headers["if-match"].strip('"') == info.etag.strip('"')
 
 
@@ -204,15 +196,12 @@ async def test_an_object_replaced_before_a_stream_goes_on_is_stale(
     )
     async with opened(bucket, faulty) as store:
         info = await store.head("body")
-        got = bytearray(info.size)
-
-        def write(offset: int, chunk: memoryview) -> None:
-            got[offset : offset + len(chunk)] = chunk
-
+        sink = Collector(0)
         with pytest.raises(StaleVersionError):
-            await store.download(info.version, 0, info.size, write)
-        written = next(at for at in range(len(got), 0, -1) if got[at - 1])
-        assert got[:written] == BODY[:written]
+            await store.download(info.version, 0, info.size, sink)
+        sink.close()
+        assert sink.data
+        assert sink.data == BODY[: sink.stop]
 
 
 async def test_a_server_that_refuses_the_very_etag_that_it_tells_is_read(

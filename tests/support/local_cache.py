@@ -28,7 +28,7 @@ from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Quota
 from fusefs.store.errors import NotFoundError
-from fusefs.store.interface import ChunkWriter, ObjectInfo, ObjectVersion
+from fusefs.store.interface import ObjectInfo, ObjectVersion, Sink
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import eventually
 
@@ -75,7 +75,7 @@ class Bucket(MemoryStore):
         self.open.set()
 
     async def download(
-        self, version: ObjectVersion, start: int, stop: int, write: ChunkWriter, **_: object
+        self, version: ObjectVersion, start: int, stop: int, sink: Sink, **_: object
     ) -> None:
         assert 0 <= start < stop <= version.size
         mine = (version.key, start, stop)
@@ -90,7 +90,7 @@ class Bucket(MemoryStore):
                 await self.open.wait()
                 self.fault(version.key, at)
                 chunk = data[at : min(at + CHUNK, stop)]
-                await trio.to_thread.run_sync(write, at, chunk)
+                await sink.write(at, chunk)
             self.at_end()
             await trio.lowlevel.checkpoint()
         finally:

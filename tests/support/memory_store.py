@@ -17,12 +17,12 @@ from fusefs.store.fencing import TokenSource
 from fusefs.store.interface import (
     IF_ABSENT,
     PLAIN,
-    ChunkWriter,
     DeleteFailure,
     ListPage,
     ObjectInfo,
     ObjectVersion,
     PendingUpload,
+    Sink,
     UnansweredChanges,
     Write,
 )
@@ -136,13 +136,13 @@ class MemoryStore:
             return self._info(key)
 
     async def download(
-        self, version: ObjectVersion, start: int, stop: int, write: ChunkWriter, **_: object
+        self, version: ObjectVersion, start: int, stop: int, sink: Sink, **_: object
     ) -> None:
         async with self._request("GET", version.key):
             found = self._get(version.key)
             if found.info.version != version:
                 raise StaleVersionError(version.key)
-            await trio.to_thread.run_sync(write, start, memoryview(found.data)[start:stop])
+            await sink.write(start, memoryview(found.data)[start:stop])
 
     async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         async with self._request("PUT", key):

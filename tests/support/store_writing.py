@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from fusefs.store.interface import Condition, ObjectInfo, Write
-from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.put import SMALL
 from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import LocalFile
@@ -19,11 +19,11 @@ from tests.support.servers.buckets import Bucket
 
 PART = 5 << 20  # no S3 takes smaller ones
 LIMIT_S = 60
-# One that obstore can express, and one that it can't.
+# One of usual characters, and one that XML has no way to write.
 KEYS = ["some dir/a+b %20~ü", "odd\x01key"]
 METADATA = {"mode": "33188", "mtime": "1795250694.123456789"}
 
-# How a file is sent, by its size: through obstore, through boto3, in parts.
+# How a file is sent, by its size: from memory, from the file, in parts.
 WAYS = [(1000, "PUT"), (SMALL + 1000, "PUT"), (3 * PART, "PART")]
 each_way = pytest.mark.parametrize(("size", "operation"), WAYS, ids=["small", "one", "parts"])
 

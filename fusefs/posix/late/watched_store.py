@@ -37,6 +37,7 @@ from fusefs.store.interface import (
     UnansweredChanges,
     Upload,
     UploadState,
+    WholeFileSink,
     Write,
 )
 from fusefs.store.s3.conditions import strict
@@ -354,11 +355,7 @@ class WatchedStore:
         path = self.uncertain_keys.content_path(entry)
         try:
             with _new_file(path) as file:
-
-                def write(_offset: int, chunk: memoryview) -> None:
-                    file.write(chunk)
-
-                await self.inner.download(info.version, 0, info.size, write)
+                await self.inner.download(info.version, 0, info.size, WholeFileSink(file.fileno()))
         except (NotFoundError, StaleVersionError):
             raise
         except (OSError, StoreError) as error:

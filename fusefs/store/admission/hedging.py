@@ -5,7 +5,7 @@ server that happens to answer them; the same request, sent again, is then
 answered before the first (Dean and Barroso, "The Tail at Scale", CACM 56(2), 2013).
 So the time to the first byte of the latest small GETs is kept. One that has no
 first byte after what nearly all of them took, and after twice the median, is
-sent again (http/async_exchange.py). The first answer that is a success counts,
+sent again. The first answer that is a success counts,
 and the other is given up with its connection. Large ranges are not hedged: what
 a reader waits for there is the transfer, and most of it was requested ahead.
 
@@ -19,7 +19,10 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 
+import trio
+
 from fusefs.store.admission.connection_budget import ConnectionBudget
+from fusefs.store.engine.engine import Completion, Engine, Request, Transfer
 from fusefs.store.interface import Priority
 
 # Of all GETs, how many are sent again at most, and how many of these at once.
@@ -77,3 +80,45 @@ class Hedging:
         """Give the connection of a second GET back, which has ended or was not sent after all."""
         self._connections.release(Priority.PREFETCH)
         self._counted["hedged_won"] += has_won
+
+    async def race(self, engine: Engine, request: Request) -> Completion:
+        """Send a GET, and again if its answer is slow to begin; return the first that stands.
+
+        If none does, that of the first GET is returned.
+        """
+        first = engine.submit(request)
+        self.note_sent()
+        with trio.move_on_after(self.wait_s) as waiting:
+            await first.settled()
+        if waiting.cancelled_caught and not first.has_begun and self.take():
+            return await self._race(engine, request, first)
+        completion = await first.completed()
+        self.note_first_byte(completion.first_byte_s or completion.last_byte_s)
+        return completion
+
+    async def _race(self, engine: Engine, request: Request, first: Transfer) -> Completion:
+        began, has_won = trio.current_time(), False
+        second = engine.submit(request)
+
+        async def complete(one: Transfer, other: Transfer) -> None:
+            if _stands(await one.completed()):
+                other.cancel()
+
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(complete, first, second)
+                nursery.start_soon(complete, second, first)
+            self.note_first_byte(self.wait_s + trio.current_time() - began)
+            has_won = _stands(second.completion) and not _stands(first.completion)
+        finally:
+            self.give_back(has_won=has_won)
+        completion = second.completion if has_won else first.completion
+        assert completion is not None
+        return completion
+
+
+def _stands(outcome: Completion | None) -> bool:
+    """True of a success, or of a refusal that the other request would get as well."""
+    if outcome is None or (outcome.error is not None and outcome.status < 300):
+        return False
+    return outcome.status < 500 and outcome.status != 429

@@ -3,7 +3,7 @@
 The variables are those of curl and of most programs: `HTTPS_PROXY` for https,
 `HTTP_PROXY` for http, `ALL_PROXY` for what has none of these, and `NO_PROXY`
 for the hosts that are reached without; each also in lower case, which wins.
-botocore knows no `ALL_PROXY`, and its `NO_PROXY` no networks; obstore has rules
+botocore knows no `ALL_PROXY`, and its `NO_PROXY` no networks; libcurl has rules
 of its own. So the answer is found here, and each library is given it.
 
 `NO_PROXY` is a list with commas or blanks. An element is `*`, a host name (with
@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from fusefs.store.errors import StoreError
-from fusefs.store.http import botocore_answers
 
 PORTS = {"http": 80, "https": 443}
 _BRACKETED = re.compile(r"\[([^\]]*)\](?::(\d+))?")
@@ -70,33 +68,6 @@ class Proxies:
 
     def _is_excluded(self, host: str, port: int) -> bool:
         return any(element and _fits(element, host, port) for element in self.excluded)
-
-
-def make_client(
-    make: Callable[[dict[str, Any]], Any],
-    proxies: Proxies,
-    ca_file: str | None,
-    address: Callable[[str], str] = lambda endpoint: endpoint,
-) -> Any:
-    """A boto3 client that takes the proxy which `proxies` chooses for its requests, or none.
-
-    `make` makes it with more parameters of botocore's `Config`. The endpoint may
-    come from boto3's configuration, so only a client knows it; `address` maps it to
-    the URL to which requests go. `ca_file` has the authorities that are trusted for
-    a proxy with https.
-
-    Raises:
-        ProxyError: no proxy of its kind can be used.
-    """
-    botocore_answers.bound()
-    client = make({"proxies": {}})  # without this botocore takes those of the environment
-    proxy = proxies.choose(address(client.meta.endpoint_url))
-    if proxy is None:
-        return client
-    chosen: dict[str, Any] = {"proxies": {"http": proxy, "https": proxy}}
-    if proxy.startswith("https:") and ca_file:
-        chosen["proxies_config"] = {"proxy_ca_bundle": ca_file}
-    return make(chosen)
 
 
 def shown(proxy: str) -> str:

@@ -2,20 +2,15 @@
 
 S3 refuses a signature that is more than 15 minutes off. Its answers have a date: where a
 refusal shows another time than this machine has, the difference is kept, and the request is
-signed anew, as SDKs do. botocore does not, so its clients are told by events, and its clock is
-replaced by one that has the difference of the client which signs in the same thread.
+signed anew, as SDKs do.
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
-import threading
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from functools import cache
-from typing import Any
 
 logger = logging.getLogger("fusefs.store")
 
@@ -25,7 +20,7 @@ SKEWED = "RequestTimeTooSkewed"
 
 
 class ServerClock:
-    """One store's time, for any number of threads."""
+    """One store's time."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
@@ -60,48 +55,3 @@ class ServerClock:
                 "behind" if offset_s > 0 else "ahead of",
             )
         return True
-
-    def install(self, client: Any) -> None:
-        """Have a boto3 S3 client sign with this clock, and again after it was corrected."""
-        _replace_clock()
-        client.meta.events.register("before-sign.s3", self._sign)
-        client.meta.events.register("before-send.s3", self._signed)
-        client.meta.events.register("needs-retry.s3", self._retry)
-
-    def _sign(self, **_: Any) -> None:
-        _signing.offset_s = _signing.last_s = self.offset_s
-
-    def _signed(self, **_: Any) -> None:
-        _signing.offset_s = 0.0  # other clients may sign in this thread
-
-    def _retry(self, response: Any, **_: Any) -> float | None:
-        """Seconds to wait before the request is sent again; None if it is not."""
-        if response is None or response[0] is None:
-            return None
-        answer, parsed = response
-        code = str(parsed.get("Error", {}).get("Code") or "")
-        is_corrected = self.corrects(answer.status_code, code, answer.headers, _signing.last_s)
-        return 0.0 if is_corrected else None
-
-
-class _Signing(threading.local):
-    """Offsets: of a thread's present signature, and of the last by one of these clients."""
-
-    offset_s = 0.0
-    last_s = 0.0
-
-
-_signing = _Signing()
-
-
-@cache
-def _replace_clock() -> None:
-    from botocore import auth
-
-    original = getattr(auth, "get_current_datetime")  # noqa: B009
-
-    def corrected(*args: Any, **named: Any) -> datetime.datetime:
-        now: datetime.datetime = original(*args, **named)
-        return now + datetime.timedelta(seconds=_signing.offset_s)
-
-    setattr(auth, "get_current_datetime", corrected)  # noqa: B010

@@ -1,8 +1,8 @@
 """AWS Signature Version 4 for requests of S3: as botocore signs them, at a tenth of the time.
 
 A key is derived once for a day, region and secret, and each request is one
-SHA256 and one HMAC. The payload counts as empty or as unsigned; a checksum
-among the headers, which are all signed, speaks for a body.
+SHA256 and one HMAC. The payload is a short document, empty or unsigned; a checksum
+among the headers, which are all signed, speaks for the bytes of an object.
 
 https://docs.aws.amazon.com/IAM/latest/UserGuide/create-signed-request.html
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials
 
 _ALGORITHM = "AWS4-HMAC-SHA256"
-_EMPTY = hashlib.sha256(b"").hexdigest()
-_UNSIGNED = "UNSIGNED-PAYLOAD"
+EMPTY = hashlib.sha256(b"").hexdigest()
+UNSIGNED = "UNSIGNED-PAYLOAD"
 # What proxies and the way of sending may change.
 _NOT_SIGNED = {"accept-encoding", "expect", "user-agent"}
 
@@ -58,16 +58,15 @@ class Signer:
         query: str,
         headers: Mapping[str, str],
         credentials: ReadOnlyCredentials,
-        *,
-        has_body: bool = False,
+        payload: str = EMPTY,
     ) -> dict[str, str]:
         """The headers, which have lower-case names and `host` among them, with a signature.
 
         `path` and `query` are as they are sent: quoted, and the query sorted. Of
-        the characters of the headers each is a byte (Latin-1).
+        the characters of the headers each is a byte (Latin-1). `payload` is the SHA256 of
+        the body in hexadecimal digits, or UNSIGNED.
         """
         moment = self._moment()
-        payload = _UNSIGNED if has_body else _EMPTY
         signed = {**headers, "x-amz-date": moment, "x-amz-content-sha256": payload}
         if credentials.token:
             signed["x-amz-security-token"] = credentials.token

@@ -1,6 +1,6 @@
 """Which certificates are trusted for S3: one answer for every library that opens a connection.
 
-botocore trusts a list that it brings along, obstore the system's, and each has
+botocore trusts a list that it brings along, libcurl the system's, and each has
 variables of its own for another. Here they are looked up once, in this order:
 
 1. `--ca-bundle`;
@@ -11,8 +11,8 @@ variables of its own for another. Here they are looked up once, in this order:
 4. the system's list, which has the authorities that were installed;
 5. botocore's, on a machine without any.
 
-All libraries get the same certificates: OpenSSL as a path, rustls as PEM. What
-is no single file becomes one in memory.
+All libraries get the same certificates, as a path. What is no single file becomes one in
+memory.
 """
 
 from __future__ import annotations
@@ -47,14 +47,6 @@ class Trust:
     path: str
     origin: str
     _memory: object = None  # keeps a file that is in memory alone
-
-    def pem(self) -> bytes:
-        """The certificates and nothing else of the file. Blocks.
-
-        Raises:
-            TrustError: the file can't be read.
-        """
-        return b"\n".join(_certificates(self.path, self.origin))
 
 
 class TrustError(StoreError):

@@ -1,10 +1,8 @@
-"""A slice of a local file on its way into a request.
+"""Bodies of requests: slices of local files, and the checksums that go with them.
 
-boto3 takes a file-like object and sends what `read` gives. Ours has one
-buffer of a mebibyte, however large the part is, so that uploads fit into the
-memory that the connection budget allows for. The checksum goes ahead of the
-bytes, in a header, so the slice is read twice, the second time from the page
-cache. Should the file change in between, S3 refuses the part.
+The checksum goes ahead of the bytes, in a header that is signed, so the slice is read twice, the
+second time from the page cache and by the engine. Should the file change in between, S3 refuses
+the part.
 
 Every S3 compares Content-MD5, but an MD5 takes almost four times as long as a
 CRC32 (1.6 ms of a MiB). So it is sent where the store is not known to compare
@@ -16,18 +14,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import trio
+
 from fusefs.store.checksum import crc32
-from fusefs.store.errors import AttemptError, Failure, StoreError
-from fusefs.store.http.threads import Attempt
+from fusefs.store.engine.engine import FileBody
+from fusefs.store.errors import StoreError
 
 PIECE = 1 << 20
 
 
 class Sums(NamedTuple):
-    """What S3 compares a body with: its CRC32, and its MD5 (in base64) if that is sent."""
+    """Checksums of a body: its CRC32, and its MD5 (in base64) if that is sent."""
 
     crc: int
     md5: str | None
@@ -42,14 +43,9 @@ class Sums(NamedTuple):
         md5 = {} if self.md5 is None else {"content-md5": self.md5}
         return {"x-amz-checksum-crc32": self.crc32, **md5}
 
-    def parameters(self) -> dict[str, str]:
-        """boto3's parameters."""
-        md5 = {} if self.md5 is None else {"ContentMD5": self.md5}
-        return {"ChecksumCRC32": self.crc32, **md5}
-
 
 def sums_of(pieces: Iterable[bytes | bytearray | memoryview], *, with_md5: bool) -> Sums:
-    """The checksums of bytes that come in pieces."""
+    """Compute the checksums of bytes that come in pieces."""
     crc = 0
     md5 = hashlib.md5(usedforsecurity=False) if with_md5 else None
     for piece in pieces:
@@ -60,82 +56,41 @@ def sums_of(pieces: Iterable[bytes | bytearray | memoryview], *, with_md5: bool)
     return Sums(crc, encoded_md5)
 
 
-class Body:
-    """The bytes [start, stop) of an open file; a `Transfer`, and file-like for boto3."""
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The bytes [start, stop) of an open file."""
 
-    def __init__(self, fd: int, start: int, stop: int) -> None:
-        self._fd = fd
-        self._start = start
-        self._stop = stop
-        self._position = start
-        self._buffer = memoryview(b"")
-        self._attempt: Attempt | None = None
-
-    def begin(self) -> Attempt:
-        self._attempt = Attempt()
-        self._position = self._start
-        return self._attempt
-
-    def has_progressed(self) -> bool:
-        return False  # each attempt sends all of it
-
-    def checksum(self) -> str:
-        """The CRC32 of the bytes in base64, as S3 writes it. Blocks."""
-        return self.sums(with_md5=False).crc32
-
-    def sums(self, *, with_md5: bool) -> Sums:
-        """What goes with the bytes. Blocks."""
-        self.seek(0)
-        sums = sums_of(iter(self.read, b""), with_md5=with_md5)
-        self.seek(0)
-        return sums
-
-    def whole(self) -> bytes:
-        """All the bytes, which must be few. Blocks."""
-        assert self._attempt is not None
-        data = self._attempt.locally(lambda: os.pread(self._fd, len(self), self._start))
-        if len(data) < len(self):
-            raise _too_short()
-        return data
-
-    # --- what boto3 calls ---
+    fd: int
+    start: int
+    stop: int
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self.stop - self.start
 
-    def seek(self, offset: int) -> None:
-        self._position = self._start + offset
+    @property
+    def body(self) -> FileBody:
+        """The slice as the engine sends it."""
+        return FileBody(self.fd, self.start, len(self))
 
-    def tell(self) -> int:
-        return self._position - self._start
-
-    def read(self, _size: int = -1) -> memoryview:
-        """The next piece, valid until the one after; empty at the end.
-
-        Whatever `_size` is, it has up to `PIECE` bytes: urllib3 asks for
-        16 KiB at a time.
+    async def sums(self, *, with_md5: bool) -> Sums:
+        """Compute the checksums in a thread. Cancelled, it returns once the thread has ended.
 
         Raises:
-            AttemptError: the file is too short.
+            StoreError: the file is too short.
             OSError: it can't be read.
         """
-        assert self._attempt is not None
-        length = min(PIECE, self._stop - self._position)
-        if len(self._buffer) < length:
-            self._buffer = memoryview(bytearray(length))
-        count = self._attempt.locally(lambda: self._fill(length)) if length else 0
-        self._position += count
-        return self._buffer[:count]
+        return await trio.to_thread.run_sync(lambda: sums_of(self._pieces(), with_md5=with_md5))
 
-    def _fill(self, length: int) -> int:
-        count = os.preadv(self._fd, [self._buffer[:length]], self._position)
-        if count == 0:
-            raise _too_short()
-        return count
-
-
-def _too_short() -> AttemptError:
-    return AttemptError(Failure(StoreError, "the file became shorter while it was sent"))
+    def _pieces(self) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(min(PIECE, len(self))))
+        at = self.start
+        while at < self.stop:
+            trio.from_thread.check_cancelled()
+            count = os.preadv(self.fd, [buffer[: self.stop - at]], at)
+            if not count:
+                raise StoreError("the file became shorter while it was sent")
+            at += count
+            yield buffer[:count]
 
 
 def encoded(checksum: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Conditions of changes: as headers and parameters, and what happens where one does not hold.
+"""Conditions of changes: as headers, and what happens where one does not hold.
 
 `Fence.over` sends a change with a strict condition and interprets the outcome.
 The server refuses it (412) where another object is there. A HEAD then shows by
@@ -19,13 +19,11 @@ from typing import Any
 
 from fusefs.store.capabilities import Capabilities
 from fusefs.store.errors import (
-    AttemptError,
     ConflictError,
     ExistsError,
     Failure,
     NotFoundError,
     UnsupportedError,
-    translate,
 )
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo, Strict
@@ -43,24 +41,11 @@ def strict(etag: str | None) -> Strict:
     return IF_ABSENT if etag is None else IfMatch(etag)
 
 
-def condition_parameters(condition: Strict) -> dict[str, str]:
-    """boto3's parameters for a condition."""
-    if isinstance(condition, IfMatch):
-        return {"IfMatch": condition.etag}
-    return {"IfNoneMatch": "*"} if condition == IF_ABSENT else {}
-
-
 def condition_headers(condition: Strict) -> dict[str, str]:
     """The headers for a condition, with names in lower case."""
     if isinstance(condition, IfMatch):
         return {"if-match": condition.etag}
     return {"if-none-match": "*"} if condition == IF_ABSENT else {}
-
-
-def interpret(error: Exception, condition: Strict = None) -> Failure:
-    """The failure that an exception of a request with this condition stands for."""
-    failure = error.failure if isinstance(error, AttemptError) else translate(error)
-    return for_condition(failure, condition)
 
 
 def for_condition(failure: Failure, condition: Strict) -> Failure:

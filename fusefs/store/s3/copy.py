@@ -12,24 +12,20 @@ there shows whether it is ours.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
+from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import (
-    AttemptError,
     ConflictError,
     ExistsError,
     NotFoundError,
     StaleVersionError,
+    StoreError,
     UnsupportedError,
-    from_body,
 )
 from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
-from fusefs.store.http.answers import Answer
 from fusefs.store.interface import (
     IF_ABSENT,
     Expect,
@@ -40,36 +36,27 @@ from fusefs.store.interface import (
     Write,
     writing,
 )
-from fusefs.store.s3 import head, multipart
-from fusefs.store.s3.conditions import (
-    Fence,
-    condition_headers,
-    condition_parameters,
-    interpret,
-)
-from fusefs.store.s3.list_parser import nanoseconds, quoted, unescaped, whole_seconds
+from fusefs.store.s3 import documents, head, multipart
+from fusefs.store.s3.address import Call
+from fusefs.store.s3.conditions import Fence, condition_headers
+from fusefs.store.s3.list_parser import nanoseconds, quoted
 from fusefs.store.s3.requester import Requester
-
-if TYPE_CHECKING:
-    from fusefs.store.s3.clients import Clients
 
 OPERATION = "CopyObject"
 # S3 copies up to 5 GiB at once, but takes its time, and not every store sends
 # something meanwhile to keep the connection from its time-out.
 COPY_LIMIT = 256 << 20
 LARGEST_COPY = 5 << 30
-# What HEAD returns and a copy with other metadata would lose, and boto3's names for it.
-_KEPT = {
-    "content-type": "ContentType",
-    "cache-control": "CacheControl",
-    "content-disposition": "ContentDisposition",
-    "content-encoding": "ContentEncoding",
-    "content-language": "ContentLanguage",
-    "expires": "Expires",
-    "x-amz-website-redirect-location": "WebsiteRedirectLocation",
-}
-_ETAG = re.compile(r"<ETag>([^<]+)</ETag>")
-_LAST_MODIFIED = re.compile(r"<LastModified>([^<]+)</LastModified>")
+# What HEAD returns and a copy with other metadata would lose.
+_KEPT = (
+    "content-type",
+    "cache-control",
+    "content-disposition",
+    "content-encoding",
+    "content-language",
+    "expires",
+    "x-amz-website-redirect-location",
+)
 
 
 async def copy(
@@ -138,10 +125,11 @@ async def _copy(
     kept = {name: headers[name] for name in _KEPT if name in headers}
     if is_small:
         return await _copy_whole(requester, _Copy(copied, key, kept, condition))
-    described = _as_boto_takes_it(copied, kept)
-    if int(headers.get("x-amz-tagging-count", "0")):
-        described["Tagging"] = await _tagging(requester, source.key)
-    return await multipart.copy(requester, fence, version, key, described, condition)
+    kept["x-amz-storage-class"] = copied.storage_class
+    if headers.get("x-amz-tagging-count", "0") != "0":
+        kept["x-amz-tagging"] = await _tagging(requester, source.key)
+    described = dict(copied.metadata or {})
+    return await multipart.copy(requester, fence, version, key, kept, described, condition)
 
 
 async def _copy_own(
@@ -155,19 +143,6 @@ async def _copy_own(
     kept = {} if source.content_type is None else {"content-type": source.content_type}
     copied = replace(source, metadata=write.metadata)
     return await _copy_whole(requester, _Copy(copied, key, kept, condition))
-
-
-def _as_boto_takes_it(copied: ObjectInfo, kept: Mapping[str, str]) -> dict[str, Any]:
-    """What a copy has, as boto3's parameters."""
-    from email.utils import parsedate_to_datetime
-
-    described: dict[str, Any] = {_KEPT[name]: value for name, value in kept.items()}
-    try:
-        described["Expires"] = parsedate_to_datetime(kept["expires"])
-    except (KeyError, ValueError):
-        described.pop("Expires", None)  # boto3 takes no text for it
-    metadata = dict(copied.metadata or {})
-    return {**described, "StorageClass": copied.storage_class, "Metadata": metadata}
 
 
 def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
@@ -200,32 +175,46 @@ def _has_room(metadata: Mapping[str, str]) -> bool:
 async def _tagging(requester: Requester, key: str) -> str:
     """An object's tags as S3 takes them; a multipart upload gets none by itself."""
 
-    def work(clients: Clients) -> str:
-        answer = clients.s3.get_object_tagging(**clients.request, Key=key)
-        return urlencode({tag["Key"]: tag["Value"] for tag in answer["TagSet"]})
-
-    return await requester.with_retries("HEAD", key, work, writing)
+    call = Call("HEAD", "GET", key, {"tagging": ""})
+    return await requester.send(
+        call, lambda answer: urlencode(documents.tags(answer)), priority=writing
+    )
 
 
 async def _copy_whole(requester: Requester, one: _Copy) -> ObjectInfo:
-    bucket = requester.settings.bucket
-    if one.is_repeatable and not bucket.startswith("arn:"):
-        try:
-            answer = await requester.send_now(
-                "COPY",
-                one.key,
-                headers=one.headers(bucket),
-                priority=writing,
-                condition=one.condition,
-            )
-        except ConflictError:
-            pass  # of which of the two objects it failed is found out in a thread
-        else:
-            if answer is not None:
-                with suppress(AttemptError):
-                    return one.parse(answer)
-            one.may_be_done = True
-    return await requester.with_retries("COPY", one.key, one.run, writing)
+    headers = one.headers(requester.settings.bucket)
+    try:
+        return await requester.send(
+            Call("COPY", "PUT", one.key, headers=headers), one.accept, priority=writing
+        )
+    except StaleVersionError as error:
+        return await _after_all(requester, one, error)
+
+
+async def _after_all(requester: Requester, one: _Copy, failed: StoreError) -> ObjectInfo:
+    """Return the copy, if a condition fails because it was made before.
+
+    S3 does not say of which of the two objects a condition failed.
+
+    Raises:
+        StoreError: it was not made; `failed` if its source is another object.
+    """
+    is_onto_itself, may_be_done = one.key == one.source.key, failed.may_be_done
+    if one.condition is None and not (is_onto_itself and may_be_done):
+        raise failed
+    try:
+        there, _ = await head.head(requester, one.key, writing)
+    except NotFoundError:
+        if isinstance(one.condition, IfMatch):
+            raise ConflictError("the object to be replaced is gone") from failed
+        raise failed from None
+    if may_be_done and one.has_made(there):
+        return there
+    if one.condition in (None, IfMatch(there.etag)):
+        raise failed  # the source is another one
+    if one.condition == IF_ABSENT:
+        raise ExistsError(f"{one.key}: there is an object already") from failed
+    raise ConflictError("the object has been replaced") from failed
 
 
 class _Copy:
@@ -239,137 +228,52 @@ class _Copy:
         self, source: ObjectInfo, key: str, kept: Mapping[str, str] | None, condition: Strict
     ) -> None:
         self.key = key
-        self._source = source
+        self.source = source
         self._kept = kept
         self.condition = condition
-        self.may_be_done = False
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether it does no harm that it may have been done."""
-        return self.key != self._source.key or self._has_token
-
-    @property
-    def _has_token(self) -> bool:
-        """Whether the copy can be recognized by a token of its own."""
-        return self._kept is not None and self._source.token is not None
-
-    def run(self, clients: Clients) -> ObjectInfo:
-        """Send it. Blocks.
-
-        Raises:
-            AttemptError: S3 did not copy.
-        """
-        try:
-            return self._directly(clients) or self._through_boto(clients)
-        except Exception as error:
-            failure = interpret(error)
-            if failure.kind is StaleVersionError:
-                return self._after_all(clients, error)
-            self.may_be_done |= failure.is_retryable
-            raise AttemptError(failure) from error
-
-    def _directly(self, clients: Clients) -> ObjectInfo | None:
-        """Copy through `Direct`; None if that is boto3's to do."""
-        bucket = clients.request["Bucket"]
-        if bucket.startswith("arn:"):
-            return None
-        answer = clients.direct.send("PUT", self.key, headers=self.headers(bucket))
-        return self.parse(answer) if answer is not None else None
 
     def headers(self, bucket: str) -> dict[str, str]:
         """The headers of the request."""
-        source = self._source
+        source = self.source
         headers = {
-            "x-amz-copy-source": quote(f"{bucket}/{source.key}", safe="/~"),
+            "x-amz-copy-source": head.copy_source(bucket, source.key),
             "x-amz-copy-source-if-match": source.etag,
             "x-amz-metadata-directive": "COPY" if self._kept is None else "REPLACE",
             "x-amz-storage-class": source.storage_class,
         }
         headers |= condition_headers(self.condition)
         if self._kept is not None:
-            headers |= self._kept
-            headers |= {f"{head.META}{k}": v for k, v in (source.metadata or {}).items()}
+            headers |= {**self._kept, **head.metadata_headers(source.metadata or {}, None)}
         return headers
 
-    def parse(self, answer: Answer) -> ObjectInfo:
-        """The copy, if it was made.
+    def accept(self, answer: Completion) -> ObjectInfo:
+        """Return the copy, if it was made.
 
         Raises:
             AttemptError: the answer does not say so.
         """
-        text = answer.content.decode(errors="replace")
-        if "<Error>" in text:  # with status 200
-            raise AttemptError(from_body(500, text))
-        etag, moment = _ETAG.search(text), _LAST_MODIFIED.search(text)
-        if etag is None or moment is None:
-            raise head.no_etag()
+        result = documents.read(answer, "CopyObjectResult")
+        etag = documents.text_of(result, "ETag")
+        if not etag:
+            raise documents.no_result()
         try:
-            mtime_ns = nanoseconds(moment[1])
+            mtime_ns = nanoseconds(documents.text_of(result, "LastModified"))
         except ValueError:  # it is done, whatever the server takes for a time
             mtime_ns = head.now_ns()
-        return self._info(unescaped(etag[1]), mtime_ns, answer.headers.get("x-amz-version-id"))
-
-    def _through_boto(self, clients: Clients) -> ObjectInfo:
-        source = self._source
-        described: dict[str, Any] = {"StorageClass": source.storage_class}
-        if self._kept is not None:
-            described = _as_boto_takes_it(source, self._kept)
-        answer = clients.s3.copy_object(
-            **clients.request,
-            **described,
-            **condition_parameters(self.condition),
-            MetadataDirective="COPY" if self._kept is None else "REPLACE",
-            Key=self.key,
-            CopySource={"Bucket": clients.request["Bucket"], "Key": source.key},
-            CopySourceIfMatch=source.etag,
-        )
-        result = answer.get("CopyObjectResult", {})
-        if not result.get("ETag"):
-            raise head.no_etag()
-        mtime_ns = whole_seconds(result["LastModified"])
-        return self._info(result["ETag"], mtime_ns, answer.get("VersionId"))
-
-    def _info(self, etag: str, mtime_ns: int, version_id: str | None) -> ObjectInfo:
         return replace(
-            self._source,
+            self.source,
             key=self.key,
             etag=quoted(etag),
             mtime_ns=mtime_ns,
-            version_id=version_id,
+            version_id=answer.headers.get("x-amz-version-id"),
         )
 
-    def _after_all(self, clients: Clients, error: Exception) -> ObjectInfo:
-        """The copy, if a condition fails because it was made before.
-
-        S3 does not say of which of the two objects a condition failed.
-
-        Raises:
-            AttemptError: it was not; `error` says why.
-        """
-        is_onto_itself = self.key == self._source.key
-        failed = interpret(error)
-        if self.condition is None and not (is_onto_itself and self.may_be_done):
-            raise AttemptError(failed) from error
-        try:
-            there = head.head_in_thread(clients, self.key)
-        except Exception as missing:
-            if interpret(missing).kind is not NotFoundError:
-                raise
-            if isinstance(self.condition, IfMatch):  # what was to be replaced is gone
-                failed = interpret(error, self.condition)
-            raise AttemptError(failed) from error
-        if self.may_be_done and self._is_copy(there):
-            return there
-        if self.condition == IfMatch(there.etag):
-            raise AttemptError(failed) from error  # the source is another one
-        raise AttemptError(interpret(error, self.condition)) from error
-
-    def _is_copy(self, there: ObjectInfo) -> bool:
-        source = self._source
+    def has_made(self, there: ObjectInfo) -> bool:
+        """True if an object is this copy."""
+        source = self.source
         if self._kept is None:
             return (there.size, there.etag) == (source.size, source.etag)
-        if self._has_token:
+        if source.token is not None:
             return there.token == source.token
         # What was made of parts has another ETag now.
         return (there.size, there.metadata) == (source.size, dict(source.metadata or {}))

@@ -9,12 +9,14 @@ shows which.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import logging
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import (
     AttemptError,
     ConflictError,
@@ -25,17 +27,10 @@ from fusefs.store.errors import (
     from_code,
 )
 from fusefs.store.interface import DeleteFailure, IfMatch, Strict
-from fusefs.store.s3.conditions import (
-    ADOPTIONS,
-    Fence,
-    condition_headers,
-    condition_parameters,
-    interpret,
-)
+from fusefs.store.s3 import documents
+from fusefs.store.s3.address import Call
+from fusefs.store.s3.conditions import ADOPTIONS, Fence, condition_headers
 from fusefs.store.s3.requester import Requester
-
-if TYPE_CHECKING:
-    from fusefs.store.s3.clients import Clients
 
 logger = logging.getLogger("fusefs.store")
 
@@ -45,48 +40,14 @@ _MANY = "DeleteObjects"
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
-class _Delete:
-    """One DELETE over several attempts. `may_be_done`: one of them may have deleted it."""
+async def _send(requester: Requester, key: str, condition: Strict) -> None:
+    """Send one DELETE.
 
-    def __init__(self, key: str, condition: Strict) -> None:
-        self._key = key
-        self._condition = condition
-        self.may_be_done = False
-
-    async def send(self, requester: Requester) -> None:
-        """Send it, from the event loop where that is possible.
-
-        Raises:
-            StoreError: S3 did not delete it.
-        """
-        answer = await requester.send_now(
-            "DELETE",
-            self._key,
-            headers=condition_headers(self._condition),
-            condition=self._condition,
-            on_failure=self._note_failed,
-        )
-        if answer is None:
-            await requester.with_retries("DELETE", self._key, self.run)
-
-    def _note_failed(self) -> None:
-        self.may_be_done = True
-
-    def run(self, clients: Clients) -> None:
-        """Send it. Blocks.
-
-        Raises:
-            AttemptError: S3 did not delete it.
-        """
-        headers = condition_headers(self._condition)
-        try:
-            if clients.direct.send("DELETE", self._key, headers=headers) is None:
-                conditions = condition_parameters(self._condition)
-                clients.s3.delete_object(**clients.request, **conditions, Key=self._key)
-        except Exception as error:
-            failure = interpret(error, self._condition)
-            self.may_be_done |= failure.is_retryable
-            raise AttemptError(failure) from error
+    Raises:
+        StoreError: S3 did not delete it.
+    """
+    call = Call("DELETE", "DELETE", key, headers=condition_headers(condition))
+    await requester.send(call, lambda _: None, condition=condition)
 
 
 async def delete(
@@ -96,21 +57,21 @@ async def delete(
     may_be_done = False
     for _ in range(ADOPTIONS):
         condition = fence.sent("DELETE", IfMatch(etag) if etag else None)
-        one = _Delete(key, condition)
         try:
-            return await one.send(requester)
+            return await _send(requester, key, condition)
         except UnsupportedError:
             if condition is None:
                 raise
             fence.note_unsupported("DELETE", condition)
             continue
-        except NotFoundError:
+        except NotFoundError as error:
             if condition is None:
                 return None  # Google's store says so of what is gone already
-        except ConflictError:
+            may_be_done |= error.may_be_done
+        except ConflictError as error:
             if condition is None:
                 raise
-        may_be_done |= one.may_be_done
+            may_be_done |= error.may_be_done
         there = await fence.find(key)
         if there is None:
             return None
@@ -122,7 +83,7 @@ async def delete(
         # A server that refuses the ETag that it gives gets the request without one.
         etag = None if IfMatch(there.etag) == condition else there.etag
     with suppress(NotFoundError):
-        await _Delete(key, None).send(requester)
+        await _send(requester, key, None)
     return None
 
 
@@ -161,7 +122,7 @@ async def _delete_batch(
     condition = fence.sent(_MANY, IfMatch("")) if etags else None
     batch = _Batch(keys, etags if condition else {})
     try:
-        await requester.with_retries("DELETE", keys[0], batch.run)
+        await requester.send(batch.call, batch.accept)
     except UnsupportedError:
         if condition is None:
             raise
@@ -202,23 +163,27 @@ class _Batch:
         self.failures: list[DeleteFailure] = []
         self._etags = etags
 
-    def run(self, clients: Clients) -> None:
-        """Delete what remains, and keep what may be tried again. Blocks.
+    def call(self) -> Call:
+        """Make the request that deletes what remains."""
+        document = documents.deletion(self.remaining, self._etags)
+        # S3 demanded an MD5 for many years, and many stores still do.
+        digest = hashlib.md5(document, usedforsecurity=False).digest()
+        headers = {
+            "content-type": "application/xml",
+            "content-md5": base64.b64encode(digest).decode(),
+        }
+        return Call("DELETE", "POST", query={"delete": ""}, headers=headers, document=document)
+
+    def accept(self, answer: Completion) -> None:
+        """Take in what was not deleted, and keep what may be tried again.
 
         Raises:
             AttemptError: something remains.
         """
-        objects = [
-            {"Key": key, "ETag": self._etags[key]} if key in self._etags else {"Key": key}
-            for key in self.remaining
-        ]
-        answer = clients.s3.delete_objects(
-            **clients.request, Delete={"Objects": objects, "Quiet": True}
-        )
         again: list[str] = []
         last: Failure | None = None
-        for error in answer.get("Errors", []):
-            key, failure = error["Key"], from_code(error.get("Code", ""))
+        for key, code in documents.undeleted(answer):
+            failure = from_code(code)
             if failure.is_retryable:
                 again.append(key)
                 last = failure

@@ -5,29 +5,27 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from fusefs.store.errors import (
     AttemptError,
     Failure,
     NotFoundError,
     UnreachableError,
-    translate,
 )
 from fusefs.store.fencing import ChangeToken
-from fusefs.store.interface import ObjectInfo, Urgency
+from fusefs.store.interface import ObjectInfo, Urgency, demanded
+from fusefs.store.object_checksum import ASKING
+from fusefs.store.s3.address import Call
 from fusefs.store.s3.list_parser import check_size, quoted, usable, whole_seconds
 from fusefs.store.s3.requester import Requester
-
-if TYPE_CHECKING:
-    from fusefs.store.s3.clients import Clients
 
 META = "x-amz-meta-"
 SECOND_NS = 1_000_000_000
 # The content type of what is stored without one.
 UNTYPED = "binary/octet-stream"
+NO_HEADERS: Mapping[str, str] = {}
 _KEY = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
@@ -52,10 +50,18 @@ def _is_sendable(name: str, value: str) -> bool:
     return bool(_KEY.fullmatch(name) and _VALUE.fullmatch(value))
 
 
-def metadata_parameters(metadata: Mapping[str, str], content_type: str | None) -> dict[str, Any]:
-    """boto3's parameters for metadata."""
-    typed = {} if content_type is None else {"ContentType": content_type}
-    return {"Metadata": dict(metadata), **typed}
+def metadata_headers(metadata: Mapping[str, str], content_type: str | None) -> dict[str, str]:
+    """The headers for metadata."""
+    headers = {f"{META}{name}": value for name, value in metadata.items()}
+    if content_type is not None:
+        headers["content-type"] = content_type
+    return headers
+
+
+def copy_source(bucket: str, key: str) -> str:
+    """The header that names the source of a copy; an access point is named by its ARN."""
+    place = f"{bucket}/object" if bucket.startswith("arn:") else bucket
+    return quote(f"{place}/{key}", safe="/~")
 
 
 def now_ns() -> int:
@@ -63,70 +69,47 @@ def now_ns() -> int:
     return int(time.time()) * SECOND_NS
 
 
-def no_etag() -> AttemptError:
-    """An answer with status 200 lacks the ETag."""
-    return AttemptError(Failure(UnreachableError, "S3 did not say what it did", is_retryable=True))
-
-
 async def head(
-    requester: Requester, key: str, priority: Urgency
+    requester: Requester,
+    key: str,
+    priority: Urgency = demanded,
+    headers: Mapping[str, str] = NO_HEADERS,
 ) -> tuple[ObjectInfo, Mapping[str, str]]:
-    """The object by a HEAD, and all headers of the answer, with names in lower case.
+    """Return the object by a HEAD, and all headers of the answer, with names in lower case.
 
     Raises:
         NotFoundError: there is no such object.
     """
-    answer = await requester.send_now("HEAD", key, headers={}, priority=priority)
-    if answer is not None:
-        with suppress(AttemptError):
-            return parse_head(key, answer.headers), answer.headers
-    return await requester.with_retries(
-        "HEAD", key, lambda clients: _head_in_thread(clients, key), priority
+    return await requester.send(
+        Call("HEAD", "HEAD", key, headers=headers),
+        lambda answer: (parse_head(key, answer.headers), answer.headers),
+        priority=priority,
     )
 
 
-def head_in_thread(clients: Clients, key: str) -> ObjectInfo:
-    """The object by a HEAD. Blocks."""
-    return _head_in_thread(clients, key)[0]
-
-
-def _head_in_thread(clients: Clients, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
-    answer = clients.direct.send("HEAD", key)
-    if answer is not None:
-        headers = answer.headers
-    else:
-        headers = _head_by_boto(clients, key)["ResponseMetadata"]["HTTPHeaders"]
-    return parse_head(key, headers), headers
-
-
-def _head_by_boto(clients: Clients, key: str, **options: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = clients.s3.head_object(**clients.request, **options, Key=key)
-    return answer
-
-
-def find(
-    clients: Clients,
+async def find(
+    requester: Requester,
     key: str,
     size: int,
     metadata: Mapping[str, str],
-    checksum: Mapping[str, str],
+    checksum: str,
 ) -> ObjectInfo | None:
-    """The object `key` if it is this very one, else None. Blocks.
+    """Return the object `key` if it is this very one, else None.
 
     The token in its metadata decides. Without one in `metadata`, the size, the
-    metadata and `checksum` do, which is as boto3's HEAD has it.
+    metadata and `checksum` do, its CRC32 in base64 as S3 has it.
+
+    Raises:
+        StoreError: S3 could not tell.
     """
     try:
-        answer = _head_by_boto(clients, key, ChecksumMode="ENABLED")
-    except Exception as error:
-        if translate(error).kind is NotFoundError:
-            return None
-        raise
-    info = _parse_boto(key, answer)
+        info, headers = await head(requester, key, headers=ASKING)
+    except NotFoundError:
+        return None
     token = ChangeToken.parse(metadata)
     if token is not None:
         return info if info.token == token and info.size == size else None
-    is_same = all(answer.get(name) == value for name, value in checksum.items())
+    is_same = headers.get("x-amz-checksum-crc32") == checksum
     return info if is_same and (info.size, info.metadata) == (size, dict(metadata)) else None
 
 
@@ -157,16 +140,3 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
     except (ArithmeticError, KeyError, ValueError) as error:
         sentence = "S3 did not say what there is"
         raise AttemptError(Failure(UnreachableError, sentence, is_retryable=True)) from error
-
-
-def _parse_boto(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
-    return ObjectInfo(
-        key,
-        answer["ContentLength"],
-        quoted(answer["ETag"]),
-        whole_seconds(answer["LastModified"]),
-        usable(answer.get("StorageClass")) or "STANDARD",
-        usable(answer.get("ContentType")) or UNTYPED,
-        usable(answer.get("VersionId")),
-        {name.lower(): value for name, value in answer.get("Metadata", {}).items()},
-    )

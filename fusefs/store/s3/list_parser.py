@@ -9,10 +9,6 @@ reads the page in 1 ms. A page whose entries differ is read by the XML parser, a
 of which something can't be used: an entry without a proper size, time or ETag is an object
 with the ETag "", which is hidden; one without a key is counted alone.
 
-`install` gives the page to botocore's answers: its `before-parse` event lets a
-handler look at the answer first; ours hands the result over beside botocore's
-own, and leaves botocore an empty answer to parse.
-
 Keys travel URL-encoded, since XML 1.0 has no control characters. Ceph's
 gateway encodes keys and common prefixes, but not the prefix and the key to
 start after, which it repeats: those are not needed, and what XML has no way to
@@ -28,16 +24,11 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from html import unescape
 from itertools import chain, repeat
-from typing import Any
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
 from fusefs.store.errors import AttemptError, Failure, StoreError
 from fusefs.store.interface import ListPage, ObjectInfo
-
-# Under which name the page stands beside botocore's answer.
-PAGE = "FusefsPage"
-_EMPTY = b"<ListBucketResult/>"
 
 _FIRST_ENTRY = re.compile(r"<Contents>((?:<\w+>[^<]*</\w+>\s*)+)</Contents>")
 _ELEMENT = re.compile(r"<(\w+)>[^<]*</\w+>(\s*)")
@@ -63,19 +54,6 @@ class ListingError(ValueError):
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         super().__init__(message)
         self.is_final = is_final
-
-
-def install(client: Any) -> None:
-    """Let a boto3 S3 client put a `ListPage` under `PAGE` of each list_objects_v2 answer."""
-    client.meta.events.register("before-parse.s3.ListObjectsV2", _before_parse)
-
-
-def _before_parse(
-    response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: Any
-) -> None:
-    if response_dict["status_code"] == 200:
-        customized_response_dict[PAGE] = parse(response_dict["body"])
-        response_dict["body"] = _EMPTY
 
 
 def parse(body: bytes) -> ListPage:

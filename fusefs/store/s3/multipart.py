@@ -20,11 +20,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import trio
 
+from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import (
     AttemptError,
     Failure,
@@ -32,7 +33,6 @@ from fusefs.store.errors import (
     StoreError,
     UnsupportedError,
     from_code,
-    translate,
 )
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
@@ -45,17 +45,14 @@ from fusefs.store.interface import (
     Strict,
     UploadState,
     Write,
-    demanded,
     writing,
 )
-from fusefs.store.s3 import head
-from fusefs.store.s3.body import Body, Sums, composed
-from fusefs.store.s3.conditions import Fence, condition_parameters, interpret
+from fusefs.store.s3 import documents, head
+from fusefs.store.s3.address import Call
+from fusefs.store.s3.body import Slice, composed
+from fusefs.store.s3.conditions import Fence, condition_headers
 from fusefs.store.s3.list_parser import quoted
 from fusefs.store.s3.requester import Requester
-
-if TYPE_CHECKING:
-    from fusefs.store.s3.clients import Clients
 
 # Of one upload. Measured against a server with as many processors as the client
 # has, 32 took a third longer than 12 to 20.
@@ -190,23 +187,24 @@ class S3Upload:
         if stop - start > size:
             raise ValueError(f"part {number} has {size} bytes, not {stop - start}")
 
-        def work(clients: Clients) -> Part:
-            answer = clients.s3.upload_part_copy(
-                **clients.request,
-                **self._named,
-                PartNumber=number,
-                CopySource={"Bucket": clients.request["Bucket"], "Key": source.key},
-                CopySourceIfMatch=source.etag,
-                CopySourceRange=f"bytes={start}-{stop - 1}",
-            )
-            result = answer.get("CopyPartResult", {})
-            if not result.get("ETag"):
-                raise head.no_etag()
-            etag = quoted(result["ETag"])
-            return Part(number, stop - start, etag, result.get("ChecksumCRC32", ""))
+        bucket = self._requester.settings.bucket
+        headers = {
+            "x-amz-copy-source": head.copy_source(bucket, source.key),
+            "x-amz-copy-source-if-match": source.etag,
+            "x-amz-copy-source-range": f"bytes={start}-{stop - 1}",
+        }
+        call = self._call("COPY PART", "PUT", {"partNumber": number}, headers=headers)
+
+        def accept(answer: Completion) -> Part:
+            result = documents.read(answer, "CopyPartResult")
+            etag = documents.text_of(result, "ETag")
+            if not etag:
+                raise documents.no_result()
+            checksum = documents.text_of(result, "ChecksumCRC32")
+            return Part(number, stop - start, quoted(etag), checksum)
 
         async def copy() -> Part:
-            return await self._requester.with_retries("COPY PART", self._state.key, work, writing)
+            return await self._requester.send(call, accept, priority=writing)
 
         await self._obtain(number, copy, lambda: False)
 
@@ -223,8 +221,8 @@ class S3Upload:
             part = self._unverified.get(number)
             is_same = False
             if part is not None and self._fits(part, size):
-                body = Body(fd, *self.part_range(number, size))
-                is_same = await self._checksum(body) == part.checksum
+                bytes_of = Slice(fd, *self.part_range(number, size))
+                is_same = (await bytes_of.sums(with_md5=False)).crc32 == part.checksum
             # Unless it was dropped or sent meanwhile.
             if part is not None and self._unverified.pop(number, None) is part and is_same:
                 self._parts[number] = part
@@ -250,36 +248,34 @@ class S3Upload:
         if self._object is not None and self._object.size == size:
             return self._object
         used = [self._parts[number] for number in range(1, self.part_count(size) + 1)]
-        parts = [_in_completion(part) for part in used]
         may_be_done, self._may_be_done = self._may_be_done, True
+        call = self._call(
+            "COMPLETE UPLOAD",
+            "POST",
+            headers=condition_headers(condition),
+            document=documents.completion(used),
+        )
 
-        def work(clients: Clients) -> str:
+        def accept(answer: Completion) -> str:
             nonlocal may_be_done
-            try:
-                answer = clients.s3.complete_multipart_upload(
-                    **clients.request,
-                    **self._named,
-                    **condition_parameters(condition),
-                    MultipartUpload={"Parts": parts},
-                )
-            except Exception as error:
-                failure = interpret(error, condition)
-                if failure.code == "BadDigest":  # of a part, which will not change
-                    failure = replace(failure, kind=StoreError, is_retryable=False)
-                may_be_done |= failure.is_retryable
-                if failure.status == 500 and self._is_gone(clients):
-                    failure = from_code("NoSuchUpload")
-                raise AttemptError(failure) from error
+            result = documents.read(answer, "CompleteMultipartUploadResult")
             may_be_done = True
-            etag = answer.get("ETag")
-            if etag is None:
-                raise head.no_etag()
+            if result.find("{*}ETag") is None:
+                raise documents.no_result()
             # Ceph's gateway completes an upload without an ETag in its answer.
-            return quoted(etag or _etag_of(used))
+            return quoted(documents.text_of(result, "ETag") or _etag_of(used))
+
+        async def judge(failure: Failure) -> Failure:
+            if failure.code == "BadDigest":  # of a part, which will not change
+                return replace(failure, kind=StoreError, is_retryable=False)
+            if failure.status == 500 and await self._is_gone():
+                return from_code("NoSuchUpload")
+            return failure
 
         try:
-            etag = await self._requester.with_retries("COMPLETE UPLOAD", self._state.key, work)
-        except StoreError:
+            etag = await self._requester.send(call, accept, condition=condition, judge=judge)
+        except StoreError as error:
+            may_be_done |= error.may_be_done
             self._object = await self._seen(used) if may_be_done else None
             if self._object is None:
                 raise
@@ -287,15 +283,15 @@ class S3Upload:
             self._object = await self._seen(used) or self._unseen(size, etag)
         return self._object
 
-    def _is_gone(self, clients: Clients) -> bool:
-        """Whether S3 knows nothing of the upload any more. Blocks.
+    async def _is_gone(self) -> bool:
+        """True if S3 knows nothing of the upload any more.
 
         Ceph's gateway answers a completion of such a one with status 500, for ever.
         """
         try:
-            clients.s3.list_parts(**clients.request, **self._named, MaxParts=1)
-        except Exception as error:
-            return translate(error).kind is NotFoundError
+            await self._requester.attempt(self._call("LIST PARTS", "GET", {"max-parts": 1}))
+        except AttemptError as error:
+            return error.failure.kind is NotFoundError
         return False
 
     async def _seen(self, parts: list[Part]) -> ObjectInfo | None:
@@ -320,12 +316,8 @@ class S3Upload:
         """The object if this upload has been completed with these parts, and is the last one."""
         state = self._state
         size = sum(part.size for part in parts)
-        checksum = {"ChecksumCRC32": composed([part.checksum for part in parts])}
-
-        def work(clients: Clients) -> ObjectInfo | None:
-            return head.find(clients, state.key, size, state.metadata, checksum)
-
-        return await self._requester.with_retries("HEAD", state.key, work)
+        checksum = composed([part.checksum for part in parts])
+        return await head.find(self._requester, state.key, size, state.metadata, checksum)
 
     async def abort(self) -> None:
         """Give it up."""
@@ -353,7 +345,7 @@ class S3Upload:
 
     async def _look_for_object(self, recorded: Mapping[int, Part]) -> None:
         """Find out whether the upload, of which there is nothing any more, became an object."""
-        info, _ = await head.head(self._requester, self._state.key, demanded)
+        info, _ = await head.head(self._requester, self._state.key)
         size = info.size
         parts = [recorded.get(number) for number in range(1, self.part_count(size) + 1)]
         used = [part for part in parts if part is not None and self._fits(part, size)]
@@ -366,63 +358,33 @@ class S3Upload:
     async def _list_parts(self) -> list[Part]:
         """What the bucket has of the upload."""
         parts: list[Part] = []
-        start: dict[str, Any] | None = {"PartNumberMarker": 0}
-
-        def work(clients: Clients) -> tuple[list[Part], dict[str, Any] | None]:
-            assert start is not None
-            answer = clients.s3.list_parts(**clients.request, **self._named, **start)
-            page = [
-                Part(
-                    part["PartNumber"],
-                    part["Size"],
-                    quoted(part["ETag"]),
-                    part.get("ChecksumCRC32", ""),
-                )
-                for part in answer.get("Parts", [])
-            ]
-            return page, _behind(answer, start, ("PartNumberMarker",))
-
+        start: dict[str, str] | None = {}
         while start is not None:
-            page, start = await self._requester.with_retries("LIST PARTS", self._state.key, work)
+            call = self._call("LIST PARTS", "GET", start)
+            page, start = await self._requester.send(call, partial(documents.parts, start=start))
             parts += page
         return parts
 
     async def _send_part(self, fd: int, size: int, number: int) -> None:
-        body = Body(fd, *self.part_range(number, size))
-
-        def work(clients: Clients) -> Part:
-            sums = body.sums(with_md5=self._fence.sends_md5)
-            etag = self._put(clients, number, body, sums)
-            if not etag:
-                raise head.no_etag()
-            return Part(number, len(body), quoted(etag), sums.crc32)
+        piece = Slice(fd, *self.part_range(number, size))
 
         async def send() -> Part:
-            part = await self._requester.with_retries(
-                "PUT PART", self._state.key, work, writing, transfer=body
+            sums = await piece.sums(with_md5=self._fence.sends_md5)
+
+            def accept(answer: Completion) -> Part:
+                etag = answer.headers.get("etag")
+                if not etag:
+                    raise documents.no_result()
+                return Part(number, len(piece), quoted(etag), sums.crc32)
+
+            call = self._call(
+                "PUT PART", "PUT", {"partNumber": number}, headers=sums.headers(), body=piece.body
             )
-            self._requester.counted["bytes_sent"] += len(body)
+            part = await self._requester.send(call, accept, priority=writing)
+            self._requester.counted["bytes_sent"] += len(piece)
             return part
 
         await self._obtain(number, send, lambda: self._fits(self._parts.get(number), size))
-
-    def _put(self, clients: Clients, number: int, body: Body, sums: Sums) -> str | None:
-        """Send a part and return its ETag. Blocks."""
-        query = {"partNumber": number, "uploadId": self._state.upload_id}
-        answer = clients.direct.send(
-            "PUT", self._state.key, query=query, body=body, headers=sums.headers()
-        )
-        if answer is not None:
-            return answer.headers.get("etag")
-        body.seek(0)
-        sent: Mapping[str, str] = clients.s3.upload_part(
-            **clients.request,
-            **self._named,
-            PartNumber=number,
-            Body=body,
-            **sums.parameters(),
-        )
-        return sent.get("ETag")
 
     async def _obtain(
         self, number: int, obtain: Callable[[], Awaitable[Part]], is_there: Callable[[], bool]
@@ -439,16 +401,6 @@ class S3Upload:
             part = await obtain()
             if number in self._valid:
                 self._parts[number] = part
-
-    async def _checksum(self, body: Body) -> str:
-        attempt = body.begin()
-        try:
-            return await trio.to_thread.run_sync(body.checksum, abandon_on_cancel=True)
-        except trio.Cancelled:
-            await attempt.abandon()
-            raise
-        except AttemptError as error:
-            raise error.failure.kind(str(error)) from error
 
     def _fits(self, part: Part | None, size: int) -> bool:
         """Whether it is all of the part that a file of `size` bytes has there."""
@@ -479,9 +431,12 @@ class S3Upload:
         if failures:
             raise failures[0]
 
-    @property
-    def _named(self) -> dict[str, str]:
-        return {"Key": self._state.key, "UploadId": self._state.upload_id}
+    def _call(
+        self, operation: str, method: str, query: Mapping[str, Any] | None = None, **more: Any
+    ) -> Call:
+        """Make a request about this upload."""
+        query = {**(query or {}), "uploadId": self._state.upload_id}
+        return Call(operation, method, self._state.key, query, **more)
 
 
 def is_mistakable(key: str) -> bool:
@@ -507,19 +462,12 @@ def _etag_of(parts: list[Part]) -> str:
     return f"{together.hexdigest()}-{len(parts)}"
 
 
-def _in_completion(part: Part) -> dict[str, Any]:
-    checksum = {"ChecksumCRC32": part.checksum} if part.checksum else {}
-    return {"PartNumber": part.number, "ETag": part.etag, **checksum}
-
-
 async def abort(requester: Requester, key: str, upload_id: str) -> None:
     """Give an upload up and have its parts deleted; no error if there is none."""
 
-    def work(clients: Clients) -> None:
-        clients.s3.abort_multipart_upload(**clients.request, Key=key, UploadId=upload_id)
-
+    call = Call("ABORT UPLOAD", "DELETE", key, {"uploadId": upload_id})
     with suppress(NotFoundError):
-        await requester.with_retries("ABORT UPLOAD", key, work)
+        await requester.send(call, lambda _: None)
 
 
 async def put(
@@ -542,10 +490,11 @@ async def copy(
     fence: Fence,
     source: ObjectVersion,
     key: str,
-    kept: Mapping[str, Any],
+    headers: Mapping[str, str],
+    metadata: Mapping[str, str],
     condition: Condition,
 ) -> ObjectInfo:
-    """Copy what is too large for one copy; `kept` are boto3's parameters for what it has.
+    """Copy an object that is too large for one copy; `headers` and `metadata` are the copy's.
 
     Raises:
         UnsupportedError: some stores would copy another object, which is there.
@@ -553,7 +502,7 @@ async def copy(
     other = unquote(source.key)
     if is_mistakable(source.key) and await fence.find(other) is not None:
         raise UnsupportedError(f"the store may copy {other} in its place")
-    begun = await _begin(requester, fence, key, COPY_PART, kept)
+    begun = await _begin(requester, fence, key, COPY_PART, headers, metadata)
     async with _aborted_on_failure(requester, begun) as upload:
         await upload.copy_all(source)
         return await upload.complete(source.size, condition)
@@ -582,22 +531,22 @@ async def begin(requester: Requester, fence: Fence, key: str, write: Write) -> S
     """As `Store.begin_upload`."""
     metadata = write.stamped()
     head.check(metadata, write.content_type)
-    kept = head.metadata_parameters(metadata, write.content_type)
-    return await _begin(requester, fence, key, requester.settings.part_size, kept)
+    kept = {} if write.content_type is None else {"content-type": write.content_type}
+    return await _begin(requester, fence, key, requester.settings.part_size, kept, metadata)
 
 
 async def _begin(
-    requester: Requester, fence: Fence, key: str, part_size: int, kept: Mapping[str, Any]
+    requester: Requester,
+    fence: Fence,
+    key: str,
+    part_size: int,
+    headers: Mapping[str, str],
+    metadata: Mapping[str, str],
 ) -> S3Upload:
-    def work(clients: Clients) -> str:
-        answer = clients.s3.create_multipart_upload(
-            **clients.request, **kept, Key=key, ChecksumAlgorithm="CRC32"
-        )
-        upload_id: str = answer["UploadId"]
-        return upload_id
-
-    upload_id = await requester.with_retries("BEGIN UPLOAD", key, work)
-    return S3Upload(requester, fence, UploadState(key, upload_id, part_size, kept["Metadata"]))
+    sent = {**head.metadata_headers(metadata, None), **headers, "x-amz-checksum-algorithm": "CRC32"}
+    call = Call("BEGIN UPLOAD", "POST", key, {"uploads": ""}, sent)
+    upload_id = await requester.send(call, documents.upload_id)
+    return S3Upload(requester, fence, UploadState(key, upload_id, part_size, metadata))
 
 
 async def resume(requester: Requester, fence: Fence, state: UploadState) -> S3Upload:
@@ -610,38 +559,10 @@ async def resume(requester: Requester, fence: Fence, state: UploadState) -> S3Up
 async def pending(requester: Requester, prefix: str) -> list[PendingUpload]:
     """As `Store.list_uploads`."""
     found: list[PendingUpload] = []
-    start: dict[str, Any] | None = {}
-
-    def work(clients: Clients) -> tuple[list[PendingUpload], dict[str, Any] | None]:
-        assert start is not None
-        answer = clients.s3.list_multipart_uploads(**clients.request, **start, Prefix=prefix)
-        page = [
-            PendingUpload(
-                upload["Key"],
-                upload["UploadId"],
-                int(upload["Initiated"].timestamp()) * head.SECOND_NS,
-            )
-            for upload in answer.get("Uploads", [])
-        ]
-        return page, _behind(answer, start, ("KeyMarker", "UploadIdMarker"))
-
+    start: dict[str, str] | None = {}
     while start is not None:
-        page, start = await requester.with_retries("LIST UPLOADS", prefix, work)
+        query = {"uploads": "", "prefix": prefix, "encoding-type": "url", **start}
+        call = Call("LIST UPLOADS", "GET", query=query)
+        page, start = await requester.send(call, partial(documents.uploads, start=start))
         found += page
     return found
-
-
-def _behind(
-    answer: Mapping[str, Any], start: Mapping[str, Any], markers: tuple[str, ...]
-) -> dict[str, Any] | None:
-    """The markers behind which a listing goes on that began at `start`; None if this was all.
-
-    Raises:
-        AttemptError: it would go on for ever.
-    """
-    if not answer.get("IsTruncated"):
-        return None
-    following = {name: answer[f"Next{name}"] for name in markers if answer.get(f"Next{name}")}
-    if not following or following == start:
-        raise AttemptError(Failure(UnsupportedError, "this server's listings do not go on"))
-    return following

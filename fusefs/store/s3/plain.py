@@ -3,15 +3,14 @@
 Importing botocore and making its client of S3 takes longer than all else of a mount's start.
 Where the endpoint is named, no configuration of AWS's is there and nothing in the environment
 changes how requests are made, everything that botocore would find is known beforehand: the
-address, the region of the signature, and often the keys. So the client is made when a request
-needs it for the first time (`LazyClient`). Where anything else is found, botocore decides as ever.
+address, the region of the signature, and often the keys. Where anything else is found, botocore
+decides as ever.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -99,24 +98,3 @@ def has_files(environment: Mapping[str, str]) -> bool:
 def has_keys(environment: Mapping[str, str]) -> bool:
     """Whether the environment has keys, which botocore takes before all others."""
     return all(environment.get(one) for one in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
-
-
-class LazyClient:
-    """A client of boto3's that is made when it is first used, from any thread."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._client: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        with self._lock:
-            if self._client is None:
-                self._client = self._make()
-        return getattr(self._client, name)
-
-    def close(self) -> None:
-        """Close its connections, if there are any."""
-        with self._lock:
-            if self._client is not None:
-                self._client.close()

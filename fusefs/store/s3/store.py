@@ -1,16 +1,9 @@
-"""One bucket over S3: obstore for bytes, boto3 for credentials and whatever is rare.
+"""One bucket over S3: the implementation of `fusefs.store.interface.Store`.
 
-Long ranges over TLS are streamed by obstore (Rust) without holding the GIL. All
-other frequent requests are signed and sent by ourselves (store/http/client.py), over
-connections of our own: small ones from the event loop (store/http/async_exchange.py),
-the rest from threads. boto3 finds the credentials the way its users expect, and sends
-what is rare; obstore gets the credentials from it, again before they expire.
-
-obstore and boto3 block, so their requests run in threads. All requests have one
-connection of the budget (connection_budget.py), and retries are ours, for all requests
-alike (requester.py). Each verb has a module of its own.
-
-boto3 takes half a second to import, so that happens at the first request.
+Each verb has a module of its own, which describes its requests (address.py) and reads their
+answers. All of them are sent in one way (requester.py): they get a connection of the budget,
+are signed here and sent by libcurl in threads of its own (store/engine). boto3 finds the
+credentials, and the address where that is not plain (access.py).
 """
 
 from __future__ import annotations
@@ -21,16 +14,17 @@ from functools import partial
 
 import trio
 
+from fusefs.store.engine.engine import Engine
 from fusefs.store.errors import AttemptError, CredentialsError, StoreError
 from fusefs.store.fencing import TokenSource
 from fusefs.store.interface import (
     PLAIN,
-    ChunkWriter,
     DeleteFailure,
     ListPage,
     ObjectInfo,
     ObjectVersion,
     PendingUpload,
+    Sink,
     UnansweredChanges,
     UploadState,
     Urgency,
@@ -42,11 +36,12 @@ from fusefs.store.s3 import delete as deleting
 from fusefs.store.s3 import head as heading
 from fusefs.store.s3 import multipart
 from fusefs.store.s3 import put as putting
-from fusefs.store.s3.clients import Clients, S3Settings
+from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.conditions import Fence
 from fusefs.store.s3.get import Getter
+from fusefs.store.s3.list import list_call, page_of
 from fusefs.store.s3.multipart import S3Upload
-from fusefs.store.s3.requester import Requester, list_work
+from fusefs.store.s3.requester import Requester
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
 from fusefs.telemetry.s3_requests import S3_REQUESTS, S3Requests
 
@@ -56,10 +51,15 @@ CHECK_TIME_S = 5.0
 class S3Store:
     """A bucket; see `fusefs.store.interface.Store` for the contract."""
 
-    def __init__(self, settings: S3Settings, requests: S3Requests = S3_REQUESTS) -> None:
-        """`requests` counts those that are sent."""
+    def __init__(
+        self,
+        settings: S3Settings,
+        requests: S3Requests = S3_REQUESTS,
+        engine: Engine | None = None,
+    ) -> None:
+        """`requests` counts those that are sent, by this engine or by one of its own."""
         self.settings = settings
-        self.requester = Requester(settings, requests)
+        self.requester = Requester(settings, requests, engine)
         self.tokens = TokenSource()
         self.unanswered = UnansweredChanges()
         self.fence = Fence(self.head)
@@ -94,17 +94,11 @@ class S3Store:
         where = f"s3://{self.settings.bucket}/{prefix}"
         endpoint = self.settings.endpoint_url
         try:
-            page = await self.requester.with_retries(
-                "LIST", prefix, list_work(prefix, "/", "", 1), retry_time_s=CHECK_TIME_S
-            )
+            page = await self._page(prefix, "/", "", 1, retry_time_s=CHECK_TIME_S)
         except StoreError as error:
             at = f" at {endpoint}" if endpoint and endpoint not in str(error) else ""
             raise type(error)(f"can't read {where}{at}: {error}") from error
         self.is_prefix_empty = not (page.objects or page.prefixes)
-        if self.requester.source.uses_obstore:
-            # Its TLS may refuse, or a proxy may refuse it, where boto3's connections work.
-            work = partial(Clients.try_objects, key=f"{prefix}.fusefs")
-            await self.requester.once("HEAD", work)
 
     async def is_refused(self, prefix: str) -> bool | None:
         """Whether S3 refuses, with credentials that are fresh, to list a prefix.
@@ -113,10 +107,10 @@ class S3Store:
         """
         source = self.requester.source
         for _ in range(2):
-            used = source.clients
+            used = source.access
             try:
                 # The same kind of listing as `check`: a policy may allow just this kind.
-                await self.requester.once("LIST", list_work(prefix, "/", "", 1))
+                await self.requester.attempt(list_call(prefix, "/", "", 1))
             except AttemptError as error:
                 failure = error.failure
                 if failure.has_expired:
@@ -131,7 +125,7 @@ class S3Store:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        self.requester.close()
+        await self.requester.aclose()
 
     async def list_page(
         self,
@@ -144,8 +138,7 @@ class S3Store:
     ) -> ListPage:
         is_whole = max_keys >= 1000
         if not (is_whole and sorts and self.sorted_listings.has(prefix, delimiter)):
-            work = list_work(prefix, delimiter, start_after, max_keys)
-            page = await self.requester.with_retries("LIST", prefix, work)
+            page = await self._page(prefix, delimiter, start_after, max_keys)
             if not is_whole or is_in_order(page, delimiter, start_after):
                 return page
             if not sorts:
@@ -153,23 +146,37 @@ class S3Store:
         return await self.sorted_listings.page(prefix, delimiter, start_after, max_keys)
 
     async def _list_from(self, prefix: str, delimiter: str, token: str) -> ListPage:
-        work = list_work(prefix, delimiter, "", 1000, token)
-        return await self.requester.with_retries("LIST", prefix, work)
+        return await self._page(prefix, delimiter, "", 1000, token)
+
+    async def _page(
+        self,
+        prefix: str,
+        delimiter: str,
+        start_after: str,
+        max_keys: int,
+        token: str = "",
+        *,
+        retry_time_s: float | None = None,
+    ) -> ListPage:
+        """Return one page as S3 lists it."""
+        call = list_call(prefix, delimiter, start_after, max_keys, token)
+        return await self.requester.send(
+            call, partial(page_of, prefix=prefix), retry_time_s=retry_time_s
+        )
 
     async def head(self, key: str) -> ObjectInfo:
-        return (await heading.head(self.requester, key, demanded))[0]
+        return (await heading.head(self.requester, key))[0]
 
     async def download(
         self,
         version: ObjectVersion,
         start: int,
         stop: int,
-        write: ChunkWriter,
+        sink: Sink,
         *,
         priority: Urgency = demanded,
-        in_loop: bool = False,
     ) -> None:
-        await self.getter.download(version, start, stop, write, priority, in_loop=in_loop)
+        await self.getter.download(version, start, stop, sink, priority)
 
     async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         send = putting.put if size <= self.settings.part_size else multipart.put

@@ -1,7 +1,7 @@
-"""What each object that a mount makes is sent with: class, encryption, ACL.
+"""Storage class, encryption and ACL of the objects that a mount makes.
 
 S3 takes these with the requests that begin an object: PUT, COPY and the beginning of a
-multipart upload. botocore gets them as parameters, and requests of our own as headers.
+multipart upload.
 A copy keeps the storage class of its source, as a rename is to change nothing but the name.
 """
 
@@ -15,13 +15,7 @@ from fusefs.settings.types import AttributeForm, Encryption
 if TYPE_CHECKING:
     from fusefs.settings.mount import MountSettings
 
-_OPERATIONS = ("PutObject", "CopyObject", "CreateMultipartUpload")
-# Headers, and botocore's names for them.
-_STORAGE_CLASS = ("x-amz-storage-class", "StorageClass")
-_ENCRYPTION = ("x-amz-server-side-encryption", "ServerSideEncryption")
-_KEY = ("x-amz-server-side-encryption-aws-kms-key-id", "SSEKMSKeyId")
-_BUCKET_KEY = ("x-amz-server-side-encryption-bucket-key-enabled", "BucketKeyEnabled")
-_ACL = ("x-amz-acl", "ACL")
+_ENCRYPTION = "x-amz-server-side-encryption"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,37 +41,26 @@ class WriteOptions:
 
     def headers(self) -> dict[str, str]:
         """The headers, with names in lower case."""
-        return {header: text for (header, _), text in self._texts().items()}
+        chosen = {
+            "x-amz-storage-class": self.storage_class,
+            _ENCRYPTION: self.encryption,
+            f"{_ENCRYPTION}-aws-kms-key-id": self.kms_key,
+            # One request to KMS for many objects. S3 has no such keys for double encryption.
+            f"{_ENCRYPTION}-bucket-key-enabled": "true" if self.encryption == "aws:kms" else None,
+            "x-amz-acl": self.acl,
+        }
+        return {name: text for name, text in chosen.items() if text is not None}
 
     def parameters(self) -> dict[str, Any]:
-        """botocore's parameters."""
-        parameters: dict[str, Any] = {name: text for (_, name), text in self._texts().items()}
-        if _BUCKET_KEY[1] in parameters:
-            parameters[_BUCKET_KEY[1]] = True
-        return parameters
-
-    def install(self, client: Any) -> None:
-        """Have a boto3 client ask for it wherever a call says nothing else."""
-        parameters = self.parameters()
-
-        def add(params: dict[str, Any], **_: Any) -> None:
-            for name, value in parameters.items():
-                params.setdefault(name, value)
-
-        if parameters:
-            for operation in _OPERATIONS:
-                client.meta.events.register(f"before-parameter-build.s3.{operation}", add)
-
-    def _texts(self) -> dict[tuple[str, str], str]:
-        chosen = {
-            _STORAGE_CLASS: self.storage_class,
-            _ENCRYPTION: self.encryption,
-            _KEY: self.kms_key,
-            # One request to KMS for many objects. S3 has no such keys for double encryption.
-            _BUCKET_KEY: "true" if self.encryption == "aws:kms" else None,
-            _ACL: self.acl,
+        """The parameters of boto3, which the CSI driver uses."""
+        chosen: dict[str, Any] = {
+            "StorageClass": self.storage_class,
+            "ServerSideEncryption": self.encryption,
+            "SSEKMSKeyId": self.kms_key,
+            "BucketKeyEnabled": True if self.encryption == "aws:kms" else None,
+            "ACL": self.acl,
         }
-        return {names: text for names, text in chosen.items() if text is not None}
+        return {name: value for name, value in chosen.items() if value is not None}
 
 
 NO_OPTIONS = WriteOptions()

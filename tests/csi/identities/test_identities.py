@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS
-from fusefs.store.s3.clients import RECONNECT_EVERY_S
+from fusefs.store.s3.access import RECONNECT_EVERY_S
 from tests.support.csi.node import Node, code_of, running_node
 from tests.support.csi.node import node as node
 from tests.support.csi.rights import allow, retire

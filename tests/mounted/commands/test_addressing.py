@@ -32,7 +32,7 @@ cd /
 {fusefs} umount {here}
 trap - EXIT
 """
-# The last one is beyond what obstore can express.
+# The last one has a control character.
 OBJECTS = {
     "small": content("s", 9_000),
     "large": content("l", 20 << 20),

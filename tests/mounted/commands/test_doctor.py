@@ -111,7 +111,7 @@ def test_a_server_that_is_away_is_a_problem_and_text_says_what_to_do(bucket: Buc
     where = f"s3://{bucket.name}", "--endpoint-url", "http://127.0.0.1:9"
     status, found = examined(*where, **bucket.server.environment)
     assert status == 1
-    assert "refused" in found["connection own"]["text"]
+    assert "refused" in found["connection"]["text"]
     assert found["list"]["level"] == "skipped"
     result = fusefs("doctor", *where, environment=bucket.server.environment, check=False)
     assert result.returncode == 1

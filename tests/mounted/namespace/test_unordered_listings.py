@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from fusefs.diagnosis import bucket
-from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.access import S3Settings
 from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states

@@ -17,7 +17,7 @@ from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.posix.directory.listings import Directories
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.types import MIB
-from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.store import S3Store
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states

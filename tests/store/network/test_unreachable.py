@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from botocore import exceptions
-from obstore.exceptions import GenericError
 
 from fusefs.store import unreachable
-from fusefs.store.errors import StoreError, translate
+from fusefs.store.engine.engine import Completion
+from fusefs.store.errors import StoreError
 from fusefs.store.s3 import list as lister
 from tests.support.mounting import Mounter
 from tests.support.semantics import states
@@ -21,17 +21,6 @@ from tests.support.store_reading import shared as shared
 
 URL = "https://s3.example.org/bucket?list-type=2"
 PROXY = "http://user:word@proxy.example.org:3128"
-# What obstore 0.12 says, without most of its frame.
-OBSTORE = """Generic S3 error: Error performing HEAD https://s3.example.org/bucket/x in 1 ms - \
-HTTP error: error sending request
-
-Debug source:
-Generic {{
-            uri: Some(
-                https://s3.example.org/bucket/x,
-            ),
-            error: {0},
-}}"""
 
 
 @pytest.mark.parametrize(
@@ -131,30 +120,62 @@ def test_what_may_pass_is_tried_again(error: Exception, sentence: str) -> None:
     assert cause.may_pass
 
 
+def _completion(error: str, **known: Any) -> Completion:
+    """The end of a request that got no answer."""
+    values = {"errno": 0, "proxy_status": 0, "detail": "", **known}
+    errno, proxy_status, detail = values["errno"], values["proxy_status"], values["detail"]
+    fields = (0, {}, b"", 0, error, errno, proxy_status, detail, False, 0.0, 0.0, 0.0)
+    return Completion(*fields)
+
+
 @pytest.mark.parametrize(
-    ("frame", "part", "may_pass"),
+    ("completion", "part", "may_pass"),
     [
+        (_completion("timeout"), "no answer from https://s3.example.org in time", True),
+        (_completion("low-speed"), "no answer from https://s3.example.org in time", True),
+        (_completion("resolve"), "s3.example.org: the name is not known", True),
+        (_completion("connect", errno=111), "s3.example.org: connection refused", True),
+        (_completion("short"), "the answer broke off", True),
+        (_completion("too-large"), "longer than any should be", False),
         (
-            "InvalidCertificate(\n Other(\n OtherError(\n CaUsedAsEndEntity,\n),),)",
-            "CA:TRUE",
+            _completion("certificate", detail="SSL certificate problem: certificate has expired"),
+            "its certificate has expired",
             False,
         ),
-        ("InvalidCertificate(\n UnknownIssuer,\n)", "not trusted", False),
-        ("InvalidCertificate(\n ExpiredContext {\n time: 1\n},)", "has expired", False),
-        ("InvalidCertificate(\n BadEncoding,\n)", "is refused (BadEncoding)", False),
-        ("InvalidMessage(\n InvalidContentType,\n)", "no TLS", False),
-        ("TunnelUnsuccessful", "the proxy refuses", False),
-        ('Os {\n code: 111,\n message: "Connection refused",\n}', "connection refused", True),
-        ('ConnectError(\n "dns error",\n error: "failed to lookup"\n)', "name is not known", True),
-        ("TimedOut", "no answer from https://s3.example.org in time", True),
-        ("IncompleteMessage", "no answer from https://s3.example.org", True),
+        (
+            _completion("certificate", detail="SSL certificate problem: EE key too weak"),
+            "refused: EE key too weak",
+            False,
+        ),
     ],
 )
-def test_rustls_reason_is_in_the_sentence(frame: str, part: str, *, may_pass: bool) -> None:
-    cause = unreachable.of_obstore(OBSTORE.format(frame))
+def test_the_engines_reason_is_in_the_sentence(
+    completion: Completion, part: str, *, may_pass: bool
+) -> None:
+    cause = unreachable.of_engine(completion, "https://s3.example.org", None)
     assert part in cause.sentence
-    assert "https://s3.example.org" in cause.sentence
-    assert "\n" not in cause.sentence
+    assert cause.may_pass == may_pass
+
+
+@pytest.mark.parametrize(
+    ("completion", "part", "may_pass"),
+    [
+        (_completion("proxy", proxy_status=407), "user and a password", False),
+        (_completion("proxy", proxy_status=403), "does not connect to S3: 403", False),
+        (_completion("proxy", proxy_status=503), "does not connect to S3: 503", True),
+        (
+            _completion("connect", errno=111),
+            "no connection to the proxy proxy.example.org:3128: connection refused",
+            True,
+        ),
+    ],
+)
+def test_a_proxy_is_named_without_its_password(
+    completion: Completion, part: str, *, may_pass: bool
+) -> None:
+    cause = unreachable.of_engine(completion, "https://s3.example.org", PROXY)
+    assert part in cause.sentence
+    assert "word@" not in cause.sentence
     assert cause.may_pass == may_pass
 
 
@@ -216,22 +237,3 @@ def test_a_mount_of_what_redirects_is_refused_with_the_target(
     faulty.add(status=307, headers={"location": "https://s3.example.org/"})
     with pytest.raises(AssertionError, match=r"redirects to https://s3\.example\.org"):
         mounter(endpoint_url=faulty.endpoint_url)
-
-
-def test_a_system_without_certificates_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As obstore 0.9 has it in an image without ca-certificates.
-    text = """Generic HTTP client error: builder error
-
-Debug source:
-Generic {
-    store: "HTTP client",
-    source: reqwest::Error {
-        kind: Builder,
-        source: General(
-            "No CA certificates were loaded from the system",
-        ),
-    },
-}"""
-    assert "no certificates of authorities" in translate(GenericError(text)).sentence
-    other = translate(GenericError(text.replace("No CA certificates were", "The moon was")))
-    assert other.sentence == "its client can't be made: The moon was loaded from the system"

@@ -43,7 +43,7 @@ async def impatient(
 
 
 async def read(store: S3Store, size: int) -> bytes:
-    return await download(store, await store.head("body"), 0, size, in_loop=True)
+    return await download(store, await store.head("body"), 0, size)
 
 
 def release(hold: Hold) -> None:
@@ -147,7 +147,7 @@ async def test_a_refusal_that_both_would_get_does_not_wait_for_the_other(
         info = await outdated(store, bucket, size)
         hold = faulty.hold("GET", "body", 0.0)
         with pytest.raises(StaleVersionError):
-            await download(store, info, in_loop=True)
+            await download(store, info)
         assert store.counters()["retries"] == 0
         release(hold)
 

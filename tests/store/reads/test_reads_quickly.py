@@ -1,4 +1,4 @@
-"""Small objects are read in the event loop, over connections that are open; threads do the rest."""
+"""Small ranges: they are in memory before any of it is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fusefs.store.errors import StoreError
-from fusefs.store.s3.get import SMALL, GetStream
+from fusefs.store.s3.get import SMALL
 from fusefs.store.s3.store import S3Store
 from tests.store.test_failures import FAULTS
 from tests.support.servers.buckets import Bucket
@@ -20,36 +20,20 @@ from tests.support.store_reading import shared as shared
 START = 100_000
 
 
-def _fail(*_: Any) -> None:
-    raise AssertionError("read in a thread")
-
-
 async def small(store: S3Store, key: str = "body", size: int = SMALL) -> bytes:
-    return await download(store, await store.head(key), START, START + size, in_loop=True)
+    return await download(store, await store.head(key), START, START + size)
 
 
 @pytest.mark.parametrize("key", ["body", ODD_KEY])
 @pytest.mark.parametrize("size", [1, 1000, SMALL])
-async def test_a_small_range_takes_no_thread(
-    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, key: str, size: int
+async def test_a_small_range_is_one_request(
+    shared: Bucket, faulty: FaultyS3, key: str, size: int
 ) -> None:
     async with opened(shared, faulty) as store:
-        await store.check("")  # opens a connection
-        monkeypatch.setattr(GetStream, "run", _fail)
         for _ in range(2):
             assert await small(store, key, size) == BODY[START : START + size]
         counters = store.counters()
         assert (counters["gets"], counters["bytes_fetched"]) == (2, 2 * size)
-
-
-async def test_what_the_loop_has_no_time_for_goes_to_a_thread(
-    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(shared, faulty) as store:
-        await store.check("")
-        monkeypatch.setattr(GetStream, "run", _fail)
-        with pytest.raises(StoreError, match="in a thread"):
-            await small(store, size=SMALL + 1)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +46,10 @@ async def test_what_the_loop_has_no_time_for_goes_to_a_thread(
         {"short": 100_000},
         {"code": "SlowDown"},
         {"code": "InternalError"},
-        {"status": 403},
         {"code": "RequestTimeout"},
     ],
 )
-async def test_what_breaks_in_the_loop_is_done_in_a_thread(
+async def test_a_small_range_that_breaks_is_requested_again(
     shared: Bucket, faulty: FaultyS3, fault: dict[str, Any]
 ) -> None:
     async with opened(shared, faulty) as store:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.store.interface import ObjectVersion
+from fusefs.store.interface import ObjectVersion, WholeFileSink
 from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.s3_requests import S3_REQUESTS
 from fusefs.telemetry.stalls import STALLS, WaitCause, served
@@ -45,7 +45,7 @@ def put(shared: Bucket, key: str, size: int) -> ObjectVersion:
 
 async def read(store: S3Store, version: ObjectVersion) -> None:
     with served():
-        await download(store, version, in_loop=True)
+        await download(store, version)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,12 @@ async def test_requests_are_counted_by_their_answers(shared: Bucket, faulty: Fau
 async def test_a_full_local_disk_is_no_failure_of_s3(shared: Bucket, faulty: FaultyS3) -> None:
     version = put(shared, "unkept", LARGE)
 
-    def fill(_offset: int, _data: memoryview) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     async with connected(shared, faulty) as store:
         before = counts("get")
+        full = os.open("/dev/full", os.O_WRONLY)
         with pytest.raises(OSError, match="No space"):
-            await store.download(version, 0, LARGE, fill)
+            await store.download(version, 0, LARGE, WholeFileSink(full))
+        os.close(full)
         after = counts("get")
     changed = {code: count - before.get(code, 0) for code, count in after.items()}
     assert {code: count for code, count in changed.items() if count} == {"cancelled": 1}

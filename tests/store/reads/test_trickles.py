@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 
 from fusefs.store.errors import UnreachableError
-from fusefs.store.http import exchange
-from fusefs.store.s3 import clients, get, requester
+from fusefs.store.s3 import address
 from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.tls import tls_door
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
@@ -21,20 +18,18 @@ from tests.support.store_reading import shared as shared
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PACE_WINDOW_S", 0.1)
-    monkeypatch.setattr(get, "STALLED_S", 0.3)
+    monkeypatch.setattr(address, "PACE_WINDOW_S", 0.3)
 
 
-@pytest.mark.parametrize("in_loop", [True, False])
 @pytest.mark.parametrize("size", [1000, len(BODY)])
 async def test_a_read_goes_on_over_another_connection(
-    shared: Bucket, faulty: FaultyS3, size: int, in_loop: bool
+    shared: Bucket, faulty: FaultyS3, size: int
 ) -> None:
     async with opened(shared, faulty) as store:
         await store.check("")
         info = await store.head("body")
         slow = faulty.add("GET", trickle_after=10, times=1)
-        assert await download(store, info, 0, size, in_loop=in_loop) == BODY[:size]
+        assert await download(store, info, 0, size) == BODY[:size]
         assert slow.used == 1
 
 
@@ -45,32 +40,6 @@ async def test_a_read_of_which_only_bytes_come_fails(shared: Bucket, faulty: Fau
         faulty.add("GET", trickle_after=0)
         with pytest.raises(UnreachableError):
             await download(store, info)
-
-
-@pytest.mark.parametrize("few_processors", [0, 10_000])
-@pytest.mark.parametrize("times", [1, None])
-async def test_a_read_through_tls(
-    shared: Bucket,
-    faulty: FaultyS3,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    times: int | None,
-    few_processors: int,
-) -> None:
-    monkeypatch.setattr(clients, "FEW_PROCESSORS", few_processors)
-    with tls_door(faulty.endpoint_url, tmp_path) as door:
-        settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
-        retry_time_s = 20.0 if times is not None else 0.5
-        async with opened(shared, faulty, retry_time_s=retry_time_s, **settings) as store:
-            await store.check("")
-            info = await store.head("body")
-            assert store.requester.source.uses_obstore == (not few_processors)
-            faulty.add("GET", trickle_after=10, times=times)
-            if times is not None:
-                assert await download(store, info) == BODY
-            else:
-                with pytest.raises(UnreachableError):
-                    await download(store, info)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +59,7 @@ async def test_what_is_looked_up_or_changed(
 ) -> None:
     async with opened(shared, faulty, retry_time_s=1) as store:
         await request_it(store)  # what is imported for it is no part of the attempts
-        monkeypatch.setattr(requester, "ATTEMPT_LIMIT_S", 0.5)
+        monkeypatch.setattr(address, "ATTEMPT_LIMIT_S", 0.5)
         slow = faulty.add(operation, trickle_after=0)
         if operation == "DELETE MANY":
             assert len(await store.delete_many(["gone", "gone2"])) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import random
 from pathlib import Path
@@ -145,6 +146,8 @@ async def test_a_small_file_given_up_while_it_is_created_is_created_once(
             return found
 
         monkeypatch.setattr(parts.cache, "create", create_slowly)
+        # So slow a disk that it is used in threads.
+        monkeypatch.setattr(parts.downloader.disk_latency, "_slow_until", math.inf)
         await eventually(lambda: file.is_complete)
         await parts.quiet()
         assert len(parts.files()) == 1

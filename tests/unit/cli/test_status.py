@@ -294,7 +294,7 @@ def test_upgrades_are_no_restarts_after_a_death() -> None:
 
 def test_status_imports_next_to_nothing(runtime: Path) -> None:
     """Most of a short command's time would be imports: of S3 clients, of settings, of launching."""
-    large = {"trio", "boto3", "botocore", "obstore", "sqlite3", "asyncio", "ssl", "logging"}
+    large = {"trio", "boto3", "botocore", "sqlite3", "asyncio", "ssl", "logging"}
     large |= {"dataclasses", "subprocess", "fusefs.settings.mount", "fusefs.launch.launcher"}
     script = (
         "import sys; from fusefs.cli.main import main; main(['status']);"

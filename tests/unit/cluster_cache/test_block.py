@@ -16,7 +16,6 @@ from fusefs.cluster_cache.block import (
     Block,
     Domain,
     FrameReader,
-    StoredBlock,
 )
 from fusefs.store.interface import ObjectVersion
 
@@ -63,16 +62,6 @@ def test_any_range_is_read(start: int, size: int, chunk: int) -> None:
     stop = min(start + size, block.stop)
     found = read(DOMAIN, block, start, stop, STORED[BLOCKS.index(block)], chunk)
     assert found == CONTENT[start:stop]
-
-
-def test_a_body_that_is_released_is_never_sent_as_a_shorter_one() -> None:
-    body = StoredBlock(DOMAIN, BLOCKS[0], CONTENT[:BLOCK])
-    body.seek(0)
-    assert body.read() == CONTENT[:FRAME]
-    body.release()
-    assert len(body.read()) == TAG  # of the frame that was sent before
-    with pytest.raises(ValueError, match="given up"):
-        body.read()
 
 
 def test_an_endpoint_may_be_written_in_several_ways() -> None:

@@ -14,7 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cluster_cache import filler
-from fusefs.cluster_cache.block import BLOCK, Block, BlockId, Domain, FrameReader, StoredBlock
+from fusefs.cluster_cache.block import BLOCK, Block, BlockId, Domain, FrameReader
 from fusefs.cluster_cache.filler import Filler
 from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import AttemptError, from_status
@@ -50,7 +50,7 @@ class FakeStore:
     under_way: int = 0
     attempts: int = 0
 
-    async def put(self, name: str, body: StoredBlock, *, overwrites: bool) -> bool:
+    async def put(self, name: str, body: bytes, *, overwrites: bool) -> bool:
         self.under_way += 1
         self.attempts += 1
         self.most = max(self.most, self.under_way)
@@ -62,7 +62,7 @@ class FakeStore:
             return False
         if overwrites:
             self.replaced.append(name)
-        self.blocks[name] = body.whole()
+        self.blocks[name] = body
         return True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from fusefs.cluster_cache import policy
-from fusefs.cluster_cache.block import BLOCK, FRAME, BlockId, Domain, StoredBlock
+from fusefs.cluster_cache.block import BLOCK, FRAME, BlockId, Domain
 from fusefs.cluster_cache.policy import BreakerState
 from fusefs.cluster_cache.tier import PROBE_S, ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import (
@@ -22,9 +22,7 @@ from fusefs.store.errors import (
     UnreachableError,
     from_status,
 )
-from fusefs.store.http.answers import Answer
-from fusefs.store.http.async_exchange import Late
-from fusefs.store.interface import ChunkWriter, ObjectVersion, Urgency, demanded
+from fusefs.store.interface import ObjectVersion, Sink, Urgency, demanded
 
 SIZE = 2 * BLOCK + 3 * FRAME + 17
 VERSION = ObjectVersion("a/key", '"etag"', SIZE)
@@ -49,17 +47,16 @@ class FakeSource:
         version: ObjectVersion,
         start: int,
         stop: int,
-        write: ChunkWriter,
+        sink: Sink,
         *,
         priority: Urgency = demanded,
-        in_loop: bool = False,
     ) -> None:
         self.ranges.append((start, stop))
         await trio.sleep(self.delay_s)
         if self.error is not None:
             raise self.error
         for at in range(start, stop, CHUNK):
-            write(at, memoryview(CONTENT)[at : min(at + CHUNK, stop)])
+            await sink.write(at, memoryview(CONTENT)[at : min(at + CHUNK, stop)])
             await trio.lowlevel.checkpoint()
         self.ended += 1
 
@@ -72,21 +69,18 @@ async def at_once() -> None:
 class FakeBlocks:
     """The bucket of blocks; `before` comes before an answer, `within` after each of its chunks."""
 
-    nursery: trio.Nursery
     stored: dict[str, bytes] = field(default_factory=dict)
     before: Callable[[], Awaitable[None]] = at_once
     within: Callable[[], Awaitable[None]] = at_once
     connecting: Callable[[], Awaitable[None]] = at_once
     gets: int = 0
     opening: Exception | None = None
-    has_idle: bool = True  # whether an event loop has a connection
-    ended_now: int = 0
 
     def fill(self, *numbers: int) -> None:
         for number in numbers:
             block = DOMAIN.block(VERSION, number * BLOCK)
             data = CONTENT[block.start : block.stop]
-            self.stored[block.name] = StoredBlock(DOMAIN, block, data).whole()
+            self.stored[block.name] = DOMAIN.stored(block, data)
 
     async def open(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -100,7 +94,7 @@ class FakeBlocks:
         name: str,
         start: int,
         stop: int,
-        take: Callable[[memoryview], None],
+        take: Callable[[memoryview], Awaitable[None]],
         *,
         sent: Callable[[], None],
         priority: Urgency,
@@ -113,48 +107,8 @@ class FakeBlocks:
             raise AttemptError(from_status(404, "NoSuchKey", ""))
         data = self.stored[name][start:stop]
         for at in range(0, len(data), CHUNK):
-            take(memoryview(data)[at : at + CHUNK])
+            await take(memoryview(data)[at : at + CHUNK])
             await self.within()
-
-    async def get_now(
-        self, name: str, start: int, stop: int, *, late: Late, priority: Urgency
-    ) -> memoryview | None:
-        if not self.has_idle:
-            return None
-        outcome: list[bytes | Exception] = []
-        has_ended = trio.Event()
-
-        def content_of(answer: Answer) -> memoryview:
-            if answer.status >= 300:
-                assert isinstance(outcome[0], AttemptError)
-                raise outcome[0]
-            return memoryview(answer.content)
-
-        async def run() -> None:
-            data = bytearray()
-            try:
-                await self.get(name, start, stop, data.extend, sent=int, priority=priority)
-                outcome.append(bytes(data))
-            except Exception as error:
-                outcome.append(error)
-            has_ended.set()
-
-        async def receive() -> Answer:
-            await has_ended.wait()
-            error = outcome[0]
-            if isinstance(error, AttemptError) and error.failure.status:
-                return Answer(error.failure.status, {}, b"")
-            if isinstance(error, Exception):
-                raise error
-            return Answer(206, {}, error)
-
-        try:
-            self.nursery.start_soon(run)
-            with trio.move_on_after(late.wait_s):
-                return content_of(await receive())
-            return content_of(await late.race(receive))
-        finally:
-            self.ended_now += 1
 
 
 class Target:
@@ -165,11 +119,18 @@ class Target:
         self.data = bytearray()
         self.error: OSError | None = None
 
-    def write(self, offset: int, chunk: memoryview) -> None:
+    async def open(self) -> int | None:
+        return None
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        await trio.lowlevel.checkpoint()
         assert offset == self.start + len(self.data)
         if self.error is not None:
             raise self.error
-        self.data += chunk
+        self.data += data
+
+    def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
+        raise AssertionError("nothing is written into a file")
 
 
 @dataclass
@@ -177,12 +138,11 @@ class Case:
     source: FakeSource
     blocks: FakeBlocks
     tier: ClusterTier
-    in_loop: bool = False
 
     async def read(self, start: int = 0, stop: int = SIZE) -> float:
         """Download a range, and return how many seconds it took."""
         target, began = Target(start), trio.current_time()
-        await self.tier.download(VERSION, start, stop, target.write, in_loop=self.in_loop)
+        await self.tier.download(VERSION, start, stop, target)
         assert target.data == CONTENT[start:stop]
         return trio.current_time() - began
 
@@ -191,16 +151,17 @@ class Case:
 
 
 @pytest.fixture
-async def case(nursery: trio.Nursery, request: pytest.FixtureRequest) -> Case:
-    source, blocks = FakeSource(), FakeBlocks(nursery)
+async def case(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> Case:
+    async def run_here(work: Callable[[], object]) -> object:
+        await trio.lowlevel.checkpoint()
+        return work()
+
+    # The clock of these tests does not wait for threads.
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    source, blocks = FakeSource(), FakeBlocks()
     tier = ClusterTier(source, blocks, DOMAIN, nursery)
     await tier.run()
-    return Case(source, blocks, tier, getattr(request, "param", False))
-
-
-in_both = pytest.mark.parametrize(
-    "case", [False, True], ids=["in a thread", "in the event loop"], indirect=True
-)
+    return Case(source, blocks, tier)
 
 
 def failing(failure: Failure) -> Callable[[], Awaitable[None]]:
@@ -222,7 +183,6 @@ NO_ANSWER = Failure(UnreachableError, "no answer", is_retryable=True)
 BROKEN = from_status(500, "InternalError", "")
 
 
-@in_both
 async def test_what_is_there_is_not_read_from_s3(case: Case, autojump_clock: MockClock) -> None:
     case.blocks.fill(0, 1, 2)
     await case.read()
@@ -231,7 +191,6 @@ async def test_what_is_there_is_not_read_from_s3(case: Case, autojump_clock: Moc
     assert (case.counted("hits"), case.counted("misses")) == (5, 0)
 
 
-@in_both
 async def test_from_the_first_block_that_is_missing_on_s3_is_read(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -249,21 +208,21 @@ async def test_what_a_cancelled_download_got_from_s3_is_known_to_be_missing(
 ) -> None:
     if is_late:
         case.blocks.before = slow(60)
-    target = Target(0)
     with trio.CancelScope() as scope:
 
-        def write(offset: int, chunk: memoryview) -> None:
-            target.write(offset, chunk)
-            if offset + len(chunk) == BLOCK:
-                scope.cancel()
+        class Cancelling(Target):
+            async def write(self, offset: int, data: memoryview) -> None:
+                await super().write(offset, data)
+                if offset + len(data) == BLOCK:
+                    scope.cancel()
 
-        await case.tier.download(VERSION, 0, BLOCK, write)
+        target = Cancelling(0)
+        await case.tier.download(VERSION, 0, BLOCK, target)
     assert scope.cancelled_caught
     assert target.data == CONTENT[:BLOCK]
     assert list(case.tier.missed) == [BlockId(VERSION, 0)]
 
 
-@in_both
 async def test_a_late_answer_is_raced_by_s3_after_the_deadline(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -277,7 +236,6 @@ async def test_a_late_answer_is_raced_by_s3_after_the_deadline(
     assert case.tier.missed[BlockId(VERSION, 0)] is StoredState.DOUBTFUL
 
 
-@in_both
 async def test_the_late_one_wins_if_it_is_still_the_first(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -363,7 +321,6 @@ async def test_bytes_that_were_changed_are_never_written(
     assert case.tier.missed[BlockId(VERSION, 0)] is StoredState.CORRUPT
 
 
-@in_both
 async def test_a_block_that_is_too_short_is_a_bad_one(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -375,7 +332,6 @@ async def test_a_block_that_is_too_short_is_a_bad_one(
     assert case.counted("bad") == 1
 
 
-@in_both
 async def test_what_does_not_answer_is_left_alone_until_a_probe_finds_it(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -396,7 +352,6 @@ async def test_what_does_not_answer_is_left_alone_until_a_probe_finds_it(
     assert (case.counted("hits"), case.counted("bytes_read")) == (2, 1000), "none read the probe"
 
 
-@in_both
 async def test_a_bucket_that_is_gone_is_no_miss(case: Case, autojump_clock: MockClock) -> None:
     case.blocks.before = failing(from_status(404, "NoSuchBucket", ""))
     await case.read(0, 1000)
@@ -416,7 +371,6 @@ async def test_a_probe_that_hangs_ends(case: Case, autojump_clock: MockClock) ->
     assert case.tier.breaker.state is not BreakerState.CLOSED
 
 
-@in_both
 async def test_it_serves_what_it_has_while_s3_does_not_answer(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -429,7 +383,6 @@ async def test_it_serves_what_it_has_while_s3_does_not_answer(
         await case.read(BLOCK, BLOCK + 1000)
 
 
-@in_both
 async def test_what_s3_says_first_counts(case: Case, autojump_clock: MockClock) -> None:
     case.blocks.fill(0)
     case.source.error = StaleVersionError("the object has been replaced")
@@ -452,7 +405,6 @@ async def test_an_answer_that_stalls_or_crawls_is_given_up(
     assert case.tier.missed[BlockId(VERSION, 0)]
 
 
-@in_both
 async def test_what_a_library_makes_of_an_answer_ends_that_look_alone(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -469,7 +421,6 @@ async def test_what_a_library_makes_of_an_answer_ends_that_look_alone(
     assert case.tier.breaker.state is BreakerState.OPEN, "the probe has failed as well"
 
 
-@in_both
 async def test_small_answers_and_misses_shorten_the_deadline(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -492,7 +443,7 @@ async def test_an_error_of_the_local_disk_is_the_callers(
     target = Target(0)
     target.error = OSError(28, "no space")
     with pytest.raises(OSError, match="no space"):
-        await case.tier.download(VERSION, 0, 1000, target.write)
+        await case.tier.download(VERSION, 0, 1000, target)
     assert case.tier.breaker.is_closed
 
 
@@ -501,7 +452,7 @@ async def test_a_cancelled_download_writes_no_more(case: Case, autojump_clock: M
     case.blocks.within = slow(0.01)
     target = Target(0)
     with trio.move_on_after(0.035):
-        await case.tier.download(VERSION, 0, BLOCK, target.write)
+        await case.tier.download(VERSION, 0, BLOCK, target)
     written = len(target.data)
     assert 0 < written < BLOCK
     await trio.sleep(10)
@@ -512,7 +463,7 @@ async def test_a_cancelled_download_writes_no_more(case: Case, autojump_clock: M
 async def test_before_it_has_answered_nothing_waits_for_it(
     nursery: trio.Nursery, autojump_clock: MockClock
 ) -> None:
-    source, blocks = FakeSource(), FakeBlocks(nursery, opening=AttemptError(BROKEN))
+    source, blocks = FakeSource(), FakeBlocks(opening=AttemptError(BROKEN))
     tier = ClusterTier(source, blocks, DOMAIN, nursery)
     nursery.start_soon(tier.run)
     await tier.tried.wait()
@@ -527,16 +478,6 @@ async def test_before_it_has_answered_nothing_waits_for_it(
     assert tier.state == "closed"
 
 
-async def test_without_a_free_connection_a_small_range_is_read_like_a_large_one(
-    case: Case, autojump_clock: MockClock
-) -> None:
-    case.in_loop, case.blocks.has_idle = True, False
-    case.blocks.fill(0)
-    await case.read(0, 1000)
-    assert (case.counted("hits"), case.source.ranges) == (1, [])
-
-
-@in_both
 async def test_a_late_miss_leaves_the_request_to_s3_alone(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -552,9 +493,8 @@ async def test_a_late_miss_leaves_the_request_to_s3_alone(
 async def test_a_cancelled_download_that_is_raced_ends_both(
     case: Case, autojump_clock: MockClock
 ) -> None:
-    case.in_loop = True
     case.blocks.before, case.source.delay_s = slow(60), 60
     with trio.move_on_after(1):
         await case.read(0, 1000)
     assert trio.current_time() < 2
-    assert (case.source.ended, case.blocks.ended_now) == (0, 1)
+    assert case.source.ended == 0

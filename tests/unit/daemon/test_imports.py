@@ -31,7 +31,7 @@ def test_a_daemon_imports_what_each_mount_needs_and_starts_no_process_for_it() -
     started, modules = json.loads(ended.stderr.splitlines()[-1])
     assert started == []
     assert "fusefs.posix.operations" in modules
-    rare = {"boto3", "botocore", "obstore", "xml.dom", "pyfuse3"}
+    rare = {"boto3", "botocore", "xml.dom", "pyfuse3"}
     # What is another process's, or most mounts have no use for.
     rare |= {"argparse", "asyncio", "multiprocessing", "unittest", "urllib.request", "zipfile"}
     rare |= {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from typing import cast
 from urllib.parse import quote_plus
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -12,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.store.http.answers import Answer
-from fusefs.store.http.client import HttpClient
+from fusefs.store.engine.engine import Completion
 from fusefs.store.s3 import list_parser
-from fusefs.store.s3.list import Lister, parameters
+from fusefs.store.s3.list import page_of
 from fusefs.store.s3.list_parser import ListingError, parse
 
 AWS = ("Key", "LastModified", "ETag", "Size", "StorageClass")
@@ -47,14 +45,8 @@ def document(*parts: str, namespace: str = NAMESPACE, encoding: str = "url") -> 
     ).encode()
 
 
-class Answering:
-    """A server whose answer is the same page, wherever it is to begin."""
-
-    def __init__(self, page: bytes) -> None:
-        self._page = page
-
-    def send(self, _method: str, *, query: object) -> Answer:
-        return Answer(200, {}, self._page)
+def answered(body: bytes) -> Completion:
+    return Completion(200, {}, body, len(body), None, 0, 0, "", False, 0.0, 0.1, 0.1)
 
 
 @pytest.mark.parametrize("order", [AWS, SEAWEEDFS])
@@ -213,8 +205,7 @@ def test_an_entry_without_a_key_is_counted() -> None:
 
 def test_an_entry_beside_the_prefix_is_counted() -> None:
     answer = document(entry(Key="a/b"), entry(Key="c"))
-    lister = Lister(None, cast(HttpClient, Answering(answer)), {})
-    page = lister.page(parameters("a/", "/", "", 1000))
+    page = page_of(answered(answer), "a/")
     assert ([info.key for info in page.objects], page.unnamed) == (["a/b"], 1)
 
 

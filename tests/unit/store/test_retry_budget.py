@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import trio
 import trio.testing
 
-from fusefs.store.errors import AttemptError, Failure, ThrottledError
+from fusefs.store.engine.engine import Completion, Engine
 from fusefs.store.interface import demanded
-from fusefs.store.s3.clients import S3Settings
+from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.list import list_call
 from fusefs.store.s3.requester import LAST_PAUSE_S, Requester, RetryBudget
 
 
@@ -50,22 +50,35 @@ def test_no_pause_goes_beyond_the_time_that_there_is(clock: list[float]) -> None
     assert budget.pause_s() == 0
 
 
+class ThrottlingEngine:
+    """Answers the first request with status 503 and the others with 200."""
+
+    sent = 0
+
+    async def send(self, *_: object) -> Completion:
+        await trio.lowlevel.checkpoint()
+        self.sent += 1
+        status = 503 if self.sent == 1 else 200
+        return Completion(status, {}, b"", 0, None, 0, 0, "", False, 0.0, 0.1, 0.1)
+
+
 async def test_the_wait_for_other_requests_leaves_time_to_try_again(
     mock_clock: trio.testing.MockClock,
 ) -> None:
-    requester = Requester(S3Settings("bucket", max_connections=1, retry_time_s=60.0))
-    requester.source.clients = cast(Any, SimpleNamespace(credentials=None))
-    attempts: list[float] = []
+    engine, attempts = ThrottlingEngine(), 2
+    settings = S3Settings(
+        "bucket", "http://127.0.0.1:9", anonymous=True, max_connections=1, retry_time_s=60.0
+    )
+    requester = Requester(settings, engine=cast(Engine, engine))
+    requester.source.access = Access(settings)
 
-    def work(_clients: object) -> None:
-        attempts.append(1)
-        if len(attempts) == 1:
-            raise AttemptError(Failure(ThrottledError, "slow down", is_retryable=True))
+    async def send() -> None:
+        await requester.send(list_call("", "", "", 1), lambda _: None)
 
     async with trio.open_nursery() as nursery:
         async with requester.connections.lease(demanded):
-            nursery.start_soon(requester.with_retries, "LIST", "", work)
+            nursery.start_soon(send)
             await trio.testing.wait_all_tasks_blocked()
             mock_clock.jump(61.0)
         mock_clock.autojump_threshold = 0.01
-    assert len(attempts) == 2
+    assert engine.sent == attempts

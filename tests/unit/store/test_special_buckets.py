@@ -9,8 +9,8 @@ import pytest
 from fusefs.settings.mount import RawValue, SettingsError, build
 from fusefs.settings.types import MountSource, parse_source
 from fusefs.store.errors import AttemptError
-from fusefs.store.s3 import clients as s3_clients
-from fusefs.store.s3.clients import Clients, S3Settings
+from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.list import list_call
 from tests.support.semantics import states
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/data"
@@ -25,10 +25,6 @@ def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "/dev/null")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-
-
-class _SeenError(Exception):
-    """Stops a request before it is sent."""
 
 
 @pytest.mark.parametrize(
@@ -69,32 +65,19 @@ def test_other_arns_are_refused(arn: str) -> None:
     ],
 )
 def test_requests_go_to_the_access_points_host_signed_for_its_region(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], host: str
+    options: dict[str, Any], host: str
 ) -> None:
-    monkeypatch.setattr(s3_clients, "FEW_PROCESSORS", 0)
-    clients = Clients(S3Settings(ARN, region="eu-central-1", **options))
-    seen: list[Any] = []
-
-    def note(request: Any, **_: Any) -> None:
-        seen.append(request)
-        raise _SeenError
-
-    clients.s3.meta.events.register_last("before-send.s3.ListObjectsV2", note)
-    with pytest.raises(_SeenError):
-        clients.lister.page({"Prefix": "", "MaxKeys": 1})
-    [request] = seen
+    access = Access(S3Settings(ARN, region="eu-central-1", **options))
+    request = access.address.request(list_call("", "", "", 1), access.frozen())
     assert request.url.startswith(f"https://{host}/?")
-    assert "/us-west-2/s3/aws4_request" in str(request.headers["Authorization"])
-    assert clients.url == f"https://{host}"  # where doctor looks, and obstore's requests go
-    assert clients.objects is not None
-    assert clients.objects.config["endpoint"] == f"https://{host}"
-    assert clients.objects.config["region"] == "us-west-2"
+    assert "/us-west-2/s3/aws4_request" in dict(request.headers)["authorization"]
+    assert access.url == f"https://{host}"  # where doctor looks
 
 
 def test_the_partition_has_its_own_domain() -> None:
     arn = ARN.replace("aws:s3:us-west-2", "aws-cn:s3:cn-north-1")
     host = "data-123456789012.s3-accesspoint.cn-north-1.amazonaws.com.cn"
-    assert Clients(S3Settings(arn)).url == f"https://{host}"
+    assert Access(S3Settings(arn)).url == f"https://{host}"
 
 
 def test_an_access_point_is_refused_at_another_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,13 +86,13 @@ def test_an_access_point_is_refused_at_another_endpoint(monkeypatch: pytest.Monk
         build({name: RawValue(text, name) for name, text in texts.items()})
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio")
     with pytest.raises(AttemptError, match="another one is configured"):
-        Clients(S3Settings(ARN))
+        Access(S3Settings(ARN))
 
 
 @states("Directory buckets (S3 Express One Zone) cannot be mounted.")
 def test_directory_buckets_are_refused() -> None:
     for bucket in ("data--usw2-az1--x-s3", "access-point--usw2-az1--xa-s3"):
         with pytest.raises(AttemptError, match="directory buckets"):
-            Clients(S3Settings(bucket, region="us-west-2"))
+            Access(S3Settings(bucket, region="us-west-2"))
     # Another store may give such names to its buckets.
-    assert Clients(S3Settings("data--x-s3", endpoint_url="https://minio")) is not None
+    assert Access(S3Settings("data--x-s3", endpoint_url="https://minio")) is not None

@@ -1,0 +1,509 @@
+"""Access to one bucket: the credentials, and the address to which requests go.
+
+Both are found as boto3's users expect it, for which boto3 is imported where it is needed
+(plain.py tells where it is not): that, and to ask an identity service for credentials, blocks
+for half a second and more. No request to the bucket is sent by boto3.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from urllib.parse import urlsplit
+
+import trio
+
+from fusefs.store import renewal
+from fusefs.store.customer_key import CustomerKey
+from fusefs.store.engine.engine import Route
+from fusefs.store.errors import (
+    NO_CREDENTIALS,
+    SILENT_SOURCE,
+    AttemptError,
+    Failure,
+    StoreError,
+    translate,
+)
+from fusefs.store.http import proxies, redirects, trust
+from fusefs.store.http.server_clock import ServerClock
+from fusefs.store.http.sigv4 import Signer
+from fusefs.store.s3 import plain
+from fusefs.store.s3.address import Address, host_of
+from fusefs.store.s3.plain import DEFAULT_REGION
+from fusefs.store.s3.special_buckets import AccessPoint, customer_key_obstacle, obstacle
+from fusefs.store.s3.write_options import NO_OPTIONS, WriteOptions
+
+if TYPE_CHECKING:
+    import boto3
+    from botocore.credentials import Credentials, ReadOnlyCredentials
+    from botocore.loaders import Loader
+    from botocore.session import Session as BotocoreSession
+
+logger = logging.getLogger("fusefs.store")
+
+T = TypeVar("T")
+
+RECONNECT_EVERY_S = 2.0
+# For what gives out credentials at a mount's start, which a keeper ends after 30 s of silence.
+SOURCE_LIMIT_S = 20.0
+# Credentials that stay the same until an administrator changes them.
+_STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
+_SCOPE = re.compile(r"AWS4-HMAC-SHA256 Credential=[^/]+/\d+/([^/]+)/([^/]+)/aws4_request")
+_UNKNOWN_SIGNATURE = Failure(StoreError, "the bucket's requests are signed in an unknown way")
+
+
+@dataclass(frozen=True, slots=True)
+class S3Settings:
+    """Which bucket, where, as whom, and how patiently.
+
+    `keys` are fixed ones, by the names that the environment has for them, instead of those
+    that boto3 would find. They and `customer_key` are secrets, and do not show themselves.
+    """
+
+    bucket: str
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    keys: Mapping[str, str] | None = field(default=None, repr=False)
+    anonymous: bool = False
+    addressing: str = "auto"
+    max_connections: int = 32
+    max_streams: int = 32
+    retry_time_s: float = 60.0
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 20.0
+    ca_bundle: str | None = None
+    requester_pays: bool = False
+    write_options: WriteOptions = NO_OPTIONS
+    customer_key: CustomerKey | None = None
+    fips: bool = False
+    dual_stack: bool = False
+    part_size: int = 8 << 20
+
+
+class Access:
+    """The credentials of one bucket's requests, and their address. Never changed once made."""
+
+    def __init__(self, settings: S3Settings, clock: ServerClock | None = None) -> None:
+        """Find both. Blocks.
+
+        `clock` is the store's.
+
+        Raises:
+            AttemptError: there are no credentials, or they can't be used, or the bucket can't be.
+            StoreError: certificates or proxies that were named can't be used.
+        """
+        self._settings = settings
+        self.clock = clock or ServerClock()
+        self.proxies = proxies.Proxies.of(os.environ)
+        self._core: BotocoreSession | None = None
+        self._session: boto3.Session | None = None
+        self._access_point = AccessPoint.parse(settings.bucket)
+        is_special = self._access_point is not None or settings.fips or settings.dual_stack
+        is_plain = not is_special and plain.is_plain_endpoint(
+            settings.endpoint_url, settings.addressing, os.environ
+        )
+        is_found = settings.anonymous or plain.has_keys(os.environ)
+        is_found = is_found and settings.profile is None and not plain.has_files(os.environ)
+        if is_plain and (is_found or settings.keys is not None):
+            configured = os.environ.get("AWS_CA_BUNDLE")
+        else:
+            core, _ = self._sessions()
+            is_plain = is_plain and plain.is_plain_profile(core.get_scoped_config())
+            configured = core.get_config_variable("ca_bundle")
+        self._trust = trust.find_for(settings.endpoint_url, settings.ca_bundle, configured)
+        if self._core is not None and settings.ca_bundle is None and self._trust is not None:
+            # For those that give out credentials, too.
+            self._core.set_config_variable("ca_bundle", self._trust.path)
+        self.credentials: Credentials | None = None
+        if not settings.anonymous:
+            self.credentials = self._find_credentials()
+            if self.credentials is None:
+                raise AttemptError(NO_CREDENTIALS)
+        # Of the signatures, by which a bucket elsewhere is noticed.
+        self.region = ""
+        self.address = self._plain_address() if is_plain else self._botocores_address()
+        if settings.customer_key is not None:
+            failure = customer_key_obstacle(self.url, self.address.route.proxy)
+            if failure is not None:
+                raise AttemptError(failure)
+        self.principal = self._name_principal()
+
+    @property
+    def url(self) -> str:
+        """The URL of the server to which requests about the bucket's objects go."""
+        return self.address.origin
+
+    def frozen(self) -> ReadOnlyCredentials | None:
+        """The keys to sign with now, None to sign nothing. Blocks if they are due (renewal.py)."""
+        return None if self.credentials is None else self.credentials.get_frozen_credentials()
+
+    def has_other_credentials(self) -> bool:
+        """True if boto3 would find other credentials now. Blocks, and may ask far away."""
+        if isinstance(self.credentials, plain.EnvironmentKeys):
+            return False  # the environment stays as it is
+        session = self._session_over(_core_session(self._settings))
+        found, known = session.get_credentials(), self.credentials
+        if found is None or known is None:
+            return False
+        return bool(found.get_frozen_credentials() != known.get_frozen_credentials())
+
+    # --- credentials --------------------------------------------------------------
+
+    def _sessions(self) -> tuple[BotocoreSession, boto3.Session]:
+        """Return botocore's session and boto3's above it, which are made if need be."""
+        if self._core is None or self._session is None:
+            self._core = _core_session(self._settings)
+            if self._settings.keys is not None:
+                self._core.set_credentials(*plain.EnvironmentKeys(self._settings.keys).frozen)
+            self._session = self._session_over(self._core)
+        return self._core, self._session
+
+    def _session_over(self, core: BotocoreSession) -> boto3.Session:
+        import boto3
+
+        # boto3 knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
+        region = self._settings.region or os.environ.get("AWS_REGION")
+        session = boto3.Session(
+            profile_name=self._settings.profile, region_name=region, botocore_session=core
+        )
+        provider = core.get_component("credential_provider")
+        core.register_component("credential_provider", renewal.RenewingProvider(provider))
+        return session
+
+    def _find_credentials(self) -> Credentials | None:
+        if self._session is None or self._settings.keys is not None:
+            return cast("Credentials", plain.EnvironmentKeys(self._settings.keys or os.environ))
+        return self._session.get_credentials()
+
+    def _name_principal(self) -> str:
+        name = self._name_of_credentials()
+        # What was decrypted with a key is for those who have it.
+        key = self._settings.customer_key
+        return name if key is None else f"{name} customer key {key.identity}"
+
+    def _name_of_credentials(self) -> str:
+        if self.credentials is None:
+            return "anonymous"
+        method = self.credentials.method
+        current = self.credentials.get_frozen_credentials()
+        if method in _STATIC and not current.token:
+            return f"key {current.access_key}"
+        # Temporary keys change; what they are derived from does not.
+        role = os.environ.get("AWS_ROLE_ARN", "")
+        profile = self._session.profile_name if self._session is not None else "default"
+        return f"{method} {profile} {role} uid {os.geteuid()}"
+
+    # --- the address --------------------------------------------------------------
+
+    def _plain_address(self) -> Address:
+        """The bucket in the path of the endpoint that is configured."""
+        assert self._settings.endpoint_url is not None
+        variables = (os.environ.get("AWS_REGION"), os.environ.get("AWS_DEFAULT_REGION"))
+        region = self._settings.region or next(filter(None, variables), DEFAULT_REGION)
+        if self._session is not None:
+            region = self._region_of(self._session)
+        signer = None if self.credentials is None else Signer(region, "s3", self.clock)
+        url = f"{self._settings.endpoint_url.rstrip('/')}/{self._settings.bucket}"
+        return self._address(url, region, signer)
+
+    def _botocores_address(self) -> Address:
+        """The address that botocore finds for a LIST, which it makes and does not send."""
+        from botocore.awsrequest import AWSResponse
+
+        sent: list[Any] = []
+
+        def keep(request: Any, **_: Any) -> Any:
+            sent.append(request)
+            return AWSResponse(request.url, 204, cast(Any, {}), cast(Any, _NoBody()))
+
+        client = self._botocores_client()
+        failure = obstacle(self._settings.bucket, is_aws=redirects.is_aws(client.meta.endpoint_url))
+        if failure is not None:
+            raise AttemptError(failure)
+        client.meta.events.register_first("before-send.s3", keep)
+        client.list_objects_v2(Bucket=self._settings.bucket)
+        (request,) = sent
+        header = request.headers.get("authorization", "")
+        text = header.decode("latin-1") if isinstance(header, bytes) else header
+        scope, signer = _SCOPE.match(text), None
+        region = client.meta.region_name
+        client.close()
+        if scope is not None:
+            region, signer = scope[1], Signer(scope[1], scope[2], self.clock)
+        elif self.credentials is not None:
+            raise AttemptError(_UNKNOWN_SIGNATURE)
+        return self._address(request.url, region, signer)
+
+    def _botocores_client(self) -> Any:
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        _, session = self._sessions()
+        settings, quiet = self._settings, dict[str, Any]()
+        if settings.anonymous:
+            quiet["signature_version"] = UNSIGNED
+        # Those of the AWS configuration count where the settings say nothing.
+        if settings.fips:
+            quiet["use_fips_endpoint"] = True
+        if settings.dual_stack:
+            quiet["use_dualstack_endpoint"] = True
+        addressing = settings.addressing
+        if addressing == "auto" and settings.endpoint_url is not None:
+            addressing = "path"
+        return session.client(
+            "s3",
+            endpoint_url=settings.endpoint_url,
+            region_name=self._region_of(session),
+            config=Config(
+                retries={"total_max_attempts": 1, "mode": "standard"},
+                proxies={},
+                s3=cast(Any, {"addressing_style": addressing}),
+                **quiet,
+            ),
+        )
+
+    def _region_of(self, session: boto3.Session) -> str:
+        if self._access_point is not None:
+            return self._access_point.region
+        return session.region_name or DEFAULT_REGION
+
+    def _address(self, url: str, region: str, signer: Signer | None) -> Address:
+        settings, parts = self._settings, urlsplit(url)
+        self.region = region
+        origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        headers = {"user-agent": "fusefs", "accept-encoding": "identity"}
+        if settings.requester_pays:
+            headers["x-amz-request-payer"] = "requester"
+        is_tls = parts.scheme == "https"
+        proxy = self.proxies.choose(origin)
+        needs_trust = is_tls or (proxy is not None and proxy.startswith("https:"))
+        ca_file = self._trust.path if needs_trust and self._trust is not None else None
+        return Address(
+            origin,
+            parts.path or "/",
+            host_of(parts),
+            signer,
+            Route(proxy, ca_file),
+            settings.connect_timeout_s,
+            settings.read_timeout_s,
+            headers,
+            settings.write_options.headers(),
+            settings.customer_key,
+        )
+
+
+class _NoBody:
+    """The body of an answer that no server has sent, for botocore."""
+
+    def stream(self, *_: object, **__: object) -> list[bytes]:
+        return []
+
+
+class _Call:
+    """One call of a `SharedCall`, and why it failed."""
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        self.failure: Failure | None = None
+
+
+class SharedCall(Generic[T]):
+    """A call in a thread for all that want its result. Belongs to the event loop.
+
+    A cancelled caller does not wait for the thread, and the call goes on: `accept` gets its
+    result in any case.
+    """
+
+    def __init__(self, accept: Callable[[T], None]) -> None:
+        self._accept = accept
+        self._call: _Call | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._call is not None
+
+    async def wait(self, work: Callable[[], T]) -> None:
+        """Wait for the end of the call that is under way, or else of one of `work`.
+
+        Raises:
+            AttemptError: it failed.
+        """
+        call = self._call
+        if call is None:
+            call = self._call = _Call()
+            trio.lowlevel.spawn_system_task(self._run, call, work)
+        await call.ended.wait()
+        if call.failure is not None:
+            raise AttemptError(call.failure)
+
+    async def _run(self, call: _Call, work: Callable[[], T]) -> None:
+        try:
+            self._accept(await trio.to_thread.run_sync(work, abandon_on_cancel=True))
+        except AttemptError as error:
+            call.failure = error.failure
+        except RuntimeError as error:  # the system starts no thread
+            call.failure = Failure(StoreError, f"no thread for S3: {error}", is_retryable=True)
+        except Exception as error:  # each source of credentials has its own
+            call.failure = translate(error)
+        finally:
+            self._call = None
+            call.ended.set()
+
+
+class AccessSource:
+    """One store's access, which is found anew when it is refused. Belongs to the event loop.
+
+    `access` is None as long as it is to be found; `principal` is the identity
+    that reads, a stable name without a secret, and known once access was found.
+    Requests under way keep an access that is replaced meanwhile.
+    """
+
+    def __init__(self, settings: S3Settings) -> None:
+        self._settings = settings
+        self.access: Access | None = None
+        self.principal: str | None = None
+        self._clock = ServerClock()
+        self._connecting = SharedCall(self._take)
+        self._credentials_call = SharedCall(self._look_for_credentials)
+        self._renewing: SharedCall[object] = SharedCall(lambda _: None)
+        self._connected = 0.0
+
+    async def connect(self) -> Access:
+        """Return the access, which is found if need be, with credentials that are valid.
+
+        Raises:
+            AttemptError: there are no credentials, they can't be used, or what gives them
+                out does not answer in time.
+        """
+        while self.access is None:
+            try:
+                with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
+                    await self._connecting.wait(lambda: Access(self._settings, self._clock))
+                if waiting.cancelled_caught:  # the next caller waits for the same call
+                    raise AttemptError(SILENT_SOURCE)
+            except AttemptError as error:
+                is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
+                if is_lack and self.principal is not None:
+                    # There were some: their source is silent or about to be rewritten.
+                    raise AttemptError(replace(error.failure, is_retryable=True)) from error
+                raise
+        access = self.access
+        if access.credentials is not None and renewal.is_due(access.credentials):
+            with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
+                await self._renewing.wait(access.credentials.get_frozen_credentials)
+            if waiting.cancelled_caught:
+                raise AttemptError(replace(SILENT_SOURCE, is_retryable=True))
+        return access
+
+    def _take(self, access: Access) -> None:
+        self.access = access
+        self.principal = self.principal or access.principal
+        self._connected = time.monotonic()
+
+    def renew(self) -> None:
+        """Have the next request look for credentials anew: these have expired."""
+        now = time.monotonic()
+        if self.access is not None and now - self._connected >= RECONNECT_EVERY_S:
+            self.access = None
+
+    async def has_renewed(self, used: Access | None) -> bool:
+        """Whether there are other credentials than those of a refused request; then use them."""
+        current = self.access
+        if used is not None and used is not current:
+            return True
+        if current is None:
+            return False
+        if not self._credentials_call.is_under_way:
+            now = time.monotonic()
+            if now - self._connected < RECONNECT_EVERY_S:
+                return False
+            self._connected = now
+        look = partial(_look_for_others, current)
+        try:
+            with trio.move_on_after(SOURCE_LIMIT_S):
+                await self._credentials_call.wait(look)
+        except AttemptError as error:
+            logger.info("no other credentials: %s", error)
+        return self.access is not current
+
+    def _look_for_credentials(self, replaced: Access | None) -> None:
+        """Use other credentials than those of this access, if there are any."""
+        if replaced is not None and self.access is replaced:
+            self.access = None
+
+    def relocate(self, region: str, used: Access | None) -> bool:
+        """Go on in the region where the bucket is; False if `used` was refused there itself."""
+        used = used or self.access
+        if used is None or region == used.region:
+            return False
+        if self.access is used:
+            logger.info("s3://%s is in the region %s", self._settings.bucket, region)
+            self._settings = replace(self._settings, region=region)
+            self.access = None
+        return True
+
+
+def _look_for_others(access: Access) -> Access | None:
+    """Return this access if there are other credentials than its own by now. Blocks."""
+    return access if access.has_other_credentials() else None
+
+
+# botocore's loader with what it has read of S3, while no session has it; see `prepare`.
+_loaders: list[Loader] = []
+
+
+def prepare() -> None:
+    """Import what a client of S3 needs, and read botocore's description of S3. Blocks.
+
+    The next `Access` of this process are made in half the time. No credentials
+    are looked for.
+    """
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.session import get_session
+
+    for name in ("botocore.awsrequest", "botocore.httpsession"):
+        importlib.import_module(name)
+    # With these boto3 reads no file of keys.
+    no_keys = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull)
+    os.environ.update(no_keys)
+    try:
+        core = get_session()
+        session = boto3.Session(region_name=DEFAULT_REGION, botocore_session=core)
+        session.client("s3", config=Config(signature_version=UNSIGNED)).close()
+    finally:
+        for name in no_keys:
+            del os.environ[name]
+    _loaders.append(core.get_component("data_loader"))
+
+
+def _core_session(settings: S3Settings) -> BotocoreSession:
+    """botocore's session below one of boto3's, with the loader that was prepared, once.
+
+    The clients that it makes by itself, of what gives out credentials, wait as long as those
+    of S3 do: botocore's own limit is five times a minute, and all requests wait for them.
+    """
+    from botocore.config import Config
+    from botocore.session import get_session
+
+    session = get_session()
+    session.set_default_client_config(
+        Config(
+            connect_timeout=settings.connect_timeout_s,
+            read_timeout=settings.read_timeout_s,
+            retries={"total_max_attempts": 3, "mode": "standard"},
+        )
+    )
+    # A user with a directory of descriptions of his own gets a loader for that.
+    if _loaders and "AWS_DATA_PATH" not in os.environ:
+        session.register_component("data_loader", _loaders.pop())
+    return session

@@ -1,0 +1,160 @@
+"""Requests of one bucket: what a verb asks for, and how that is addressed and signed.
+
+A verb describes a request as a `Call`. An `Address` knows the bucket's URL and the region and
+headers that all requests have in common, and makes the engine's request of it, signed with
+the credentials of the moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, quote
+
+from fusefs.store.customer_key import COPY_SOURCE, CustomerKey
+from fusefs.store.engine.engine import (
+    Deadlines,
+    FileBody,
+    FileSink,
+    MemorySink,
+    Request,
+    Route,
+)
+from fusefs.store.errors import AttemptError, Failure, StoreError
+from fusefs.store.http.proxies import PORTS
+from fusefs.store.http.sigv4 import EMPTY, UNSIGNED, Signer
+
+if TYPE_CHECKING:
+    from botocore.credentials import ReadOnlyCredentials
+
+# A listing of a thousand keys of the longest kind has 4 MiB.
+MOST_CONTENT = 16 << 20
+DOCUMENT = MemorySink(MOST_CONTENT)
+# Bodies of more bytes are read from their file by the engine, and answers written into theirs.
+LARGE = 256 << 10
+# A transfer that gets on by fewer bytes a second, in so many seconds, is given up.
+LEAST_RATE, PACE_WINDOW_S = float(1 << 10), 30.0
+# The longest attempt of a request whose answer is no object. S3 begins the answer to a change
+# that takes minutes (a copy), and sends blanks until it is done.
+ATTEMPT_LIMIT_S = 960.0
+# In what an answer is written into a file, its readers are woken.
+PIECE = 1 << 20
+# Headers are sent as Latin-1, and each line is one header.
+_NOT_IN_HEADERS = re.compile("[\\r\\n\\0\u0100-\U0010ffff]")
+_UNSENDABLE = Failure(StoreError, "no header of a request can say that")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to the bucket or, with a key, to an object, before it is signed.
+
+    `operation` names it in the log and in counters. Names of headers are in lower case. A
+    `document` is a short body, which the signature covers; of another body a checksum is among
+    the headers.
+    """
+
+    operation: str
+    method: str
+    key: str = ""
+    query: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | bytearray | FileBody | None = None
+    document: bytes | None = None
+    sink: MemorySink | FileSink = DOCUMENT
+
+    @property
+    def is_large(self) -> bool:
+        """True if it takes as long as there are bytes, and an engine's buffers."""
+        return isinstance(self.sink, FileSink) or isinstance(self.body, FileBody)
+
+    @property
+    def makes_object(self) -> bool:
+        """True if it begins an object: a PUT or a copy, or the creation of an upload."""
+        if self.method == "POST":
+            return "uploads" in self.query
+        return self.method == "PUT" and not self.query
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The URL of a bucket: `origin`, such as https://host:port, and the bucket's `path` there.
+
+    `headers` go with each request, `write_headers` with each that makes an object unless it
+    has them itself, `customer_key` with each that reads or writes one. `signer` is None if
+    requests are not signed. `host` is the header Host as the engine sends it.
+    `read_timeout_s` is the longest silence of a server.
+    """
+
+    origin: str
+    path: str
+    host: str
+    signer: Signer | None
+    route: Route
+    connect_timeout_s: float
+    read_timeout_s: float
+    headers: Mapping[str, str] = field(default_factory=dict)
+    write_headers: Mapping[str, str] = field(default_factory=dict)
+    customer_key: CustomerKey | None = None
+
+    def request(
+        self, call: Call, credentials: ReadOnlyCredentials | None, *, is_fresh: bool = False
+    ) -> Request:
+        """Make the engine's request for a call; with `is_fresh` over a new connection.
+
+        Raises:
+            AttemptError: no header can say what the call wants to say.
+        """
+        key = call.key
+        target = f"{self.path.rstrip('/')}/{quote(key, safe='/~')}" if key else self.path
+        search = _quoted(call.query) if call.query else ""
+        headers = {**self.headers, **call.headers}
+        if call.makes_object:
+            headers = {**self.write_headers, **headers}
+        if self.customer_key is not None and key and call.method != "DELETE":
+            headers |= self.customer_key.headers(is_copy=COPY_SOURCE in headers)
+        if _NOT_IN_HEADERS.search("".join(headers.values())):
+            raise AttemptError(_UNSENDABLE)
+        body = call.body if call.document is None else call.document
+        if self.signer is not None and credentials is not None:
+            payload = EMPTY if body is None else UNSIGNED
+            if call.document is not None:
+                payload = hashlib.sha256(call.document).hexdigest()
+            headers["host"] = self.host
+            headers = self.signer.sign(call.method, target, search, headers, credentials, payload)
+            del headers["host"]
+        if body is None and call.method in ("PUT", "POST"):
+            body = b""
+        # A change that takes minutes is answered with a blank now and then.
+        moves_bytes = call.method == "GET" or call.body is not None
+        deadlines = Deadlines(
+            self.connect_timeout_s,
+            self.read_timeout_s,
+            LEAST_RATE if moves_bytes else 0.0,
+            PACE_WINDOW_S,
+            0.0 if call.is_large or call.body is not None else ATTEMPT_LIMIT_S,
+        )
+        return Request(
+            call.method,
+            f"{self.origin}{target}?{search}" if search else f"{self.origin}{target}",
+            headers.items(),
+            body,
+            call.sink,
+            self.route,
+            deadlines,
+            PIECE if isinstance(call.sink, FileSink) else 0,
+            is_fresh,
+        )
+
+
+def host_of(address: SplitResult) -> str:
+    """The header Host, as clients send and sign it: without the usual port."""
+    return address.netloc.rpartition("@")[2].removesuffix(f":{PORTS[address.scheme]}")
+
+
+def _quoted(query: Mapping[str, Any]) -> str:
+    """A query as it is signed: by its names."""
+    quoted = ((quote(name, safe=""), quote(str(query[name]), safe="")) for name in query)
+    return "&".join(f"{name}={value}" for name, value in sorted(quoted))

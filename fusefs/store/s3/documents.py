@@ -1,0 +1,190 @@
+"""The small XML documents of S3's requests and answers, but for listings of objects.
+
+An answer with status 200 may hold an error, or nothing that is a document: S3 begins the answer
+to what takes long before it knows how that ends. Neither counts as a success.
+
+https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from urllib.parse import unquote_plus
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from fusefs.store.engine.engine import Completion
+from fusefs.store.errors import (
+    AttemptError,
+    Failure,
+    UnreachableError,
+    UnsupportedError,
+    from_body,
+)
+from fusefs.store.interface import Part, PendingUpload
+from fusefs.store.s3.list_parser import nanoseconds, quoted
+
+_ODD_LISTING = Failure(UnsupportedError, "this server's listings make no sense, or do not go on")
+_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+# XML reads other ends of lines as line feeds. (xml.sax.saxutils imports half of urllib.)
+_ESCAPED = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\r": "&#13;", "\n": "&#10;"})
+
+
+def no_result() -> AttemptError:
+    """The error of an answer with status 200 that does not say what was done."""
+    return AttemptError(Failure(UnreachableError, "S3 did not say what it did", is_retryable=True))
+
+
+def read(answer: Completion, tag: str) -> Element:
+    """Return the root of an answer's document.
+
+    Raises:
+        AttemptError: it is an error, or no document with this root.
+    """
+    try:
+        root = ElementTree.fromstring(answer.body.strip())
+    except ElementTree.ParseError as error:
+        raise no_result() from error
+    found = root.tag.rpartition("}")[2]
+    if found == "Error":
+        raise AttemptError(from_body(500, answer.body.decode(errors="replace")))
+    if found != tag:
+        raise no_result()
+    return root
+
+
+def text_of(element: Element, name: str) -> str:
+    """Return the text of an element's child; "" if there is none."""
+    return element.findtext(f"{{*}}{name}") or ""
+
+
+def completion(parts: Iterable[Part]) -> bytes:
+    """Write the request that completes an upload of these parts."""
+    return _written("CompleteMultipartUpload", "".join(_part(part) for part in parts))
+
+
+def _part(part: Part) -> str:
+    checksum = f"<ChecksumCRC32>{part.checksum}</ChecksumCRC32>" if part.checksum else ""
+    number, etag = part.number, _escaped(part.etag)
+    return f"<Part><PartNumber>{number}</PartNumber><ETag>{etag}</ETag>{checksum}</Part>"
+
+
+def deletion(keys: Iterable[str], etags: Mapping[str, str]) -> bytes:
+    """Write the request that deletes keys, some of them only with a certain ETag."""
+    objects = "".join(_object(key, etags.get(key)) for key in keys)
+    return _written("Delete", f"{objects}<Quiet>true</Quiet>")
+
+
+def _object(key: str, etag: str | None) -> str:
+    condition = f"<ETag>{_escaped(etag)}</ETag>" if etag is not None else ""
+    return f"<Object><Key>{_escaped(key)}</Key>{condition}</Object>"
+
+
+def _escaped(text: str) -> str:
+    return text.translate(_ESCAPED)
+
+
+def _written(tag: str, content: str) -> bytes:
+    return f'<{tag} xmlns="{_NAMESPACE}">{content}</{tag}>'.encode()
+
+
+def undeleted(answer: Completion) -> list[tuple[str, str]]:
+    """Return the keys that were not deleted, each with an error code.
+
+    Raises:
+        AttemptError: the answer does not tell.
+    """
+    root = read(answer, "DeleteResult")
+    return [(text_of(one, "Key"), text_of(one, "Code")) for one in root.iterfind("{*}Error")]
+
+
+def upload_id(answer: Completion) -> str:
+    """Return the id of an upload that was created.
+
+    Raises:
+        AttemptError: there is none.
+    """
+    found = text_of(read(answer, "InitiateMultipartUploadResult"), "UploadId")
+    if not found:
+        raise no_result()
+    return found
+
+
+def parts(answer: Completion, start: Mapping[str, str]) -> tuple[list[Part], dict[str, str] | None]:
+    """Return a page of an upload's parts, and the query of the next one.
+
+    Raises:
+        AttemptError: it is none, or there is no way to the next.
+    """
+    root = read(answer, "ListPartsResult")
+    try:
+        found = [
+            Part(
+                int(text_of(one, "PartNumber")),
+                int(text_of(one, "Size")),
+                quoted(text_of(one, "ETag")),
+                text_of(one, "ChecksumCRC32"),
+            )
+            for one in root.iterfind("{*}Part")
+        ]
+    except ValueError as error:
+        raise AttemptError(_ODD_LISTING) from error
+    return found, _behind(root, start, {"part-number-marker": "NextPartNumberMarker"})
+
+
+def uploads(
+    answer: Completion, start: Mapping[str, str]
+) -> tuple[list[PendingUpload], dict[str, str] | None]:
+    """Return a page of a bucket's uploads, and the query of the next one.
+
+    Raises:
+        AttemptError: as `parts`.
+    """
+    root = read(answer, "ListMultipartUploadsResult")
+    is_encoded = text_of(root, "EncodingType") == "url"
+    try:
+        found = [
+            PendingUpload(
+                _decoded(text_of(one, "Key"), is_encoded),
+                text_of(one, "UploadId"),
+                nanoseconds(text_of(one, "Initiated")),
+            )
+            for one in root.iterfind("{*}Upload")
+        ]
+    except ValueError as error:
+        raise AttemptError(_ODD_LISTING) from error
+    markers = {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}
+    following = _behind(root, start, markers)
+    if following is not None and "key-marker" in following:
+        following["key-marker"] = _decoded(following["key-marker"], is_encoded)
+    return found, following
+
+
+def _decoded(text: str, is_encoded: bool) -> str:
+    return unquote_plus(text) if is_encoded else text
+
+
+def _behind(
+    root: Element, start: Mapping[str, str], markers: Mapping[str, str]
+) -> dict[str, str] | None:
+    """Return the markers behind which a listing goes on that began at `start`, None at its end.
+
+    Raises:
+        AttemptError: it would go on for ever.
+    """
+    if text_of(root, "IsTruncated") != "true":
+        return None
+    following = {name: text for name, tag in markers.items() if (text := text_of(root, tag))}
+    if not following or following == dict(start):
+        raise AttemptError(_ODD_LISTING)
+    return following
+
+
+def tags(answer: Completion) -> list[tuple[str, str]]:
+    """Return the tags of an object as names and values.
+
+    Raises:
+        AttemptError: the answer does not tell.
+    """
+    root = read(answer, "Tagging")
+    return [(text_of(tag, "Key"), text_of(tag, "Value")) for tag in root.iterfind(".//{*}Tag")]
