@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 
 from tests.mounted.write.test_programs_training import (
+    REPOSITORY,
     save_rank,
     save_safetensors,
     tensors,
     torch_save,
 )
 from tests.support.mounting import Mounter
-from tests.support.programs import IS_FULL
+from tests.support.programs import IS_FULL, run
 from tests.support.semantics import states
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import read_all
@@ -152,3 +153,14 @@ def test_a_file_that_is_waited_for_is_seen_within_two_seconds(nodes: tuple[Path,
     while not (there / "flags" / "done").exists():
         time.sleep(0.02)
     assert time.monotonic() - closed < 2
+
+
+def test_torch_itself_loads_what_both_nodes_have_saved(nodes: tuple[Path, Path]) -> None:
+    python = os.environ.get("TRAINING_PYTHON")
+    if python is None:
+        pytest.skip("TRAINING_PYTHON names no interpreter that has torch")
+    (nodes[0] / "torch").mkdir()
+    assert (nodes[1] / "torch").is_dir()
+    folders = [root / "torch" for root in nodes]
+    shown = run(python, "-m", "examples.training.two_nodes", *folders, ROUNDS, cwd=REPOSITORY)
+    assert f"{ROUNDS} of {ROUNDS}" in shown
