@@ -15,6 +15,7 @@ The object belongs to the event loop.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 import time
@@ -138,7 +139,7 @@ class Operations:
             return waiting(self._lookup_later(parent, directory, text, was_sent=was_sent))
         entry, expires = known
         if isinstance(entry, Absent):
-            return LookupResult(None, max(0.0, expires - time.monotonic()))
+            return _missing(directory)
         inode = self.inodes.resolve(parent, text, entry)
         has_attributes = not self.head_cache.needs_head(inode)
         is_known = has_attributes or self._is_leaving(parent, entry)
@@ -177,7 +178,7 @@ class Operations:
             # It was renamed meanwhile, and what was listed has other keys now.
             directory = self._directories.get(self.inodes.key(parent))
         if isinstance(entry, Absent):
-            return LookupResult(None, max(0.0, expires - time.monotonic()))
+            return _missing(directory)
         # The name may stand for something else by now.
         inode = self.inodes.resolve(parent, name, entry)
         return self._found(inode, expires, was_asked=was_sent or expires >= began)
@@ -384,6 +385,14 @@ class Operations:
     def _refuse_if_shut(self) -> None:
         if self.is_shut:
             raise OSError(errno.EACCES, "S3 refuses everything")
+
+
+def _missing(directory: Directory) -> LookupResult:
+    """The answer for a name that is missing, which the kernel remembers where that is for ever.
+
+    It could not be told when another node has made it, or a change here has it looked for again.
+    """
+    return LookupResult(None, directory.most_s if math.isinf(directory.most_s) else 0.0)
 
 
 def _too_long() -> LookupResult:

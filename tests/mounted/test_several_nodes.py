@@ -103,6 +103,8 @@ def test_a_distributed_checkpoint_loads_on_both_nodes(nodes: tuple[Path, Path], 
     """torch.distributed.checkpoint with a process on each node."""
     for step in range(1, ROUNDS + 1):
         folder = Path("dcp") if where == "in place" else Path(f"dcp-{step}")
+        for root in nodes:  # torch warns if there is one
+            assert (root / folder / ".metadata").exists() == (where == "in place" and step > 1)
         for rank in (1, 0):
             save_rank(nodes[rank] / folder, rank, [bytes([step]) * 100_000])
         with (nodes[0] / folder / ".metadata.tmp").open("wb") as file:
