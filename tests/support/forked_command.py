@@ -21,7 +21,6 @@ from typing import TextIO
 
 from fusefs.linux import sockets
 from fusefs.linux.processes import close_all_but
-from tests.support.servers.s3_server import die_with_parent
 
 _PROJECT = Path(__file__).parents[2]
 _MOST = 1 << 20
@@ -63,7 +62,7 @@ def _output(name: str) -> TextIO:
 
 @functools.cache
 def _forker() -> socket.socket:
-    """The socket to the process that forks, which ends with this one."""
+    """The socket to the process that forks, which ends when this one has."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         command = f"from {__name__} import serve; serve({its.fileno()})"
@@ -76,7 +75,6 @@ def _forker() -> socket.socket:
             ],
             pass_fds=[its.fileno()],
             stdin=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,
         )
     return ours
 
