@@ -348,8 +348,8 @@ class Catalog:
             self._add(sum(total.bytes for total in known), sum(total.files for total in known))
             return [total is not None for total in added], self.total()
 
-    def mark_synced(self, rows: Iterable[Row]) -> None:
-        """Mark files as synced with these ranges; further ranges make them unsafe again."""
+    def mark_synced(self, rows: Iterable[Row]) -> int:
+        """Mark files as synced; further ranges make them unsafe. Returns the number of rows."""
         with self.transaction():
             updates = []
             for row in rows:
@@ -361,6 +361,7 @@ class Catalog:
                 " WHERE name = ? AND generation = ? AND st_ino = ? AND ranges = ?",
                 updates,
             )
+            return len(updates)
 
     def touch(self, times: Iterable[tuple[float, str, str]]) -> None:
         """Set when files were last used: (seconds since the epoch, name, generation) of each."""

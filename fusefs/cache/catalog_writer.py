@@ -65,6 +65,8 @@ class CatalogWriter:
         self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not have
         # The name of the last file that was looked at to be synced.
         self._synced_to = ""
+        # True if some were synced since the first file was looked at.
+        self._has_synced = False
         self._used: dict[str, CacheFile] = {}
         # Those whose rows are being written, but for those that were forgotten meanwhile.
         self._recording: set[CacheFile] = set()
@@ -277,15 +279,17 @@ class CatalogWriter:
     async def sync(self, idle_s: float) -> bool:
         """Make some files safe against a power cut that got no bytes for `idle_s` seconds.
 
-        Returns False at the last of them. What the disk is too slow for is left to the next call,
-        and what it refuses until all others have had their turn.
+        Returns False at the last of them, or where none of them could be synced. What the disk
+        is too slow for is left to the next call, and what it refuses until all others have had
+        their turn.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         after = self._synced_to
         rows = await self.in_catalog(self._catalog.unsynced, after, SYNC_AT_ONCE)
         if not rows:
             self._synced_to = ""
-            return bool(after)
+            has_synced, self._has_synced = self._has_synced, False
+            return has_synced
         now = time.monotonic()
         due = [row for row in rows if self._may_be_synced(row, now - idle_s)]
 
@@ -299,7 +303,8 @@ class CatalogWriter:
             return synced, rows[-1].name
 
         synced, self._synced_to = await trio.to_thread.run_sync(sync_some)
-        await self.in_catalog(self._catalog.mark_synced, synced)
+        marked = await self.in_catalog(self._catalog.mark_synced, synced)
+        self._has_synced = self._has_synced or bool(marked)
         return True
 
     def _may_be_synced(self, row: Row, before: float) -> bool:
