@@ -245,8 +245,12 @@ class HeadCache:
                 await sampled.done.wait()
 
     def _sample_ahead(self, prefix: str, segment: Segment) -> None:
-        """As `sample`, before any request for the directory."""
-        if len(self._sampled) * self._policy.sample_size < MOST_AHEAD:
+        """As `sample`, before any request for the directory.
+
+        One of the directories of a parent is enough at a time: it may decide for the others.
+        """
+        has_room = len(self._sampled) * self._policy.sample_size < MOST_AHEAD
+        if has_room and _directory(prefix) not in map(_directory, self._sampled):
             self._send_sample(prefix, segment, is_listed=True)
 
     def _send_sample(self, prefix: str, segment: Segment, *, is_listed: bool) -> None:

@@ -188,6 +188,23 @@ async def test_a_walk_waits_for_the_heads_of_one_folder(is_read_only: bool, samp
     assert store.count("HEAD") == sample
 
 
+@pytest.mark.parametrize(("is_read_only", "sample"), [(False, SAMPLE), (True, READ_ONLY_SAMPLE)])
+async def test_of_folders_that_one_page_lists_one_has_heads(
+    is_read_only: bool, sample: int
+) -> None:
+    store = MemoryStore()
+    put_folders(store, 9)
+    async with walking(store, is_read_only=is_read_only) as walk:
+        for folder in range(9):
+            segment = Segment("", None, {})
+            for name in range(2 * SAMPLE):
+                segment.entries[f"{name:02}"] = store.objects[f"p/{folder}/{name:02}"].info
+            walk.directories.expect(f"p/{folder}/", segment)
+        for folder in range(9):
+            await walk.shown(str(folder))
+    assert store.count("HEAD") == sample
+
+
 @pytest.mark.parametrize("is_read_only", [False, True])
 @pytest.mark.parametrize("changed", ["p/1/00", "p/1/07"])
 async def test_links_and_modes_of_another_time_are_shown_at_once(
