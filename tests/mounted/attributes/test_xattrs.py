@@ -237,7 +237,7 @@ def test_ls_asks_the_bucket_nothing_for_a_file(mount: Mount) -> None:
     listed = cost(mount, lambda: [os.listxattr(one) for one in (mount.path / "shown").iterdir()])
     assert set(shown) <= set(found)
     assert all(shown[kind] <= found[kind] <= SAMPLE + 2 for kind in shown)
-    assert listed == {}
+    assert listed.keys() <= {"lists"}  # of what a walk may come to next
     compiled = mount.status()["requests"]["compiled"]
     run("ls", "-l", mount.path / "shown")
     if compiled is not None:
