@@ -168,7 +168,7 @@ class Daemon:
         changed = self.cache.directory / "changed"
         self.directories = Directories(
             self.store,
-            self.settings.metadata_ttl,
+            self.settings.metadata_ttl.otherwise,
             self.pages,
             nursery,
             HeadPolicy(
@@ -176,6 +176,7 @@ class Daemon:
                 is_read_only=self.settings.read_only,
             ),
             top=prefix,
+            ttl_of=self.settings.metadata_ttl.of,
         )
         self.directories.most_entries = self._budget.entries
         allowed = setup.s3_settings(self.settings)

@@ -62,7 +62,8 @@ def open_cache(
     quota = Quota(directory, settings.cache_size, *floors)
     files = MemoryBudget.of(settings.memory_limit).files
     cache = FileCache(directory, identity, quota, most_in_memory=files, in_any_case=in_any_case)
-    return cache, cache.listings(settings.metadata_ttl) if settings.read_only else NoListingCache()
+    longest_s = max(settings.metadata_ttl.values)
+    return cache, cache.listings(longest_s) if settings.read_only else NoListingCache()
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:

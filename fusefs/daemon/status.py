@@ -140,6 +140,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
     """The daemon's facts: bytes, seconds and counts, by section."""
     settings = daemon.settings
     session, guard = daemon.session, daemon.access_guard
+    ttl_s = settings.metadata_ttl.otherwise
     assert session is not None
     return {
         "version": fusefs.__version__,
@@ -157,7 +158,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         "path": daemon.downloader.path.describe(),
         "conditions": daemon.store.fence.describe(),
         "metadata": {
-            "ttl_s": None if math.isinf(settings.metadata_ttl) else settings.metadata_ttl,
+            "ttl_s": None if math.isinf(ttl_s) else ttl_s,
             "directories": len(daemon.directories),
             "nodes": len(daemon.operations.inodes),
             "most_nodes": daemon.name_pruner.most,

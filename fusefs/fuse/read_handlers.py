@@ -185,7 +185,7 @@ class ReadHandlers:
     def _opendir(self, nodeid: int, _body: memoryview, caller: Caller) -> Payload:
         handle, is_cached = self._operations.opendir(nodeid, caller)
         flags = 0
-        if self._operations.may_cache_directories:
+        if self._operations.may_cache(handle.inode):
             flags = Fopen.CACHE_DIR | (Fopen.KEEP_CACHE if is_cached else 0)
         return protocol.OPEN_OUT.pack(handle.fh, flags, 0)
 

@@ -303,10 +303,9 @@ class Operations:
 
     # Directories
 
-    @property
-    def may_cache_directories(self) -> bool:
-        """Whether the kernel may keep listings, which rewinddir then shows again."""
-        return self._directories.ttl_s >= CACHED_DIRECTORY_TTL_S
+    def may_cache(self, directory: Inode) -> bool:
+        """Whether the kernel may keep a listing, which rewinddir then shows again."""
+        return self._directories.get(self.inodes.key(directory)).most_s >= CACHED_DIRECTORY_TTL_S
 
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:
         """Open a directory; also tell whether what the kernel has cached of it still holds."""

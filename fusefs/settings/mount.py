@@ -25,6 +25,7 @@ from typing import Any
 
 from fusefs.settings.durability import EVERYWHERE_AUTO, DurabilityRules
 from fusefs.settings.memory import LEAST
+from fusefs.settings.patterns import PathRules
 from fusefs.settings.types import (
     CONNECTIONS,
     DURABILITY,
@@ -32,6 +33,7 @@ from fusefs.settings.types import (
     ID,
     KMS_KEY,
     LIFETIME,
+    METADATA_TTL_S,
     MIB,
     MIN_FREE,
     MODE,
@@ -41,6 +43,7 @@ from fusefs.settings.types import (
     SOURCE,
     STORAGE_CLASS,
     SWITCH,
+    TTL,
     URL,
     WORD,
     Acl,
@@ -194,12 +197,13 @@ class MountSettings:
         otherwise="none",
     )
 
-    metadata_ttl: float = option(
-        LIFETIME,
+    metadata_ttl: PathRules[float] = option(
+        TTL,
         "Metadata",
-        "how long listings and attributes are used before they are requested again;"
-        " indefinite if the bucket never changes",
-        60.0,
+        "how long listings and attributes are used at most before they are requested again; what"
+        " others have changed lately is looked at sooner; indefinite if the bucket never changes;"
+        " TIME:PATTERN is for some paths, as in 60s,1h:data/**",
+        PathRules(METADATA_TTL_S),
     )
     attribute_form: AttributeForm = option(
         choice(AttributeForm),

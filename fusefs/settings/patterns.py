@@ -1,5 +1,9 @@
 """Patterns of paths, as the shell has them: for `fusefs warm`, pins and rules by path.
 
+A rule by path is a value, or VALUE:PATTERN, or several of both with commas between them, as
+`bucket,local:runs/**`. The last pattern that matches decides; the plain value is for all
+other paths. Patterns of rules are relative to the root of the mount.
+
 `*`, `?` and `[…]` match within a name, `**` matches any number of directories. A
 pattern that matches a directory matches all below it. With `hides`, as in a shell,
 nothing of these matches a dot at a name's beginning.
@@ -9,7 +13,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
+
+Value = TypeVar("Value")
 
 _NOTHING = re.compile(r"(?!)")
 
@@ -60,3 +69,67 @@ def matched(
         if len(patterns) in states:
             return count
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class PathRules(Generic[Value]):
+    """The value of a setting for each path: that of the last rule whose pattern matches."""
+
+    otherwise: Value
+    rules: tuple[tuple[Value, str], ...] = ()
+
+    def of(self, path: str) -> Value:
+        """The value for a path that is relative to the root of the mount."""
+        return _of(self, path) if self.rules else self.otherwise
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """All values that some path may have."""
+        return self.otherwise, *(value for value, _ in self.rules)
+
+    def shown(self, show: Callable[[Value], str] = str) -> str:
+        """The text that `parse_rules` reads."""
+        rules = (f"{show(value)}:{pattern}" for value, pattern in self.rules)
+        return ",".join([show(self.otherwise), *rules])
+
+
+# Each write to a large file asks again.
+@lru_cache(maxsize=1024)
+def _of(rules: PathRules[Any], path: str) -> Any:
+    names = path.split("/")
+    for value, pattern in reversed(rules.rules):
+        parts = [compiled(part, hides=False) for part in pattern.split("/")]
+        if matched(names, parts, hides=False):
+            return value
+    return rules.otherwise
+
+
+def parse_rules(text: str, read: Callable[[str], Value], default: Value) -> PathRules[Value]:
+    """Read `bucket`, or `bucket,local:runs/**`, with `read` for each value.
+
+    Raises:
+        ValueError: it is none of that.
+    """
+    otherwise: list[Value] = []
+    rules: list[tuple[Value, str]] = []
+    for part in text.split(","):
+        name, colon, pattern = part.strip().partition(":")
+        value = read(name)
+        if colon:
+            rules.append((value, _pattern(pattern)))
+        else:
+            otherwise.append(value)
+    if len(otherwise) > 1:
+        raise ValueError(f"{text!r} has {len(otherwise)} values without a pattern; one is for all")
+    return PathRules(otherwise[0] if otherwise else default, tuple(rules))
+
+
+def _pattern(text: str) -> str:
+    pattern = text.removesuffix("/")
+    if not pattern.isprintable() or any(
+        part in ("", ".", "..") or ("**" in part and part != "**") for part in pattern.split("/")
+    ):
+        raise ValueError(
+            f"{text!r} is not a pattern of paths below the mount; write it like runs/** or **/*.log"
+        )
+    return pattern

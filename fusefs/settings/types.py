@@ -23,10 +23,15 @@ from urllib.parse import urlsplit
 
 from fusefs.linux import files
 from fusefs.settings.durability import Durability, parse_durability
+from fusefs.settings.patterns import PathRules, parse_rules
 
 T = TypeVar("T")
 E = TypeVar("E", bound=enum.StrEnum)
 N = TypeVar("N", int, float)
+
+# For how long listings are relied on at most. An epoch over still data costs one LIST a minute for
+# each 1,000 objects: twice as long would spare little, and readers of replaced files wait for it.
+METADATA_TTL_S = 60.0
 
 # poll(2) waits at most 2^31 milliseconds, about 24 days.
 LONGEST_DAYS = 10
@@ -224,6 +229,10 @@ def _parse_lifetime(text: str) -> float:
         raise ValueError(f"{error}, or indefinite") from None
 
 
+def _parse_ttl(text: str) -> PathRules[float]:
+    return parse_rules(text, _parse_lifetime, METADATA_TTL_S)
+
+
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html
 _ACCESS_POINT = re.compile(
     r"arn:aws(-[a-z-]+)?:s3:[a-z0-9-]+:[0-9]{12}:accesspoint/[a-z0-9][a-z0-9-]{1,48}[a-z0-9](?=/|$)"
@@ -419,6 +428,13 @@ DURABILITY = SettingType(
 # A daemon sends its keeper a sign of life each second.
 SILENCE = at_least(2.0, DURATION)
 LIFETIME = SettingType("TIME", _parse_lifetime, format_duration, takes_numbers=True)
+TTL = SettingType(
+    "TIME[:PATTERN],…",
+    _parse_ttl,
+    lambda rules: rules.shown(format_duration),
+    takes_numbers=True,
+    further=re.compile(r"(\d[\d.]*[a-z]*|indefinite)(:|$)"),
+)
 MIN_FREE = SettingType("SIZE|N%", _parse_min_free)
 MODE = SettingType("MODE", _parse_mode, lambda mode: f"{mode:04o}")
 SOURCE = SettingType("s3://BUCKET[/PREFIX]", parse_source)

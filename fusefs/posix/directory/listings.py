@@ -82,7 +82,8 @@ class Directories:
     """What is known of all directories; see the module's text.
 
     `ttl_s` is how long a listing is relied on at most (`math.inf`: for ever); what is
-    fetched ahead runs in `nursery`. `top` is the mount's own prefix.
+    fetched ahead runs in `nursery`. `top` is the mount's own prefix; `ttl_of` tells the
+    time of a directory by its path below that, where it is not the same for all.
     """
 
     def __init__(
@@ -94,8 +95,11 @@ class Directories:
         head_policy: HeadPolicy | None = None,
         *,
         top: str = "",
+        ttl_of: Callable[[str], float] | None = None,
     ) -> None:
         self.ttl_s = ttl_s
+        self._top = top
+        self._ttl_of = ttl_of or (lambda _path: ttl_s)
         # Of all listings together, as far as the memory allows.
         self.most_entries = MAX_ENTRIES
         # Until then an earlier process' requests may take effect; in monotonic seconds.
@@ -124,7 +128,8 @@ class Directories:
     def get(self, prefix: str) -> Directory:
         directory = self._known.get(prefix)
         if directory is None:
-            directory = self._known[prefix] = Directory(prefix, self.ttl_s)
+            ttl_s = self._ttl_of(prefix[len(self._top) : -1])
+            directory = self._known[prefix] = Directory(prefix, ttl_s)
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
@@ -348,7 +353,7 @@ class Directories:
         try:
             with self.pending_changes.listing() as began:
                 after = start_after(directory.prefix, start)
-                page, fetched = await self._page(directory.prefix, after, began)
+                page, fetched = await self._page(directory, after, began)
                 segment = self._absorb(directory, start, page, fetched)
             if resolve_doubts and segment.doubtful:
                 await self._settle_doubts(directory, segment)
@@ -358,12 +363,13 @@ class Directories:
                 del directory.loading[start]
             event.set()
 
-    async def _page(self, prefix: str, after: str, began: float) -> tuple[ListPage, float]:
+    async def _page(self, directory: Directory, after: str, began: float) -> tuple[ListPage, float]:
         """A page from memory or from the bucket, and when it was fetched; now is `began`."""
+        prefix = directory.prefix
         remembered = await self._memory.load(prefix, after)
         if remembered is not None:
             page, age_s = remembered
-            if age_s < belief_s(_still_s(page.objects, age_s), 0.0, self.ttl_s):
+            if age_s < belief_s(_still_s(page.objects, age_s), 0.0, directory.most_s):
                 return page, began - age_s
         page = await self._store.list_page(prefix, start_after=after)
         if page.next_token is not None and page.last == prefix:

@@ -107,6 +107,21 @@ def test_an_indefinite_ttl_asks_never_again(mounter: Mounter, bucket: Bucket) ->
     assert here.status()["s3"] == before
 
 
+@states(
+    "`--metadata-ttl` is a time, or for some paths TIME:PATTERN, as `--durability` has it: of"
+    " `60s,indefinite:data/**` what is below `data` is used for ever."
+)
+def test_a_ttl_is_for_some_paths(mounter: Mounter, bucket: Bucket) -> None:
+    for folder in ("data", "others"):
+        bucket.put(f"{folder}/deep/file", b"old")
+    root = mounter("--metadata-ttl", "0s,indefinite:data/**").path
+    for folder in ("data", "others"):
+        assert read_all(root / folder / "deep" / "file") == b"old"
+        bucket.put(f"{folder}/deep/file", b"newer")
+    assert read_all(root / "data" / "deep" / "file") == b"old"
+    assert read_all(root / "others" / "deep" / "file") == b"newer"
+
+
 def test_a_file_becomes_a_directory_and_back(at_once: Path, shared: Bucket) -> None:
     name = at_once / "kinds" / "name"
     for _ in range(3):

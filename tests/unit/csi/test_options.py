@@ -39,7 +39,7 @@ def settings(
 
 def test_settings_are_taken_in_either_spelling_and_from_mount_options() -> None:
     made = settings({"metadataTtl": "5m", "file-mode": "640"}, "dir-mode=750", "uid=7,no-delete")
-    assert made.metadata_ttl == 300
+    assert made.metadata_ttl.otherwise == 300
     assert (made.file_mode, made.dir_mode, made.uid, made.no_delete) == (0o640, 0o750, 7, True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -121,7 +122,7 @@ def test_the_last_pattern_that_matches_decides_on_durability(
         ("disk", "'disk' is none of auto, bucket, local"),
         ("", "'' is none of"),
         ("runs/**:local", "'runs/\\*\\*' is none of"),
-        ("bucket,local", "2 modes without a pattern"),
+        ("bucket,local", "2 values without a pattern"),
         ("local:", "'' is not a pattern"),
         ("local:/runs/**", "'/runs/\\*\\*' is not a pattern of paths below the mount"),
         ("local:runs/../a", "is not a pattern"),
@@ -147,6 +148,23 @@ def test_durability_by_path_is_read_from_every_source(tmp_path: Path) -> None:
         settings = build(layer, MOUNT)
         assert settings.durability == rules
         assert MountSettings.from_json(settings.to_json()).durability == rules
+
+
+def test_a_metadata_ttl_by_path_is_read_from_every_source(tmp_path: Path) -> None:
+    text = "60s,indefinite:frozen/**,1h:data/**"
+    layers = (
+        from_environment({"FUSEFS_METADATA_TTL": text}),
+        from_config(config_file(tmp_path, f'metadata-ttl = "{text}"')),
+    )
+    for layer in layers:
+        ttl = build(layer, MOUNT).metadata_ttl
+        found = [ttl.of(path) for path in ("", "runs", "data", "data/a", "frozen/a/b")]
+        assert found == [60, 60, 3600, 3600, math.inf]
+        settings = build(layer, MOUNT)
+        assert MountSettings.from_json(settings.to_json()).metadata_ttl == ttl
+    for wrong in ("soon", "1s,2s", "1s:../x", "1h:"):
+        with pytest.raises(SettingsError, match=r"^--metadata.ttl: "):
+            settings_with(metadata_ttl=wrong)
 
 
 @given(st.integers(min_value=0, max_value=2**62))
@@ -280,7 +298,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
     settings = build(flags, environment, from_config(config))
 
     assert settings.cache_size == 3 * GIB
-    assert settings.metadata_ttl == 2
+    assert settings.metadata_ttl.otherwise == 2
     assert settings.region == "from-file"
     assert settings.addressing is Addressing.AUTO
 
@@ -297,6 +315,7 @@ SAMPLES = {
     "KEY": "alias/word",
     "MODE": "0640",
     "MODE[:PATTERN],…": "bucket,local:runs/**",
+    "TIME[:PATTERN],…": "7s,indefinite:data/**",
     "": "true",
 }
 
@@ -368,7 +387,7 @@ def test_a_file_may_give_numbers_and_truth_values(tmp_path: Path) -> None:
     )
     settings = build(MOUNT, from_config(config))
     assert settings.cache_size == 4096
-    assert settings.metadata_ttl == 0.5
+    assert settings.metadata_ttl.otherwise == 0.5
     assert settings.max_connections == 8
     assert settings.anonymous
 
