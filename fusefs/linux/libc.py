@@ -23,7 +23,6 @@ KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x01, 0x02, 0x10
 # Not for programs: it moves what is behind, which would be another object altogether.
 COLLAPSE_RANGE = 0x08
 ALLOCATION_MODES = KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE
-_SYNC_FILE_RANGE_WRITE = 0x02
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
@@ -73,16 +72,6 @@ def allocate(fd: int, mode: int, offset: int, length: int) -> None:
     """
     arguments = (ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(length))
     check(_libc.fallocate64(fd, *arguments), "fallocate")
-
-
-def begin_writing(fd: int, start: int, stop: int) -> None:
-    """Have the disk begin to write a range of a file, without waiting for its end. Blocks.
-
-    It waits where the disk has all it can take. There is no promise and no error:
-    fsync has both.
-    """
-    offset, size = ctypes.c_int64(start), ctypes.c_int64(stop - start)
-    _libc.sync_file_range(fd, offset, size, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def forbid_inspection() -> None:

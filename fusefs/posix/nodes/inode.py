@@ -390,10 +390,8 @@ class StagedFile:
     upload_state: UploadState | None = None
     begun_ns: int | None = None
     tokens: set[str] = field(default_factory=set)
-    # How far the content was written from its start on without a gap, and how far of that
-    # the disk began to write.
+    # How far the content was written from its start on without a gap.
     written_to: int = 0
-    to_disk: int = 0
     # The bytes that count as held, and those of them that are the object's.
     charged: int = 0
     free: int = 0

@@ -22,7 +22,6 @@ from contextlib import suppress
 
 import trio
 
-from fusefs.linux.libc import begin_writing
 from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttributes
@@ -60,8 +59,6 @@ TEMPORARY_S = 5.0
 MAPPED_S = 2.0
 # How long an undoing waits between two tries where a directory's rename is in its way.
 UNDO_S = 2.0
-# With local durability the disk begins to write after so many bytes: enough for one go.
-DISK_STEP = 8 << 20
 
 
 class Flusher:
@@ -548,36 +545,3 @@ class Flusher:
         assert inode.info is not None
         prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
         self._directories.changed(prefix, inode.name, inode.info, lasting=True)
-
-
-class DiskAhead:
-    """Has the disk begin to write a file while a program still does, with local durability.
-
-    fsync, and with it close, then wait for the last bytes only. Nothing else
-    depends on it. Its tasks live in `nursery`. Belongs to the event loop.
-    """
-
-    def __init__(self, nursery: trio.Nursery) -> None:
-        self._nursery = nursery
-        self._disk = trio.CapacityLimiter(4)
-        # Files with a task.
-        self._telling: set[StagedFile] = set()
-
-    def wrote(self, staged: StagedFile) -> None:
-        """Note that there is more of a file."""
-        if staged.written_to - staged.to_disk >= DISK_STEP and staged not in self._telling:
-            self._telling.add(staged)
-            self._nursery.start_soon(self._tell, staged)
-
-    async def _tell(self, staged: StagedFile) -> None:
-        # The file may be uploaded, and released, while this waits for the disk.
-        fd = os.dup(staged.fd)
-        try:
-            while staged.written_to - staged.to_disk >= DISK_STEP:
-                start, staged.to_disk = staged.to_disk, staged.written_to
-                await trio.to_thread.run_sync(
-                    begin_writing, fd, start, staged.to_disk, limiter=self._disk
-                )
-        finally:
-            self._telling.discard(staged)
-            os.close(fd)

@@ -265,7 +265,7 @@ class Staging:
         staged.recorded, staged.sum = record, None
         staged.charged += info.size - staged.free
         staged.free = info.size
-        staged.written_to = staged.to_disk = 0
+        staged.written_to = 0
         staged.inode.has_other_pages = True
         if base is not None:
             base.tokens = staged.tokens

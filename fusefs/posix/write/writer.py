@@ -35,7 +35,7 @@ from fusefs.posix.types import Answer, Caller, OpenResult, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import is_undecided
-from fusefs.posix.write.flush import WRITING, DiskAhead, Flusher
+from fusefs.posix.write.flush import WRITING, Flusher
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging_record import may_tell_uploaded
@@ -78,7 +78,6 @@ class Writer:
         self._make_room = writing.make_room
         self._disk_latency = state.downloader.disk_latency
         self._downloader = state.downloader
-        self._disk_ahead = DiskAhead(writing.nursery)
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
         self._preparing: WeakValueDictionary[int, trio.Lock] = WeakValueDictionary()
@@ -613,8 +612,6 @@ class Writer:
             staged.since = trio.current_time()  # a file may be open for long before
         staged.writers.add(owner)
         self.uploads.wrote(staged, start, stop)
-        if self._rules.is_local(staged.key):
-            self._disk_ahead.wrote(staged)
 
     async def _write_to_disk(self, staged: StagedFile, offset: int, data: bytes) -> int:
         # A cancelled write is finished by its thread all the same.
