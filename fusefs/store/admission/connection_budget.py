@@ -118,10 +118,6 @@ class ConnectionBudget:
         """How many requests wait for a connection, or for their turn."""
         return sum(len(queue.waiters()) for queue in self._queues.values())
 
-    def has_room_now(self, priority: Urgency) -> bool:
-        """Whether a request of this priority would get a connection without waiting."""
-        return not self._has_waiters and self._has_room(priority()) and self.rate.is_due()
-
     def lease(self, priority: Urgency, key: str = "") -> _Lease:
         """Wait for a connection and hold it (`async with`). Cancelling gives it back.
 
