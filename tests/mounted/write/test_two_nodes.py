@@ -8,10 +8,12 @@ import mmap
 import os
 import random
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.sharing import in_storms
+from tests.support.sharing import PATIENCE_S, in_storms
 from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent, cost
 
@@ -238,12 +240,13 @@ def test_two_nodes_edit_at_the_same_time(nodes: MakeNodes) -> None:
     both = nodes()
     both.bucket.put("file", b"0" * 100)
     done: list[tuple[Path, bool]] = []
+    opened = threading.Barrier(2, timeout=PATIENCE_S)
 
     def work(path: Path) -> None:
         def change() -> None:
             with open(path / "file", "r+b") as file:
+                opened.wait()
                 file.write(path.name.encode())
-                time.sleep(4 * FAR_S)
 
         done.append((path, is_stale(change)))
 
@@ -289,9 +292,10 @@ def test_two_nodes_rewrite_at_the_same_time(
 def test_a_file_that_another_node_has_made_meanwhile_is_not_replaced(nodes: MakeNodes) -> None:
     both = nodes()
     one, _ = both.paths
-    assert os.listdir(one) == []
+    both.faulty.clear()
     for name in ("touched", "log", "data"):
-        both.bucket.put(name, b"theirs\n")
+        put = partial(both.bucket.put, name, b"theirs\n")
+        both.faulty.add("PUT", name, times=1, before=put)
     (one / "touched").touch()
     append(one / "log", "ours\n")
 
