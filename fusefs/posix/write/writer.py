@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import stat
 import time
@@ -31,6 +32,7 @@ from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.names import split_key
 from fusefs.posix.types import Answer, Caller, OpenResult, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
@@ -238,10 +240,13 @@ class Writer:
     def _is_current(self, inode: Inode) -> bool:
         """True if a node's content needs no look into the bucket before a program changes it.
 
-        Programs here are changing it, or have removed it, or its GET will tell.
+        Programs here are changing it, or have removed it, or its GET will tell, or what was once
+        listed is used for ever. Where that was wrong, the bucket refuses the upload.
         """
         info, staged = inode.info, inode.staged
         assert info is not None
+        if math.isinf(self.directories.get(split_key(info.key)[0]).most_s):
+            return True
         if staged is not None:
             return staged.is_dirty or self.flusher.may_be_written(inode)
         if not inode.is_current or inode.is_removed:

@@ -365,6 +365,23 @@ def test_a_run_of_appends_and_edits_costs_no_more_requests_than_they_need(
 
 
 @states(
+    "There a program changes a file without a look into the bucket; where the object has been"
+    " replaced, `close` and `fsync` fail with ESTALE, and both contents are kept."
+)
+def test_a_bucket_that_never_changes_is_not_looked_at(nodes: MakeNodes) -> None:
+    both = nodes("--metadata-ttl", "indefinite")
+    one, _ = both.paths
+    both.bucket.put("file", b"content")
+    edit(one / "file")
+    assert cost(both.mounts[0], lambda: edit(one / "file")) == {"puts": 1}
+    both.bucket.put("file", b"theirs")
+    ours = (one / "file").read_bytes()
+    assert is_stale(lambda: edit(one / "file"))
+    assert stored(both.bucket, "file") == b"theirs"
+    assert both.conflicts("file") == [ours]
+
+
+@states(
     "What was closed before the daemon or the mount died is treated likewise: appended bytes go"
     " behind the object that is there by then, and an edit is kept beside it.",
     "What an earlier mount left is uploaded beside what somebody else has written since, as"
