@@ -330,6 +330,7 @@ async def test_what_is_looked_up_while_its_directory_is_renamed_goes_along(
             await process.rename("a", "b")
             directory = await process.node("b")
             stop.go_on.set()
+        await process.node("b/x")
         known = [inode.info.key for inode in (directory.children or {}).values() if inode.info]
         assert "b/x" in known
         assert not [key for key in known if key.startswith("a/")]
