@@ -445,6 +445,7 @@ class Daemon:
             renames = renames_directory(settings)
         self.watched, self.unanswered = WatchedStore(self.store, late), late
         self.directories.settled_at = time.monotonic() + late.unsettled_s
+        self.directories.unanswered = late
         rules = setup.writing_rules(settings)
         return Writing(staging, renames, self._nursery, rules, self.evictor.tend)
 

@@ -117,7 +117,10 @@ class Operations:
         for part in stem[len(self.inodes.prefix) :].split("/"):
             inode = (inode.children or {}).get(part) if inode is not None else None
         if inode is not None and inode.staged is None and made is not None:
-            inode.meta = object_metadata.read(made.metadata or {}, inode.default_meta(self.owner))
+            deferred = self.writer.deferred.get(made) if self.writer is not None else None
+            inode.meta = deferred or object_metadata.read(
+                made.metadata or {}, inode.default_meta(self.owner)
+            )
             inode.packed = None
 
     # Names

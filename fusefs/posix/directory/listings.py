@@ -23,6 +23,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -46,7 +47,7 @@ from fusefs.posix.directory.walk import Walk, Walks, run_ahead
 from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.posix.write.temporary_names import is_temporary
 from fusefs.store.errors import NotFoundError
-from fusefs.store.interface import ListPage, ObjectInfo, Store
+from fusefs.store.interface import ListPage, ObjectInfo, Store, UnansweredChanges
 from fusefs.telemetry.stalls import WaitCause, stage
 
 __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageStore", "Segment"]
@@ -104,6 +105,8 @@ class Directories:
         self.most_entries = MAX_ENTRIES
         # Until then an earlier process' requests may take effect; in monotonic seconds.
         self.settled_at = -math.inf
+        # The changes of a writable mount that may be executed late.
+        self.unanswered = UnansweredChanges()
         self.head_policy = head_policy or HeadPolicy()
         self.hidden = HiddenKeys()
         self.pending_changes = PendingChanges()
@@ -392,9 +395,23 @@ class Directories:
         """Put a new segment, which was requested at `fetched`, in its place."""
         segment.fetched, segment.expires = fetched, math.inf
         self.pending_changes.apply(directory.prefix, segment)
+        self._doubt_undone(directory.prefix, segment)
         if segment.expires:  # nothing speaks against it
             self._date(directory, segment)
         self._add(directory, segment)
+
+    def _doubt_undone(self, prefix: str, segment: Segment) -> None:
+        """Have names asked for alone whose objects a late request may have undone."""
+        for expected in self.unanswered.expected_below(prefix):
+            name = expected.key[len(prefix) :]
+            listed = segment.entries.get(name, ABSENT)
+            if not name or "/" in name or listed is None:
+                continue
+            if self.pending_changes.get(prefix, name) is not None:
+                continue
+            is_here = isinstance(listed, ObjectInfo) and listed.etag == expected.etag
+            if not is_here and put(segment, name, ABSENT):
+                segment.doubtful.add(name)
 
     def _date(self, directory: Directory, segment: Segment) -> None:
         """Set until when a new segment is relied on, and shown."""
@@ -452,10 +469,14 @@ class Directories:
         inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
         if inside.objects:
             return None, expires
-        try:
-            return await self._store.head(key), expires
-        except NotFoundError:
-            return ABSENT, expires
+        found: ObjectInfo | None = None
+        with suppress(NotFoundError):
+            found = await self._store.head(key)
+        if self.unanswered.has_undone(key, found):
+            # It is put back soon, and shown meanwhile.
+            expected = self.unanswered.expected_below(key)
+            found = next((info for info in expected if info.key == key), None)
+        return found or ABSENT, expires
 
 
 def _valid_until(segment: Segment) -> float:
