@@ -15,12 +15,15 @@ from tests.support.page_reads import FEW, requests
 from tests.support.servers.buckets import Bucket
 from tests.support.sharing import mounted
 
+# An object that is new would be looked up again before each open.
+OPTIONS = ("--session", "kernel", "--metadata-ttl", "indefinite")
+
 
 @pytest.fixture(scope="module")
 def here(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
     shared.put("file", b"x" * 1000)
     directory = tmp_path_factory.mktemp("here")
-    with mounted(shared.server, f"s3://{shared.name}", directory, "--session", "kernel") as mount:
+    with mounted(shared.server, f"s3://{shared.name}", directory, *OPTIONS) as mount:
         yield mount
 
 

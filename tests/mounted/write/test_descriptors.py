@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+import resource
 
 import pytest
 
-from tests.support import mounting
 from tests.support.mounting import Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -19,23 +18,15 @@ pytestmark = pytest.mark.root
 LIMIT = 400
 
 
-@pytest.fixture
-def with_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands, and the daemons that they start, may have LIMIT descriptors."""
-    command = tmp_path / "fusefs"
-    command.write_text(f'#!/bin/sh\nulimit -n {LIMIT}\nexec {mounting.FUSEFS} "$@"\n')
-    command.chmod(0o755)
-    monkeypatch.setattr(mounting, "FUSEFS", command)
-
-
 @states(
     "Each file that is open for writing takes a descriptor of the daemon. Opens fail with EMFILE"
     " while some of those that the system allows it are left, so that uploads and commands go on."
 )
 def test_opens_fail_before_the_daemon_has_no_descriptor_for_a_connection(
-    with_few: None, mounter: Mounter, bucket: Bucket
+    mounter: Mounter, bucket: Bucket
 ) -> None:
     mount = mounter(WRITABLE)
+    resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
     (mount.path / "read").write_bytes(b"to be read")
     with contextlib.ExitStack() as files:
         opened: list[int] = []
