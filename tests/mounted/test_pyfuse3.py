@@ -62,8 +62,8 @@ def mount(
         shared.put(key, data)
     for number in range(60):
         shared.put(f"many/{number:02}", b"x")
-    shared.put("described/file", b"x", Metadata={"mode": str(stat.S_IFREG | 0o604), "uid": "7"})
-    shared.put("described/link", b"file", Metadata={"mode": str(stat.S_IFLNK | 0o777)})
+    shared.put("told/described/file", b"x", Metadata={"mode": str(stat.S_IFREG | 0o604), "uid": "7"})
+    shared.put("told/described/link", b"file", Metadata={"mode": str(stat.S_IFLNK | 0o777)})
     for name in ("old", "slow"):
         shared.put(name, LARGE)
     source, directory = f"s3://{shared.name}/", tmp_path_factory.mktemp("pyfuse3")
@@ -105,10 +105,10 @@ def test_seekdir_goes_back_to_any_place(mount: Mount) -> None:
 
 
 def test_a_listing_shows_links_and_modes(mount: Mount) -> None:
-    with os.scandir(mount.path / "described") as entries:
+    with os.scandir(mount.path / "told/described") as entries:
         found = {entry.name: (entry.is_symlink(), entry.stat().st_uid) for entry in entries}
     assert found == {"file": (False, 7), "link": (True, 7)}
-    assert os.readlink(mount.path / "described" / "link") == "file"
+    assert os.readlink(mount.path / "told/described" / "link") == "file"
 
 
 @pytest.mark.parametrize("key", THERE)
