@@ -62,7 +62,9 @@ def mount(
         shared.put(key, data)
     for number in range(60):
         shared.put(f"many/{number:02}", b"x")
-    shared.put("told/described/file", b"x", Metadata={"mode": str(stat.S_IFREG | 0o604), "uid": "7"})
+    # Beside `many` it would be taken to have no attributes either.
+    attributes = {"mode": str(stat.S_IFREG | 0o604), "uid": "7"}
+    shared.put("told/described/file", b"x", Metadata=attributes)
     shared.put("told/described/link", b"file", Metadata={"mode": str(stat.S_IFLNK | 0o777)})
     for name in ("old", "slow"):
         shared.put(name, LARGE)
