@@ -40,7 +40,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def call_times() -> Histogram:
-    """How long calls took, by method and code."""
+    """The durations of calls, by method and code."""
     from prometheus_client import Histogram
 
     return Histogram(

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """How far a call's work is: `done`, and the request that it waits for."""
+    """The state of a call's work: `done`, and the request that it waits for."""
 
     def __init__(self) -> None:
         self.done = ""

@@ -59,7 +59,7 @@ class PublishRequest:
 
     @property
     def arguments(self) -> str:
-        """What is on record of a mount's first publish call.
+        """The record of a mount's first publish call.
 
         Kubelet publishes again every minute, and takes a refusal for the end of the pod's
         volume. So the mount options, which an administrator may change, are not among it.

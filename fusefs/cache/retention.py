@@ -322,7 +322,7 @@ class RetainedFiles:
             self.note(file, is_retained=False)
 
     async def count(self, path: str) -> tuple[int, int]:
-        """How many files are retained for keys at and below a path, and of how many bytes."""
+        """The number of files retained for keys at and below a path, and of their bytes."""
         await self._writer.record()
         total = await self._writer.measure_retained(path)
         return total.files, total.bytes

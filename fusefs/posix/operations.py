@@ -307,7 +307,7 @@ class Operations:
     # Directories
 
     def may_cache(self, directory: Inode) -> bool:
-        """Whether the kernel may keep a listing, which rewinddir then shows again."""
+        """True if the kernel may keep a listing, which rewinddir then shows again."""
         return self._directories.get(self.inodes.key(directory)).most_s >= CACHED_DIRECTORY_TTL_S
 
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:

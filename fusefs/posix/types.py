@@ -70,7 +70,7 @@ class OpenResult:
 
 @dataclass(slots=True)
 class NewAttributes:
-    """What a SETATTR changes; None for what stays. Times are in ns since the epoch.
+    """The changes of a SETATTR; None for what stays. Times are in ns since the epoch.
 
     `has_handle`: a program changes it through a file that it has open.
     """

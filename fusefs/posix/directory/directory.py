@@ -128,7 +128,7 @@ class Directory:
         self.generation += 1
 
     def is_complete(self, now: float) -> bool:
-        """Whether every name of the directory is known and relied on."""
+        """True if every name of the directory is known and relied on."""
         at: str | None = ""
         for segment in self.segments:
             if at is None or segment.start > at or segment.doubtful:

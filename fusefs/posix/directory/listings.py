@@ -136,7 +136,7 @@ class Directories:
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """What is known of a name, and until when it is relied on; None if that takes a request.
+        """The entry known of a name, and until when it is relied on; None if that takes a request.
 
         A name that exists is shown for a while when its time is over (freshness.py).
         """
@@ -162,7 +162,7 @@ class Directories:
     async def lookup(
         self, directory: Directory, name: str, *, is_opened: bool = False
     ) -> tuple[Entry | Absent, float]:
-        """What there is under a name, and until when that is relied on.
+        """The entry of a name, and until when that is relied on.
 
         An answer of the bucket that came for this lookup is relied on until after its beginning
         at least. A name that `is_opened` is told from nothing older that is merely shown.

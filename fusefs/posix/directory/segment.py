@@ -98,7 +98,7 @@ class Segment:
         return self.start < position and (self.stop is None or position <= self.stop)
 
     def answer(self, name: str) -> tuple[Entry | Absent, float] | None:
-        """What there is under a name that it holds, and until when that is relied on.
+        """The entry of a name that it holds, and until when that is relied on.
 
         None if it is in doubt.
         """

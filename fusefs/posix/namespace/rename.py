@@ -297,15 +297,10 @@ class NameChanges(LinkChanges):
                 self._unlink_staged(rival)
             elif rival is not None:
                 rival.state = FileState.UNLINKED
-            if staged is not None and made is None and not staged.is_anew:
-                # A rename replaces whatever has the name; on record before it is this file's.
-                staged.is_anew, staged.only_appended = True, False
-                self._writer.staging.try_record(staged)
             if staged is not None:
-                staged.etag = _etag_under(staged, made, rival, target)
-                staged.exclusive, staged.described_at = None, trio.current_time()
-                if made is not None and sent is not None:
-                    self._writer.uploads.note_uploaded(staged, made[1], sent)
+                self._stand_for_new_name(
+                    staged, made, sent, _etag_under(staged, made, rival, target)
+                )
             self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
             if inode is not None and made is not None:
                 # The kernel opens the new name without a lookup.
@@ -318,6 +313,23 @@ class NameChanges(LinkChanges):
             self._writer.flusher.landed(staged, made[1])
         if inode is not None:
             self._writer.flusher.released(inode)
+
+    def _stand_for_new_name(
+        self,
+        staged: StagedFile,
+        made: tuple[ObjectInfo, ObjectInfo] | None,
+        sent: int | None,
+        etag: str | None,
+    ) -> None:
+        """Note what a renamed file replaces when it is sent, or that it has been sent."""
+        if made is None and not staged.is_anew:
+            # A rename replaces whatever has the name; on record before it is this file's.
+            staged.is_anew, staged.only_appended = True, False
+            self._writer.staging.try_record(staged)
+        staged.etag = etag
+        staged.exclusive, staged.described_at = None, trio.current_time()
+        if made is not None and sent is not None:
+            self._writer.uploads.note_uploaded(staged, made[1], sent)
 
     async def _make_staged(
         self, staged: StagedFile, to: Inode, new_name: str, condition: Condition, *, is_strict: bool

@@ -121,7 +121,7 @@ class Opener:
         return inode.valid_until > time.monotonic() or self._is_listed(inode)
 
     def _is_listed(self, inode: Inode) -> bool:
-        """Whether a listing that is relied on has the node's version; a sibling may have asked."""
+        """True if a listing that is relied on has the node's version; a sibling may have asked."""
         if inode.parent is None or inode.info is None:
             return False
         directory = self._directories.get(self._inodes.key(inode.parent))

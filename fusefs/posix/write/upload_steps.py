@@ -387,7 +387,7 @@ class UploadSteps:
         return await self.find(staged.key)
 
     async def find(self, key: str) -> ObjectInfo | None:
-        """What the bucket has under a key, None if nothing."""
+        """The object that the bucket has under a key, None if there is none."""
         try:
             return await self._store.head(key)
         except NotFoundError:

@@ -61,7 +61,7 @@ _UNKNOWN_SIGNATURE = Failure(StoreError, "the bucket's requests are signed in an
 
 @dataclass(frozen=True, slots=True)
 class S3Settings:
-    """Which bucket, where, as whom, and how patiently.
+    """The bucket, its place, the identity and the patience of its requests.
 
     `keys` are fixed ones, by the names that the environment has for them, instead of those
     that boto3 would find. They and `customer_key` are secrets, and do not show themselves.
@@ -415,7 +415,7 @@ class AccessSource:
             self.access = None
 
     async def has_renewed(self, used: Access | None) -> bool:
-        """Whether there are other credentials than those of a refused request; then use them."""
+        """Use other credentials than those of a refused request; False if there are none."""
         current = self.access
         if used is not None and used is not current:
             return True
