@@ -28,6 +28,8 @@ class UnreachableCause:
 
 # It would be as long the next time.
 TOO_LONG = UnreachableCause("the answer is longer than any should be", may_pass=False)
+# A header of an object is what somebody has stored, and comes as it is the next time as well.
+MALFORMED = UnreachableCause("the answer has a header that none should have", may_pass=False)
 # The meaning of status 407.
 PROXY_PASSWORD = "the proxy wants a user and a password, or refuses those that it got"
 _UNTRUSTED = "its certificate is of an authority that is not trusted (setting ca-bundle)"
@@ -90,6 +92,8 @@ def of_engine(completion: Completion, origin: str, proxy: str | None) -> Unreach
     error, detail = completion.error, completion.detail
     if error == "too-large":
         return TOO_LONG
+    if error == "malformed":
+        return MALFORMED
     if error in ("timeout", "low-speed"):
         return UnreachableCause(f"no answer from {origin} in time")
     if error in ("certificate", "tls"):

@@ -353,7 +353,7 @@ static size_t on_header(char *line, size_t one, size_t size, void *argument) {
     t->head_size += (int)size; /* of at most 100 KiB a line */
     t->heads += size > 5 && strncmp(line, "HTTP/", 5) == 0;
     if (t->head_size > MOST_HEAD || t->heads > MOST_INTERIM + 1) {
-        t->error = "protocol";
+        t->error = "malformed";
         snprintf(t->detail, sizeof t->detail, "too many headers");
         return CURL_WRITEFUNC_ERROR;
     }

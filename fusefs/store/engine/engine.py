@@ -150,13 +150,14 @@ _SUM = struct.Struct("@QQQ")
 # All that is sent beside Host and Content-Length: what libcurl would add by itself.
 _NOT_ADDED = "Accept:\nProxy-Connection:\n"
 _UNSENDABLE = re.compile("[^!-~]")
-# CURLcode of curl/curl.h. Others are "protocol", as CURLE_OUT_OF_MEMORY: libcurl's name for a
-# header that is too long.
+# CURLcode of curl/curl.h. Others are "protocol".
 _ERRORS = {
     5: "proxy",  # COULDNT_RESOLVE_PROXY
     6: "resolve",  # COULDNT_RESOLVE_HOST
     7: "connect",  # COULDNT_CONNECT
+    8: "malformed",  # WEIRD_SERVER_REPLY: a header without a colon or with a NUL, for two
     18: "short",  # PARTIAL_FILE
+    27: "malformed",  # OUT_OF_MEMORY, which is what a header that is too long is to libcurl
     28: "timeout",  # OPERATION_TIMEDOUT
     35: "tls",  # SSL_CONNECT_ERROR
     52: "reset",  # GOT_NOTHING

@@ -75,7 +75,8 @@ def test_odd_headers_of_an_object_end_one_request(s3: S3Server, tmp_path: Path) 
         "type": {"Content-Type": "a\x01b", "x-amz-storage-class": "\xe9" * 300},
         "time": {"Last-Modified": "Mon, 01 Jan 0001 00:00:00 +2359"},
         "meta": {"x-amz-meta-mode": "9" * 5000, "x-amz-meta-xattr": "%ff", "x-amz-meta-a": "\x01"},
-        "version": {"x-amz-version-id": "\xff" * (64 << 10)},
+        # Headers of 64 KiB and more, as "long" has, fail the request.
+        "version": {"x-amz-version-id": "\xff" * (32 << 10)},
     }
     with OddServer() as server:
         assert isinstance(server, OddServer)

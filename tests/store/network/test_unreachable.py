@@ -137,6 +137,7 @@ def _completion(error: str, **known: Any) -> Completion:
         (_completion("connect", errno=111), "s3.example.org: connection refused", True),
         (_completion("short"), "the answer broke off", True),
         (_completion("too-large"), "longer than any should be", False),
+        (_completion("malformed"), "a header that none should have", False),
         (
             _completion("certificate", detail="SSL certificate problem: certificate has expired"),
             "its certificate has expired",
