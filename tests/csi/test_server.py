@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import socket
@@ -28,6 +29,7 @@ from fusefs import __version__
 from fusefs.api import ErrorCode
 from fusefs.store import errors as store_errors
 from fusefs.store import unreachable
+from fusefs.store.engine.engine import Completion
 from tests.support.csi.calls import DEADLINE_S, Driver, mount_capability, refusal, serving
 from tests.support.servers.s3_server import SECRET_KEY, S3Server
 from tests.support.waiting import until
@@ -66,12 +68,18 @@ def test_an_event_is_the_same_each_time() -> None:
 
 
 def test_a_silent_port_may_be_a_network_policys() -> None:
-    silent = unreachable.of_connecting(TimeoutError(), "http://minio.storage:9000", None)
+    def cause(error: str, number: int = 0) -> str:
+        fields = (0, {}, b"", 0, error, number, 0, "", False, 0.0, 0.0, 0.0)
+        return unreachable.of_engine(
+            Completion(*fields), "http://minio.storage:9000", None
+        ).sentence
+
     assert "9000 in time (the port may be blocked by a NetworkPolicy)" in errors.event_text(
-        f"s3://b/p: {silent.sentence}, as anonymous"
+        f"s3://b/p: {cause('timeout')}, as anonymous"
     )
-    refusal = unreachable.of_connecting(ConnectionRefusedError(), "http://minio:9000", None)
-    assert "NetworkPolicy" not in errors.event_text(refusal.sentence)
+    refused = errors.event_text(cause("connect", errno.ECONNREFUSED))
+    assert "refused" in refused
+    assert "NetworkPolicy" not in refused
 
 
 def fail_with(error: Exception) -> Callable[[], None]:

@@ -232,9 +232,16 @@ class Writer:
 
     async def _open_later(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         if flags & os.O_TRUNC:
-            await self.stage(inode, keep=0, is_anew=True)
+            staged = await self.stage(inode, keep=0, is_anew=True)
         else:
-            await self.stage(inode, keep=None, looks=not _only_appends(flags))
+            staged = await self.stage(inode, keep=None, looks=not _only_appends(flags))
+        # Whether it is still mapped is found out by having the kernel let go of it for a moment.
+        while not self.sharing.is_ready(inode):
+            is_done = await self.sharing.register(inode)
+            if inode.staged is not staged:
+                staged = await self.stage(inode, keep=None, looks=False)
+            elif not is_done:
+                break
         return self.open_staged(inode, flags, caller)
 
     def _is_current(self, inode: Inode) -> bool:

@@ -14,9 +14,12 @@ from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
-# The driver, which kills itself when a call comes to the function that CUT_AT names.
+# The driver, which kills itself when a call comes to the function that CUT_AT names. No call is
+# answered before the mount has ended, however busy the machine is.
 DYING = f"""
 import os, signal, threading
+from csi.node import drain
+drain.LINGER_S = 600.0
 def look(frame, event, _):
     is_call = threading.current_thread().name.startswith("call")
     if is_call and frame.f_code.co_qualname == os.environ["CUT_AT"]:

@@ -81,7 +81,7 @@ def test_silent_clients_hold_no_other_up(kept: Kept) -> None:
         silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(10)]
         for sock in silent:
             sock.connect(str(kept.control))
-        assert kept.status()["is_serving"]
+        until(lambda: kept.status()["is_serving"])
         kept.served_by_another_than(kept.kill_daemon())
         silent[0].settimeout(LIMIT_S)
         assert silent[0].recv(1) == b""
