@@ -73,7 +73,7 @@ TEST_LIMITS := --timeout 240 -o faulthandler_timeout=300 -o faulthandler_exit_on
 # Most of the tests' time is waiting, so more run at once than there are processors. In the order
 # of their folders, so that the units come last: a file that takes minutes would have the others wait.
 test: lint
-	$(BIN)/python -m pytest -rs -n 6 --dist loadfile --no-loadscope-reorder $(TEST_LIMITS)
+	$(BIN)/python -m pytest -rs -n 4 --dist loadfile --no-loadscope-reorder $(TEST_LIMITS)
 
 # Each process has a cluster of its own, with everything in memory.
 test-ceph: $(STAMP)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MOST_NAMED = 3
 # For a mount without targets to end.
-LINGER_S = 3.0
+LINGER_S = 6.0
 
 
 class UploadingError(AbortedError):

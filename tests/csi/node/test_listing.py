@@ -25,6 +25,7 @@ from tests.support.csi.node import node as node
 from tests.support.csi.publishing import refused
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import ACCESS_KEY, S3Server
+from tests.support.waiting import until
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 BOUNDS = ("--max-inline-per-pod=1", "--max-inline-per-namespace=2")
@@ -73,7 +74,7 @@ def test_each_volume_is_listed_with_its_pod_claim_and_identity(node: Node, share
     assert line.split()[:3] == ["team/trainer-0", "data", "volume"]
     assert "secret" not in listed(node).lower()
     node.unpublish("volume", target)
-    assert listed(node) == "no volumes\n"
+    until(lambda: listed(node) == "no volumes\n", "the volume's end")
 
 
 def test_status_finds_the_drivers_mounts_where_the_manifests_say(
