@@ -1,7 +1,7 @@
 # The image of the CSI driver: fusefs-csi and fusefs in /opt/fusefs, on Debian with its own Python
 # and libfuse (for the pyfuse3 session). What compiles stays in the build stage.
 #
-#     docker build --tag registry.example.com/fusefs-csi:0.1.0 .
+#     docker build --tag registry.example.com/fusefs-csi:0.2.0 .
 #
 # For both architectures, with attestations: image/docker-bake.hcl.
 #
@@ -53,7 +53,7 @@ RUN /build/bin/pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-d
         --output-file /opt/fusefs/share/sbom.json /opt/fusefs/bin/python
 
 FROM base
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION
 ARG SOURCE
 # No time of creation: the same sources make the same image.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from setuptools import Command, Extension, setup
+from setuptools import Command, Extension, find_namespace_packages, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, ExecError
@@ -92,7 +92,16 @@ class BuildExtensions(build_ext):
             ) from error
 
 
+# The driver's folder stands beside fusefs/, and the wheel has it inside: nothing is installed under
+# so common a name as `csi`. The command fusefs-csi puts this folder on its path.
+DRIVER = "fusefs._driver."
+
 setup(
+    packages=[
+        *find_namespace_packages(include=["fusefs*"]),
+        *(DRIVER + name for name in find_namespace_packages(include=["csi*"])),
+    ],
+    package_dir={f"{DRIVER}csi": "csi"},
     ext_modules=[FAST_PATH, ENGINE],
     cmdclass={"build": Build, "build_ext": BuildExtensions, "build_stubs": BuildStubs},
 )

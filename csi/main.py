@@ -41,7 +41,7 @@ except ModuleNotFoundError as error:
         raise
     sys.exit(
         f"fusefs-csi: the Python package {error.name} is missing:"
-        " install the driver with its packages, pip install 'fusefs[csi]'"
+        " install the wheel with its extra, pip install './fusefs_s3-….whl[csi]'"
     )
 
 Maker = Callable[[argparse.Namespace, Stores], Service]

@@ -11,7 +11,7 @@ variable "IMAGE" {
 }
 
 variable "VERSION" {
-  default = "0.1.0"
+  default = "0.2.0"
 }
 
 # The commit and the repository that are built, for the labels: REVISION=$(git rev-parse HEAD)

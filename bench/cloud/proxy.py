@@ -166,7 +166,7 @@ def build(directory: Path) -> Path:
     places = os.pathsep.join((str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)))
     go = shutil.which("go", path=places)
     if go is None:
-        raise BenchError("the profile cloud needs Go: pip install 'fusefs[bench]'")
+        raise BenchError("the profile cloud needs Go: pip install -e '.[bench]'")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ".gitignore").write_text("*\n")
     environment = {**os.environ, "GOCACHE": str(directory / "go"), "GOTOOLCHAIN": "local"}

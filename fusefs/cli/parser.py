@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fusefs import __version__
 from fusefs.settings.arguments import Parser
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def make_parser(arguments: Sequence[str] | None = None) -> Parser:
     parser = Parser(
         prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    version = f"fusefs {__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version")
     # Without its name argparse would make up a help text to find it in.
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", prog="fusefs", dest="command"
@@ -55,16 +57,6 @@ def make_parser(arguments: Sequence[str] | None = None) -> Parser:
         has_settings = arguments is None or command.name in arguments
         _add_command(commands, command, has_settings=has_settings)
     return parser
-
-
-class _Version(argparse.Action):
-    """Looks the version up only when it is printed, because the look-up is slow."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"fusefs {version('fusefs')}")
-        parser.exit()
 
 
 def _add_command(
@@ -380,7 +372,7 @@ _COMMANDS = (
         "metrics of all mounts of this user, for Prometheus",
         "Serve the metrics of all mounts of this user at http://ADDRESS:PORT/metrics "
         "until ended, or write them to a file once. Needs the extra metrics "
-        "(pip install 'fusefs[metrics]').",
+        "(pip install './fusefs_s3-….whl[metrics]').",
         alternatives=(
             _argument(
                 "--listen", metavar="ADDRESS:PORT", help="serve there; :PORT is all addresses"
@@ -397,7 +389,7 @@ _COMMANDS = (
         "top",
         "a live view of all mounts: rates, what readers wait for, uploads",
         "Show what all mounts of this user do, each second. Without a terminal it prints lines. "
-        "The screen needs the extra top (pip install 'fusefs[top]').",
+        "The screen needs the extra top (pip install './fusefs_s3-….whl[top]').",
         (
             _argument(
                 "--count", type=int, metavar="N", help="end after N updates (default: no limit)"

@@ -102,7 +102,7 @@ def _files(subjects: Sequence[MountSubject]) -> Iterator[tuple[str, Any]]:
 def versions() -> dict[str, Any]:
     """The versions of fusefs, Python, the kernel and the packages that fusefs needs."""
     packages = {}
-    for needed in importlib.metadata.requires("fusefs") or ():
+    for needed in importlib.metadata.requires("fusefs-s3") or ():
         match = re.match(r"[\w.-]+", needed)
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             if match is not None:

@@ -16,8 +16,8 @@ from fusefs.linux import files
 from fusefs.settings.mount import SettingsError
 
 MISSING = (
-    "the Python package prometheus_client is missing: install fusefs with its extra,"
-    " pip install 'fusefs[metrics]'"
+    "the Python package prometheus_client is missing: install the wheel with its extra,"
+    " pip install './fusefs_s3-….whl[metrics]'"
 )
 TEXTFILE_MODE = 0o644
 

@@ -34,8 +34,8 @@ INTERVAL_S = 1.0
 KEY_WAIT_S = 0.1
 STATUS_TIMEOUT_S = 1.0
 MISSING = (
-    "the Python package rich is missing: install fusefs with its extra,"
-    " pip install 'fusefs[top]', or use --plain"
+    "the Python package rich is missing: install the wheel with its extra,"
+    " pip install './fusefs_s3-….whl[top]', or use --plain"
 )
 # What terminals send for the keys with arrows (ECMA-48).
 UP, DOWN, ESCAPE = "\x1b[A", "\x1b[B", "\x1b"

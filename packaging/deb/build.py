@@ -16,10 +16,10 @@ import gzip
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from email.parser import HeaderParser
 from pathlib import Path
@@ -56,8 +56,8 @@ def main(arguments: list[str]) -> int:
 
 def version() -> str:
     """The version of the project."""
-    with open(PROJECT / "pyproject.toml", "rb") as file:
-        return str(tomllib.load(file)["project"]["version"])
+    namespace = runpy.run_path(str(PROJECT / "fusefs/__init__.py"))
+    return str(namespace["__version__"])
 
 
 def revision() -> str:
@@ -117,7 +117,7 @@ def install_tree(root: Path, full: str, files: list[Path]) -> None:
     shutil.rmtree(there / "include", ignore_errors=True)
     site = next((there / "lib").glob("python3.*")) / "site-packages"
     # The driver's image is another package, with gRPC.
-    shutil.rmtree(site / "csi")
+    shutil.rmtree(site / "fusefs/_driver")
     configuration = there / "pyvenv.cfg"
     lines = configuration.read_text().splitlines(keepends=True)
     # It names a path of the machine that the package is built on.
@@ -203,7 +203,7 @@ def licences(site: Path) -> Iterator[str]:
     """A line for each of the bundled packages: name, version, licence, place of its text."""
     for path in site.rglob("*.dist-info/METADATA"):
         about = HeaderParser().parsestr(path.read_text())
-        if about["Name"] == "fusefs":
+        if about["Name"] == "fusefs-s3":
             continue
         kinds = [text for text in about.get_all("Classifier", []) if text.startswith("License")]
         named = about["License-Expression"] or about["License"] or "; ".join(kinds)

@@ -410,4 +410,4 @@ def test_an_installation_without_the_drivers_packages_says_what_to_install(packa
     assert process.returncode == 1
     [line] = process.stderr.splitlines()
     assert package in line
-    assert "pip install 'fusefs[csi]'" in line
+    assert "pip install './fusefs_s3-….whl[csi]'" in line

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import hcl2
 
+from fusefs import __version__
 from tests.support.packaging.image import PROJECT, stages
 from tests.support.packaging.manifests import MANIFESTS, container, read, render, template
 
@@ -83,7 +83,6 @@ def test_labels_say_what_was_built_and_no_time() -> None:
 
 
 def test_everything_names_the_same_version() -> None:
-    version = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
     [argument] = (each for each in last_stage().texts("ARG") if each.startswith("VERSION"))
     bake = re.search(
         r'"VERSION" \{\s+default = "(.*)"', (PROJECT / "image/docker-bake.hcl").read_text()
@@ -99,7 +98,7 @@ def test_everything_names_the_same_version() -> None:
         str(chart["appVersion"]),
         image.rpartition(":")[2],
     ):
-        assert other == version
+        assert other == __version__
 
 
 # --- the list of packages, and the size -------------------------------------------
@@ -111,7 +110,10 @@ def test_the_sbom_names_every_pinned_package(tmp_path: Path) -> None:
     command = ["make", "--old-file=.venv/.set-up", "sbom", f"SBOM={path}"]
     subprocess.run(command, cwd=PROJECT, capture_output=True, check=True)
     listed = json.loads(path.read_text())
-    assert (listed["bomFormat"], listed["metadata"]["component"]["name"]) == ("CycloneDX", "fusefs")
+    assert (listed["bomFormat"], listed["metadata"]["component"]["name"]) == (
+        "CycloneDX",
+        "fusefs-s3",
+    )
     assert "timestamp" not in listed["metadata"]
     versions = {component["name"]: component["version"] for component in listed["components"]}
     assert versions == {name: version for name, (version, _) in pinned().items()}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from fusefs import __version__
 from tests.support.packaging import debian_root
 from tests.support.packaging.debian_root import DebianRoot
 from tests.support.packaging.image import PROJECT
@@ -122,8 +123,8 @@ def test_the_package_lives_through_its_whole_life(root: DebianRoot, bucket: Buck
         shown = root.run(f"dpkg --install /tmp/{revision}.deb")
         assert shown.count("took over") == 2, shown
         assert "not empty" not in shown  # a tree that dpkg could not remove
-        assert trees_of_daemons(root) == [f"0.1.0-{revision}"] * 2
-        assert root.run(f"ls {TREES}").split() == [f"0.1.0-{revision}"]
+        assert trees_of_daemons(root) == [f"{__version__}-{revision}"] * 2
+        assert root.run(f"ls {TREES}").split() == [f"{__version__}-{revision}"]
         for load in loads:
             load.goes_on()
 

@@ -10,12 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fusefs import __version__
 from fusefs.launch import registry
 from tests.support.mounting import FUSEFS
 from tests.support.packaging.image import PROJECT
@@ -120,8 +120,7 @@ def test_where_python_fails_the_kernels_table_says_what_is_mounted(
 
 
 def test_the_changelog_is_of_this_version() -> None:
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    assert (DEB / "changelog").read_text().startswith(f"fusefs ({project['version']}-")
+    assert (DEB / "changelog").read_text().startswith(f"fusefs ({__version__}-")
 
 
 def test_package_and_image_have_the_same_versions_of_what_both_use() -> None:

@@ -83,7 +83,7 @@ def test_the_kustomization_that_is_shown_does_what_it_says(tmp_path: Path) -> No
     (tmp_path / "fusefs").symlink_to(MANIFESTS.parent)
     documents = render(tmp_path)
     driver = container(template(documents, "fusefs-csi-node"), "driver")
-    assert driver["image"] == "registry.internal/fusefs-csi:0.1.0"
+    assert driver["image"] == "registry.internal/fusefs-csi:0.2.0"
     assert flag(driver, "memory-limit") == "512MiB"
     contents = [each["data"] for each in every(documents, "ConfigMap")]
     assert {"cluster-id": "production-eu"} in contents
