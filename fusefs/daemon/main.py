@@ -361,13 +361,14 @@ class Daemon:
         settings, warnings = self.settings, []
         if settings.source.prefix and self.store.is_prefix_empty:
             warnings.append(f"there is nothing below {settings.source} (yet): is the prefix meant?")
+            # Each new claim begins so: a warning is for the person who typed the prefix.
+            logger.info("%s", warnings[-1])
         if settings.cluster_cache is not None and settings.cluster_cache_key is None:
             warnings.append(
                 f"whoever may write to {settings.cluster_cache} can change what is read here:"
                 " --cluster-cache-key prevents that"
             )
-        for warning in warnings:
-            logger.warning("%s", warning)
+            logger.warning("%s", warnings[-1])
         return warnings
 
     def _is_gone(self) -> bool:

@@ -115,6 +115,10 @@ def test_a_claim_is_provisioned_used_grown_and_given_back(
     assert record_key() in keys(bucket)
     node.unpublish(volume.volume_id, target)
     assert node.leftovers() == []
+    # A new claim is empty: nothing to warn of.
+    lines = [line for line in node.log.read_text().splitlines() if f"{NAME}/ (yet)" in line]
+    assert lines
+    assert not [line for line in lines if "WARNING" in line]
     delete(driver, volume.volume_id)
     kept = {key} if on_delete == "retain" else set()
     assert {one for one in keys(bucket) if not one.endswith("/")} == {"another", *kept}

@@ -2,6 +2,17 @@
 app.kubernetes.io/part-of: fusefs-csi
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The image of a container, with the policy of pulling it: (list IMAGE $). */}}
+{{- define "fusefs-csi.imageOf" -}}
+image: {{ include "fusefs-csi.image" (first .) }}
+{{- with (last .).Values.imagePullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
 {{- end }}
 
 {{/* An image of the values: by its digest where one is given. */}}
@@ -17,6 +28,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- with .name }}fusefs.dev/pool: {{ . | quote }}{{ end }}
 {{- end }}
 
+{{- define "fusefs-csi.logLevel" -}}
+{{- with .Values.logLevel }}- --log-level={{ . }}{{ end }}
+{{- end }}
+
 {{/* Environment variables of all containers of ours, such as those of a proxy. */}}
 {{- define "fusefs-csi.env" -}}
 {{- range $name, $value := .Values.env }}
@@ -24,10 +39,36 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
+{{/* The nodes with Linux before 6.9, which end a mount with its daemon. None without a cluster. */}}
+{{- define "fusefs-csi.oldNodes" -}}
+{{- range (lookup "v1" "Node" "" "").items }}
+{{- $version := regexFind "^[0-9]+[.][0-9]+" .status.nodeInfo.kernelVersion | default "6.9" }}
+{{- if semverCompare "<6.9" $version }} {{ .metadata.name }}{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* Whether the next pod of the daemons starts beside the old one: Linux before 6.9 needs that. */}}
 {{- define "fusefs-csi.surge" -}}
 {{- $surge := toString .Values.surge }}
-{{- if or (eq $surge "true") (and (eq $surge "auto") .Values.openshift.enabled) }}true{{ end }}
+{{- $isNeeded := or .Values.openshift.enabled (include "fusefs-csi.oldNodes" .) }}
+{{- if or (eq $surge "true") (and (eq $surge "auto") $isNeeded) }}true{{ end }}
+{{- end }}
+
+{{/* The Secrets that provisioner and resizer read, as a list in JSON. */}}
+{{- define "fusefs-csi.secretNames" -}}
+{{- $names := compact (list .Values.controller.secretName) }}
+{{- range $class := .Values.storageClasses }}
+{{- range $use := list "provisioner" "controller-expand" }}
+{{- with get $class.parameters (printf "csi.storage.k8s.io/%s-secret-name" $use) }}
+{{- $namespace := get $class.parameters (printf "csi.storage.k8s.io/%s-secret-namespace" $use) }}
+{{- if or (contains "$" .) (ne $namespace $.Release.Namespace) }}
+{{- fail (printf "storageClasses: %s: the %s Secret has to be one of the namespace %s, by its name: the controller may read no other" $class.name $use $.Release.Namespace) }}
+{{- end }}
+{{- $names = append $names . }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $names | uniq | sortAlpha | toJson }}
 {{- end }}
 
 {{/* Which nodes a pool's pods run on. */}}

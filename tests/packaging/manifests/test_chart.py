@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.support.packaging.manifests import (
     Object,
     chart,
     check,
+    check_keys,
     container,
     containers,
     every,
@@ -36,6 +39,7 @@ from tests.support.packaging.manifests import (
     read,
     render,
     render_with,
+    rendered,
     stores_file,
     template,
 )
@@ -47,6 +51,8 @@ SEAWEEDFS = "http://seaweedfs-s3.fusefs-cache.svc.cluster.local:8333"
 KEYS_FILE = "[default]\naws_access_key_id = a\naws_secret_access_key = b\n"
 GPU = {"name": "gpu", "nodeSelector": {"pool": "gpu"}}
 CACHE = {"url": "s3://cache/p", "secretName": "cache-secret"}
+STORE_SECRET = "fusefs-csi-store-secret"
+KEYS = "csi.storage.k8s.io/provisioner-secret-"
 
 
 # Values, and the components that they stand for.
@@ -213,7 +219,16 @@ EVERYTHING: dict[str, Any] = {
     "csiDriver": {"inlineVolumes": True, "serviceAccountTokens": True, "podIdentityTokens": True},
     "serviceAccounts": {"node": {"annotations": {"eks.amazonaws.com/role-arn": "arn:x"}}},
     "env": {"HTTPS_PROXY": "http://proxy:3128"},
-    "controller": {"secretName": "fusefs-csi-s3"},
+    "controller": {
+        "secretName": "fusefs-csi-s3",
+        "nodeSelector": {"pool": "infra"},
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": []}},
+        "resources": {"requests": {"cpu": "1"}},
+    },
+    "imagePullPolicy": "Always",
+    "labels": {"team": "storage"},
+    "podAnnotations": {"example.com/scrape": "yes"},
+    "logLevel": "debug",
     "nodePools": [
         {"name": "gpu", "nodeSelector": {"pool": "gpu"}, "extraArgs": ["--max-volumes=10"]},
         {"name": "cpu", "nodeSelector": {"pool": "cpu"}, "cache": {"minFree": "30%"}},
@@ -241,6 +256,63 @@ def test_helm_finds_no_fault() -> None:
         assert report["errors"] == []
         messages = [message for message in report["messages"] if "icon" not in message["error"]]
         assert messages == []
+
+
+def test_what_administrators_set_is_everywhere() -> None:
+    documents = chart(**EVERYTHING)
+    assert all(each["metadata"]["labels"]["team"] == "storage" for each in documents)
+    pods = list(pod_templates(documents))
+    assert len(pods) == 5
+    for pod in pods:
+        assert pod["metadata"]["labels"]["team"] == "storage"
+        assert pod["metadata"]["annotations"]["example.com/scrape"] == "yes"
+        assert {each["imagePullPolicy"] for each in containers(pod)} == {"Always"}
+        assert flag(pod["spec"]["containers"][0], "log-level") == "debug"
+    controller = template(documents, "fusefs-csi-controller")
+    assert controller["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "infra"}
+    assert "requiredDuringSchedulingIgnoredDuringExecution" in str(controller["spec"]["affinity"])
+    assert container(controller, "driver")["resources"]["requests"]["cpu"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "is_surging"),
+    [
+        (["6.12.40-63.amzn2023.x86_64", "6.8.0-1021-aws"], True),
+        (["5.14.0-427.el9.x86_64"], True),
+        (["6.9.0", "7.0-rc1", "10.0.20348.2159"], False),
+    ],
+)
+def test_the_kernels_of_the_nodes_choose_the_roll_out(
+    kernels: list[str], is_surging: bool, tmp_path: Path
+) -> None:
+    nodes = [
+        {"metadata": {"name": f"n{i}"}, "status": {"nodeInfo": {"kernelVersion": kernel}}}
+        for i, kernel in enumerate(kernels)
+    ]
+    shutil.copytree(CHART, tmp_path / "chart")
+    helpers = tmp_path / "chart/templates/_helpers.tpl"
+    asked = '(lookup "v1" "Node" "" "")'
+    assert helpers.read_text().count(asked) == 1
+    answer = f"(fromJson `{json.dumps({'items': nodes})}`)"
+    helpers.write_text(helpers.read_text().replace(asked, answer))
+    for chosen in ("auto", False):
+        parts = rendered({"surge": chosen}, tmp_path / "chart")
+        [notes] = (text for path, text in parts.items() if path.endswith("NOTES.txt"))
+        [sets] = (text for path, text in parts.items() if path.endswith("daemons.yaml"))
+        daemons = find(read(sets), "DaemonSet")["spec"]
+        surge = daemons["updateStrategy"]["rollingUpdate"]["maxSurge"]
+        assert surge == int(is_surging and chosen == "auto")
+        assert ("before 6.9" in notes) == is_surging
+        assert ("ENDS ALL MOUNTS" in notes) == (is_surging and chosen is False)
+
+
+def test_the_controller_may_read_the_secrets_that_classes_name(tmp_path: Path) -> None:
+    of_class = {f"{KEYS}name": "mine", f"{KEYS}namespace": "fusefs-csi"}
+    classes = [{"name": "a", "parameters": {"bucket": "b", **of_class}}]
+    for values, expected in (({}, ["mine"]), ({"secretName": "other"}, ["mine", "other"])):
+        role = find(chart(storageClasses=classes, controller=values), "Role", STORE_SECRET)
+        assert role["rules"][0]["resourceNames"] == expected
+    assert STORE_SECRET not in map(name_of, every(chart(), "Role"))
 
 
 def test_pools_have_their_own_caches_and_flags(tmp_path: Path) -> None:
@@ -410,6 +482,10 @@ def test_the_program_understands_the_charts_arguments() -> None:
         ({"metrics": {"podMonitor": {"enabled": True}}}, "metrics.enabled"),
         ({"csiDriver": {"tokensInSecrets": True}}, "serviceAccountTokens"),
         ({"surge": "always"}, "surge"),
+        (
+            {"storageClasses": [{"name": "a", "parameters": {"bucket": "b", f"{KEYS}name": "s"}}]},
+            "a: the provisioner Secret has to be one of the namespace fusefs-csi",
+        ),
         ({"surge": True, "daemons": {"maxUnavailable": 2}}, "maxUnavailable"),
     ],
 )
@@ -447,11 +523,21 @@ def test_chart_and_manifests_name_the_same_versions() -> None:
     assert images[0] == images[1]
 
 
-def test_the_values_that_are_shown_are_taken() -> None:
+def test_the_values_that_are_shown_are_taken(tmp_path: Path) -> None:
     text = (CHART / "README.md").read_text()
     shown = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert len(shown) == 2
     for block in shown:
         [values] = read(block)
-        for document in chart(**values):
+        documents = chart(**values)
+        for document in documents:
             check(document, VERSIONS[0])
+    [values] = read(shown[0])
+    documents = chart(**values)
+    check_keys(documents, stores_file(documents, tmp_path))
+    # The Secrets are those that the commands above it make.
+    text = text.partition("helm install")[0]
+    assert "for namespace in fusefs-csi default" in text
+    [made] = re.findall(r"create secret generic (\S+)", text)
+    [parameters] = (each["parameters"] for each in every(documents, "StorageClass"))
+    assert {v for k, v in parameters.items() if k.endswith("-secret-name")} == {made}

@@ -17,6 +17,7 @@ from tests.support.packaging.manifests import (
     WORKLOADS,
     Object,
     check,
+    check_keys,
     container,
     containers,
     each_kustomization,
@@ -28,6 +29,7 @@ from tests.support.packaging.manifests import (
     read,
     render,
     render_with,
+    stores_file,
     template,
 )
 
@@ -78,7 +80,8 @@ def test_the_kustomization_that_is_shown_does_what_it_says(tmp_path: Path) -> No
     [operation] = re.findall(r"`(- \{op: add.*?\})`", text)
     more = "  - target: {kind: DaemonSet, name: fusefs-csi-node}\n    patch: |-\n      "
     (tmp_path / "kustomization.yaml").write_text(shown + more + operation)
-    (tmp_path / "stores.toml").write_text("")
+    minio = '[stores.minio]\nendpoint-url = "https://minio.example.com:9000"\n'
+    (tmp_path / "stores.toml").write_text(minio)
     (tmp_path / "minio-ca.pem").write_text("certificates")
     (tmp_path / "fusefs").symlink_to(MANIFESTS.parent)
     documents = render(tmp_path)
@@ -87,10 +90,25 @@ def test_the_kustomization_that_is_shown_does_what_it_says(tmp_path: Path) -> No
     assert flag(driver, "memory-limit") == "512MiB"
     contents = [each["data"] for each in every(documents, "ConfigMap")]
     assert {"cluster-id": "production-eu"} in contents
-    assert {"stores.toml": "", "minio-ca.pem": "certificates"} in contents
+    assert {"stores.toml": minio, "minio-ca.pem": "certificates"} in contents
     for storage_class in every(documents, "StorageClass"):
         assert storage_class["parameters"]["bucket"] == "my-bucket"
-    assert find(documents, "CSIDriver")["spec"]["tokenRequests"]
+    (tmp_path / "read").mkdir()
+    check_keys(documents, stores_file(documents, tmp_path / "read"))
+    assert "for secret in fusefs-csi/fusefs-csi-s3 default/fusefs-s3" in text
+
+
+def test_stores_of_ones_own_stay_beside_every_component(tmp_path: Path) -> None:
+    (tmp_path / "stores.toml").write_text("# mine\n")
+    own = (
+        "\nconfigMapGenerator: [{name: fusefs-csi-stores, namespace: fusefs-csi, behavior: merge,"
+        " files: [stores.toml]}]"
+    )
+    names = sorted(path.name for path in (MANIFESTS / "components").iterdir())
+    names.remove("pod-identity-tokens")  # after service-account-tokens
+    documents = render_with(tmp_path, *names, "pod-identity-tokens", more=own)
+    texts = [each["data"].get("stores.toml") for each in every(documents, "ConfigMap")]
+    assert "# mine\n" in texts
 
 
 # --- consistent with itself -------------------------------------------------------

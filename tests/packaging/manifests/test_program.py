@@ -33,6 +33,7 @@ from tests.support.packaging.manifests import (
     MANIFESTS,
     POLICIES,
     Object,
+    check_keys,
     container,
     containers,
     each_kustomization,
@@ -302,16 +303,7 @@ def test_pods_have_tokens_for_the_agent_of_pod_identity() -> None:
 
 def test_a_store_in_the_cluster_is_known_reachable_and_has_its_keys(tmp_path: Path) -> None:
     documents = render(MANIFESTS / "overlays/in-cluster-store")
-    known = stores.read_stores(stores_file(documents, tmp_path))
-    role = find(documents, "Role", "fusefs-csi-store-secret")
-    for storage_class in every(documents, "StorageClass"):
-        parameters = storage_class["parameters"]
-        for use in ("provisioner", "controller-expand"):
-            secret = parameters[f"csi.storage.k8s.io/{use}-secret-name"]
-            assert secret in role["rules"][0]["resourceNames"]
-            assert parameters[f"csi.storage.k8s.io/{use}-secret-namespace"] == "fusefs-csi"
-        store = known.named(parameters["store"])
-    assert store.endpoint_url is not None
+    check_keys(documents, stores_file(documents, tmp_path))
 
 
 @each_kustomization
@@ -330,7 +322,8 @@ def test_a_policy_takes_ports_and_knows_a_store_in_the_cluster(
     patch = "\n".join(line[4:] for line in shown.splitlines() if line.startswith("#   "))
     documents = render_with(tmp_path, component, "in-cluster-store", more=patch)
     [policy] = policies(documents)
-    for url in [*called(documents, tmp_path), "https://minio.example.com:9000"]:
+    store = "http://seaweedfs-s3.seaweedfs.svc.cluster.local:8333"
+    for url in [*called(documents, tmp_path), store, "https://minio.example.com:9000"]:
         assert lets_out(policy, url), url
     assert not lets_out(policy, "https://minio.example.com:9001")
     assert not lets_out(policy, "http://minio.elsewhere.svc.cluster.local:8333")

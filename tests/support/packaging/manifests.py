@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from csi.volume import stores
+
 PROJECT = Path(__file__).parents[3]
 MANIFESTS = PROJECT / "manifests"
 CHART = PROJECT / "charts/fusefs-csi"
@@ -57,10 +59,34 @@ def render(directory: Path) -> list[Object]:
 
 def chart(**values: Any) -> list[Object]:
     """What `helm template` prints with these values; skips where Helm's library is missing."""
-    helm = pytest.importorskip("helm_python", reason="Helm's library is for x86-64 alone")
-    parts = helm.Chart.load(str(CHART)).render(values, name="fusefs-csi", namespace="fusefs-csi")
+    parts = rendered(values, CHART)
     texts = [text for path, text in sorted(parts.items()) if not path.endswith("NOTES.txt")]
     return [document for text in texts for document in read(text)]
+
+
+def rendered(values: dict[str, Any], path: Path) -> dict[str, str]:
+    """The chart's files with these values, by their names."""
+    helm = pytest.importorskip("helm_python", reason="Helm's library is for x86-64 alone")
+    parts: dict[str, str] = helm.Chart.load(str(path)).render(
+        values, name="fusefs-csi", namespace="fusefs-csi"
+    )
+    return parts
+
+
+def check_keys(documents: list[Object], stores_toml: Path) -> None:
+    """Check that each class names a known store, and Secrets that its readers may read."""
+    known = stores.read_stores(stores_toml)
+    role = find(documents, "Role", "fusefs-csi-store-secret")
+    for storage_class in every(documents, "StorageClass"):
+        parameters = storage_class["parameters"]
+        for use in ("provisioner", "controller-expand"):
+            secret = parameters[f"csi.storage.k8s.io/{use}-secret-name"]
+            assert secret in role["rules"][0]["resourceNames"]
+            assert parameters[f"csi.storage.k8s.io/{use}-secret-namespace"] == "fusefs-csi"
+        assert parameters["csi.storage.k8s.io/node-publish-secret-namespace"] == "${pvc.namespace}"
+        store = known.named(parameters["store"])
+        assert store is not None
+        assert store.endpoint_url is not None
 
 
 def stores_file(documents: list[Object], directory: Path) -> Path:
