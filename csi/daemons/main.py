@@ -2,8 +2,8 @@
 
 `fusefs-csi node` mounts and has the keepers; the daemons are in a container, and a
 pod, of their own, so that each side may die or be replaced without the other. They
-are started here (supervisor.py), as the users of their identities. The descriptor
-store (fusefs/keeper/fd_store.py) runs here too and has copies of the mounts'
+are started here (supervisor.py), as the users of their identities. The same process is
+the descriptor store (fusefs/keeper/fd_store.py) and has copies of the mounts'
 /dev/fuse descriptors. Each keeper and each daemon has one as well, so a mount lives
 while any of the three does.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -33,14 +34,13 @@ from csi.daemons.migration import Migration
 from csi.daemons.supervisor import Supervisor
 from csi.node.config import CACHE, DESCRIPTOR_STORE, SUPERVISOR, add_host_path_flag, check_disk
 from fusefs.keeper import fd_store, supervisor_protocol
+from fusefs.keeper.control import Loop
 from fusefs.keeper.exchange import ControlError
+from fusefs.keeper.fd_store import FdStore
 from fusefs.linux.processes import close_all_but, die_with_parent
 
-# From the fork to a service that answers: it has only to bind its socket.
-START_S = 30.0
-# For the descriptor store before this one to answer, and for the next to have what that holds.
+# For the descriptor store before this one to answer.
 NAMES_S = 30.0
-FILLING_S = 60.0
 POLL_S = 0.05
 
 log = logging.getLogger(__name__)
@@ -87,19 +87,17 @@ def run(arguments: argparse.Namespace) -> int:
     state.mkdir(mode=0o711, parents=True, exist_ok=True)
     if ready is not None:
         ready.unlink(missing_ok=True)  # a killed container's, before this one in the same pod
-    service = FdStoreProcess(state / DESCRIPTOR_STORE)
-    service.take_over()
+    held = state / DESCRIPTOR_STORE
+    store = FdStore(os.fspath(held), _held_before(held))
     old = running(state / SUPERVISOR)
     supervisor = Supervisor(
         state / SUPERVISOR,
         forking.prepare(),
-        old=running(state / SUPERVISOR),
-        on_tick=service.check_process,
-        on_return=service.start_or_retry,
+        store,
+        running(state / SUPERVISOR),
         has_successor_beside=arguments.successor == "beside",
     )
-    mover = _fork(lambda: _move(old, state, supervisor.number, ready), old)
-    service.helpers.append(mover)
+    _fork_mover(store.loop, old, lambda: _move(old, state, supervisor.number, ready))
     if old is not None:
         old.close()
     try:
@@ -140,113 +138,50 @@ def _move(old: socket.socket | None, state: Path, number: int, ready: Path | Non
         ready.write_text("")
 
 
-class FdStoreProcess:
-    """The process that holds descriptors, which is a child of this one."""
+def _held_before(path: Path) -> dict[str, int]:
+    """Copies of what the descriptor store before this one holds, by name.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._pid = 0
-        self.helpers: list[int] = []  # to be waited for
-
-    def take_over(self) -> None:
-        """Start it with what the one before it holds.
-
-        Raises:
-            OSError: it does not come up.
-        """
-        held = {}
-        for name in self._names_before():
-            try:
-                held[name] = fd_store.fetch(os.fspath(self._path), name)
-            except ControlError as error:
-                log.warning("%s: %s", name, error)  # its mount has just ended
-        self.start(FILLING_S if held else 0.0)
-        for name, descriptor in held.items():
-            try:
-                fd_store.hold(os.fspath(self._path), name, descriptor)
-            except ControlError as error:
-                log.warning("%s: %s", name, error)
-            os.close(descriptor)
-        if held:
-            try:
-                fd_store.complete(os.fspath(self._path))
-            except ControlError as error:
-                log.warning("what is held is not listed for %.0f s: %s", FILLING_S, error)
-        log.info("%d descriptors are held, as before", len(held))
-
-    def _names_before(self) -> frozenset[str]:
-        """What is held already; nothing if no answer comes for long."""
-        deadline = time.monotonic() + NAMES_S
-        while True:
-            try:
-                return FdStoreClient(self._path).names()
-            except ControlError as error:
-                if time.monotonic() > deadline:
-                    log.warning("what was held before is not known: %s", error)
-                    return frozenset()
-            time.sleep(POLL_S)
-
-    def start(self, filling_s: float = 0.0) -> None:
-        """Start one that holds nothing; the keepers bring what they have.
-
-        For `filling_s` it answers no list, unless it is made complete before.
-
-        Raises:
-            OSError: it does not come up.
-        """
-        if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
-            self.helpers.append(self._pid)
-            self._pid = 0
-        before = _identity(self._path)
-        self._pid = _fork(lambda: fd_store.main(self._path, filling_s))
-        deadline = time.monotonic() + START_S
-        while _identity(self._path) in (None, before):
+    None are known if no answer comes for long.
+    """
+    deadline = time.monotonic() + NAMES_S
+    while True:
+        try:
+            names = FdStoreClient(path).names()
+            break
+        except ControlError as error:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self._path}: no process listens")
-            time.sleep(POLL_S)
-
-    def check_process(self) -> None:
-        """Start another if it has died, and wait for the processes that have ended."""
-        self.helpers = [pid for pid in self.helpers if not os.waitpid(pid, os.WNOHANG)[0]]
-        if self._pid and os.waitpid(self._pid, os.WNOHANG)[0]:
-            log.warning("what held the descriptors is gone: starting another")
-            self._pid = 0
-        if not self._pid:
-            self.start_or_retry()
-
-    def start_or_retry(self) -> None:
-        """As `start`; where it does not come up, `check_process` tries again.
-
-        A node that lacks memory or process ids for it has daemons that still serve.
-        """
+                log.warning("what was held before is not known: %s", error)
+                return {}
+        time.sleep(POLL_S)
+    held = {}
+    for name in names:
         try:
-            self.start()
-        except OSError as error:
-            log.error("no process holds the mounts' descriptors yet: %s", error)
+            held[name] = fd_store.fetch(os.fspath(path), name)
+        except ControlError as error:
+            log.warning("%s: %s", name, error)  # its mount has just ended
+    log.info("%d descriptors are held, as before", len(held))
+    return held
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _fork(work: Callable[[], object], kept: socket.socket | None = None) -> int:
-    """Do something in a child, which ends with this process; return its pid."""
+def _fork_mover(loop: Loop, old: socket.socket | None, move: Callable[[], None]) -> None:
+    """Move the daemons in a child, which ends with this process; `loop` waits for its end."""
     pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            die_with_parent()
-            close_all_but(*([kept.fileno()] if kept is not None else []))
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            work()
-            status = 0
-        except Exception:
-            log.exception("a part of it failed")
-        finally:
-            os._exit(status)
-    return pid
+    if pid:
+        pidfd = os.pidfd_open(pid)
+
+        def reap() -> None:
+            loop.forget(pidfd)
+            os.close(pidfd)
+            os.waitpid(pid, 0)
+
+        loop.watch(pidfd, select.POLLIN, reap)
+        return
+    try:
+        die_with_parent()
+        close_all_but(*([old.fileno()] if old is not None else []))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        move()
+    except Exception:
+        log.exception("the daemons have not moved")
+    finally:
+        os._exit(0)

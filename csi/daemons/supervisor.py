@@ -21,13 +21,13 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from csi.daemons import forking
 from fusefs.keeper import supervisor_protocol
-from fusefs.keeper.control import Listener, Loop
+from fusefs.keeper.control import Listener
+from fusefs.keeper.fd_store import FdStore
 from fusefs.keeper.supervisor_protocol import SupervisorMessage
 from fusefs.linux.processes import Credentials, has_ended
 from fusefs.linux.sockets import is_trusted
@@ -72,9 +72,9 @@ class Child:
 class Supervisor:
     """Listens at `path`; daemons do `serve`. One process may have one of them.
 
-    `old` is a connection to the one before it, which may still have daemons.
-    `on_tick` is called each second, and `on_return` when it listens again, after
-    another took its place and has gone.
+    `store` holds the descriptors of their mounts. `old` is a connection to the supervisor
+    before this one, which may still have daemons. When another has taken this one's place
+    and is gone, this one and the store listen again.
     Without `has_successor_beside` nothing takes the daemons over while this process lives:
     after SIGTERM it ends with them, once each mount has a keeper that holds it until the
     next process is there.
@@ -87,9 +87,8 @@ class Supervisor:
         self,
         path: Path,
         serve: forking.Serve,
+        store: FdStore,
         old: socket.socket | None = None,
-        on_tick: Callable[[], None] = lambda: None,
-        on_return: Callable[[], None] = lambda: None,
         *,
         has_successor_beside: bool = True,
     ) -> None:
@@ -98,9 +97,8 @@ class Supervisor:
         self._path = path
         self._serve = serve
         self._old = old
-        self._on_tick = on_tick
-        self._on_return = on_return
-        self._loop = Loop()
+        self._store = store
+        self._loop = store.loop
         self._children: dict[int, Child] = {}
         self._has_successor_beside = has_successor_beside
         self._is_ending = False
@@ -114,10 +112,11 @@ class Supervisor:
         signal.signal(signal.SIGINT, self._end)
         while not self._is_over():
             self._loop.run_once(LOOK_S)
+            self._store.dismiss_late()
             if not self._is_ending:
                 self._keep_listening()
-                self._on_tick()
         self._listener.remove()
+        self._store.close()
 
     def _is_over(self) -> bool:
         if not self._is_ending or not self._children:
@@ -157,7 +156,8 @@ class Supervisor:
             self._loop.forget(self._listener.socket.fileno())
             self._listener.socket.close()
             self._listen()
-            self._on_return()
+            self._store.close()
+            self._store.listen()
 
     def _accept(self) -> None:
         try:

@@ -58,8 +58,6 @@ ANSWER_TIMEOUT_S = 1.0
 ENDED_S = 2.0
 KILL_S = 5.0
 POLL_S = 0.05
-# The helpers of a descriptor store that died bring the next one what they hold.
-NEXT_STORE_S = 60.0
 # As long as a keeper would try (LONGEST_PAUSE in service.py).
 RESUME_S = 900.0
 
@@ -80,8 +78,8 @@ class Mounts:
         self._roots = roots
         self._fd_store = fd_store
         self._daemons = daemons
-        # Mounts that just can't be resumed, by key and reason, and since when.
-        self._stuck: dict[tuple[str, str], float] = {}
+        # Mounts that just can't be resumed, by key, and since when.
+        self._stuck: dict[str, float] = {}
         # Children of this process, which has to wait for them.
         self._keepers: set[subprocess.Popen[bytes]] = set()
         roots.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -168,7 +166,6 @@ class Mounts:
         if top is None:
             self._end_processes(root)  # of which another mount namespace has a copy
         elif not self._is_held(top):
-            self._check_not_served(record)
             self._end_processes(root)
             bind_mount.pop_all(root)
             top = None
@@ -181,7 +178,7 @@ class Mounts:
             if top is not None:
                 self._drop_if_hopeless(record, top)
             raise
-        self._forget_stuck(record.key)
+        self._stuck.pop(record.key, None)
         log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
 
     def resume(self, record: MountRecord, deadline: float) -> bool:
@@ -192,7 +189,7 @@ class Mounts:
         """
         path = Path(record.root)
         root = MountTable().top(path)
-        if root is None or not (self._is_held(root) or self._daemons.may_serve(path)):
+        if root is None or not self._is_held(root):
             return False
         try:
             self.start(record, deadline)
@@ -209,31 +206,13 @@ class Mounts:
                 f"what the descriptor store holds is not known: {error}"
             ) from error
 
-    def _check_not_served(self, record: MountRecord) -> None:
-        """Refuse to replace a mount whose daemon goes on, for as long as it may get a keeper."""
-        if self._daemons.may_serve(Path(record.root)) and not self._is_stuck_for(
-            NEXT_STORE_S, record, "served"
-        ):
-            raise UnavailableError(
-                f"the daemon of {record.source} has no keeper, and the descriptor store does not"
-                " hold its connection yet"
-            )
-
     def _drop_if_hopeless(self, record: MountRecord, root: KernelMount) -> None:
-        if self._is_stuck_for(RESUME_S, record, "held") and not self._daemons.may_serve(
-            Path(record.root)
-        ):
+        now = time.monotonic()
+        is_stuck = now - self._stuck.setdefault(record.key, now) >= RESUME_S
+        if is_stuck and not self._daemons.may_serve(Path(record.root)):
             log.error("%s is given up: it can't be resumed", record.source)
             with contextlib.suppress(ControlError):  # the next attempt tries again
                 self._fd_store.drop(root)
-
-    def _is_stuck_for(self, limit_s: float, record: MountRecord, why: str) -> bool:
-        now = time.monotonic()
-        return now - self._stuck.setdefault((record.key, why), now) >= limit_s
-
-    def _forget_stuck(self, key: str) -> None:
-        for why in ("served", "held"):
-            self._stuck.pop((key, why), None)
 
     def _run(self, record: MountRecord, deadline: float, *, is_mounted: bool) -> None:
         """Start a mount, or resume the one that is there."""
@@ -286,7 +265,7 @@ class Mounts:
         is_held = self._fd_store.has(root)
         is_alive = self.is_alive(record, table)
         if is_alive:
-            self._forget_stuck(record.key)
+            self._stuck.pop(record.key, None)
         if is_alive and not is_held:
             self._fd_store.bring(root)
         elif is_held and not is_alive:
@@ -330,7 +309,7 @@ class Mounts:
                 self._kill(root, processes)
         self._reap()
         remove_registration(root)
-        self._forget_stuck(key)
+        self._stuck.pop(key, None)
         bind_mount.remove_directory(root)
         self._files.remove(key)
         self.records.remove(key)

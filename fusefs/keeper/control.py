@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_REQUEST = 1 << 20  # settings and a command are a few KiB
-MOST_CLIENTS = 16
+MOST_CLIENTS = 64
 CLIENT_S = 5.0
 # poll(2) takes no more than 2^31 ms; to wake up now and then costs nothing.
 LONGEST_WAIT_S = 86_400.0
@@ -114,17 +114,20 @@ class Client:
         self._control = control
         self.connection = connection
         self.deadline = time.monotonic() + CLIENT_S
+        # What came with the request; what is left there is closed in the end.
+        self.fds: list[int] = []
         self._request = b""
         self._answer = b""
 
     def read(self) -> None:
         """Read more of the request, and answer it when it is whole."""
         try:
-            chunk = self.connection.recv(1 << 16)
+            chunk, fds, _ = sockets.receive(self.connection, 1 << 16, 1)
         except BlockingIOError:
             return
         except OSError:
-            chunk = b""
+            chunk, fds = b"", []
+        self.fds += fds
         self._request += chunk
         if not chunk or len(self._request) > MAX_REQUEST:
             self._control.dismiss(self)
@@ -191,6 +194,8 @@ class ControlSocket:
             self._clients.remove(client)
             self.loop.forget(client.connection.fileno())
             client.connection.close()
+            for fd in client.fds:
+                os.close(fd)
 
     def close(self) -> None:
         """Close all connections. The listening socket is left to who goes on with it."""
@@ -216,5 +221,7 @@ class ControlSocket:
             request = exchange.parse(line)
             exchange.check_version(request)
             self._ask(client, request)
-        except (ControlError, ValueError, TypeError, KeyError) as error:
+        except ControlError as error:
+            client.answer({"error": str(error)})
+        except (ValueError, TypeError, KeyError) as error:
             client.answer({"error": f"not a request: {error}"})

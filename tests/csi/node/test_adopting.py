@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
 import time
 from collections import Counter
@@ -21,7 +19,6 @@ from csi.node import reconciler
 from csi.node.mount_record import MountRecord
 from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
-from fusefs.linux.processes import has_ended
 from tests.support.csi.daemons import daemons_of
 from tests.support.csi.node import (
     START,
@@ -154,16 +151,7 @@ def held(node: Node) -> list[str]:
     return list(answer["names"])
 
 
-def kill_descriptor_store(node: Node) -> None:
-    """Kill the process that listens, and nothing else."""
-    pid = control.peer(node.state / "descriptor-store.sock")
-    assert pid is not None
-    with open(os.pidfd_open(pid), "rb") as process:
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: has_ended(process.fileno()), "it has ended")
-
-
-def test_a_pod_reads_on_without_its_keeper_though_the_descriptor_store_has_died_before(
+def test_a_pod_reads_on_without_its_keeper_though_the_next_daemons_process_has_died_before(
     node: Node, shared: Bucket
 ) -> None:
     shared.put("hello", b"hello")
@@ -173,8 +161,6 @@ def test_a_pod_reads_on_without_its_keeper_though_the_descriptor_store_has_died_
         with pod_reading(node, target / "hello") as pod:
             until(lambda: held(node), "it is held")
             node.kill()  # who would bring the keeper's copy
-            kill_descriptor_store(node)
-            until(lambda: held(node), "it is held by the next process")
             with daemons_of(node, "second") as second:
                 assert held(node)
                 second.kill()

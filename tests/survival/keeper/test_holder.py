@@ -18,7 +18,6 @@ import pytest
 from fusefs.keeper import fd_store
 from fusefs.keeper.exchange import ControlError
 from fusefs.launch import control
-from fusefs.linux.processes import has_ended
 from tests.support.survival.keeping import LIMIT_S, PROJECT, Kept, needs_fuse, needs_root
 from tests.support.waiting import until
 
@@ -170,82 +169,15 @@ def test_a_new_copy_takes_the_place_of_the_old(kept: Kept, service: str) -> None
 
 
 def test_what_a_client_brought_that_dies_is_held(kept: Kept, service: str) -> None:
-    """The keeper is killed before it has its answer; the copy from before it is gone already."""
+    """The keeper is killed before it has its answer."""
     kept.start()
     fd = hand(kept)
-    fd_store.hold(service, "one", fd)
-    [before] = [os.pidfd_open(pid) for pid in children_of(service)]
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(service)
         socket.send_fds(client, [b'{"do": "hold", "name": "one"}\n'], [fd])
-    until(lambda: has_ended(before), "the new copy has taken its place")
-    os.close(before)
+    until(lambda: names(service) == ["one"], "it is held")
     os.close(fd)
     assert is_fuse(fd_store.fetch(service, "one"))
-
-
-def test_a_process_that_hangs_or_dies_affects_no_other(kept: Kept, service: str) -> None:
-    kept.start()
-    fd = hand(kept)
-    pids = {}
-    for name in ("one", "two", "three"):
-        fd_store.hold(service, name, fd)
-        [pids[name]] = set(children_of(service)) - set(pids.values())
-    os.close(fd)
-    os.kill(pids["one"], signal.SIGSTOP)
-    os.kill(pids["two"], signal.SIGKILL)
-    assert is_fuse(fd_store.fetch(service, "three"))
-    until(lambda: names(service) == ["one", "three"])
-    os.kill(pids["one"], signal.SIGCONT)
-    assert is_fuse(fd_store.fetch(service, "one"))
-
-
-def children_of(path: str) -> list[int]:
-    """The processes that hold something for the service."""
-    pid = pid_of(path)
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def kill(path: str) -> None:
-    """End the service by SIGKILL."""
-    pid = pid_of(path)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: pid_of(path) is None, "it is dead")
-
-
-def test_what_a_killed_service_held_is_held_by_the_next_one(kept: Kept) -> None:
-    path = str(kept.directory / "descriptor-store.sock")
-    first = subprocess.Popen([sys.executable, "-c", SERVICE, path], cwd=PROJECT)
-    try:
-        until(lambda: pid_of(path), "it listens")
-        kept.start(descriptor_store=path)
-        until(is_held(path, kept), "it is held")
-        kill(path)
-        with serving(kept):
-            until(is_held(path, kept), "it is held again")
-            kept.umount()
-            until(lambda: names(path) == [], "the mount is gone")
-    finally:
-        first.kill()
-        first.wait(LIMIT_S)
-
-
-def test_what_a_service_held_goes_with_it_and_who_had_started_it(kept: Kept) -> None:
-    path = str(kept.directory / "descriptor-store.sock")
-    code = f"import subprocess; subprocess.call([{sys.executable!r}, '-c', {SERVICE!r}, {path!r}])"
-    container = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT)
-    try:
-        until(lambda: pid_of(path), "it listens")
-        kept.start(descriptor_store=path)
-        until(is_held(path, kept), "it is held")
-        [holding] = [os.pidfd_open(pid) for pid in children_of(path)]
-    finally:
-        container.kill()
-        container.wait(LIMIT_S)
-        kill(path)
-    until(lambda: has_ended(holding), "it holds nothing any more")
-    os.close(holding)
 
 
 def test_nothing_but_fuse_is_held(service: str) -> None:

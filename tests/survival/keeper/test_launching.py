@@ -33,6 +33,7 @@ RUN = """
 import os, sys, time
 from pathlib import Path
 from csi.daemons import main, supervisor
+from fusefs.keeper.fd_store import FdStore
 
 def serve():
     read = sys.stdin.read()
@@ -42,7 +43,8 @@ def serve():
     time.sleep(600)
 
 path = Path(sys.argv[1])
-supervisor.Supervisor(path, serve, main.running(path)).run()
+store = FdStore(f"{path}.store", {})
+supervisor.Supervisor(path, serve, store, main.running(path)).run()
 """
 
 

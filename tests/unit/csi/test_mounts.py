@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +12,13 @@ from typing import Any
 import pytest
 
 from csi.daemons import client
-from csi.daemons import main as daemons
 from csi.daemons.client import FdStoreClient
-from csi.daemons.main import FdStoreProcess
 from csi.errors import CsiError, UnavailableError
 from csi.node import mounts
 from csi.node.mount_record import MountRecord, MountRecords
-from csi.node.mounts import NEXT_STORE_S, RESUME_S, Mounts
+from csi.node.mounts import RESUME_S, Mounts
 from csi.volume.options import anywhere
 from fusefs.api import LaunchError, build
-from fusefs.keeper import fd_store
 from fusefs.keeper.exchange import ControlError
 
 LATER_S = 1000.0
@@ -100,21 +96,6 @@ def test_a_mount_stays_as_it_is_while_the_descriptor_store_does_not_answer(
     assert node.done == []
 
 
-def test_a_mount_that_a_daemon_serves_is_replaced_only_if_no_descriptor_comes(
-    made: Mounts, node: PlayedNode, record: MountRecord
-) -> None:
-    node.holds, node.has_daemon = False, True
-    for _ in range(2):
-        with pytest.raises(UnavailableError, match="no keeper"):
-            made.start(record, 0.0)
-    assert node.done == []
-    node.now += NEXT_STORE_S
-    made.start(record, 0.0)
-    assert node.done == ["kill", "unmount", "start"]
-    with pytest.raises(UnavailableError):  # the time counts from its beginning again
-        made.start(record, 0.0)
-
-
 def test_a_mount_that_nothing_holds_is_replaced_at_once(
     made: Mounts, node: PlayedNode, record: MountRecord
 ) -> None:
@@ -163,56 +144,6 @@ def test_a_descriptor_store_that_is_silent_may_hold_anything(
 
 def test_a_descriptor_store_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert FdStoreClient(tmp_path / "store.sock").names() == frozenset()
-
-
-def test_a_descriptor_store_lists_nothing_until_it_has_all_of_the_one_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "store.sock"
-    refused: list[str] = []
-
-    def hold(_path: str, name: str, _fd: int) -> None:
-        with pytest.raises(ControlError, match="not yet"):
-            FdStoreClient(path).names()
-        refused.append(name)
-
-    service = FdStoreProcess(path)
-    monkeypatch.setattr(service, "_names_before", lambda: ["one", "two"])
-    monkeypatch.setattr(fd_store, "fetch", lambda _path, _name: os.open("/dev/null", 0))
-    monkeypatch.setattr(fd_store, "hold", hold)
-    service.take_over()
-    try:
-        assert refused == ["one", "two"]
-        assert FdStoreClient(path).names() == frozenset()
-    finally:
-        pid = service._pid
-        os.kill(pid, signal.SIGTERM)
-        os.waitpid(pid, 0)
-
-
-def test_a_node_without_room_for_a_descriptor_store_keeps_its_daemons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    service = FdStoreProcess(tmp_path / "store.sock")
-    service.start()
-    pid = service._pid
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-    def no_fork(*_: object) -> int:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(daemons, "_fork", no_fork)
-        for _ in range(2):
-            service.check_process()
-    assert "no process holds" in caplog.text
-    assert service._pid == 0
-    service.check_process()
-    pid = service._pid
-    assert FdStoreClient(tmp_path / "store.sock").names() == frozenset()
-    os.kill(pid, signal.SIGTERM)
-    os.waitpid(pid, 0)
 
 
 def test_a_mount_that_cannot_be_unmounted_costs_no_descriptor(
