@@ -13,7 +13,7 @@ import re
 
 import grpc
 
-from fusefs.api import ErrorCode, StoreError
+from fusefs.store.errors import ErrorCode, StoreError
 
 # What an error of the store, or of a mount's daemon, means to the caller.
 _STATUSES = {

@@ -11,7 +11,7 @@ import grpc
 
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.server import DRIVER_NAME
-from fusefs.api import __version__
+from fusefs import __version__
 
 _SERVICE = csi_pb2.PluginCapability.Service
 _EXPANSION = csi_pb2.PluginCapability.VolumeExpansion

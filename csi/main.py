@@ -21,7 +21,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from fusefs.api import MetricsTarget, OneLineFormatter, Parser, __version__
+from fusefs import __version__
+from fusefs.daemon.log_handlers import OneLineFormatter
+from fusefs.exporter.queries import Target as MetricsTarget
+from fusefs.settings.arguments import Parser
 
 try:
     from csi import metrics

@@ -10,7 +10,9 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fusefs.api import MetricsTarget, SettingsError, address_of, serve_metrics
+from fusefs.exporter.main import address_of
+from fusefs.exporter.queries import Target as MetricsTarget
+from fusefs.settings.mount import SettingsError
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram
@@ -58,4 +60,7 @@ def serve(address: tuple[str, int], calls: Histogram, targets: Targets) -> Calla
     Raises:
         OSError: the address can't be used.
     """
-    return serve_metrics(address, targets, calls)
+    from fusefs.exporter.collector import MountCollector, registry_of
+    from fusefs.exporter.serving import serve
+
+    return serve(*address, registry_of(MountCollector(targets), calls))

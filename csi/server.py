@@ -34,7 +34,7 @@ from csi.errors import (
 )
 from csi.generated import csi_pb2_grpc
 from csi.redaction import redacted
-from fusefs.api import StoreError
+from fusefs.store.errors import StoreError
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram

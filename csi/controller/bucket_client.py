@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,26 +20,26 @@ from csi.controller.background import Progress
 from csi.errors import InvalidArgumentError
 from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings
-from fusefs.api import (
+from fusefs.settings.types import Addressing
+from fusefs.store.customer_key import CustomerKey
+from fusefs.store.errors import (
     NO_CREDENTIALS,
     AccessDeniedError,
-    Addressing,
     CredentialsError,
-    CustomerKey,
     ExistsError,
     NotFoundError,
     StaleVersionError,
     StoreError,
     UnsupportedError,
-    certificates_for,
-    customer_key_obstacle,
     from_code,
-    make_s3_client,
     translate,
 )
+from fusefs.store.http import boto3_client, trust
+from fusefs.store.http.proxies import Proxies
+from fusefs.store.s3.special_buckets import customer_key_obstacle
 
 if TYPE_CHECKING:
-    from fusefs.api import Trust
+    from fusefs.store.http.trust import Trust
 
 DEFAULT_REGION = "us-east-1"
 # The maximum number of keys of a LIST page and of a DeleteObjects request.
@@ -306,7 +307,7 @@ def make_client(
     }
     ca_bundle = str(store.ca_bundle) if store.ca_bundle else None
     configured = session._session.get_config_variable("ca_bundle")
-    trusted = certificates_for(store.endpoint_url, ca_bundle, configured)
+    trusted = trust.find_for(store.endpoint_url, ca_bundle, configured)
 
     def make(parameters: dict[str, Any]) -> Any:
         return session.client(
@@ -317,7 +318,7 @@ def make_client(
             config=Config(**options, **parameters),
         )
 
-    client = make_s3_client(make, trusted)
+    client = boto3_client.make(make, Proxies.of(os.environ), trusted.path if trusted else None)
     if customer_key is not None:
         customer_key.install(client)
     if pays:

@@ -45,7 +45,7 @@ from csi.volume.location import (
 )
 from csi.volume.options import pays_requests, read_options, write_parameters
 from csi.volume.stores import Stores
-from fusefs.api import AccessDeniedError, ExistsError
+from fusefs.store.errors import AccessDeniedError, ExistsError
 
 DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from csi.controller.bucket_client import Bucket, ListedObject, OtherKeyError
 from csi.errors import InvalidArgumentError
 from csi.volume.location import VolumeId, has_segment, normal_prefix
-from fusefs.api import PRIVATE, NotFoundError
+from fusefs.posix.nodes.names import PRIVATE
+from fusefs.store.errors import NotFoundError
 
 FORMAT = 1
 FOLDER = f"{PRIVATE}/volumes/"

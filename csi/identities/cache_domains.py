@@ -29,7 +29,7 @@ from pathlib import Path
 import grpc
 
 from csi.errors import CsiError, UnavailableError
-from fusefs.api import replace_file
+from fusefs.linux.files import replace as replace_file
 
 _KEY_SIZE = 32
 _NAME = re.compile(r"[0-9a-f]{32}")

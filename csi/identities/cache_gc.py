@@ -28,7 +28,9 @@ from pathlib import Path
 
 from csi.identities.cache_domains import CacheDomains, UnusedDomain
 from csi.volume.options import NodeShares
-from fusefs.api import FREE_INODES, kernel_mounts, resolve_path
+from fusefs.launch.registry import resolve as resolve_path
+from fusefs.linux.mountinfo import kernel_mounts
+from fusefs.settings.types import FREE_INODES
 
 log = logging.getLogger(__name__)
 

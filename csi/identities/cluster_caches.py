@@ -32,13 +32,9 @@ from typing import Any
 from csi.errors import FailedPreconditionError
 from csi.volume.options import anywhere, is_cache_domain
 from csi.volume.stores import read_tables, read_url
-from fusefs.api import (
-    ClusterCacheAccessError,
-    RawValue,
-    SettingsError,
-    build,
-    check_cluster_cache,
-)
+from fusefs.cluster_cache.access import AccessError as ClusterCacheAccessError
+from fusefs.cluster_cache.access import read as check_cluster_cache
+from fusefs.settings.mount import RawValue, SettingsError, build
 
 # For volumes without a cacheDomain; no domain's name has such a character.
 OTHERS = "*"

@@ -41,7 +41,8 @@ from csi.identities.cluster_caches import CacheSecrets
 from csi.identities.keys import AccessKeys, customer_key_from, keys_from
 from csi.volume.options import Options
 from csi.volume.stores import AWS, StoreSettings
-from fusefs.api import CustomerKey, replace_file
+from fusefs.linux.files import replace as replace_file
+from fusefs.store.customer_key import CustomerKey
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from csi.errors import InvalidArgumentError
-from fusefs.api import CustomerKey, CustomerKeyError, parse_customer_key
+from fusefs.store.customer_key import CustomerKey, CustomerKeyError
+from fusefs.store.customer_key import parse as parse_customer_key
 
 # Kubelet adds service account tokens under such names.
 _RESERVED = "csi.storage.k8s.io/"

@@ -19,7 +19,8 @@ import os
 import stat
 from pathlib import Path
 
-from fusefs.api import MNT_DETACH, UMOUNT_NOFOLLOW, KernelMount, kernel_mounts, umount
+from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount
+from fusefs.linux.mountinfo import KernelMount, kernel_mounts
 
 # The new mount interface has the same numbers on every architecture but alpha.
 _SYS_OPEN_TREE = 428

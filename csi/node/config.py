@@ -22,18 +22,11 @@ from csi.identities.cluster_caches import ClusterCaches, read_cluster_caches
 from csi.identities.credentials import POD_IDENTITY_AGENT
 from csi.node.pod_records import InlineBounds
 from csi.volume.options import NodeShares
-from fusefs.api import (
-    CONNECTIONS,
-    LEAST_MEMORY,
-    MIB,
-    MIN_FREE,
-    SIZE,
-    SettingType,
-    SupervisorAddress,
-    at_least,
-    kernel_mounts,
-    resolve_path,
-)
+from fusefs.launch.launcher import SupervisorAddress
+from fusefs.launch.registry import resolve as resolve_path
+from fusefs.linux.mountinfo import kernel_mounts
+from fusefs.settings.memory import LEAST as LEAST_MEMORY
+from fusefs.settings.types import CONNECTIONS, MIB, MIN_FREE, SIZE, SettingType, at_least
 
 # The sockets of `fusefs-csi daemons`, below the state directory.
 SUPERVISOR = "daemons.sock"

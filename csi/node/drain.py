@@ -17,7 +17,7 @@ from csi.errors import AbortedError
 from csi.node.bind_mount import MountTable
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
-from fusefs.api import MIB
+from fusefs.settings.types import MIB
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,10 @@ from csi.node.config import MOUNT_RECORDS, POD_RECORDS, RUNTIME
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import read_count
 from csi.node.pod_records import PodRecord, PodRecords
-from fusefs.api import MIB, ControlError, daemon_request, use_runtime_directory
+from fusefs.launch.control import ControlError
+from fusefs.launch.mount_requests import daemon_request
+from fusefs.launch.registry import use_runtime_directory
+from fusefs.settings.types import MIB
 
 ANSWER_TIMEOUT_S = 1.0
 MOST_AT_ONCE = 32

@@ -32,24 +32,16 @@ from csi.identities.credentials import CredentialFiles
 from csi.node import bind_mount
 from csi.node.bind_mount import MountTable
 from csi.node.mount_record import MountRecord, MountRecords
-from fusefs.api import (
-    ControlError,
-    KernelMount,
-    LaunchError,
-    MountsError,
-    MountSettings,
-    NotUpError,
-    SettingsError,
-    abort_connection,
-    daemon_pid,
-    daemon_request,
-    has_ended,
-    keeper_pid,
-    keeper_status,
-    remove_registration,
-    resume_mount,
-    start_mount,
-)
+from fusefs.launch import preflight, registry
+from fusefs.launch.control import ControlError
+from fusefs.launch.launcher import NotUpError, resume, start
+from fusefs.launch.mount_requests import daemon_pid, daemon_request, keeper_pid, keeper_status
+from fusefs.launch.preflight import LaunchError
+from fusefs.launch.registry import MountsError
+from fusefs.linux.fuse_connection import abort as abort_connection
+from fusefs.linux.mountinfo import KernelMount
+from fusefs.linux.processes import has_ended
+from fusefs.settings.mount import MountSettings, SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -223,12 +215,16 @@ class Mounts:
         }
         self._daemons.check()
         self._reap()
-        begin = resume_mount if is_mounted else start_mount
+        begin = resume if is_mounted else start
         try:
             # After a roll-back they may have been written by a newer driver.
             settings = MountSettings.from_json(record.settings)
             environment = inherited | record.environment
-            keeper = begin(settings, self._daemons.supervisor, environment, deadline)
+            if not is_mounted:
+                preflight.check(settings)
+            keeper = begin(
+                settings, self._daemons.supervisor, environment=environment, deadline=deadline
+            )
         except NotUpError:
             raise AbortedError(
                 f"the mount of {record.source} is not up yet: it waits for its store, or for"
@@ -308,7 +304,8 @@ class Mounts:
                     raise AbortedError(f"the mount at {root} is still ending")
                 self._kill(root, processes)
         self._reap()
-        remove_registration(root)
+        registry.unregister(root)
+        registry.keeper_socket(root).unlink(missing_ok=True)
         self._stuck.pop(key, None)
         bind_mount.remove_directory(root)
         self._files.remove(key)

@@ -18,7 +18,7 @@ from csi.generated import csi_pb2
 from csi.node.bind_mount import MountTable
 from csi.volume.capabilities import Mode, check_capability, is_read_only
 from csi.volume.location import LOCATION_KEYS
-from fusefs.api import resolve_path
+from fusefs.launch.registry import resolve as resolve_path
 
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 _FOREIGN = ("csi.storage.k8s.io/", "storage.kubernetes.io/")

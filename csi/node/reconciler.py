@@ -21,7 +21,7 @@ from csi.node.drain import Drains
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
 from csi.node.warmup import Warmups
-from fusefs.api import ControlError
+from fusefs.launch.control import ControlError
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fusefs.api import replace_file
+from fusefs.linux.files import replace as replace_file
 
 R = TypeVar("R")
 

@@ -71,7 +71,8 @@ from csi.volume.options import (
     read_options,
 )
 from csi.volume.stores import Stores
-from fusefs.api import MetricsTarget, use_runtime_directory
+from fusefs.exporter.queries import Target as MetricsTarget
+from fusefs.launch.registry import use_runtime_directory
 
 __all__ = ["NodeService", "add_flags", "make_service"]
 

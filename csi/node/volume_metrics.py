@@ -14,7 +14,8 @@ from csi.node.bind_mount import MountTable
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
 from csi.node.pod_records import PodRecords
-from fusefs.api import MetricsTarget, metrics_target
+from fusefs.exporter.queries import Target as MetricsTarget
+from fusefs.exporter.queries import target_at as metrics_target
 
 KEY_LENGTH = 8
 

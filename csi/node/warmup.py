@@ -29,16 +29,11 @@ from csi.errors import AbortedError
 from csi.node.mount_record import MountRecord
 from csi.node.record_files import RecordFiles
 from csi.volume.options import WarmOption
-from fusefs.api import (
-    MALFORMED,
-    ControlError,
-    Message,
-    MountEndedError,
-    NotAnsweringError,
-    daemon_request,
-    describe_warming,
-    human_duration,
-)
+from fusefs.cli import status_report
+from fusefs.cli import warm as warm_jobs
+from fusefs.launch.control import MALFORMED, ControlError, Message, NotAnsweringError
+from fusefs.launch.mount_requests import MountEndedError, daemon_request
+from fusefs.settings.display import human_duration
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +108,8 @@ class Warmups:
         while True:
             try:
                 jobs = _jobs(record, warm)
-                status = describe_warming(jobs)
-                if all(job["state"] in ("ended", "cancelled") for job in jobs):
+                status = _describe(jobs)
+                if all(map(warm_jobs.has_ended, jobs)):
                     break
             except (NotAnsweringError, MountEndedError) as error:
                 status = f"the mount does not report its progress: {error}"
@@ -180,6 +175,15 @@ def _name(key: str, warm: WarmOption) -> str:
 def _without(known: _Record, target: Path) -> _Record:
     waiting = {path: since for path, since in known.waiting.items() if path != str(target)}
     return replace(known, waiting=waiting)
+
+
+def _describe(jobs: list[Message]) -> str:
+    """How far jobs of warming are, or how they ended."""
+    if all(map(warm_jobs.has_ended, jobs)):
+        return "; ".join(
+            f"{job['path'] or '.'}: {status_report.warm_progress(job)}" for job in jobs
+        )
+    return status_report.progress(warm_jobs.together(jobs))
 
 
 def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:

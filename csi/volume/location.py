@@ -18,7 +18,10 @@ from dataclasses import dataclass
 
 from csi.errors import InvalidArgumentError
 from csi.volume.stores import Stores, StoreSettings, is_region
-from fusefs.api import PRIVATE, AccessPoint, bucket_obstacle, parse_source
+from fusefs.posix.nodes.names import PRIVATE
+from fusefs.settings.types import parse_source
+from fusefs.store.s3.special_buckets import AccessPoint
+from fusefs.store.s3.special_buckets import obstacle as bucket_obstacle
 
 # The attributes that say where a volume is; all others are settings of its mounts.
 LOCATION_KEYS = frozenset(("store", "endpoint", "bucket", "prefix", "region"))

@@ -20,20 +20,10 @@ from typing import Any
 
 from csi.errors import InvalidArgumentError
 from csi.volume.location import Location
-from fusefs.api import (
-    DURATION,
-    SIZE,
-    SWITCH,
-    Layer,
-    MinFree,
-    MountSettings,
-    MountSource,
-    RawValue,
-    SettingsError,
-    WriteOptions,
-    build,
-    split_options,
-)
+from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
+from fusefs.settings.sources import split_options
+from fusefs.settings.types import DURATION, SIZE, SWITCH, MinFree, MountSource
+from fusefs.store.s3.write_options import WriteOptions
 
 # Settings that are taken as they are given.
 _FREE = frozenset(

@@ -33,7 +33,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from csi.errors import InvalidArgumentError, UnavailableError
-from fusefs.api import URL, WORD, Addressing, choice
+from fusefs.settings.types import URL, WORD, Addressing, choice
 
 log = logging.getLogger(__name__)
 

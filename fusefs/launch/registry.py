@@ -131,6 +131,11 @@ class Registration(NamedTuple):
         return self.directory / "status.sock"
 
 
+def use_runtime_directory(directory: Path) -> None:
+    """Have this process, and those it starts, find and register mounts below `directory`."""
+    os.environ[RUNTIME_VARIABLE] = os.fspath(directory)
+
+
 def runtime_directory() -> Path:
     """The directory where this user's new mounts are put on record; it need not exist.
 

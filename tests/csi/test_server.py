@@ -26,10 +26,10 @@ from csi.identity import IdentityService
 from csi.node import config
 from csi.server import MAX_CALLS, Server
 from fusefs import __version__
-from fusefs.api import ErrorCode
 from fusefs.store import errors as store_errors
 from fusefs.store import unreachable
 from fusefs.store.engine.engine import Completion
+from fusefs.store.errors import ErrorCode
 from tests.support.csi.calls import DEADLINE_S, Driver, mount_capability, refusal, serving
 from tests.support.servers.s3_server import SECRET_KEY, S3Server
 from tests.support.waiting import until

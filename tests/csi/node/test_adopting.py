@@ -255,7 +255,7 @@ def without_reconciler(node: Node) -> AbstractContextManager[None]:
 
 def resuming_by(node: Node, expression: str) -> AbstractContextManager[None]:
     """A driver that evaluates this in place of resuming a mount, ended afterwards."""
-    resuming = f"mounts.resume_mount = lambda *_: {expression}"
+    resuming = f"mounts.resume = lambda *_, **__: {expression}"
     return _changed_by(node, f"import time; from csi.node import mounts; {resuming}")
 
 

@@ -18,8 +18,9 @@ from csi.node import mounts
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import RESUME_S, Mounts
 from csi.volume.options import anywhere
-from fusefs.api import LaunchError, build
 from fusefs.keeper.exchange import ControlError
+from fusefs.launch.preflight import LaunchError
+from fusefs.settings.mount import build
 
 LATER_S = 1000.0
 
@@ -51,7 +52,7 @@ class PlayedNode:
     def monotonic(self) -> float:
         return self.now
 
-    def start(self, *_: object) -> Any:
+    def start(self, *_: object, **__: object) -> Any:
         self.done.append("start")
         if self.cannot_start:
             raise LaunchError(self.cannot_start)
@@ -76,7 +77,8 @@ def made(node: PlayedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
     table: Any = type("Table", (), {"top": lambda _self, _path: object()})
     monkeypatch.setattr(mounts, "MountTable", table)
     monkeypatch.setattr(mounts, "time", node)
-    for begin in ("start_mount", "resume_mount"):
+    monkeypatch.setattr(mounts.preflight, "check", lambda _settings: None)
+    for begin in ("start", "resume"):
         monkeypatch.setattr(mounts, begin, node.start)
     monkeypatch.setattr(mounts.bind_mount, "pop_all", lambda _root: node.done.append("unmount"))
     monkeypatch.setattr(Mounts, "_end_processes", lambda _self, _root: node.done.append("kill"))
