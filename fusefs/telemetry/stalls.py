@@ -17,18 +17,15 @@ How much of the last seconds was stalled follows from snapshots, which are taken
 change, at most one a second. So nothing wakes up for them, and where there is none, nothing
 changed in between.
 
-All of it belongs to the event loop. A thread leaves a note of what it enters and leaves, with
-the time; they are taken before anything else changes or is read, in the order of time. A lock in
-place of that costs 0.3 us each time, some ten times for each small file that is fetched.
+All of it belongs to the event loop.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextvars import ContextVar
-from functools import partial
 from typing import NamedTuple
 
 
@@ -93,7 +90,7 @@ class _Counted:
 
 
 class Stalls:
-    """The waits of one mount's requests. Belongs to the event loop, but `note`."""
+    """The waits of one mount's requests. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._causes = tuple(_Counted() for _ in CAUSES)
@@ -101,19 +98,6 @@ class Stalls:
         # When the next snapshot is due, in monotonic seconds.
         self._due = self._began + SNAPSHOT_EVERY_S
         self._snapshots: deque[tuple[float, tuple[float, ...]]] = deque()
-        # What threads have done, and when.
-        self.notes: deque[tuple[Callable[[float], object], float]] = deque()
-
-    def note(self, change: Callable[[float], object]) -> None:
-        """Have a change made that begins now, with its moment; in any thread."""
-        self.notes.append((change, time.monotonic()))
-
-    def take_notes(self) -> None:
-        """Make the changes that threads have noted."""
-        notes = self.notes
-        while notes:
-            change, at = notes.popleft()
-            change(at)
 
     def change(self, causes: Iterable[int], count: int, at: float | None) -> None:
         """So many more requests wait for these from a moment on (None: now), or fewer."""
@@ -124,7 +108,7 @@ class Stalls:
         for cause in causes:
             counted = self._causes[cause]
             elapsed = at - counted.changed
-            if elapsed > 0:  # a note may come late
+            if elapsed > 0:  # the moment may be past
                 if counted.waiters:
                     counted.stalled += elapsed
                     counted.wait += counted.waiters * elapsed
@@ -133,12 +117,10 @@ class Stalls:
 
     def totals(self) -> Pressure:
         """All times since the process began."""
-        self.take_notes()
         return self._totals(time.monotonic())
 
     def shares(self, seconds: float) -> list[float]:
         """The share of the last `seconds` in which requests waited, by cause."""
-        self.take_notes()
         now = time.monotonic()
         stalled, then = self._totals(now).stalled, now - seconds
         before = self._stalled_at(then, now, stalled)
@@ -192,12 +174,7 @@ class Work:
         self._causes: dict[int, int] = {}
 
     def enter(self, cause: int, at: float | None = None) -> None:
-        """It begins to spend time on something, now or at a moment, in monotonic seconds.
-
-        What threads have noted before that moment has been taken.
-        """
-        if at is None and self._stalls.notes:
-            self._stalls.take_notes()
+        """It begins to spend time on something, now or at a moment, in monotonic seconds."""
         causes = self._causes
         if cause in causes:
             causes[cause] += 1
@@ -209,8 +186,6 @@ class Work:
 
     def leave(self, cause: int, at: float | None = None) -> None:
         """What was entered is done."""
-        if at is None and self._stalls.notes:
-            self._stalls.take_notes()
         causes = self._causes
         if causes[cause] > 1:
             causes[cause] -= 1
@@ -225,20 +200,11 @@ class Work:
         self.enter(to, at)
         self.leave(cause, at)
 
-    def enter_in_thread(self, cause: int) -> None:
-        self._stalls.note(partial(self.enter, cause))
-
-    def leave_in_thread(self, cause: int) -> None:
-        self._stalls.note(partial(self.leave, cause))
-
     def wait(self, count: int) -> None:
         """So many more requests wait for it, or fewer."""
-        stalls = self._stalls
-        if stalls.notes:
-            stalls.take_notes()
         self._waiters += count
         if self._causes:
-            stalls.change((*self._causes, _ANY), count, None)
+            self._stalls.change((*self._causes, _ANY), count, None)
 
     @property
     def waiters(self) -> int:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 import pytest
 import trio
 
-from fusefs.telemetry import s3_requests, stalls
-from fusefs.telemetry.metrics import Sample
-from fusefs.telemetry.s3_requests import RequestClock, S3Requests, clocked, handling_answer
+from fusefs.telemetry import stalls
+from fusefs.telemetry.s3_requests import RequestClock, S3Requests
 from fusefs.telemetry.slowest import MOST, SlowestWaits
 from fusefs.telemetry.stalls import Stalls, WaitCause, Work, current, served, unattended
 
@@ -94,114 +92,23 @@ def test_a_wait_that_goes_on_counts_already(clock: Clock) -> None:
         work.leave(WaitCause.THROTTLED)
 
 
-def in_thread(work: Callable[[], object]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def test_what_a_thread_does_counts_from_its_moment_on(clock: Clock) -> None:
-    counted = Stalls()
-    work = Work(counted)
-    with work.awaited():
-        in_thread(lambda: work.enter_in_thread(WaitCause.CACHE_DISK))
-        clock.pass_s(3)
-        assert counted.totals().stalled[WaitCause.CACHE_DISK] == 3  # it goes on
-        in_thread(lambda: work.leave_in_thread(WaitCause.CACHE_DISK))
-        clock.pass_s(5)
-    totals = counted.totals()
-    assert totals.wait[WaitCause.CACHE_DISK] == totals.stalled[WaitCause.ANY] == 3
-
-
-def test_who_comes_later_has_not_waited_for_what_a_thread_did_before(clock: Clock) -> None:
-    counted = Stalls()
-    work = Work(counted)
-    in_thread(lambda: work.enter_in_thread(WaitCause.CACHE_DISK))
-    clock.pass_s(3)
-    with work.awaited():
-        clock.pass_s(2)
-        in_thread(lambda: work.leave_in_thread(WaitCause.CACHE_DISK))
-    assert counted.totals().wait[WaitCause.CACHE_DISK] == 2
-
-
-def test_what_a_thread_has_noted_is_taken_before_what_came_after_it(clock: Clock) -> None:
-    counted = Stalls()
-    work = Work(counted)
-    with work.awaited():
-        work.enter(WaitCause.S3_TRANSFER)
-        in_thread(lambda: work.enter_in_thread(WaitCause.CACHE_DISK))
-        clock.pass_s(5)
-        work.leave(WaitCause.S3_TRANSFER)
-        clock.pass_s(1)
-        in_thread(lambda: work.leave_in_thread(WaitCause.CACHE_DISK))
-        clock.pass_s(2)
-        work.enter(WaitCause.S3_TRANSFER)
-        clock.pass_s(1)
-        work.leave(WaitCause.S3_TRANSFER)
-    totals = counted.totals()
-    causes = WaitCause.S3_TRANSFER, WaitCause.CACHE_DISK, WaitCause.ANY
-    assert [totals.wait[cause] for cause in causes] == [6, 6, 7]
-    assert [totals.stalled[cause] for cause in causes] == [6, 6, 7]
-
-
-def test_a_note_that_comes_late_takes_no_time_twice(clock: Clock) -> None:
-    counted = Stalls()
-    slow, quick = Work(counted), Work(counted)
-    with slow.awaited(), quick.awaited():
-        quick.enter(WaitCause.CACHE_DISK)
-        in_thread(lambda: slow.enter_in_thread(WaitCause.CACHE_DISK))
-        clock.pass_s(2)
-        quick.leave(WaitCause.CACHE_DISK, clock())  # as if the note came at this moment
-        clock.pass_s(1)
-        assert counted.totals().stalled[WaitCause.CACHE_DISK] == 3
-        slow.leave(WaitCause.CACHE_DISK)
-
-
-def requests_of(samples: dict[str, list[Sample]]) -> dict[str, tuple[float, float]]:
-    """The times of the first byte and of the whole, by code."""
-    names = "test_first_byte_seconds", "test_request_duration_seconds"
-    first, whole = ([sample["sum"] for sample in samples[name]] for name in names)
-    codes = [sample["labels"]["code"] for sample in samples["test_requests_total"]]
-    return dict(zip(codes, zip(first, whole, strict=True), strict=True))
-
-
-def test_a_thread_that_was_given_up_changes_nothing_any_more(clock: Clock) -> None:
+def test_a_request_waits_for_its_first_byte_and_then_for_the_rest(clock: Clock) -> None:
     counted, requests = Stalls(), S3Requests("test")
     work = Work(counted)
     with work.doing(), work.awaited():
         request = RequestClock("GET", requests)
+        clock.pass_s(3)
+        request.first_byte(clock() - 2)  # the engine tells later when it was
         clock.pass_s(1)
-        in_thread(clocked(request, s3_requests.first_byte))
-        clock.pass_s(2)
         request.end("cancelled")
-        for late in (s3_requests.first_byte, lambda: handling_answer().__enter__()):
-            in_thread(clocked(request, late))
+        request.first_byte()
         clock.pass_s(4)
-        stalls.STALLS.take_notes()
     wait = counted.totals().wait
     causes = WaitCause.S3_FIRST_BYTE, WaitCause.S3_TRANSFER, WaitCause.ANY
-    assert [wait[cause] for cause in causes] == [1, 2, 3]
-    assert requests_of(requests.samples()) == {"cancelled": (1, 3)}
-
-
-def test_a_thread_takes_no_time_of_its_request_while_it_handles_the_answer(clock: Clock) -> None:
-    counted, requests = Stalls(), S3Requests("test")
-    work = Work(counted)
-
-    def receive() -> None:
-        s3_requests.first_byte()
-        clock.pass_s(1)
-        with handling_answer():
-            clock.pass_s(3)
-        clock.pass_s(1)
-
-    with work.doing(), work.awaited():
-        request = RequestClock("GET", requests)
-        in_thread(clocked(request, receive))
-        request.end("200")
-    wait = counted.totals().wait
-    assert wait[WaitCause.S3_TRANSFER] == wait[WaitCause.ANY] == 2
-    assert requests_of(requests.samples()) == {"200": (0, 5)}
+    assert [wait[cause] for cause in causes] == [1, 3, 4]
+    samples = requests.samples()
+    names = "test_first_byte_seconds", "test_request_duration_seconds"
+    assert [samples[name][0]["sum"] for name in names] == [1, 4]
 
 
 @pytest.mark.parametrize(("seconds", "share"), [(10, 1.0), (60, 0.5), (300, 0.1)])
