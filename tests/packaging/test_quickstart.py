@@ -9,7 +9,6 @@ company's store is checked by reading it.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -31,7 +30,7 @@ from csi.volume.options import read_options
 from fusefs.diagnosis import bucket
 from tests.support.csi.calls import Driver, mount_capability
 from tests.support.csi.node import running_node
-from tests.support.packaging.documents import Command, commands, shell_blocks
+from tests.support.packaging.documents import commands, shell_blocks
 from tests.support.packaging.manifests import (
     PROJECT,
     VERSIONS,
@@ -78,10 +77,6 @@ def substituted(path: Path, **more: str) -> str:
     text = path.read_text()
     values = {**exported(), **more}
     return re.sub(r"\$([A-Z_]+)", lambda name: values[name[1]], text)
-
-
-def options_of(command: Command, *names: str) -> list[str]:
-    return [value for name, value in itertools.pairwise(command) if name in names]
 
 
 CHARTS = {

@@ -49,10 +49,6 @@ def check_all(mount: Mount, objects: dict[str, bytes], workers: int = 4) -> None
             result.result(LIMIT_S)
 
 
-def warnings_of(mount: Mount) -> list[str]:
-    return [line for line in mount.log.read_text().splitlines() if "reading without it" in line]
-
-
 @pytest.mark.parametrize("passthrough", ["auto", "off"])
 def test_what_was_on_record_is_used_after_a_kill(
     bucket: Bucket, mounter: Mounter, passthrough: str

@@ -111,19 +111,6 @@ def test_requests_are_paid_for_where_the_class_says_so(
     assert "requester" in payers
 
 
-def test_they_are_not_where_it_does_not(driver: Driver, bucket: Bucket, paid: FaultyS3) -> None:
-    before = len(paid.requests())
-    code, _ = refusal(driver.controller.CreateVolume, request(bucket.name, store="faulty"))
-    assert code is Code.PERMISSION_DENIED
-    assert {each.headers.get("x-amz-request-payer") for each in paid.requests()[before:]} == {None}
-    create(driver, bucket.name, onDelete="delete")  # by another way
-    bucket.put(f"{NAME}/data", b"precious")
-    volume_id = f"faulty/{bucket.name}/{NAME}"
-    code, _ = refusal(driver.controller.DeleteVolume, deletion(volume_id, KEYS))
-    assert code is Code.PERMISSION_DENIED
-    assert set(keys(bucket)) == {record_key(), f"{NAME}/data"}
-
-
 # --- an access point ----------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.csi.node import Node, running_node
 from tests.support.csi.publishing import data as data
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.prometheus import free_port
+from tests.support.servers.s3_server import free_ports
 from tests.support.waiting import until
 
 POD = {"csi.storage.k8s.io/pod.name": "trainer-0", "csi.storage.k8s.io/pod.namespace": "team"}
@@ -18,7 +18,7 @@ POD = {"csi.storage.k8s.io/pod.name": "trainer-0", "csi.storage.k8s.io/pod.names
 
 @pytest.fixture
 def served(data: Bucket) -> Iterator[tuple[Node, str]]:
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     with running_node(f"--metrics={address}", main=data.server.endpoint_url) as node:
         yield node, f"http://{address}/metrics"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import subprocess
@@ -17,7 +16,7 @@ from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, all_sent, cost, metadata, status
+from tests.support.writing import WRITABLE, all_sent, cost, metadata
 
 # What other programs write. s3fs tells modes in decimal and, in older versions, whole seconds.
 FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {
@@ -226,15 +225,6 @@ def test_what_changes_nothing_asks_the_bucket_nothing(mount: Mount, path: Path) 
     assert path.stat().st_mtime_ns == found.st_mtime_ns
 
 
-def test_owner_and_group_are_one_change(mount: Mount, path: Path) -> None:
-    def change() -> None:
-        os.chown(path, 7, 8)
-        all_sent(mount)
-
-    assert cost(mount, change) == {"copies": 1}
-    assert (path.stat().st_uid, path.stat().st_gid) == (7, 8)
-
-
 def test_the_content_stays_cached_when_attributes_change(mount: Mount, path: Path) -> None:
     os.chmod(path, 0o600)
     assert cost(mount, lambda: path.read_bytes()) == {}
@@ -253,18 +243,6 @@ def test_a_modification_time_alone_is_kept(mount: Mount, path: Path, shared: Buc
     assert path.stat().st_mtime == 12345.5
     all_sent(mount)
     assert metadata(shared, path.name)["mtime"] == "12345.500000000"
-
-
-def test_times_before_1970_are_kept(path: Path, shared: Bucket) -> None:
-    os.utime(path, ns=(0, -1_500_000_000))
-    assert path.stat().st_mtime_ns == -1_500_000_000
-
-
-def test_truncating_a_closed_file_is_one_upload(mount: Mount, path: Path, shared: Bucket) -> None:
-    assert cost(mount, lambda: os.truncate(path, 4)) == {"puts": 1}
-    assert stored(shared, path.name) == b"0123"
-    os.truncate(path, 6)
-    assert path.read_bytes() == stored(shared, path.name) == b"0123\0\0"
 
 
 def test_attributes_of_an_open_file_go_up_with_its_content(
@@ -294,17 +272,6 @@ def test_a_write_after_a_set_time_has_a_time_of_its_own(path: Path) -> None:
     assert path.stat().st_mtime_ns == written
 
 
-def test_opening_for_writing_alone_changes_no_time(mount: Mount, path: Path) -> None:
-    os.utime(path, (1, 1))
-
-    def open_only() -> None:
-        with open(path, "r+b"):
-            pass
-
-    assert cost(mount, open_only).get("puts") is None
-    assert path.stat().st_mtime == 1
-
-
 def test_an_open_file_shows_the_size_and_blocks_that_it_has(path: Path) -> None:
     with open(path, "r+b", buffering=0) as file:
         file.write(bytes(70_000))
@@ -315,18 +282,6 @@ def test_an_open_file_shows_the_size_and_blocks_that_it_has(path: Path) -> None:
         assert os.fstat(file.fileno()).st_blocks * 512 < 1 << 20
         os.ftruncate(file.fileno(), 3)
     assert (path.stat().st_size, path.stat().st_blocks) == (3, 1)
-
-
-def test_a_saved_file_that_is_renamed_and_made_private_is_sent_once(mount: Mount) -> None:
-    def save() -> None:
-        with open(mount.path / "save.tmp", "wb", buffering=0) as file:
-            file.write(bytes(100_000))
-            os.fchmod(file.fileno(), 0o600)
-            os.rename(mount.path / "save.tmp", mount.path / "saved")
-
-    os.listdir(mount.path)  # the first name that is looked up has the directory listed
-    assert cost(mount, save) == {"puts": 1}
-    assert stat.S_IMODE((mount.path / "saved").stat().st_mode) == 0o600
 
 
 def test_a_symbolic_link_has_times_and_an_owner_of_its_own(mount: Mount, path: Path) -> None:
@@ -340,17 +295,6 @@ def test_a_symbolic_link_has_times_and_an_owner_of_its_own(mount: Mount, path: P
     assert stat.S_ISLNK(found.st_mode)
     assert os.readlink(link) == path.name
     assert path.stat() == before
-
-
-def test_a_directory_shows_what_was_set(mount: Mount) -> None:
-    directory = mount.path / "directory"
-    directory.mkdir()
-    os.chmod(directory, 0o1770)
-    os.chown(directory, 3, 4)
-    os.utime(directory, ns=(1, 10**18))
-    found = directory.stat()
-    assert (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (0o1770, 3, 4)
-    assert found.st_mtime_ns == 10**18
 
 
 def test_the_root_of_a_bucket_takes_attributes_while_it_is_mounted(
@@ -380,28 +324,8 @@ def test_what_somebody_else_has_replaced_is_not_changed(
     assert "its attributes are given up" in mount.log.read_text()
 
 
-@pytest.mark.parametrize("kind", [stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK])
-def test_no_special_file_can_be_made(mount: Mount, kind: int) -> None:
-    with pytest.raises(PermissionError):
-        os.mknod(mount.path / "special", kind | 0o600, os.makedev(1, 3))
-
-
 def test_a_regular_file_can_be_made_by_mknod(mount: Mount, shared: Bucket) -> None:
     os.mknod(mount.path / "made", 0o604)
     assert metadata(shared, "made")["mode"] == str(stat.S_IFREG | 0o604)
     with pytest.raises(FileExistsError):
         os.mknod(mount.path / "made", 0o604)
-
-
-def test_each_name_of_a_directory_is_requested_once(mount: Mount) -> None:
-    before = status(mount)["s3"]["heads"]
-    assert len(list((mount.path / "many").iterdir())) == 60
-    modes = {one.stat().st_mode for one in sorted((mount.path / "many").iterdir())}
-    assert modes == {stat.S_IFREG | 0o600}
-    # Perhaps also for the directory's own marker.
-    assert status(mount)["s3"]["heads"] - before in (60, 61)
-
-
-def test_a_name_that_is_too_long_for_a_link_is_refused(mount: Mount) -> None:
-    with pytest.raises(OSError, match=os.strerror(errno.ENAMETOOLONG)):
-        os.symlink("target", mount.path / ("x" * 256))

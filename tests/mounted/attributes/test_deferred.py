@@ -24,12 +24,10 @@ from fusefs.store.interface import ObjectInfo
 from tests.support.held_copies import HeldCopies
 from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
-from tests.support.survival.surviving import kill_serving
-from tests.support.waiting import until
 from tests.support.writing import WRITABLE, all_sent, cost, metadata
 
 TIME_NS = 10**18 + 7
@@ -571,11 +569,6 @@ def writable(mounts: Callable[[str, Bucket], Mount], shared: Bucket) -> Mount:
     return mounts("bucket", shared)
 
 
-@pytest.fixture(scope="module")
-def local(mounts: Callable[[str, Bucket], Mount], shared: Bucket) -> Mount:
-    return mounts("local", shared)
-
-
 def synchronise(directory: Path, count: int) -> None:
     """New files, as `rsync -a` makes them."""
     for number in range(count):
@@ -614,22 +607,6 @@ def test_a_file_that_rsync_makes_takes_a_put_and_a_copy(writable: Mount, shared:
         assert (directory / str(number)).stat().st_mtime_ns == TIME_NS
 
 
-@root
-def test_a_file_that_rsync_makes_is_one_put_with_local_durability(
-    local: Mount, shared: Bucket
-) -> None:
-    directory = local.path / "rsync-local"
-    directory.mkdir()
-
-    def make() -> None:
-        synchronise(directory, 5)
-        all_sent(local)
-
-    assert cost(local, make) == {"puts": 5}
-    assert metadata(shared, "rsync-local/0")["mode"] == str(stat.S_IFREG | 0o640)
-    assert len([key for key in keys(shared) if key.startswith("rsync-local/")]) == 6
-
-
 def fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
@@ -657,19 +634,3 @@ def test_who_wants_them_in_the_bucket_can_wait(
         wait(writable, path)
         assert metadata(shared, "waited")["mode"] == str(stat.S_IFREG | mode)
     assert stored(shared, "waited") == path.read_bytes() == b"content"
-
-
-@root
-def test_a_killed_daemon_loses_none(writable: Mount, shared: Bucket) -> None:
-    directory = writable.path / "killed"
-    directory.mkdir()
-    for number in range(5):
-        (directory / str(number)).write_bytes(b"content")
-    all_sent(writable)
-    for number in range(5):
-        os.chmod(directory / str(number), 0o600)
-    kill_serving(writable)
-    modes = {stat.S_IMODE((directory / str(number)).stat().st_mode) for number in range(5)}
-    assert modes == {0o600}
-    for number in range(5):
-        until(lambda key=f"killed/{number}": metadata(shared, key)["mode"] == MODE, "it is sent")

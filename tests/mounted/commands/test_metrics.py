@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.prometheus import free_port
+from tests.support.servers.s3_server import free_ports
 from tests.support.waiting import until
 
 
@@ -35,7 +35,7 @@ def test_a_file_is_replaced_with_the_metrics_of_all_mounts_and_they_are_served(
 
 def serves_until_it_is_ended(mount: Mount) -> None:
     """Metrics over HTTP, also of a daemon that hangs."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
 
     def scrape() -> str:
         try:

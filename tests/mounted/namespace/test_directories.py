@@ -114,14 +114,6 @@ def test_rewinddir_starts_again(tree: Mount) -> None:
         assert stream.names() == first
 
 
-def _inos(tree: Mount) -> dict[str, int]:
-    return {
-        os.path.join(where, name): os.lstat(os.path.join(where, name)).st_ino
-        for where, directories, names in os.walk(tree.path)
-        for name in [*directories, *names]
-    }
-
-
 @states(
     "The inode number of what this mount has not renamed or made anew is a hash of its path, the"
     " same at any time and on any machine."

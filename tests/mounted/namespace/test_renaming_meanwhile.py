@@ -138,39 +138,3 @@ def test_a_program_that_waits_for_a_rename_can_be_killed(renaming: Renaming) -> 
     renaming.deletes.release()
     renaming.end()
     assert keys(renaming.bucket, "new/create/") == ["new/create/file"]
-
-
-@states("Renames of directories that overlap are made one after the other, in their order.")
-def test_a_rename_waits_for_another_one_above_it(renaming: Renaming) -> None:
-    os.listdir(renaming.path / "old" / "rename")
-    renaming.begin()
-    below = renaming.path / "old" / "rename"
-    renaming.start(lambda: below.rename(below.with_name("other")))
-    renaming.until_waiting(1)
-    renaming.pause.release()
-    renaming.deletes.release()
-    renaming.end()
-    assert keys(renaming.bucket, "new/other/") == ["new/other/file"]
-    assert keys(renaming.bucket, "new/rename/") == []
-
-
-@states(
-    "A change that waits for a rename which the bucket refuses to finish fails with the bucket's"
-    " error; the rename is tried again every five seconds, and for each later change."
-)
-def test_what_waits_for_a_rename_that_is_refused_fails(
-    renaming: Renaming, faulty: FaultyS3
-) -> None:
-    renaming.deletes.release()
-    refused = faulty.add("DELETE MANY", status=403, code="AccessDenied")
-    renaming.begin()
-    renaming.pause.release()
-    renaming.end()
-    path = renaming.path / "new" / "create" / "new"
-    with pytest.raises(PermissionError):
-        path.touch()
-    assert (renaming.path / "new" / "read" / "file").read_bytes() == b"read"
-    refused.release()
-    faulty.clear()
-    path.touch()
-    assert keys(renaming.bucket, "old/") == []

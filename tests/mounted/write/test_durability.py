@@ -138,12 +138,6 @@ def test_sync_waits_for_the_next_daemon_where_the_last_one_dies(
     assert stored(bucket, "a") == b"content"
 
 
-def test_sync_of_what_is_no_mount_is_refused(tmp_path: Path) -> None:
-    result = fusefs("sync", tmp_path, check=False)
-    assert result.returncode == 1
-    assert "not in a mount of fusefs" in result.stderr
-
-
 # --- uploads that fail --------------------------------------------------------------
 
 

@@ -103,27 +103,6 @@ def endpoint(pod: Object) -> str:
     return flag(container(pod, "driver"), "endpoint")
 
 
-def test_kubelet_gets_the_sockets_path_on_the_host(node_pod: Object) -> None:
-    socket = server.socket_path(endpoint(node_pod))
-    path = flag(container(node_pod, "node-driver-registrar"), "kubelet-registration-path")
-    assert on_host(node_pod, container(node_pod, "driver"), socket) == Path(path)
-    assert len(path) < 108  # what the address of a Unix socket holds
-
-
-def test_target_paths_are_the_hosts_own(node_pod: Object) -> None:
-    driver = container(node_pod, "driver")
-    for name in ("kubelet-dir", "mounts-dir", "state-dir"):
-        path = Path(flag(driver, name))
-        assert on_host(node_pod, driver, path) == path
-
-
-def test_mounts_are_made_where_they_reach_the_host(node_pod: Object) -> None:
-    driver = container(node_pod, "driver")
-    volume, _ = place(node_pod, driver, Path(flag(driver, "mounts-dir")))
-    [mount] = (each for each in driver["volumeMounts"] if each["name"] == volume)
-    assert mount["mountPropagation"] == "Bidirectional"
-
-
 @each_kustomization
 def test_no_other_container_has_a_directory_with_mounts_in_it(directory: Path) -> None:
     """A private copy of a mount keeps it alive after everybody has unmounted it."""

@@ -108,17 +108,6 @@ async def test_what_is_forbidden_is_not_tried_again(
         assert store.counters()["retries"] == 0
 
 
-async def test_no_redirect_is_followed(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
-) -> None:
-    rule = faulty.add("PART", status=307, headers={"location": faulty.endpoint_url})
-    async with opened(bucket, faulty.endpoint_url, max_connections=1) as store:
-        with pytest.raises(StoreError, match="redirects to its own path"):
-            await put(store, "file", make_file(2 * PART))
-        assert rule.used == 1
-    assert keys(bucket) == []
-
-
 # --- conditions -----------------------------------------------------------------------
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fusefs.keeper import supervisor_protocol
-from fusefs.launch import launcher
 from tests.support.csi.node import Node
 from tests.support.csi.pod import without_kubelet
 from tests.support.sharing import PATIENCE_S
@@ -97,12 +95,3 @@ def daemons_of(
         yield daemons
     finally:
         daemons.clean_up()
-
-
-def daemons_there(node: Node) -> int:
-    """How many daemons whoever listens has for the node's mounts."""
-    path = os.fspath(node.state / "daemons.sock")
-    return sum(
-        supervisor_protocol.count(path, launcher.mount_number(one.mountpoint))
-        for one in node.roots()
-    )

@@ -41,21 +41,6 @@ def good_file(standin: Standin) -> int:
     return _offer(standin, _in_cache(standin, "through"), os.O_RDWR)
 
 
-def roots_file(standin: Standin) -> int:
-    return _offer(standin, _in_cache(standin, "roots"), os.O_RDWR)
-
-
-def linked_file(standin: Standin) -> int:
-    os.link(_in_cache(standin, "through"), _in_cache(standin, "link"))
-    return _offer(standin, _in_cache(standin, "link"), os.O_RDWR)
-
-
-def unlinked_file(standin: Standin) -> int:
-    fd = os.open(_in_cache(standin, "new"), os.O_RDWR | os.O_CREAT)
-    os.unlink(_in_cache(standin, "new"))
-    return standin.register(fd)[0]
-
-
 def file_of_the_mount_itself(standin: Standin) -> int:
     """Anything that touched it would wait for this very process."""
     if os.fork() == 0:
@@ -126,18 +111,7 @@ def two_descriptors(standin: Standin) -> None:
     _wait_for_death()
 
 
-def short_message(standin: Standin) -> None:
-    _send(standin, _TICK[:-1])
-    _wait_for_death()
-
-
-def empty_message(standin: Standin) -> None:
-    _send(standin, b"")
-    _wait_for_death()
-
-
 _OPEN = protocol.pack(protocol.BACKING_OPEN)
-_TICK = protocol.pack(protocol.TICK)
 
 
 def _flood(standin: Standin, *messages: bytes) -> int:
@@ -152,10 +126,6 @@ def _flood(standin: Standin, *messages: bytes) -> int:
         except BlockingIOError:
             time.sleep(0.001)
     return count
-
-
-def flood_of_ticks(standin: Standin) -> int:
-    return _flood(standin, _TICK)
 
 
 def flood_of_everything(standin: Standin) -> int:

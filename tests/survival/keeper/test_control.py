@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import socket
-import stat
 from pathlib import Path
 
 import pytest
@@ -38,20 +37,6 @@ def test_the_keeper_is_small_with_every_file_registered(kept: Kept) -> None:
     text = Path(f"/proc/{status['pid']}/status").read_text()
     [line] = [line for line in text.splitlines() if line.startswith("VmRSS")]
     assert int(line.split()[1]) < MOST_MEMORY_KIB
-
-
-def test_the_descriptor_can_be_handed_to_somebody_else(kept: Kept) -> None:
-    kept.start()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.connect(str(kept.control))
-        sock.sendall(b'{"do": "hand"}\n')
-        _, fds, _, _ = socket.recv_fds(sock, 1000, 1)
-    [fd] = fds
-    try:
-        assert stat.S_ISCHR(os.fstat(fd).st_mode)
-        assert os.fstat(fd).st_rdev == os.makedev(10, 229)
-    finally:
-        os.close(fd)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 from tests.support.survival.keeping import LIMIT_S, Kept, blocked_reader, needs_fuse, needs_root
 from tests.support.waiting import until
@@ -83,10 +81,3 @@ def test_a_mount_that_is_aborted_is_over(kept: Kept) -> None:
     kept.abort()
     assert kept.wait() == 0
     assert kept.processes() == []
-
-
-def test_a_daemon_that_goes_for_no_reason_is_replaced(kept: Kept) -> None:
-    kept.start({"on_sigterm": "exit"})
-    old = kept.status()["daemon"]
-    os.kill(old, signal.SIGTERM)
-    assert kept.served_by_another_than(old)["last_reason"] == "exited with 0"

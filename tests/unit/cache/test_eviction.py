@@ -160,16 +160,6 @@ async def test_a_disk_that_is_taken_away_ends_nothing(
         assert kept(parts, "a") == ["a"]
 
 
-async def test_a_lowered_limit_is_kept_without_a_reader(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        for key in "abcd":
-            await parts.fetch(version(key, MIB))
-        parts.quota._limit = 2 * MIB
-        await parts.evictor.tend()
-        assert parts.quota.used <= 2 * MIB
-        assert kept(parts, *"abcd") == ["a", "b"]
-
-
 async def test_an_evicted_file_leaves_neither_bytes_nor_row(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=MIB) as parts:
         await parts.fetch(version("a", MIB))
@@ -299,35 +289,6 @@ async def test_a_twentieth_of_the_time_is_spent_on_what_other_mounts_keep(
             mock_clock.jump(pause_s)
             assert not await parts.evictor.reserve(MIB)
             assert learned == times
-
-
-async def test_many_streams_at_once_stay_within_the_limit(tmp_path: Path) -> None:
-    limit, worst = 6 * MIB, 0
-    async with cache_in(tmp_path, limit=limit) as parts:
-
-        async def read(index: int) -> None:
-            for number in range(4):
-                one = version(f"{index}-{number}", 2 * MIB)
-                try:
-                    await parts.fetch(one)
-                except NotKeptError:
-                    assert len(await parts.downloader.read_unkept(one, 0, one.size)) == one.size
-
-        async def watch() -> None:
-            nonlocal worst
-            while True:
-                worst = max(worst, parts.bytes_on_disk(), parts.quota.used)
-                await trio.sleep(0.005)
-
-        async with trio.open_nursery() as watching:
-            watching.start_soon(watch)
-            async with trio.open_nursery() as nursery:
-                for index in range(8):
-                    nursery.start_soon(read, index)
-            watching.cancel_scope.cancel()
-        await parts.quiet()
-        assert parts.quota.reserved == 0
-    assert worst <= limit
 
 
 async def test_what_was_closed_since_a_job_began_is_not_evicted_for_it(tmp_path: Path) -> None:

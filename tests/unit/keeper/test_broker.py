@@ -124,6 +124,12 @@ def linked_file(directory: Path) -> int:
     return fd
 
 
+def unlinked_file(directory: Path) -> int:
+    fd = own_file(directory, os.O_RDWR)
+    (directory / "file").unlink()
+    return fd
+
+
 def file_elsewhere(_directory: Path) -> int:
     fd = os.memfd_create("elsewhere")
     os.chown(fd, NOBODY, NOBODY)
@@ -153,6 +159,7 @@ TAKEN = errno.ENOTTY
         (partial(own_file, flags=os.O_RDWR, owner=0), False, errno.EPERM),
         (partial(own_file, flags=os.O_RDONLY, owner=0), True, errno.EPERM),
         (linked_file, False, errno.EMLINK),
+        (unlinked_file, False, TAKEN),
         (fifo, False, errno.EINVAL),
         (lambda path: os.open(path, os.O_RDONLY), False, errno.EBADF),
         (lambda path: os.open(path, os.O_RDONLY), True, errno.EINVAL),

@@ -19,11 +19,8 @@ from fusefs.posix.nodes.inode_table import (
     ROOT_ID,
     Inode,
     InodeTable,
-    Ownership,
 )
 from fusefs.store.interface import ObjectInfo
-
-OWNER = Ownership(1000, 100, 0o640, 0o750)
 
 
 def info(key: str, etag: str = '"1"', size: int = 3, mtime_ns: int = 5) -> ObjectInfo:

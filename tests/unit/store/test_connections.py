@@ -79,16 +79,6 @@ class Holders:
         await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_no_more_run_than_are_allowed(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(2), nursery)
-    for name in "abc":
-        await holders.start(name, demand)
-    assert holders.holding == ["a", "b"]
-    await holders.end("a")
-    assert holders.holding == ["b", "c"]
-    nursery.cancel_scope.cancel()
-
-
 async def test_a_demand_goes_before_a_prefetch_that_waits_longer(nursery: trio.Nursery) -> None:
     holders = Holders(ConnectionBudget(1), nursery)
     await holders.start("running", demand)
@@ -139,15 +129,6 @@ async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nu
     nursery.cancel_scope.cancel()
 
 
-async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(1), nursery)
-    await holders.start("a", demand)
-    await holders.start("b", demand)
-    await holders.cancel("a")
-    assert holders.holding == ["b"]
-    nursery.cancel_scope.cancel()
-
-
 async def test_cancelling_a_waiter_costs_no_other_a_turn(nursery: trio.Nursery) -> None:
     budget = ConnectionBudget(1)
     holders = Holders(budget, nursery)
@@ -173,12 +154,6 @@ async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(
     assert holders.holding == ["c"]
     assert budget.in_use == 1
     nursery.cancel_scope.cancel()
-
-
-def test_being_throttled_halves_what_is_allowed(clock: list[float]) -> None:
-    budget = ConnectionBudget(32, clock=lambda: clock[0])
-    budget.note_throttled()
-    assert budget.allowed == 16
 
 
 def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None:

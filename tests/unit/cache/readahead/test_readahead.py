@@ -277,15 +277,6 @@ def test_a_share_that_gets_smaller_brings_no_more_steps() -> None:
     assert len(downloader.ranges) < before + 40
 
 
-def test_unequal_steps_bring_nothing() -> None:
-    readahead, downloader = readahead_of(1 << 40)
-    at = 1 << 30
-    for number in range(1, 30):
-        at += number * 20 * MIB
-        readahead.reads(at, at + 4096)
-    assert downloader.ranges == []
-
-
 async def test_a_file_that_is_read_all_over_is_fetched_whole(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=1 << 30) as parts:
         big = version("big", 40 * MIB + 5)
@@ -401,15 +392,6 @@ async def test_a_shard_that_is_open_is_passed_over(tmp_path: Path) -> None:
         assert requested_keys(parts) == {files[2].key}
         parts.cache.unpin(read)
         next_files.close()
-
-
-async def test_the_last_shard_has_none_behind_it(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(5)
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        next_files.go_on("d/", files[-1], PART)
-        await parts.quiet()
-        assert not parts.bucket.requested
 
 
 async def test_wrong_guesses_of_the_next_shard_end_the_guessing(tmp_path: Path) -> None:

@@ -207,6 +207,7 @@ async def test_a_rename_waits_for_what_is_under_way(mount: MortalMount) -> None:
     assert mount.store.contents() == YZ
 
 
+@states("Renames of directories that overlap are made one after the other, in their order.")
 async def test_renames_that_overlap_are_made_in_their_order(mount: MortalMount) -> None:
     """Each finds its directory where the one before has put it."""
     mount.store.put("a/s/w", b"w")
@@ -228,6 +229,10 @@ async def test_renames_that_overlap_are_made_in_their_order(mount: MortalMount) 
     assert mount.store.contents() == {"b/t/w": b"w", "b/v": b"x", "b/y": b"y", "b/z": b"z"}
 
 
+@states(
+    "A change that waits for a rename which the bucket refuses to finish fails with the bucket's"
+    " error; the rename is tried again every five seconds, and for each later change."
+)
 async def test_what_waits_for_a_rename_that_is_refused_fails_with_its_error(
     mount: MortalMount,
 ) -> None:
