@@ -22,7 +22,17 @@ import pytest
 
 from fusefs.linux.libc import allocate
 from tests.support.machine.libc import DirectoryStream
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import (
+    WRITABLE,
+    Mount,
+    Mounter,
+    all_sent,
+    cost,
+    fusefs,
+    metadata,
+    status,
+    uploads,
+)
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -30,7 +40,6 @@ from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, content, mounted, python, read_all
 from tests.support.survival.surviving import expect_not_connected
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, all_sent, cost, metadata, status, uploads
 
 pytestmark = pytest.mark.root
 

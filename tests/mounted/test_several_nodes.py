@@ -25,12 +25,11 @@ from tests.mounted.write.test_programs_training import (
     tensors,
     torch_save,
 )
-from tests.support.mounting import Mounter
+from tests.support.mounting import WRITABLE, Mounter
 from tests.support.programs import IS_FULL, run
 from tests.support.semantics import states
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import read_all
-from tests.support.writing import WRITABLE
 
 ROUNDS = 20 if IS_FULL else 5
 NEAR_S, FAR_S, FAR_SHARE = 0.03, 0.3, 0.01

@@ -11,11 +11,13 @@ import contextlib
 import os
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio
@@ -27,6 +29,10 @@ from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Quota
+from fusefs.daemon.jobs.cache_warmer import CacheWarmer
+from fusefs.daemon.jobs.local_copies import LocalCopies
+from fusefs.daemon.jobs.selection import Selector
+from fusefs.settings.mount import MountSettings, MountSource
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ObjectInfo, ObjectVersion, Sink
 from tests.support.memory_store import MemoryStore
@@ -211,3 +217,75 @@ async def cache_in(
             nursery.cancel_scope.cancel()
     finally:
         await cache.aclose()
+
+
+class OneFolder:
+    """A listing of one folder."""
+
+    def __init__(self, files: list[ObjectInfo]) -> None:
+        self._files = files
+
+    def files(self, _prefix: str, behind: str) -> Iterator[ObjectInfo]:
+        yield from (info for info in self._files if info.key > behind)
+        yield from (info for info in self._files if info.key <= behind)
+
+    def next_folder(self, _prefix: str) -> str | None:
+        return None
+
+
+@asynccontextmanager
+async def held(tmp_path: Path) -> AsyncIterator[Parts]:
+    """A cache whose bucket does not answer until `let_go`."""
+    async with cache_in(tmp_path) as parts:
+        parts.bucket.hold()
+        yield parts
+        parts.bucket.let_go()
+        await parts.quiet()
+
+
+def requested_keys(parts: Parts) -> set[str]:
+    return {key for key, _, _ in parts.bucket.requested}
+
+
+NO_ATTRIBUTES = cast(Any, SimpleNamespace(lacks_version=lambda _info: False))
+FRESH = cast(Any, SimpleNamespace(is_fresh=True))
+NEXT_DAEMON = cast(Any, SimpleNamespace(is_fresh=False))
+# What a list of a job may be called.
+LIST = "ab" * 8
+
+
+class WideBucket(Bucket):
+    def counters(self) -> dict[str, int]:
+        return {"connections": 8}
+
+
+def warmer_of(parts: Parts, directory: Path) -> CacheWarmer:
+    source, mountpoint = MountSource("bucket"), directory / "mnt"
+    settings = MountSettings(source=source, mountpoint=mountpoint, cache_dir=directory)
+    bucket = cast(Any, parts.bucket)
+    return CacheWarmer(bucket, parts.cache, parts.downloader, settings, Selector(bucket, ""))
+
+
+@dataclass
+class Jobs:
+    """What a daemon's commands reach."""
+
+    parts: Parts
+    warmer: CacheWarmer
+    copies: LocalCopies
+
+
+@asynccontextmanager
+async def jobs_in(directory: Path, bucket: Bucket) -> AsyncIterator[Jobs]:
+    async with (
+        cache_in(directory / "cache", bucket=bucket) as parts,
+        trio.open_nursery() as nursery,
+    ):
+        warmer = warmer_of(parts, directory)
+        nursery.start_soon(warmer.run, FRESH, NO_ATTRIBUTES)
+        selector = Selector(cast(Any, bucket), "")
+        copies = LocalCopies(
+            parts.cache, parts.evictor, selector, "", nursery, lambda _: (0, 0), warmer.cancel_pins
+        )
+        yield Jobs(parts, warmer, copies)
+        nursery.cancel_scope.cancel()

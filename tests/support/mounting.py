@@ -13,20 +13,25 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fusefs.cli.status import mount_status
 from fusefs.cli.umount import end_mount
+from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import daemon_request
 from fusefs.launch.registry import resolve
 from fusefs.linux import libc
 from fusefs.linux.unmount import UnmountError
 from fusefs.store.s3.conditions import NOT_TRIED
+from fusefs.telemetry.stalls import CAUSES, STALLS
 from tests.support import forked_command
 from tests.support.machine.disks import recorded_by
+from tests.support.servers.buckets import Bucket
 from tests.support.waiting import until
 
 FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
@@ -173,3 +178,67 @@ def _wait_for(handle: int) -> None:
         ended = select.poll()
         ended.register(process, select.POLLIN)
         ended.poll(1000 * LIMIT_S)
+
+
+WRITABLE = "--no-read-only"
+
+
+def uploads(bucket: Bucket) -> list[str]:
+    """The keys of multipart uploads that are neither complete nor aborted."""
+    page = bucket.client.list_multipart_uploads(Bucket=bucket.name)
+    return [one["Key"] for one in page.get("Uploads", [])]
+
+
+def pending(mount: Mount) -> list[dict[str, Any]]:
+    """What the mount says is not in the bucket yet."""
+    found: list[dict[str, Any]] = status(mount)["writing"]["pending"]
+    return found
+
+
+def metadata(bucket: Bucket, key: str) -> dict[str, str]:
+    metadata: dict[str, str] = bucket.client.head_object(Bucket=bucket.name, Key=key)["Metadata"]
+    return metadata
+
+
+def status(mount: Mount) -> dict[str, Any]:
+    """As `mount.status`, without a process; one would close copies of open files."""
+    return control.request(registry.mount_directory(mount.path) / "status.sock", "status", 30)
+
+
+def all_sent(mount: Mount) -> None:
+    """Wait until the bucket has everything, attributes as well."""
+    until(lambda: not pending(mount), "the bucket has everything")
+
+
+def cost(mount: Mount, call: Callable[[], object]) -> dict[str, int]:
+    """Which requests to the bucket a call takes, by their kind."""
+    kinds = ("gets", "heads", "lists", "puts", "copies", "deletes")
+    before = status(mount)["s3"]
+    call()
+    after = status(mount)["s3"]
+    return {kind: after[kind] - before[kind] for kind in kinds if after[kind] != before[kind]}
+
+
+# Of the time that requests wait, the cause that a test makes has this share at least.
+MOST = 0.8
+
+
+@contextmanager
+def mostly(cause: int, mount: Mount | None = None) -> Iterator[None]:
+    """Requests wait for this cause meanwhile for the most part, and not for others."""
+    before = waits(mount)
+    yield
+    waited = {name: seconds - before[name] for name, seconds in waits(mount).items()}
+    total = waited.pop("any")
+    shares = {name: round(seconds / total, 3) for name, seconds in waited.items()}
+    assert shares.pop(CAUSES[cause]) >= MOST, shares
+    assert sum(shares.values()) <= 1 - MOST + 0.01, shares
+
+
+def waits(mount: Mount | None) -> Mapping[str, float]:
+    """The waiting time by cause."""
+    if mount is None:
+        return dict(zip(CAUSES, STALLS.totals().wait, strict=True))
+    metrics = daemon_request(mount.path, {"command": "metrics"}, 5.0)["metrics"]
+    samples = metrics["wait_seconds_total"]["samples"]
+    return {sample["labels"]["cause"]: sample["value"] for sample in samples}

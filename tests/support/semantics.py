@@ -11,6 +11,6 @@ Test = TypeVar("Test", bound=Callable[..., object])
 def states(*sentences: str) -> Callable[[Test], Test]:
     """The test shows these statements, which are quoted word for word.
 
-    tests/packaging/test_semantics.py reads the quotations from the source.
+    tests/packaging/test_documents.py reads the quotations from the source.
     """
     return lambda test: test

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import OLD_KERNEL, Mount, fusefs
+from tests.support.mounting import OLD_KERNEL, WRITABLE, Mount, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -24,7 +24,6 @@ from tests.support.survival.surviving import (
     serving_pid,
 )
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE
 
 SIZE = 3 << 20
 

@@ -1,10 +1,11 @@
-"""`fusefs-csi list`, `fusefs status` in the driver's container, the bounds of inline volumes."""
+"""Volumes of a node: `fusefs-csi list`, `fusefs status`, their number, and their metrics."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from csi.node.pod_records import (
 from fusefs.launch.registry import RUNTIME_VARIABLE
 from tests.support.csi.node import Node, running_node
 from tests.support.csi.node import node as node
+from tests.support.csi.publishing import data as data
 from tests.support.csi.publishing import refused
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.s3_server import ACCESS_KEY, S3Server
+from tests.support.servers.s3_server import ACCESS_KEY, S3Server, free_ports
 from tests.support.waiting import until
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -138,3 +140,35 @@ def test_what_a_killed_driver_left_does_not_count(tmp_path: Path) -> None:
 def test_attributes_of_an_author_are_no_claims() -> None:
     context: dict[str, str] = {CLAIM_NAME: "forged", **pod("p")}
     assert PodRecord.of(Path("/target"), context, is_inline=True).claim == ""
+
+
+POD = {"csi.storage.k8s.io/pod.name": "trainer-0", "csi.storage.k8s.io/pod.namespace": "team"}
+
+
+@pytest.fixture
+def served(data: Bucket) -> Iterator[tuple[Node, str]]:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with running_node(f"--metrics={address}", main=data.server.endpoint_url) as node:
+        yield node, f"http://{address}/metrics"
+
+
+def scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def test_volumes_are_served_with_their_pods(served: tuple[Node, str], data: Bucket) -> None:
+    node, url = served
+    target = node.target("pod")
+    node.publish("vol", target, bucket=data.name, prefix="a", **POD)
+    assert (target / "hello").read_bytes() == b"hello"
+    text = scrape(url)
+    assert 'fusefs_volume_up{volume="vol"} 1.0' in text
+    assert 'fusefs_volume_pod_info{namespace="team",pod="trainer-0",volume="vol"} 1.0' in text
+    assert 'fusefs_requests_total{operation="lookup",outcome="ok",volume="vol"}' in text
+    call = 'fusefs_csi_call_duration_seconds_count{code="OK",method="NodePublishVolume"} 1.0'
+    assert call in text
+    node.unpublish("vol", target)
+    assert 'volume="vol"' not in scrape(url)
+    until(lambda: not node.leftovers(), "nothing is left")

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount
+from tests.support.mounting import WRITABLE, Mount, all_sent, cost, metadata
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, all_sent, cost, metadata
 
 # What other programs write. s3fs tells modes in decimal and, in older versions, whole seconds.
 FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {

@@ -21,14 +21,13 @@ from fusefs.posix.write import recovery
 from fusefs.posix.write.staging import SOURCE
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
-from tests.support.held_copies import HeldCopies
-from tests.support.mounting import Mount, fusefs
+from tests.support.memory_store import HeldCopies
+from tests.support.mounting import WRITABLE, Mount, all_sent, cost, fusefs, metadata
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
-from tests.support.writing import WRITABLE, all_sent, cost, metadata
 
 TIME_NS = 10**18 + 7
 MODE = str(stat.S_IFREG | 0o600)

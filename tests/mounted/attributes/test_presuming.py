@@ -30,12 +30,11 @@ from fusefs.posix.metadata.head_policy import (
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from tests.support.memory_store import SECOND_NS, MemoryStore
-from tests.support.mounting import Mount
+from tests.support.mounting import WRITABLE, Mount, cost, metadata
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
-from tests.support.writing import WRITABLE, cost, metadata
 
 PLAIN = 6 * SAMPLE
 ATTRIBUTES = {"mode": str(stat.S_IFREG | 0o751), "uid": "7"}

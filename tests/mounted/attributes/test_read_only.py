@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.mounting import cost
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
-from tests.support.writing import cost
 
 Describe = Callable[[os.stat_result], dict[str, str]]
 FOLDERS = 10

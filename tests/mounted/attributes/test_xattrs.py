@@ -15,13 +15,12 @@ import pytest
 
 from fusefs.posix.metadata.head_policy import SAMPLE
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
-from tests.support.mounting import Mount, fusefs
+from tests.support.mounting import WRITABLE, Mount, all_sent, cost, fusefs, metadata, status
 from tests.support.programs import need
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
-from tests.support.writing import WRITABLE, all_sent, cost, metadata, status
 
 # What s3fs 1.91 writes for two attributes, one of them with odd bytes.
 S3FS = (

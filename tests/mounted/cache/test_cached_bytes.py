@@ -13,13 +13,12 @@ import pytest
 
 from fusefs.cache.integrity.checksums import unpack
 from tests.support.machine.damage import cached, flip
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.survival.surviving import keeper_status, kill_serving, serving_pid
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE
 
 MIB = 1 << 20
 SMALL = random.Random(1).randbytes(50_000)

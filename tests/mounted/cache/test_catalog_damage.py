@@ -22,13 +22,12 @@ import pytest
 from fusefs.cache.catalog import Catalog, Row, key_ranges
 from fusefs.cache.integrity.damage import KEPT, DamagedCatalogError
 from fusefs.cache.ranges import RangeMap
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.sharing import in_storms
 from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE
 
 BOOT = "boot-1"
 SAMPLE = 80

@@ -14,12 +14,11 @@ import pytest
 from bench.eviction import files, shuffled
 from tests.support.machine.disks import taken_by
 from tests.support.machine.libc import mapped
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.sharing import read_all, stamped
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE
 
 MIB = 1 << 20
 

@@ -12,10 +12,9 @@ import pytest
 
 from tests.support.machine.damage import cached
 from tests.support.machine.failing_disk import FailingDisk, failing_disk
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.writing import WRITABLE
 
 MIB = 1 << 20
 SMALL = random.Random(1).randbytes(50_000)

@@ -1,4 +1,4 @@
-"""`fusefs metrics` on a real mount: over HTTP, and as a file for node_exporter."""
+"""`fusefs metrics` on real mounts: over HTTP, as a file, and what each daemon counts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+from fusefs.launch.mount_requests import daemon_request
+from fusefs.telemetry.metrics import METRICS
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
 from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import free_ports
 from tests.support.waiting import until
 
@@ -64,3 +68,79 @@ def test_an_address_that_is_none_is_a_mistake_of_the_command_line() -> None:
     result = fusefs("metrics", "--listen", "nowhere", check=False)
     assert result.returncode == 2
     assert "127.0.0.1:9811" in result.stderr
+
+
+MIB = 1 << 20
+Metrics = dict[str, Any]
+
+
+def metrics_of(mount: Mount) -> Metrics:
+    answer: Metrics = daemon_request(mount.path, {"command": "metrics"}, 5.0)["metrics"]
+    return answer
+
+
+def number(metrics: Metrics, name: str, **labels: str) -> float:
+    """The sum of the samples of a counter or gauge that have these labels."""
+    return sum(
+        sample["value"]
+        for sample in metrics[name]["samples"]
+        if labels.items() <= sample["labels"].items()
+    )
+
+
+def test_metrics_are_those_of_the_table(bucket: Bucket, mounter: Mounter) -> None:
+    """Opens and requests are counted, and bytes by where they came from."""
+    bucket.put("a", os.urandom(6 * MIB))
+    one = mounter("--passthrough", "off")
+    for _ in range(3):
+        (one.path / "a").read_bytes()
+    metrics = metrics_of(one)
+    assert list(metrics) == list(METRICS)
+    for name, metric in metrics.items():
+        assert metric["type"] == METRICS[name].type
+        assert name.endswith("_total") == (metric["type"] == "counter")
+        for sample in metric["samples"]:
+            assert tuple(sample["labels"]) == METRICS[name].labels
+            assert "buckets" in sample if metric["type"] == "histogram" else "value" in sample
+    assert number(metrics, "requests_total", operation="open", outcome="ok") == 3
+    assert number(metrics, "opens_total", mode="served") == 3
+    assert number(metrics, "opened_passthrough_bytes_total") == 0
+    assert number(metrics, "s3_received_bytes_total") == 6 * MIB
+    assert number(metrics, "s3_requests_total", operation="get", code="200") >= 1
+    assert number(metrics, "read_bytes_total", source="s3") == 6 * MIB
+    assert 0 <= number(metrics, "prefetch_bytes_total", outcome="used") < 6 * MIB
+    assert number(metrics, "prefetch_bytes_total", outcome="wasted") == 0
+    assert number(metrics, "daemon_cpu_seconds_total") > 0
+
+
+def test_a_killed_daemon_is_counted_with_its_pause(bucket: Bucket, mounter: Mounter) -> None:
+    bucket.put("a", b"x")
+    one = mounter("--session", "kernel")
+    pid = one.pid
+    os.kill(pid, signal.SIGKILL)
+    assert (one.path / "a").read_bytes() == b"x"
+    metrics = metrics_of(one)
+    assert number(metrics, "daemon_restarts_total") == 1
+    assert number(metrics, "daemon_pause_seconds_total") > 0
+
+
+def test_what_is_written_is_pending_until_it_is_in_the_bucket(
+    mounter: Mounter, faulty: FaultyS3
+) -> None:
+    options = ("--no-read-only", "--durability", "local")
+    one = mounter(*options, endpoint_url=faulty.endpoint_url)
+    stalled = faulty.add("PUT", "a", stall=True)
+    with open(one.path / "a", "wb", buffering=0) as file:
+        file.write(b"x" * 1000)
+        metrics = metrics_of(one)
+        assert number(metrics, "upload_pending_files") == 1
+        assert number(metrics, "upload_oldest_pending_seconds") == 0  # as long as it is open
+    metrics = metrics_of(one)
+    faulty.remove(stalled)
+    assert number(metrics, "upload_pending_files") == 1
+    assert number(metrics, "upload_pending_bytes") == 1000
+    assert number(metrics, "upload_oldest_pending_seconds") > 0
+    fusefs("sync", one.path)
+    metrics = metrics_of(one)
+    assert number(metrics, "upload_pending_files") == 0
+    assert number(metrics, "s3_sent_bytes_total") >= 1000

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from fusefs.telemetry.stalls import WaitCause
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import Mount, Mounter, fusefs, mostly, waits
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.stalls import mostly, waits
 
 MIB = 1 << 20
 

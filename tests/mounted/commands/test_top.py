@@ -1,4 +1,4 @@
-"""`fusefs top` on real mounts: its screen in a real terminal, its lines, its JSON."""
+"""`fusefs top` and `fusefs profile` on real mounts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter
+from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
 from tests.support.servers.buckets import Bucket
 from tests.support.waiting import until
 
@@ -131,3 +132,39 @@ def test_the_screen_the_lines_and_json_show_all_mounts(
     assert found[str(mount.path)]["is_up"]
     assert found[str(mount.path)]["source"] == f"s3://{bucket.name}/"
     assert "any" in found[str(mount.path)]["stalled"]
+
+
+MIB = 1 << 20
+
+
+def test_what_a_mount_did_is_counted_until_the_command_is_interrupted(
+    bucket: Bucket, mounter: Mounter
+) -> None:
+    bucket.put("data/large", os.urandom(6 * MIB))
+    mount = mounter("--session", "kernel", "--passthrough", "off", "--no-read-only")
+    (mount.path / "before").write_bytes(b"x")
+    with subprocess.Popen(
+        [FUSEFS, "profile", mount.path, "--for", "60s", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "counting for 1 min; Ctrl-C ends it\n"
+        (mount.path / "data" / "large").read_bytes()
+        assert not (mount.path / "data" / "absent").exists()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    interval_s = found["interval_s"]
+    assert round(found["read_s"] * interval_s) == 6 * MIB
+    assert round(found["opens"]["served"] * interval_s) == 1
+    assert found["requests"]["lookup"]["per_s"] > 0
+    assert found["requests"]["read"]["within_s"] > 0
+    assert round(found["outcomes_s"]["refused"] * interval_s) >= 1
+    assert "create" not in found["requests"]
+    assert isinstance(found["advice"], list)
+    text = fusefs("profile", mount.path, "--for", "0.1s").stdout
+    assert text.startswith("requests    0 in 0.")
+    assert text.endswith("advice      nothing stands out\n")

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
+import fsspec.tests.abstract as abstract
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -288,3 +289,46 @@ def test_another_process_finds_the_mounts_anew(place: tuple[str, Path]) -> None:
         finally:
             os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.fixture(scope="module")
+def mounted_bucket(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    bucket = new_bucket(s3)
+    directory: Path = tmp_path_factory.mktemp("conformance")
+    options = ("--no-read-only", "--durability", "local")
+    with sharing.mounted(s3, f"s3://{bucket.name}/", directory, *options):
+        yield bucket.name
+
+
+class Fixtures(abstract.AbstractFixtures):
+    @pytest.fixture
+    def fs(self) -> FusefsFileSystem:
+        return FusefsFileSystem()
+
+    @pytest.fixture
+    def fs_path(self, mounted_bucket: str) -> Iterator[str]:
+        path = f"{mounted_bucket}/of one test"
+        yield path
+        fs = FusefsFileSystem()
+        if fs.exists(path):
+            fs.rm(path, recursive=True)
+
+
+class TestCopy(Fixtures, abstract.AbstractCopyTests):
+    pass
+
+
+class TestGet(Fixtures, abstract.AbstractGetTests):
+    pass
+
+
+class TestPut(Fixtures, abstract.AbstractPutTests):
+    pass
+
+
+class TestOpen(Fixtures, abstract.AbstractOpenTests):
+    pass
+
+
+class TestPipe(Fixtures, abstract.AbstractPipeTests):
+    pass

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.mounting import WRITABLE
 from tests.support.programs import need
 from tests.support.semantics import states
 from tests.support.servers.flat_s3 import FlatS3
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
-from tests.support.writing import WRITABLE
 
 MARKED = ("changed", "copied", "deleted", "listed", "gone")
 CONTENT = b"content of an object whose key ends in a slash"

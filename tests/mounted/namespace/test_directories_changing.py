@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.machine.libc import DirectoryStream
-from tests.support.mounting import Mounter
+from tests.support.mounting import WRITABLE, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted, read_all
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE
 
 TTL_S = 1
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, cost, metadata
 from tests.support.programs import rename_to_a_new_name
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -24,7 +24,6 @@ from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, mounted, python
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, all_sent, cost, metadata
 
 CONTENDERS = 8
 PUBLISHING: dict[str, Callable[[Path, Path], None]] = {

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import trio
 
+from fusefs.diagnosis import bucket
+from fusefs.store.s3.access import S3Settings
+from tests.support.machine.libc import DirectoryStream
+from tests.support.mounting import WRITABLE, Mount, fusefs, status
 from tests.support.semantics import states
 from tests.support.servers.flat_s3 import FlatS3, Stored
 from tests.support.servers.in_process import Answer, Headers
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
-from tests.support.writing import WRITABLE, status
 
 ODD = ('"a\nb"', '"a\0b"', '"\u20ac"', f'"{"x" * (64 << 10)}"')
 
@@ -100,3 +106,82 @@ def test_odd_headers_of_an_object_end_one_request(s3: S3Server, tmp_path: Path) 
                     except OSError:
                         assert key not in ("type", "meta", "version")
             assert mount.pid == pid
+
+
+FILES, FOLDERS, PAGE = 260, 40, 50
+NAMES = sorted([f"{n:03}" for n in range(FILES)] + [f"d{n:02}" for n in range(FOLDERS)])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FlatS3]:
+    with FlatS3(is_ordered=False, page=PAGE) as server:
+        for top in ("large", "moved"):
+            for number in range(FILES):
+                server.put(f"{top}/{number:03}", str(number).encode())
+            for number in range(FOLDERS):
+                server.put(f"{top}/d{number:02}/one", b"1")
+                server.put(f"{top}/d{number:02}/two", b"2")
+        yield server
+
+
+@pytest.fixture
+def mount(server: FlatS3, s3: S3Server, tmp_path: Path) -> Iterator[Mount]:
+    url = server.endpoint_url
+    with mounted(s3, "s3://bucket/", tmp_path, WRITABLE, endpoint_url=url) as mount:
+        yield mount
+
+
+@states(
+    "Where a store lists in no order (Storj, for one), a directory of more than a page is "
+    "listed whole and sorted on the local disk before its first name is shown; the log, "
+    "`fusefs status` and `fusefs doctor` say so."
+)
+def test_a_folder_is_listed_whole(mount: Mount, server: FlatS3) -> None:
+    path = mount.path / "large"
+    before = server.lists
+    assert os.listdir(path) == NAMES
+    assert server.lists - before <= 2 + (FILES + FOLDERS) // PAGE + 2
+    assert (path / "137").read_bytes() == b"137"
+    assert not (path / "absent").exists()
+    seen = {where: sorted(files) for where, _, files in os.walk(path)}
+    assert len(seen) == 1 + FOLDERS
+    assert all(seen[f"{path}/d{number:02}"] == ["one", "two"] for number in range(FOLDERS))
+    assert mount.status()["metadata"]["sorted_listings"] >= 1
+    assert "for the store has no order" in fusefs("status", mount.path).stdout
+    assert mount.log.read_text().count("this store lists in no order") == 1
+    settings = S3Settings("bucket", endpoint_url=server.endpoint_url, anonymous=True)
+    check = partial(bucket.check, settings, "", tries_permissions=False, may_write=False)
+    assert any("lists in no order" in finding.text for finding in trio.run(check))
+
+
+def test_a_place_in_a_stream_is_found_again(mount: Mount) -> None:
+    with DirectoryStream(mount.path / "large") as stream:
+        before = [stream.read() for _ in range(170)]
+        position = stream.tell()
+        rest = stream.names()
+        assert len(before) + len(rest) == 2 + len(NAMES)
+        stream.seek(position)
+        assert stream.names() == rest
+
+
+def test_a_folder_is_renamed_with_all_that_it_has(mount: Mount, server: FlatS3) -> None:
+    old = {key: one for key, one in server.contents().items() if key.startswith("moved/")}
+    (mount.path / "moved").rename(mount.path / "there")
+    there = {key: one for key, one in server.contents().items() if key.startswith("there/")}
+    assert there == {key.replace("moved", "there", 1): one for key, one in old.items()}
+    assert not [key for key in server.objects if key.startswith("moved/")]
+    assert os.listdir(mount.path / "there") == NAMES
+
+
+def test_what_is_made_and_removed_is_shown_at_once(mount: Mount) -> None:
+    """Also where the listing that later pages come from is older."""
+    path = mount.path / "large"
+    assert os.listdir(path) == NAMES
+    (path / "0005").write_bytes(b"new")
+    (path / "250").unlink()
+    expected = sorted([*NAMES, "0005"])
+    expected.remove("250")
+    assert os.listdir(path) == expected
+    (path / "0005").unlink()
+    (path / "250").write_bytes(b"250")
+    assert os.listdir(path) == NAMES

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys
 from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE
 
 NAMES = [f"{number:02}" for number in range(40)]
 root = pytest.mark.root

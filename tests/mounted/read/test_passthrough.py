@@ -14,18 +14,29 @@ import random
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from fusefs.fuse import fast_path
+from fusefs.linux import mountinfo
+from fusefs.linux.mount import READ_AHEAD_KIB
 from tests.support.machine.libc import mapped
-from tests.support.mounting import Mounter
-from tests.support.page_reads import FEW, is_passthrough, read_by_page, requests
+from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.sharing import python, read_all, stamped
+from tests.support.sharing import (
+    FEW,
+    is_passthrough,
+    mounted,
+    python,
+    read_all,
+    read_by_page,
+    requests,
+    stamped,
+)
 
 MIB = 1 << 20
 SMALL = 300_000
@@ -248,3 +259,83 @@ print(hashlib.sha256(view[:]).hexdigest(), flush=True)
         reader.kill()
         reader.communicate()
     assert lines == [hashlib.sha256(data).hexdigest() + "\n"] * 2
+
+
+# An object that is new would be looked up again before each open.
+OPTIONS = ("--session", "kernel", "--metadata-ttl", "indefinite")
+
+
+@pytest.fixture(scope="module")
+def here(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+    shared.put("file", b"x" * 1000)
+    directory = tmp_path_factory.mktemp("here")
+    with mounted(shared.server, f"s3://{shared.name}", directory, *OPTIONS) as mount:
+        yield mount
+
+
+@pytest.mark.root
+def test_the_kernel_reads_further_ahead_than_it_does_by_itself(here: Mount) -> None:
+    mount = mountinfo.find_mount(here.path)
+    assert mount is not None
+    setting = Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb")
+    assert int(setting.read_text()) == READ_AHEAD_KIB == 1024
+
+
+def test_closing_a_handle_that_cannot_write_asks_the_daemon_to_flush_nothing(here: Mount) -> None:
+    path = here.path / "file"
+    path.read_bytes()
+    before = requests(here)
+    for _ in range(100):
+        os.close(os.open(path, os.O_RDONLY))
+    # An OPEN and a RELEASE each.
+    assert requests(here) - before <= 200 + FEW
+
+
+FILES, SIZE = 40, 20_000
+
+needs_compiled = pytest.mark.skipif(not fast_path.IS_BUILT, reason="no compiled code was built")
+
+
+def compiled(mount: Mount) -> int | None:
+    return mount.status()["requests"]["compiled"]
+
+
+def filled(bucket: Bucket, mount: Mount) -> Callable[[int], str]:
+    for number in range(FILES):
+        bucket.put(str(number), stamped(number, SIZE))
+    for number in range(FILES):
+        read_all(mount.path / str(number))
+    return lambda number: os.fspath(mount.path / str(number % FILES))
+
+
+@needs_compiled
+def test_warm_opens_are_answered_by_compiled_code(passthrough: Mounter, bucket: Bucket) -> None:
+    mount = passthrough()
+    path = filled(bucket, mount)
+    before = compiled(mount)
+    assert before is not None
+    for number in range(3 * FILES):
+        with open(path(number), "rb") as file:
+            assert file.read() == stamped(number % FILES, SIZE)
+    after = mount.status()
+    assert after["requests"]["compiled"] > before + 3 * FILES
+    assert after["cache"]["passthrough_opens"] >= 3 * FILES
+
+
+@needs_compiled
+def test_what_compiled_code_has_opened_the_next_daemon_goes_on_with(
+    passthrough: Mounter, bucket: Bucket
+) -> None:
+    """Files that were open when the daemon was killed are read and closed under the next one."""
+    mount = passthrough()
+    path = filled(bucket, mount)
+    files = [open(path(number), "rb", buffering=0) for number in range(FILES)]  # noqa: SIM115
+    pid = mount.status()["daemon"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    for number, file in enumerate(files):
+        assert file.read() == stamped(number, SIZE)
+        file.close()
+    for number in range(FILES):
+        with open(path(number), "rb") as again:
+            assert again.read() == stamped(number, SIZE)
+    assert mount.status()["daemon"]["pid"] != pid

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import content, mounted, read_all, stamped
-from tests.support.writing import WRITABLE
 
 MIB = 1 << 20
 DATA = content("file", 100_003)

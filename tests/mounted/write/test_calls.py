@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from fusefs.linux.libc import allocate
-from tests.support.mounting import Mount
+from tests.support.mounting import WRITABLE, Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE
 
 KEEP_SIZE, PUNCH_HOLE, COLLAPSE_RANGE, ZERO_RANGE, INSERT_RANGE = 0x1, 0x2, 0x8, 0x10, 0x20
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, cost, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, mounted
-from tests.support.writing import WRITABLE, all_sent, cost
 
 SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
 

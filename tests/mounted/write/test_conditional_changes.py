@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from fusefs.store.capabilities import PROBE_NAME
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs, status
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, status
 
 pytestmark = [
     pytest.mark.root,

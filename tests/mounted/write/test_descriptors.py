@@ -8,10 +8,9 @@ import resource
 
 import pytest
 
-from tests.support.mounting import Mounter, fusefs
+from tests.support.mounting import WRITABLE, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
-from tests.support.writing import WRITABLE
 
 pytestmark = pytest.mark.root
 

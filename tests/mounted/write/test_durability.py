@@ -23,13 +23,12 @@ from fusefs.cli import sync
 from fusefs.launch import control, registry
 from fusefs.linux.libc import KEEP_SIZE, allocate
 from tests.support.machine.disks import small_disk
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import Mount, Mounter, fusefs, pending, status
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
-from tests.support.writing import pending, status
 
 LIMIT_S = 60.0
 

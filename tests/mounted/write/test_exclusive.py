@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from fusefs.posix.write.upload_steps import CREATED_BY
-from tests.support.mounting import Mount
+from tests.support.mounting import WRITABLE, Mount, cost, metadata
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import content, mounted
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, cost, metadata
 
 pytestmark = pytest.mark.root
 

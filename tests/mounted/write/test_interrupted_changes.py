@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount
+from tests.support.mounting import WRITABLE, Mount, status
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, mounted, python
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, status
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,13 @@ import trio.testing
 
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import flush as flushing
-from tests.support.mounting import Mount
+from tests.support.mounting import WRITABLE, Mount, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, content, mounted, python
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, status, uploads
 
 MIB = 1 << 20
 OLD = b"the old content" * 1000

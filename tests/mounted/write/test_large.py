@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, allocate
-from tests.support.mounting import Mounter
+from tests.support.mounting import WRITABLE, Mounter, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import content
 from tests.support.survival.surviving import keeper_status, kill_serving, serving_pid
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, status, uploads
 
 MIB = 1 << 20
 

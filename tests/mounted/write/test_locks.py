@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted, python
 from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE
 
 # Tries for both kinds of exclusive lock on a file that it opens for writing.
 OTHER = """

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, fusefs
+from tests.support.mounting import WRITABLE, Mount, all_sent, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, all_sent
 
 pytestmark = pytest.mark.root
 

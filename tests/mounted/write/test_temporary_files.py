@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, cost, pending
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -18,7 +18,6 @@ from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import content, mounted
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, all_sent, cost, pending
 
 pytestmark = pytest.mark.root
 

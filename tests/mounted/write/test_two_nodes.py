@@ -18,13 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, cost, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import PATIENCE_S, in_storms
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, all_sent, cost
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("as_owner")]
 

@@ -12,14 +12,13 @@ import pytest
 
 from fusefs.cli import status_report
 from fusefs.launch import control, registry
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
-from tests.support.writing import WRITABLE, all_sent
 
 pytestmark = pytest.mark.root
 

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 
 LACKS = {
     "it honours no If-Match of DELETE and COPY, and no condition of CompleteMultipartUpload": [
-        "tests/store/test_capabilities.py::test_this_server_honours_all_of_it_and_nothing_is_made",
-        "tests/store/test_capabilities.py::test_what_a_store_ignores_is_found*",
+        "tests/store/test_fencing.py::test_this_server_honours_all_of_it_and_nothing_is_made",
+        "tests/store/test_fencing.py::test_what_a_store_ignores_is_found*",
         "tests/store/test_fencing.py::test_a_strict_condition_keeps_another_clients_object*parts*",
         "tests/store/test_fencing.py::test_a_copy_over_an_expected_object_still_wants_its_source",
         "tests/store/test_fencing.py::test_a_repeated_delete_removes_nothing_of_anothers*",

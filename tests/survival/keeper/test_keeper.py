@@ -1,10 +1,30 @@
-"""The keeper by itself: how a mount that it keeps begins, and how it ends."""
+"""A keeper by itself: how a mount that it keeps begins and ends, and who it works for."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
 
-from tests.support.survival.keeping import LIMIT_S, Kept, blocked_reader, needs_fuse, needs_root
+import pytest
+
+from tests.support.machine.ordinary_user import NOBODY, public_python
+from tests.support.survival.keeping import (
+    LIMIT_S,
+    STANDIN,
+    Kept,
+    blocked_reader,
+    capabilities,
+    error_of,
+    needs_fuse,
+    needs_passthrough,
+    needs_root,
+    put_through,
+)
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
@@ -81,3 +101,69 @@ def test_a_mount_that_is_aborted_is_over(kept: Kept) -> None:
     kept.abort()
     assert kept.wait() == 0
     assert kept.processes() == []
+
+
+@needs_passthrough
+def test_a_daemon_without_any_privilege_passes_files_through(kept: Kept) -> None:
+    content = put_through(kept)
+    os.chown(kept.cache / "through", NOBODY, NOBODY)
+    with public_python() as python:
+        program = [python, str(STANDIN)]
+        kept.start(command=program, uid=NOBODY, gid=NOBODY)
+        assert (kept.mountpoint / "through").read_bytes() == content
+        status = kept.served_by_another_than(kept.kill_daemon())
+        assert status["backing_ids"] == 1
+        assert kept.facts(status["daemon"])["uid"] == NOBODY
+        assert capabilities(status["daemon"]) == 0
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{status['daemon']}/status").read_text()
+        assert (kept.mountpoint / "through").read_bytes() == content
+        # It may not unmount; the keeper does that for it.
+        kept.process.terminate()
+        assert kept.wait() == 0
+        assert kept.connection_now() is None
+
+
+def test_a_keeper_without_privilege_gets_the_mount_from_the_daemon(kept: Kept) -> None:
+    put_through(kept)
+    kept.start(privileged=False)
+    assert error_of(kept.mountpoint / "through") == errno.EPERM
+    status = kept.served_by_another_than(kept.kill_daemon())
+    assert status["connection"]
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+    kept.kill_keeper()
+    kept.served_by_another_than(kept.kill_daemon())
+    kept.umount()
+    until(lambda: kept.processes() == [])
+
+
+def test_an_ordinary_users_mount_is_kept_as_well(kept: Kept) -> None:
+    if shutil.which("fusermount3") is None:
+        pytest.skip("fusermount3 is not installed")
+    if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:
+        pytest.skip("/dev/fuse is not open to ordinary users")
+
+    def read() -> bytes:
+        command = ["cat", str(kept.mountpoint / "plain")]
+        return subprocess.run(
+            command, user=NOBODY, group=NOBODY, stdout=subprocess.PIPE, check=True, timeout=LIMIT_S
+        ).stdout
+
+    kept.directory.chmod(0o777)
+    os.chown(kept.mountpoint, NOBODY, NOBODY)
+    with public_python() as python:
+        kept.start(
+            command=[python, str(STANDIN)],
+            user=NOBODY,
+            privileged=False,
+            uid=NOBODY,
+            gid=NOBODY,
+        )
+        assert read() == b"plain content"
+        kept.served_by_another_than(kept.kill_daemon())
+        assert read() == b"plain content"
+        kept.kill_keeper()
+        kept.served_by_another_than(kept.kill_daemon())
+        assert read() == b"plain content"
+        os.kill(kept.status()["pid"], signal.SIGTERM)
+        until(lambda: kept.processes() == [])
+        assert kept.connection_now() is None

@@ -1,8 +1,9 @@
-"""`fusefs mount`: what it refuses beforehand, and what it says of a daemon that does not start."""
+"""`fusefs mount`, `mount.fusefs` and `fusefs warm` before a daemon runs."""
 
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import stat
@@ -15,14 +16,18 @@ from typing import Any
 import pytest
 
 from csi.main import make_parser
+from fusefs import mount_helper
 from fusefs.cli import mount as mount_command
-from fusefs.cli import parser
+from fusefs.cli import parser, polling
+from fusefs.cli.warm import shard
 from fusefs.diagnosis import doctor
 from fusefs.diagnosis.findings import ok
 from fusefs.launch import log_location, preflight
+from fusefs.mount_helper import OptionError, read_options
 from fusefs.settings.mount import RawValue, build
 from tests.support.commands import run
 from tests.support.commands import runtime as runtime
+from tests.support.semantics import states
 
 
 @pytest.fixture
@@ -325,3 +330,141 @@ def test_a_size_that_may_mean_two_things_is_refused_with_both(
 ) -> None:
     line = refusal(capsys, "s3://bucket", tmp_path, "--cache-size", text, status=2)
     assert f"--cache-size: '{text}' is ambiguous; write {forms}" in line
+
+
+def flags(text: str, *, is_sloppy: bool = False) -> list[str]:
+    return read_options(text.split(","), is_sloppy=is_sloppy)[0]
+
+
+GIVEN = "--allow-other --cache-size=1GiB --metadata-ttl=5m"
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("allow_other,cache_size=1GiB,metadata-ttl=5m", GIVEN),
+        ("ro,config=/etc/data.toml", "--read-only --config /etc/data.toml"),
+        ("allow_other=false,no_delete", "--no-allow-other --no-delete"),
+        ("user=svc,ro", "--user=svc --read-only"),
+        # What mount and systemd handle is left to them.
+        ("defaults,_netdev,nofail,rw,noatime,x-systemd.automount,X-mount.mkdir", ""),
+    ],
+)
+def test_options_are_settings_by_their_names(text: str, given: str) -> None:
+    assert flags(text) == given.split()
+
+
+def test_files_of_credentials_are_named_and_never_keys() -> None:
+    made, variables = read_options(["credentials=/etc/fusefs/keys", "home=/root"])
+    assert (made, variables) == (
+        [],
+        {"AWS_SHARED_CREDENTIALS_FILE": "/etc/fusefs/keys", "HOME": "/root"},
+    )
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "noexec",
+        "suid",
+        "dev",
+        "cache-siz=1",
+        "cache_size",
+        "allow_other=perhaps",
+        "sync",
+        "user",
+        "users",
+        "foreground",
+        "foreground=true",
+        "no_delete=false",
+    ],
+)
+def test_what_cannot_be_had_is_refused(option: str) -> None:
+    with pytest.raises(OptionError):
+        flags(option)
+
+
+def test_a_sloppy_mount_leaves_out_what_is_unknown() -> None:
+    assert flags("noexec,ro", is_sloppy=True) == ["--read-only"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["s3://bucket"],
+        ["s3://b", "/data", "-o"],
+        ["a", "b", "c"],
+        ["s3://b", "/data", "-ofile_mode=0644,bogus"],
+        ["s3://bucket", "/data", "-ocache_size=big"],
+    ],
+)
+def test_a_wrong_command_line_has_mounts_status_for_it(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mount.fusefs", *arguments])
+    assert mount_helper.mount() == mount_helper.USAGE
+    assert capsys.readouterr().err.startswith(("mount.fusefs: ", "fusefs: --cache-size: "))
+
+
+def test_a_list_keeps_its_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "bucket,local:runs/**,auto:a/*"
+    commands: list[list[str]] = []
+    monkeypatch.setattr(mount_helper.program, "main", lambda line: commands.append(line) or 0)
+    options = f"allow_other,durability={text},auto,ro"
+    monkeypatch.setattr("sys.argv", ["mount.fusefs", "s3://b", "/data", "-o", options])
+    assert mount_helper.mount() == mount_helper.SUCCESS
+    flags = ["--allow-other", f"--durability={text}", "--read-only"]
+    assert commands == [["mount", "s3://b", "/data", *flags]]
+
+
+@states(
+    "`fusefs warm --shard N` takes the number of its part from `$JOB_COMPLETION_INDEX`, which an "
+    "Indexed Job of Kubernetes sets."
+)
+def test_a_pod_of_an_indexed_job_knows_its_number() -> None:
+    assert shard("8", {"JOB_COMPLETION_INDEX": "3"}) == (3, 8)
+    assert shard("0/8", {"JOB_COMPLETION_INDEX": "3"}) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "index", "why"),
+    [
+        ("8", None, r"there is no \$JOB_COMPLETION_INDEX; write I/N"),
+        ("3", "3", "'3/3' are numbered from 0 to N-1"),
+        ("8", "two", "'two/8' is not of the form I/N"),
+        ("", "1", "is not of the form I/N"),
+        ("1/2/3", None, "is not of the form I/N"),
+        ("-1/2", None, "is not of the form I/N"),
+        ("2/2", None, "are numbered from 0 to N-1"),
+    ],
+)
+def test_what_is_no_shard_is_refused(text: str, index: str | None, why: str) -> None:
+    environment = {} if index is None else {"JOB_COMPLETION_INDEX": index}
+    with pytest.raises(ValueError, match=why):
+        shard(text, environment)
+
+
+class Terminal(io.StringIO):
+    """Standard error as a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("columns", [20, 200, 0])
+def test_progress_stays_on_one_line_of_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _fd: os.terminal_size((columns, 24)))
+    polling.show_line("41%, 3.1 of 7.5 GiB, 1,234 of 5,678 files")
+    polling.show_line("")
+    shown, cleared = terminal.getvalue().strip("\r").split("\r\r")
+    assert len(shown) == len(cleared) == (columns or 80) - 1
+    assert shown.startswith("41%, 3.1 of 7.5")
+    assert not cleared.strip()

@@ -1,7 +1,8 @@
-"""What the reconciler leaves alone, and what it comes back to."""
+"""The reconciler beside calls for the same mounts, and mounts that move to another daemon."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from csi.daemons.migration import Migration
 from csi.in_flight import Claims
 from csi.node import reconciler
 from csi.node.mount_record import MountRecord
@@ -17,6 +19,8 @@ from csi.node.reconciler import Reconciler
 from csi.node.service import NodeService
 from csi.node.warmup import Warmups
 from csi.volume.options import WarmOption
+from fusefs.keeper import supervisor_protocol
+from fusefs.launch import control
 
 RECORD = MountRecord("key", "volume", "/mounts/key", "s3://b", "me", 1, "", "", 0.0)
 
@@ -109,3 +113,37 @@ def test_a_mount_is_awaited_before_the_call_that_warms_it_releases_its_claim(
     publish = SimpleNamespace(target=tmp_path / "mount")
     assert service._publish(None, publish, "pod", time.monotonic()) == (RECORD, warm)
     assert service._warmups.is_awaited("key")
+
+
+def test_a_supervisor_that_is_slow_still_has_its_daemons(tmp_path: Path) -> None:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        ours.settimeout(0.01)
+        moving = Migration(ours, tmp_path, 1)
+        with its:
+            assert moving._left() == 1
+            for count in (2, 0):
+                its.send(supervisor_protocol.pack(supervisor_protocol.COUNTED, a=count))
+                assert moving._left() == count
+        assert moving._left() == 0
+
+
+def test_a_keeper_of_another_version_keeps_no_other_mount_from_moving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = []
+
+    def answer(keeper: Path, request: dict[str, Any], _timeout_s: float) -> dict[str, Any]:
+        if keeper.name == "odd.keeper":
+            return {"serving": True}
+        if request["do"] == "upgrade":
+            moved.append(keeper.name)
+        return {"is_serving": True, "mountpoint": "/mnt/good"}
+
+    monkeypatch.setattr(control, "exchange", answer)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        moving = Migration(ours, tmp_path, 1)
+        for name in ("odd.keeper", "good.keeper"):
+            moving._move(tmp_path / name)
+    assert moved == ["good.keeper"]

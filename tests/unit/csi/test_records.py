@@ -1,4 +1,4 @@
-"""The driver's records: those that a newer driver has written, and those that cannot be written."""
+"""Records of mounts and pods on a node, and of volumes in their buckets."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import errno
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from csi.controller.bucket_client import ListedObject
+from csi.controller.volume_record import FOLDER, VolumeRecord, VolumeRecords
 from csi.node import drain, record_files, warmup
 from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
@@ -146,3 +149,47 @@ def test_a_pod_starts_though_its_mount_reports_no_progress(
     assert not warmups.blocks_publish(a_record(), warm)
     warmups.forget(a_record().key)
     warmups.begin(a_record(), warm)
+
+
+class PlayedBucket:
+    """A bucket with the records of volumes of these names; `on_get` comes before each answer."""
+
+    url = "aws://bucket"
+
+    def __init__(self, *names: str, on_get: Callable[[], object] = lambda: None) -> None:
+        self.names = names
+        self.read: list[str] = []
+        self._on_get = on_get
+
+    def pages(self, prefix: str) -> Iterator[list[ListedObject]]:
+        for name in self.names:
+            yield [ListedObject(f"{prefix}{name}", f'"{name}"')]
+
+    def get(self, key: str) -> bytes:
+        self._on_get()
+        self.read.append(key)
+        name = key.removeprefix(FOLDER)
+        return VolumeRecord(name, f"{name}/", True, "cluster", 0, {}, "now").to_json()
+
+
+def keys(
+    records: VolumeRecords, *names: str, on_get: Callable[[], object] = lambda: None
+) -> list[str]:
+    bucket = PlayedBucket(*names, on_get=on_get)
+    played: Any = bucket
+    return [key.removeprefix(FOLDER) for key, _ in records.now(played)] + bucket.read
+
+
+def test_records_of_deleted_volumes_are_forgotten() -> None:
+    records = VolumeRecords()
+    for number in range(3):
+        name = f"volume-{number}"
+        assert keys(records, name) == [name, FOLDER + name]
+        assert keys(records, name) == [name]
+    assert len(records._known) == 1
+
+
+def test_a_record_is_listed_though_another_listing_was_made_before_it() -> None:
+    records = VolumeRecords()
+    found = keys(records, "one", "two", on_get=lambda: keys(records))
+    assert found[:2] == ["one", "two"]

@@ -1,21 +1,26 @@
-"""What the kernel session agrees upon with the kernel, and the little that it tells unasked."""
+"""Flags that are agreed upon with the kernel, and requests that meet a fault."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pyfuse3
 import pytest
 import trio
 
-from fusefs.fuse import protocol
-from fusefs.fuse.protocol import Init, Opcode
+from fusefs.fuse import protocol, read_handlers
+from fusefs.fuse.protocol import Fopen, Init, Opcode
+from fusefs.fuse.pyfuse3_session import Pyfuse3Handlers
+from fusefs.fuse.read_handlers import drops_pages, open_out
 from fusefs.fuse.session import Session, UnsupportedKernelError
 from fusefs.posix.nodes.notifier import Notifier
+from fusefs.posix.types import OpenResult
 from tests.support.semantics import states
 
 EVERYTHING = (1 << 64) - 1
@@ -210,4 +215,49 @@ async def test_a_request_that_meets_a_fault_ends_the_daemon_once_and_is_eio_then
         nursery.cancel_scope.cancel()
     size = protocol.OUT_HEADER.size
     assert kernel.end.recv(1 << 16) == protocol.OUT_HEADER.pack(size, -errno.EIO, again)
+    assert "so it goes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("release", "does"),
+    [
+        ("4.20.0", False),
+        ("5.14.0-503.11.1.el9_5.x86_64", False),
+        ("6.1.176", False),
+        ("6.18", False),
+        ("6.18.2-arch1", False),
+        ("6.18.3", True),
+        ("6.18.44-cloud", True),
+        ("6.19.0-rc1", True),
+        ("7.0.1", True),
+        ("unknown", False),
+    ],
+)
+def test_kernels_that_drop_pages_of_what_is_written_past_them_are_known(
+    release: str, *, does: bool
+) -> None:
+    assert drops_pages(release) == does
+
+
+@pytest.mark.parametrize("does", [True, False])
+def test_what_is_written_goes_past_the_pages_of_a_kernel_that_drops_them(
+    monkeypatch: pytest.MonkeyPatch, *, does: bool
+) -> None:
+    monkeypatch.setattr(read_handlers, "_DROPS_PAGES", does)
+    reply = open_out(OpenResult(1, keep_cache=True, may_write=True, is_direct=True))
+    _, flags, _ = protocol.OPEN_OUT.unpack_from(reply)
+    assert flags == (Fopen.DIRECT_IO if does else Fopen.KEEP_CACHE)
+
+
+async def test_a_request_that_meets_a_fault_of_ours_is_eio_and_the_mount_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("so it goes")
+
+    operations: Any = SimpleNamespace(lookup=fail)
+    caller: Any = SimpleNamespace(uid=0, gid=0, pid=1)
+    with caplog.at_level(logging.ERROR), pytest.raises(pyfuse3.FUSEError) as error:
+        await Pyfuse3Handlers(operations).lookup(1, b"name", caller)
+    assert error.value.errno == errno.EIO
     assert "so it goes" in caplog.text

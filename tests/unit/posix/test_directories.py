@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from fusefs.store.errors import AccessDeniedError
 from fusefs.store.interface import ListPage, ObjectInfo
 from tests.support.local_cache import Bucket
 from tests.support.semantics import states
+from tests.support.survival.mortal_mount import MortalMount
 
 
 class Forgetful:
@@ -319,3 +322,28 @@ async def test_what_is_changed_while_its_name_is_requested_is_not_taken_back() -
         bucket.before = change
         assert (await directories.lookup(directory, "a"))[0] == new
         assert bucket.heads == 1
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("key", ["d//file", "d/../file", "d/" + "n" * 256, "d/file"])
+@states(
+    "A directory that has hidden keys alone is not empty: `rmdir` is ENOTEMPTY, also after it"
+    " was listed."
+)
+async def test_a_directory_with_hidden_keys_is_not_removed(
+    tmp_path: Path, key: str, *, is_listed: bool
+) -> None:
+    """It would come back with the next listing. `d/file` is beside `d/file/below`."""
+    mount = MortalMount(tmp_path)
+    for one in ("d/", key) + (("d/file/below",) if key == "d/file" else ()):
+        mount.store.put(one, b"")
+    async with mount.serving() as process:
+        if is_listed:
+            assert await process.listing("d") == (["file"] if key == "d/file" else [])
+        if key == "d/file":
+            await process.unlink("d/file/below")
+            await process.rmdir("d/file")
+        with pytest.raises(OSError, match="d") as caught:
+            await process.rmdir("d")
+        assert caught.value.errno == errno.ENOTEMPTY
+    assert sorted(mount.store.objects) == ["d/", key]

@@ -21,7 +21,7 @@ from fusefs.posix.types import LookupResult, NewAttributes
 from fusefs.posix.write import recovery, staging_record
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
 from fusefs.store.interface import DeleteFailure
-from tests.support.held_copies import HeldCopies
+from tests.support.memory_store import HeldCopies
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 

@@ -1,4 +1,4 @@
-"""How wide the path is: what is measured, and how the width follows."""
+"""The path's width: measured, and shared by the readers who wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from fusefs.cache.readahead.demand import PERIOD_S, Demand
 from fusefs.cache.readahead.path_meter import GAIN, IDLE_S, LEAST_WIDTH, DownloadMeter, PathMeter
 
 MIB = 1 << 20
@@ -138,3 +139,20 @@ def test_readers_share_the_width_while_they_read() -> None:
     assert meter.share(readers[1]) == LEAST_WIDTH // 3
     clock.now += IDLE_S + 1
     assert meter.share(readers[1]) == LEAST_WIDTH
+
+
+def test_readers_that_have_just_been_answered_count_for_a_while() -> None:
+    now = 0.0
+    demand = Demand(lambda: now)
+    for by in (1, 1, 1, -1, -1, -1):
+        demand.change(by)
+    assert (demand.count, demand.peak) == (0, 3)
+    now = 1.5 * PERIOD_S
+    demand.change(1)
+    assert (demand.count, demand.peak) == (1, 3), "the most of the period before"
+    now = 3 * PERIOD_S
+    assert demand.peak == 1
+    demand.change(-1)
+    assert demand.peak == 1
+    now = 6 * PERIOD_S
+    assert demand.peak == 0

@@ -17,8 +17,15 @@ from fusefs.cache.readahead.next_files import NextFiles
 from fusefs.cache.readahead.path_meter import LEAST_WIDTH, PathMeter
 from fusefs.cache.readahead.window import FIRST_WINDOW, TOLERANCE, Readahead
 from fusefs.store.interface import ObjectInfo, ObjectVersion
-from tests.support.fetching_ahead import OneFolder, held, requested_keys
-from tests.support.local_cache import Parts, cache_in, content, version
+from tests.support.local_cache import (
+    OneFolder,
+    Parts,
+    cache_in,
+    content,
+    held,
+    requested_keys,
+    version,
+)
 from tests.support.waiting import eventually
 
 MIB = 1 << 20

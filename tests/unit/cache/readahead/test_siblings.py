@@ -24,8 +24,7 @@ from fusefs.cache.readahead.siblings import (
     Siblings,
 )
 from fusefs.store.interface import ObjectInfo
-from tests.support.fetching_ahead import OneFolder, held, requested_keys
-from tests.support.local_cache import cache_in, version
+from tests.support.local_cache import OneFolder, cache_in, held, requested_keys, version
 from tests.support.waiting import eventually
 
 MIB = 1 << 20

@@ -10,8 +10,15 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.daemon.jobs.cache_warmer import JobSpec
 from fusefs.daemon.jobs.selection import Shard
-from tests.support.local_cache import cache_in, info
-from tests.support.warm_jobs import LIST, NEXT_DAEMON, NO_ATTRIBUTES, WideBucket, warmer_of
+from tests.support.local_cache import (
+    LIST,
+    NEXT_DAEMON,
+    NO_ATTRIBUTES,
+    WideBucket,
+    cache_in,
+    info,
+    warmer_of,
+)
 
 KEYS = [f"key-{number}" for number in range(20)]
 

@@ -1,4 +1,4 @@
-"""Changes of uncertain keys: late requests that come while they are made."""
+"""Changes of uncertain keys: late requests that come while they are made, or after all is done."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any, cast
 
 import pytest
 
-from fusefs.posix.late.request_log import DELETE, Change
-from fusefs.posix.late.uncertain_keys import UncertainKeys
+from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
+from fusefs.posix.late.uncertain_keys import CheckResult, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.posix.types import NewAttributes
+from fusefs.posix.write import recovery
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.store import S3Store
 from tests.support.memory_store import MemoryStore
+from tests.support.survival.mortal_mount import DiedError, MortalMount
 
 
 class Bucket(MemoryStore):
@@ -88,3 +92,99 @@ async def test_a_copy_that_is_undone_each_time_fails(
     entry = late.get("new")
     assert entry is not None
     assert entry.expected is None
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[MortalMount]:
+    made = MortalMount(tmp_path)
+    yield made
+    if isinstance(made.store.unanswered, UncertainKeys):
+        made.store.unanswered.close(remove=False)
+
+
+def kill_after(mount: MortalMount, request: str, key: str) -> None:
+    def die(what: str, of: str) -> None:
+        if (what, of) == (request, key):
+            raise DiedError
+
+    mount.store.after = die
+
+
+def make_uncertain(mount: MortalMount, kind: str, key: str) -> UncertainKeys:
+    """As the next process finds a key whose last change was sent by the killed one."""
+    mount.store.after = lambda _what, _key: None
+    late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
+    late.expect(late.note_unanswered(Change(DELETE, key)), ABSENT, None)
+    late.note_unanswered(Change(kind, key, ("token",)))
+    return late
+
+
+def check(late: UncertainKeys, key: str) -> None:
+    """A late DELETE is repaired."""
+    entry = late.get(key)
+    assert entry is not None
+    assert entry.check(ABSENT) is CheckResult.UNDONE
+
+
+async def test_a_copy_of_a_renamed_directory(mount: MortalMount) -> None:
+    mount.store.put("old/file", b"content")
+    kill_after(mount, "COPY", "new/file")
+    try:
+        async with mount.serving() as process:
+            await process.rename("old", "new")
+    except* DiedError:
+        pass
+    late = make_uncertain(mount, COPY, "new/file")
+    mount.reboot()
+    async with mount.serving() as process:
+        for one in list(process.changes._renames._unfinished):
+            assert await process.changes._renames.finish(one)
+    assert mount.store.count("COPY") == 1
+    assert mount.store.contents() == {"new/file": b"content"}
+    check(late, "new/file")
+
+
+async def test_an_upload(mount: MortalMount) -> None:
+    try:
+        async with mount.serving() as process:
+            fh = await process.create("file", b"content")
+            process.writer.staging.close(next(iter(process.writer.staging)))
+            kill_after(mount, "PUT", "file")
+            await process.close(fh)
+    except* DiedError:
+        pass
+    late = make_uncertain(mount, PUT, "file")
+    mount.reboot()
+    async with mount.serving() as process:
+        assert recovery.adopt(process.writer) == 1
+        for staged in process.writer.staging:
+            await process.writer.uploads.wait(staged)
+    assert mount.store.contents() == {"file": b"content"}
+    check(late, "file")
+
+
+@pytest.mark.parametrize("kind", [DELETE, PUT])
+async def test_attributes_are_kept_where_their_object_may_come_back(
+    mount: MortalMount, kind: str
+) -> None:
+    """A DELETE without an answer may have removed it, and then it is put back; a PUT has not."""
+    mount.store.put("file", b"content")
+    late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
+    late.expect(
+        late.note_unanswered(Change(kind, "file", ("token",))),
+        mount.store.objects["file"].info,
+        None,
+    )
+    async with mount.serving() as process:
+        mutations = process.operations.mutations
+        assert mutations is not None
+        inode = await process.node("file")
+        await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+        del mount.store.objects["file"]
+        deferred = process.writer.deferred
+        if kind == DELETE:
+            with pytest.raises(StoreError, match="late"):
+                await deferred.flush("file")
+        else:
+            await deferred.flush("file")
+        assert deferred.has("file") == (kind == DELETE)

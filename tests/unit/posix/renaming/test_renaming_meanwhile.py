@@ -19,8 +19,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.posix.types import NewAttributes
 from fusefs.store.errors import StoreError, UnreachableError
-from tests.support.held_copies import HeldCopies
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import HeldCopies, MemoryStore
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 

@@ -1,16 +1,22 @@
-"""The log of a mount: bounded, whoever writes to it, and without a gap."""
+"""A daemon's log, metrics, answers and imports."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
+from fusefs.daemon import control_socket, metrics
 from fusefs.daemon.log_handlers import LOOK_EVERY, BoundedHandler, OneLineFormatter
+from fusefs.launch import control
 from tests.support.machine.disks import small_disk
 
 PART = 1 << 18
@@ -89,3 +95,79 @@ def test_a_message_is_one_line_whatever_a_key_has(tmp_path: Path) -> None:
     first, *rest = path.read_text().splitlines()
     assert first.endswith(r"s3://bucket/a\x0a2026-01-01 ERROR \x1b[2J\udcff")
     assert rest[-2:] == ["ValueError: of several", "lines"]
+
+
+async def test_metrics_do_not_wait_for_a_slow_disk_that_holds_all_threads(tmp_path: Path) -> None:
+    """As forty files that are synced at once do."""
+    most = int(trio.to_thread.current_default_thread_limiter().total_tokens)
+    disk = threading.Event()
+    async with trio.open_nursery() as nursery:
+        for _ in range(most):
+            nursery.start_soon(trio.to_thread.run_sync, disk.wait)
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.move_on_after(10) as waiting:
+            assert await metrics._keeper(tmp_path) == {}
+        disk.set()
+    assert not waiting.cancelled_caught
+
+
+async def test_an_answer_that_is_no_json_is_an_error_and_the_next_is_answered(
+    tmp_path: Path,
+) -> None:
+    answers = iter([{"status": {1, 2}}, {"status": "fine"}])
+    path = tmp_path / "status.sock"
+
+    def ask() -> control.Message | str:
+        try:
+            return control.request(path, "status", 30)
+        except control.ControlError as error:
+            return str(error)
+
+    async with trio.open_nursery() as nursery:
+
+        async def serve(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+            await control_socket.serve(path, lambda _: next(answers), task_status=task_status)
+
+        await nursery.start(serve)
+        assert "TypeError" in str(await trio.to_thread.run_sync(ask))
+        assert await trio.to_thread.run_sync(ask) == {"status": "fine"}
+        nursery.cancel_scope.cancel()
+
+
+# As `python -m fusefs.daemon` begins, up to where it would read its settings.
+_START = """
+import json, runpy, subprocess, sys
+started = []
+class Popen(subprocess.Popen):
+    def __init__(self, command, *rest, **named):
+        started.append(command)
+        super().__init__(command, *rest, **named)
+subprocess.Popen = Popen
+sys.stdin.close()
+try:
+    runpy.run_module("fusefs.daemon", run_name="__main__")
+except BaseException:
+    pass
+print(json.dumps([started, sorted(sys.modules)]), file=sys.stderr)
+"""
+
+
+def test_a_daemon_imports_what_each_mount_needs_and_starts_no_process_for_it() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", _START], stderr=subprocess.PIPE, check=True, text=True
+    )
+    started, modules = json.loads(ended.stderr.splitlines()[-1])
+    assert started == []
+    assert "fusefs.posix.operations" in modules
+    rare = {"boto3", "botocore", "xml.dom", "pyfuse3"}
+    # What is another process's, or most mounts have no use for.
+    rare |= {"argparse", "asyncio", "multiprocessing", "unittest", "urllib.request", "zipfile"}
+    rare |= {
+        "fusefs.cli",
+        "fusefs.diagnosis",
+        "fusefs.exporter",
+        "fusefs.top",
+        "fusefs.keeper.main",
+    }
+    rare |= {"fusefs.cluster_cache.cluster_cache", "fusefs.fuse.pyfuse3_session"}
+    assert not rare & set(modules)

@@ -1,9 +1,13 @@
-"""Files that somebody still has open when another program closes them, without a kernel."""
+"""Staged files: which wait, which are sent, and what a full disk leaves of them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,8 @@ import trio
 import trio.testing
 
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import appends, backlog
+from fusefs.posix.write import appends, backlog, staging_record
+from fusefs.posix.write.temporary_names import has_random_part, is_temporary
 from fusefs.store.errors import StoreError
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, MortalMount
@@ -162,3 +167,95 @@ async def test_with_local_durability_each_close_is_safe_on_the_disk(
         await process.writer.flusher.flush(fh)
     # With the first one the file that names the bucket.
     assert synced == [b"one", b"test", b"one two"]
+
+
+def test_two_programs_may_sync_one_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=10)
+    monkeypatch.setattr(os, "fsync", lambda _fd: both.wait())
+    write = partial(staging_record.write, str(tmp_path / "16"), b"record", is_safe=True)
+    with ThreadPoolExecutor() as threads:
+        for done in [threads.submit(write) for _ in range(2)]:
+            done.result()
+    assert os.listdir(tmp_path) == ["16.json"]
+
+
+async def test_a_file_that_could_not_be_created_is_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = MortalMount(tmp_path)
+    async with mount.serving() as process:
+        root = process.operations.inodes.root
+        known = set(process.operations.inodes.by_id)
+
+        def fail(_inode: object) -> int:
+            raise OSError(errno.ENOSPC, "the disk is full")
+
+        monkeypatch.setattr(process.writer.staging, "prepare", fail)
+
+        async def create(flags: int) -> None:
+            mode = stat.S_IFREG | 0o644
+            answer = process.writer.create(root, f"{flags}.lock", mode, flags, process.caller())
+            assert not isinstance(answer, tuple)
+            await answer
+
+        for flags in (os.O_RDWR, os.O_RDWR | os.O_EXCL):
+            with pytest.raises(OSError, match="full"):
+                await create(flags)
+        assert set(process.operations.inodes.by_id) == known
+    assert mount.store.contents() == {}
+
+
+def test_a_record_that_the_disk_does_not_take_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "write", lambda _fd, _data: 1)
+    with pytest.raises(OSError, match="space"):
+        staging_record.write(str(tmp_path / "16"), b"record")
+    assert os.listdir(tmp_path) == []
+
+
+RANDOM = (".tmpAb3xYz", "tmpk2_xw9qz", "tmp_obj_a7Bc9d", "tmp_pack_Xy12ab", "tmp.5oXhbEd7fK")
+FILES = (
+    "tmpk2_xw9qz.json",
+    "sedB3kLmX",
+    ".model.bin.Xy12aB",
+    "mod.cpython-311.pyc.140234",
+    ".~notebook.ipynb",
+    "RECORDx_9ab2k1.tmp",
+    "state.json.tmp-1234",
+    "model.safetensors.incomplete",
+    "data.csv.partial",
+)
+LASTING = (
+    "tmp",
+    "tmp_results",
+    "template.py",
+    "page.tmpl",
+    ".vimrc.backup",
+    "uv.lock",
+    ".~lock.sheet.ods#",
+    "a.pyc",
+    "party",
+)
+
+
+@states(
+    "Temporary are names with a random part (those of Python's and Rust's tempfile, of `mktemp`,"
+    " git and rsync), NAME.tmp, NAME.temp, NAME.part, NAME.partial, NAME.incomplete, .~NAME, the"
+    " first names of compiled Python modules and of `sed -i`, and NAME.lock if O_EXCL created it."
+)
+def test_names_of_temporary_files() -> None:
+    for name in (*RANDOM, *FILES):
+        assert is_temporary(f"a/{name}", is_exclusive=False), name
+    for name in LASTING:
+        assert not is_temporary(f"a/{name}", is_exclusive=False), name
+    assert is_temporary("a/index.lock", is_exclusive=True)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_what_is_below_a_random_name_is_temporary(name: str) -> None:
+    assert has_random_part(name)
+    assert is_temporary(f"{name}/package/a.py", is_exclusive=False)
+    assert not is_temporary("a.tmp/package/a.py", is_exclusive=False)
