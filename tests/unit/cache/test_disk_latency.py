@@ -113,6 +113,7 @@ async def test_a_cache_file_that_opens_slowly(
 ) -> None:
     async with cache_in(tmp_path) as parts:
         await read(parts, "a")
+        await parts.quiet()  # else its download has it open
         monkeypatch.setattr(Disk, "open", slowly(Disk.open))
         with mostly(WaitCause.CACHE_DISK):
             await read(parts, "a")
