@@ -9,6 +9,7 @@ from typing import Any
 from fusefs.cli import polling, sync
 from fusefs.cli.status_report import human_size
 from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import daemon_request
 from fusefs.settings.display import shown
 
 # What the beginnings of names say of jobs, and not of paths.
@@ -64,6 +65,26 @@ def drop(path: Path, *, is_forced: bool) -> bool:
         texts.append(f"{_files(job, 'pending_')} not in the bucket yet")
     print(shown(f"{path}: {'; '.join(texts)}"))
     return not is_pinned and not job["in_use_files"]
+
+
+def give_up(path: Path) -> bool:
+    """Give up what the bucket lacks at and below a path, and print it; False if some stays.
+
+    Raises:
+        CommandError: `path` is in no mount.
+        ControlError: the mount has ended, or S3 does not tell what it has.
+    """
+    mountpoint, below = sync.find(path)
+    files, in_use, remaining = 0, 0, 1
+    while remaining:
+        message = {"command": "give up", "path": below}
+        answer = daemon_request(mountpoint, message, polling.SILENCE_S)
+        files += answer["files"]
+        in_use, remaining = len(answer["in_use"]), answer["remaining"]
+    kept = f"; what was written is in {answer['kept']}, as edited-N" if files else ""
+    busy = f"; {in_use:,} in use, which stay: {', '.join(answer['in_use'][:5])}" if in_use else ""
+    print(shown(f"{path}: {files:,} file{'s' * (files != 1)} given up{kept}{busy}"))
+    return not in_use
 
 
 def status(mountpoint: Path, below: str) -> Job:

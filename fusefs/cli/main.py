@@ -261,7 +261,10 @@ def _drop(options: argparse.Namespace) -> int:
     from fusefs.cli import local_copies
 
     paths = _paths(options.paths)
-    are_dropped = [local_copies.drop(path, is_forced=options.force) for path in paths]
+    if options.unsent:
+        are_dropped = [local_copies.give_up(path) for path in paths]
+    else:
+        are_dropped = [local_copies.drop(path, is_forced=options.force) for path in paths]
     return 0 if all(are_dropped) else 1
 
 

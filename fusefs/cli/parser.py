@@ -278,7 +278,15 @@ _COMMANDS = (
         "bucket keeps them. Copies of files that programs have open stay, and so does what is not "
         "in the bucket yet. The command names files in use, and fails if a copy stays because it "
         f"is in use or pinned. {_PATTERNS}",
-        (_PATHS, _switch("--force", "drop pinned copies as well; they stay pinned")),
+        (_PATHS,),
+        (
+            _switch("--force", "drop pinned copies as well; they stay pinned"),
+            _switch(
+                "--unsent",
+                "give up what could not be uploaded: files are as the bucket has them, and what "
+                "was written stays in the cache directory, where no mount takes it up",
+            ),
+        ),
     ),
     _Command(
         "sync",

@@ -1,4 +1,8 @@
-"""`fusefs umount`: ends a mount in the ordinary way, lazily, or by force."""
+"""`fusefs umount`: ends a mount in the ordinary way, lazily, or by force.
+
+Its exit status is a promise: 0 only if the bucket has everything. When the processes of the mount
+have ended, the local disk tells (left_behind.py), also of a daemon that was stopped or killed.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fusefs.cli import polling, sync
+from fusefs.cli import left_behind, polling, sync
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
-from fusefs.launch.mount_requests import keeper_pid, keeper_status
+from fusefs.launch.mount_requests import daemon_pid, keeper_pid, keeper_status
 from fusefs.linux import mountinfo, processes, unmount
 
 ANSWER_TIMEOUT_S = 2.0
@@ -23,29 +27,55 @@ ANSWER_TIMEOUT_S = 2.0
 UMOUNT_TIMEOUT_S = 120.0
 FORCE_TIMEOUT_S = 5.0
 SLOW_S = 5.0
+# A keeper replaces a daemon that is silent for 30 s (`--hang-timeout`), and the next one starts.
+NEXT_DAEMON_S = 45.0
 
 
 def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
     """End a mount and wait for the end of its processes.
 
     Raises:
-        CommandError, UnmountError: it is not a mount of fusefs, is in use, or does not end.
+        CommandError, UnmountError: it is not a mount of fusefs, is in use, does not end, or has
+            ended with files that are not in the bucket.
     """
     mount = mountinfo.find_mount(mountpoint)
     registration = registry.registration_of(mountpoint)
     if mount is None or not mount.is_fusefs:
         raise CommandError(f"{mountpoint} is not a mount of fusefs")
     os.chdir("/")  # this process is not to be what keeps it busy
+    staging = registry.staging_of(mountpoint)
     if is_forced:
         _end_by_force(mount, registration)
+        remaining = []
     else:
-        _end(mountpoint, registration, is_lazy=is_lazy)
+        remaining = _end(mountpoint, registration, has_staging=staging is not None, is_lazy=is_lazy)
+    if is_lazy and remaining:
+        raise CommandError(
+            f"{mountpoint} is detached; {sync.describe(remaining)}. The daemon goes on with them;"
+            " without --lazy the command waits for that"
+        )
+    left = remaining if staging is None else left_behind.find(staging, remaining)
+    if left and not is_lazy:
+        where = f"in {staging}" if staging is not None else "on the local disk"
+        raise CommandError(
+            f"{mountpoint} is unmounted; {sync.describe(left)}. These files stay on the local "
+            f"disk, {where}, and are uploaded when the bucket is mounted there again with the "
+            "same cache directory"
+        )
 
 
-def _end(mountpoint: Path, registration: registry.Registration | None, *, is_lazy: bool) -> None:
+def _end(
+    mountpoint: Path,
+    registration: registry.Registration | None,
+    *,
+    has_staging: bool,
+    is_lazy: bool,
+) -> list[dict[str, Any]]:
+    """Unmount, and wait for the end of the processes; return what the daemon could not upload."""
     daemon = registration.pid if registration and registration.is_alive() else None
     keeper = _keeper_pid(mountpoint)
-    remaining = [] if daemon is None or is_lazy else _finish_uploads(mountpoint)
+    patience_s = NEXT_DAEMON_S if has_staging and keeper is not None and not is_lazy else 0.0
+    remaining = _finish_uploads(mountpoint, patience_s, timeout_s=0.0 if is_lazy else math.inf)
     try:
         with _notice_if_slow(f"the kernel is unmounting {mountpoint}"):
             unmount.umount_path(mountpoint, is_lazy=is_lazy)
@@ -55,31 +85,31 @@ def _end(mountpoint: Path, registration: registry.Registration | None, *, is_laz
         raise CommandError(f"{mountpoint}: {error}") from None
     # A lazy unmount ends when the last user is gone, which may take hours.
     if is_lazy:
-        return
-    for pid in (daemon, keeper):
+        return remaining
+    # Another daemon may have taken the place of the first meanwhile.
+    for pid in dict.fromkeys((daemon, daemon_pid(mountpoint), keeper)):
         with _notice_if_slow(f"process {pid} of {mountpoint} is ending; its log has the details"):
             has_ended = pid is None or _has_ended(pid, UMOUNT_TIMEOUT_S)
         if not has_ended:
             raise CommandError(
-                f"{mountpoint} is unmounted, but its process {pid} has not ended "
-                f"within {UMOUNT_TIMEOUT_S:.0f} s"
+                f"{mountpoint} is unmounted, but its process {pid} has not ended within "
+                f"{UMOUNT_TIMEOUT_S:.0f} s; what is not in the bucket yet stays on the local disk"
             )
     registry.unregister(mountpoint)
-    if remaining:
-        raise CommandError(
-            f"{mountpoint} is unmounted; {sync.describe(remaining)}. These files stay on the local "
-            "disk and are uploaded when the bucket is mounted there again with the same cache "
-            "directory"
-        )
+    return remaining
 
 
-def _finish_uploads(mountpoint: Path) -> list[dict[str, Any]]:
-    """Wait for the uploads of written files; return the files that cannot be uploaded."""
+def _finish_uploads(mountpoint: Path, patience_s: float, timeout_s: float) -> list[dict[str, Any]]:
+    """Wait for the uploads of written files; return the files that cannot be uploaded.
+
+    Without an answer there are none: the local disk tells then.
+    """
+    progress = sync.progress_display()
     try:
         with _notice_if_slow(f"files written to {mountpoint} are being uploaded"):
-            return sync.wait(mountpoint, "", math.inf, sync.progress_display())
+            return sync.wait(mountpoint, "", timeout_s, progress, patience_s=patience_s)
     except control.ControlError:
-        return []  # its exit will show
+        return []
     finally:
         polling.show_line("")
 

@@ -103,6 +103,8 @@ USER_ERRORS = (
 )
 INIT_TIMEOUT_S = 30
 COMPACT_EVERY_S = 10.0
+# A mount waits so long at most for what the store says to a first PUT, once a day.
+PROBE_S = 2.0
 # How often a mount that was taken over tries to be found by commands.
 REGISTER_EVERY_S = 5.0
 # Called with warnings for the user when the mount answers.
@@ -143,7 +145,7 @@ class Daemon:
             await self._open_cache()
             self.prober = self._prober()
             await self.prober.recall()
-            if self._is_strict and (self._takeover is None or self._takeover.is_fresh):
+            if self._is_strict and self._is_fresh:
                 await self.prober.require_strict()
             async with trio.open_nursery() as nursery:
                 self._build(nursery)
@@ -251,7 +253,7 @@ class Daemon:
     async def _open_cache(self) -> None:
         settings = self.settings
         directory = settings.cache_dir / self._principal_directory()
-        is_fresh = self._takeover is None or self._takeover.is_fresh
+        is_fresh = self._is_fresh
         opening = partial(setup.open_cache, in_any_case=not is_fresh)
         self.cache, self.pages = await trio.to_thread.run_sync(
             opening, settings, directory, self._identity
@@ -264,6 +266,11 @@ class Daemon:
     def _identity(self) -> str:
         """What tells the mount's bucket from others."""
         return f"{self.settings.endpoint_url or 'aws'}/{self.settings.source.bucket}"
+
+    @property
+    def _is_fresh(self) -> bool:
+        """True for a new mount, False for one that is taken over."""
+        return self._takeover is None or self._takeover.is_fresh
 
     @property
     def _is_strict(self) -> bool:
@@ -304,6 +311,10 @@ class Daemon:
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_ended, session, serving)
                     await trio.to_thread.run_sync(mount.raise_read_ahead, mountpoint)
+                    if self.operations.mutations is not None:
+                        nursery.start_soon(self.prober.run)
+                        with trio.move_on_after(PROBE_S if self._is_fresh else 0.0):
+                            await self.prober.has_tried.wait()
                     if self._is_gone():
                         raise MountError(f"the mount on {mountpoint} ended at once; see the log")
                     logger.info("serving %s on %s", self.settings.source, mountpoint)
@@ -319,7 +330,6 @@ class Daemon:
                     if self.operations.mutations is not None:
                         nursery.start_soon(self.operations.mutations.writer.backlog.run)
                         nursery.start_soon(self.operations.mutations.changes.run)
-                        nursery.start_soon(self.prober.run)
                     if self.watched is not None:
                         repairer = Repairer(self.watched, self.operations.show_repaired)
                         nursery.start_soon(repairer.run)
@@ -337,7 +347,7 @@ class Daemon:
         try:
             await self._answer_commands(nursery)
         except (OSError, registry.MountsError) as error:
-            if self._takeover is None or self._takeover.is_fresh:
+            if self._is_fresh:
                 raise
             # Programs are served without that. The disk of /run may have room later.
             logger.error("commands do not find this mount for now: %s", error)
@@ -353,12 +363,20 @@ class Daemon:
 
     async def _answer_commands(self, nursery: trio.Nursery) -> None:
         mountpoint = self.settings.mountpoint
-        registry.register(mountpoint, str(self.settings.source), os.getpid())
+        writer = self.operations.writer
+        staging = writer.staging.directory if writer is not None else None
+        registry.register(mountpoint, str(self.settings.source), os.getpid(), staging)
         socket = registry.mount_directory(mountpoint) / "status.sock"
         await nursery.start(control_socket.serve, socket, partial(status.answer, self))
 
     def _warnings(self) -> list[str]:
         settings, warnings = self.settings, []
+        if self.prober.denial:
+            warnings.append(
+                f"these credentials may not write to {settings.source} ({self.prober.denial}): what"
+                " programs write stays on this machine; mount with --read-only, or with credentials"
+                " that have s3:PutObject"
+            )
         if settings.source.prefix and self.store.is_prefix_empty:
             warnings.append(f"there is nothing below {settings.source} (yet): is the prefix meant?")
             # Each new claim begins so: a warning is for the person who typed the prefix.

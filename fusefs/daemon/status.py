@@ -22,6 +22,7 @@ from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes import names
 from fusefs.posix.write.backlog import UPLOADING
 from fusefs.posix.write.writer import Writer
+from fusefs.store.errors import StoreError
 from fusefs.telemetry.stalls import CAUSES, STALLS
 
 logger = logging.getLogger("fusefs.daemon")
@@ -78,6 +79,8 @@ def answer(
             _check(path)
             copies = daemon.local_copies
             return copies.job(path, is_new=is_first, drops=True, is_forced=force).describe()
+        case {"command": "give up", "path": str(path)}:
+            return _give_up(daemon, path)
         case {"command": "clear cluster cache", "start": bool(is_first)}:
             if daemon.cluster_cache is None:
                 raise ControlError("the mount has no cluster cache")
@@ -99,6 +102,18 @@ async def _warm(daemon: MountParts, path: str, request: dict[str, Any]) -> dict[
         raise ControlError("the request can't be read") from None
     job = await daemon.warmer.start(spec)
     return job.describe(daemon.cache.quota.limit)
+
+
+async def _give_up(daemon: MountParts, path: str) -> dict[str, Any]:
+    """Give up what the bucket lacks at and below a path; see `Backlog.give_up`."""
+    writer = daemon.operations.writer
+    if writer is None:
+        raise ControlError("a read-only mount has nothing to give up")
+    try:
+        answer = await writer.backlog.give_up(daemon.settings.source.prefix + path)
+    except StoreError as error:
+        raise ControlError(f"the bucket does not tell what it has: {error}") from error
+    return answer | {"kept": str(writer.staging.directory)}
 
 
 async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dict[str, Any]:

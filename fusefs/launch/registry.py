@@ -30,6 +30,8 @@ RUNTIME_VARIABLE = "FUSEFS_RUNTIME_DIRECTORY"
 # Where it is for users without a session of their own, and for all that have one.
 TEMPORARY = "/tmp"
 SESSIONS = "/run/user"
+# The link to the directory of a mount's files that are not uploaded yet.
+STAGING = "staging"
 _MAX_RECORD = 1 << 16  # bytes
 MAX_LINKS = 40  # as many symbolic links as the kernel itself follows
 
@@ -246,8 +248,11 @@ def _make(path: Path, mode: int, *, owners: tuple[int, ...]) -> None:
         path.chmod(mode)
 
 
-def register(mountpoint: Path, source: str, pid: int) -> Registration:
+def register(mountpoint: Path, source: str, pid: int, staging: Path | None = None) -> Registration:
     """Put a mount and its running daemon on record.
+
+    With the directory of its files that are not uploaded yet, which commands look at when the
+    mount's processes are gone.
 
     Raises:
         MountsError: there is no such process, or the directory can't be used.
@@ -258,8 +263,16 @@ def register(mountpoint: Path, source: str, pid: int) -> Registration:
         raise MountsError(f"there is no process {pid}")
     registration = Registration(str(mountpoint), source, pid, started)
     directory = mount_directory(mountpoint)
+    if staging is not None:
+        (directory / STAGING).unlink(missing_ok=True)
+        (directory / STAGING).symlink_to(staging)
     files.replace(directory / "mount.json", json.dumps(registration._asdict()) + "\n")
     return registration
+
+
+def staging_of(mountpoint: Path) -> Path | None:
+    """The directory of a mount's files that are not uploaded yet; None for a read-only mount."""
+    return _link_target(directory_of(mountpoint) / STAGING)
 
 
 def unregister(mountpoint: Path, *, pid: int | None = None) -> None:

@@ -64,6 +64,9 @@ class Prober:
         self._fails_on_conflict = fails_on_conflict
         self._identity = f"{identity} in parts" if fails_on_conflict else identity
         self._is_passive = bool(why_not)
+        # Set once nothing more is tried, or tried later; `denial` is S3's refusal to write, or "".
+        self.has_tried = trio.Event()
+        self.denial = ""
         if why_not:
             store.fence.why_unknown = why_not
 
@@ -96,13 +99,15 @@ class Prober:
             try:
                 await self._probe()
             except AccessDeniedError as error:
-                self._fence.why_unknown = str(error)
+                self._fence.why_unknown = self.denial = str(error)
                 logger.info("what the store honours could not be tried: %s", error)
                 break
             except StoreError as error:
                 self._fence.why_unknown = str(error)
                 logger.info("what the store honours is tried again later: %s", error)
+                self.has_tried.set()
                 await trio.sleep(AGAIN_S)
+        self.has_tried.set()
         if self._fence.capabilities.conditions is False:
             logger.warning(
                 "this store ignores conditions: where two mounts create a file with O_EXCL"

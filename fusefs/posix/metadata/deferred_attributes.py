@@ -254,6 +254,15 @@ class DeferredAttributes:
         if self._by_key.pop(key, None) is not None:
             self._note_done(key)
 
+    async def give_up(self, key: str) -> int:
+        """Give up what waits, as `pending`; return how many files have the bucket's attributes."""
+        given_up = self.pending(key)
+        for entry in given_up:
+            await self.settle(entry.key)
+            self.drop(entry.key)
+            self._lost(entry.info)
+        return len(given_up)
+
     def _note_done(self, key: str) -> None:
         self._note_less()
         self._log.done([key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import trio
 
@@ -21,6 +22,8 @@ logger = logging.getLogger("fusefs.writing")
 RETRY_S = 5.0
 # An end that takes longer says what it waits for.
 SLOW_S = 3.0
+# How long one request of a command gives files up.
+GIVE_UP_S = 2.0
 # The states of a file that is on its way, and of one that is not to be yet.
 UPLOADING = "uploading"
 OPEN = "open"
@@ -77,6 +80,27 @@ class Backlog:
                 continue
             staged.error = None
             self._uploads.start(staged).hurry.set()
+
+    async def give_up(self, key: str) -> dict[str, Any]:
+        """Have what the bucket lacks at and below a key be as the bucket has it, for a while.
+
+        What was written stays on the disk, where no mount takes it up. `files` counts those that
+        were given up, `in_use` names those that programs have open, `remaining` counts others.
+
+        Raises:
+            StoreError: S3 does not tell what it has.
+        """
+        files, in_use = await self._deferred.give_up(key), []
+        waiting = self.files(key)
+        with trio.move_on_after(GIVE_UP_S):
+            while waiting:
+                staged = waiting[-1]
+                if await self._uploads.give_up(staged):
+                    files += 1
+                else:
+                    in_use.append(staged.key)
+                waiting.pop()
+        return {"files": files, "in_use": in_use, "remaining": len(waiting)}
 
     async def drain(self, limit_s: float) -> None:
         """Upload what is pending, once, if that takes no longer; the rest stays on the disk.

@@ -420,7 +420,8 @@ class Flusher:
     def _set_aside(self, staged: StagedFile, theirs: ObjectInfo | None) -> None:
         """A file's name is another object's (None: nothing's).
 
-        What was written to the file can't be whole any more, and stays on the disk alone.
+        What was written to the file can't be whole any more, or was given up, and stays on the
+        disk alone.
         """
         inode = staged.inode
         assert inode.parent is not None
@@ -431,7 +432,7 @@ class Flusher:
             self._settle(staged)
             return
         kept = self._staging.set_aside(staged)
-        logger.error("%s was replaced while it was edited: the edits are in %s", staged.key, kept)
+        logger.error("%s is what the bucket has: what was written to it is in %s", staged.key, kept)
         self._inodes.drop_unknown(inode)
 
     def _has(self, inode: Inode, info: ObjectInfo) -> None:

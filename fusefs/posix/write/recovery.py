@@ -30,7 +30,13 @@ from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.write import aborts
 from fusefs.posix.write.staging import SOURCE
-from fusefs.posix.write.staging_record import load, on_record, remove_unrecorded, write
+from fusefs.posix.write.staging_record import (
+    is_uploaded,
+    load,
+    on_record,
+    remove_unrecorded,
+    write,
+)
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo
 
@@ -254,7 +260,7 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
     else:
         status = os.fstat(fd)
         os.close(fd)
-        has_all = _is_uploaded(record, status)
+        has_all = is_uploaded(record, status)
         if not has_all and record["is_closed"] and not record["is_unlinked"]:
             logger.warning("%s waits in %s for a mount that has the name", record["key"], path)
             return False
@@ -331,7 +337,7 @@ def _give_way(
     """Leave a file's name to what was written to it later."""
     status = os.fstat(fd)
     # Taken up by a process that was killed before it had ended that, or in the bucket already.
-    is_there = os.path.samestat(status, os.fstat(younger.fd)) or _is_uploaded(record, status)
+    is_there = os.path.samestat(status, os.fstat(younger.fd)) or is_uploaded(record, status)
     os.close(fd)
     if is_there:
         _unlink(path)
@@ -341,12 +347,6 @@ def _give_way(
     path.rename(kept)
     path.with_suffix(".json").unlink(missing_ok=True)
     logger.warning("%s was written anew: what it was before is in %s", record["key"], kept)
-
-
-def _is_uploaded(record: Mapping[str, Any], status: os.stat_result) -> bool:
-    """Whether the bucket had a content as it is."""
-    stamp = status.st_size, status.st_mtime_ns
-    return record["uploaded"] is not None and tuple(record["uploaded"]) == stamp
 
 
 def _node(writer: Writer, key: str, etag: str | None, status: os.stat_result) -> Inode | None:

@@ -21,6 +21,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ CLOCK_REALTIME_COARSE = 5
 ATTRIBUTE = "user.fusefs"
 # What a file system with blocks of 4 KiB takes beside other attributes, in bytes.
 LONGEST = 2048
+# An upload of 10,000 parts has some 100 bytes for each.
+_LONGEST_FILE = 4 << 20
 # In place of an ETag: the bucket is to decide that the file is new, as `If-None-Match: *` does.
 UNDECIDED = "*"
 # Mode, owner, group; size and time of what the bucket has (time 0: of nothing); its ETag follows.
@@ -210,6 +213,26 @@ def remove(fd: int, path: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
             raise
+
+
+def is_uploaded(record: Mapping[str, Any], status: os.stat_result) -> bool:
+    """True if the bucket had a content as it is, by its record."""
+    stamp = status.st_size, status.st_mtime_ns
+    return record["uploaded"] is not None and tuple(record["uploaded"]) == stamp
+
+
+def read(fd: int, path: str) -> dict[str, Any] | None:
+    """The record of an open content, for a process that does not own it; None if it has none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        beside = os.open(f"{path}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return _attribute_of(fd)
+    with open(beside, "rb") as file:
+        return dict(json.loads(file.read(_LONGEST_FILE)))
 
 
 def is_recorded(path: Path) -> bool:

@@ -208,6 +208,23 @@ class Uploader:
             if staged.key != key or staged.is_unlinked:
                 await self._steps.abandon(staged)
 
+    async def give_up(self, staged: StagedFile) -> bool:
+        """Have a file be what the bucket has; False if a program has it open.
+
+        What was written to it stays on the disk, where no mount takes it up.
+
+        Raises:
+            StoreError: S3 does not tell what it has.
+        """
+        async with self.held(staged):
+            if staged.inode.is_open:
+                return False
+            if staged.inode.staged is staged and staged.is_dirty:
+                theirs = await self._steps.give_up(staged)
+                staged.is_meta_dirty = False
+                self._set_aside(staged, theirs)
+        return True
+
     async def _run(self, staged: StagedFile, attempt: UploadAttempt, delay_s: float) -> None:
         try:
             if delay_s:

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from tests.support.mounting import Mount, Mounter, fusefs, pending, status
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.survival.surviving import kill_serving
+from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
 
 LIMIT_S = 60.0
@@ -121,19 +120,19 @@ def test_sync_waits_for_what_was_just_written_however_late_answers_come(
     assert to_come == []
 
 
-def test_sync_waits_for_the_next_daemon_where_the_last_one_dies(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+@pytest.mark.parametrize("command", ["sync", "umount"])
+def test_sync_and_umount_wait_for_the_next_daemon_where_the_last_one_dies(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, command: str
 ) -> None:
     options = ("--no-read-only", "--durability", "local")
     mount = mounter("--session", "kernel", *options, endpoint_url=faulty.endpoint_url)
     faulty.add("PUT", stall=True, times=1)
     (mount.path / "a").write_bytes(b"content")
-    is_waiting = threading.Event()
+    until(lambda: [one["state"] for one in pending(mount)] == ["uploading"])
     with ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(sync.sync, mount.path, LIMIT_S, lambda *_: is_waiting.set())
-        assert is_waiting.wait(LIMIT_S)
+        ended = pool.submit(fusefs, command, mount.path)
         kill_serving(mount)
-        synced.result()
+        ended.result()
     assert stored(bucket, "a") == b"content"
 
 
@@ -143,7 +142,8 @@ def test_sync_waits_for_the_next_daemon_where_the_last_one_dies(
 @pytest.fixture
 def broken(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mount]:
     """A mount whose requests fail when a test says so, after a short while."""
-    yield mounter("--no-read-only", "--retry-time", "1s", endpoint_url=faulty.endpoint_url)
+    options = ("--no-read-only", "--retry-time", "1s", "--hang-timeout", "3s")
+    yield mounter(*options, endpoint_url=faulty.endpoint_url)
     faulty.clear()
 
 
@@ -203,6 +203,28 @@ def test_umount_says_what_could_not_be_uploaded_and_the_next_mount_uploads_it(
     assert (broken.path / "a").read_bytes() == b"content"
     fusefs("sync", broken.path)
     assert stored(bucket, "a") == b"content"
+
+
+@states(
+    "The exit status of `fusefs umount` is 0 only if the bucket has everything, also where the"
+    " daemon was stopped or killed; else it names the files, and the directory that has them."
+)
+@pytest.mark.parametrize("fate", ["stopped", "without a keeper", "forced"])
+def test_umount_fails_where_a_daemon_that_did_not_end_by_itself_left_files(
+    broken: Mount, faulty: FaultyS3, fate: str
+) -> None:
+    fail_to_write(broken, faulty, b"content")
+    pid = broken.pid
+    if fate == "without a keeper":
+        os.kill(keeper_status(broken)["pid"], signal.SIGKILL)
+    if fate != "forced":
+        os.kill(pid, signal.SIGSTOP)
+    result = fusefs("umount", *["--force"] * (fate == "forced"), broken.path, check=False)
+    assert result.returncode == 1
+    assert "not in the bucket yet: a (" in result.stderr
+    (left,) = (broken.cache / "mounts").glob("*/staging/*/[0-9]*")
+    assert left.read_bytes() == b"content"
+    assert str(left.parent) in result.stderr
 
 
 @states(

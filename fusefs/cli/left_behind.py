@@ -1,0 +1,63 @@
+"""Finds what a mount that has ended has left on the local disk, because the bucket lacks it.
+
+The daemon's user owns these files, and root's commands read them: each is opened without
+following links, and only the first bytes of a regular file are read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# What the logs of a staging directory hold (posix/metadata/attribute_log.py and others).
+_LOGS = {"attributes": "changed attributes", "removals": "removals"}
+
+
+def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the bucket lacks of a staging directory, each with `key`, `state` and `error`.
+
+    `errors` are files that the daemon could not upload, by key. Where the record of a file does
+    not name its key (a program had it open when the daemon was killed) its path stands for it.
+    """
+    why = {entry["key"]: entry["error"] for entry in errors}
+    try:
+        entries = sorted(os.scandir(staging), key=lambda entry: entry.name)
+    except FileNotFoundError:  # the daemon removes an empty one
+        entries = []
+    found = []
+    for entry in entries:
+        if entry.name.isdecimal():
+            key = _pending_key(entry.path)
+        elif entry.name in _LOGS and entry.stat(follow_symlinks=False).st_size:
+            key = _LOGS[entry.name]
+        else:
+            key = None
+        if key is not None:
+            found.append({"key": key, "state": "not uploaded", "error": why.get(key)})
+    # Beside the directories of all mounts there: renames that they have not ended.
+    if any((staging.parents[1] / "renames").glob("*.json")):
+        found.append({"key": "renames of directories", "state": "not finished", "error": None})
+    return found
+
+
+def _pending_key(path: str) -> str | None:
+    """The key of a staged content that the bucket lacks; None for other files."""
+    from fusefs.posix.write import staging_record  # only after a mount that left something
+
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            record = staging_record.read(fd, path) if stat.S_ISREG(status.st_mode) else None
+        finally:
+            os.close(fd)
+        if record is None or record["is_unlinked"]:
+            return None
+        if staging_record.is_uploaded(record, status) and not record["is_meta_dirty"]:
+            return None
+        return record["key"] or path
+    return None
