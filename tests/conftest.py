@@ -1,7 +1,5 @@
 """What the tests share: one S3 server for all of them, a bucket and mounts for each."""
 
-from __future__ import annotations
-
 import compileall
 import os
 import random

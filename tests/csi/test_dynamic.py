@@ -1,7 +1,5 @@
 """A claim's volume from its creation to its end, as provisioner and kubelet call for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

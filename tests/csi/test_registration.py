@@ -1,7 +1,5 @@
 """Kubelet registers the driver: this test speaks in kubelet's place, and in the registrar's."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What every CSI call goes through: codes, the log, the socket, and the command."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import signal

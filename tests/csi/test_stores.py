@@ -1,7 +1,5 @@
 """Which stores volumes may be in, where requests go, and what a volume's location may be."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The operations themselves are the same under both; what they promise is tested
 under the default one. Here is that pyfuse3's handlers pass them on.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

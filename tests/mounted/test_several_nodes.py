@@ -6,8 +6,6 @@ without any pause: the other node looks as soon as it is told. docs/several-node
 same cases.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 Installs from the package index, for a minute, so the suite leaves it out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The package's compiled parts: what is missing to build them is said in one line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

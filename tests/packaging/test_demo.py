@@ -1,7 +1,5 @@
 """The demo, with a data set that is soon made, and the documents' pictures."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """Documents: commands, links and files that are there, and statements that have tests."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -3,8 +3,6 @@
 The pod templates in operators' own kinds, and all else, are checked against Kubernetes' schemas.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import runpy

@@ -5,8 +5,6 @@ IMAGE_ROOT=1 all steps are run in a fresh Debian root (root, mmdebstrap and a pa
 needed; it stands for the base image, which no test here can fetch).
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """What is in the image and on it: for both architectures, listed, labelled and small."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

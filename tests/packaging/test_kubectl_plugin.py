@@ -1,7 +1,5 @@
 """The kubectl plugin, run with a kubectl that has two nodes, of which one may fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The rules and the dashboard: valid, about metrics that there are, and described."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -6,8 +6,6 @@ renders, and its pods' commands run over the mount. What takes a cluster, a clou
 company's store is checked by reading it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Manual pages, completions and systemd's unit: from the one definition of settings, and valid."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Downloads that are cancelled, and who goes first when connections are few."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

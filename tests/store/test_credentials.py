@@ -1,7 +1,5 @@
 """The store and its credentials: who gets to see them, and what happens when they are refused."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The way to S3 as `fusefs doctor` finds it: TLS by each path, names and clocks."""
 
-from __future__ import annotations
-
 import email.utils
 import signal
 import time

@@ -1,7 +1,5 @@
 """The store against a server that fails in every way: what is tried again, and what is an error."""
 
-from __future__ import annotations
-
 import errno
 from typing import Any
 

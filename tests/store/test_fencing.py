@@ -1,7 +1,5 @@
 """Conditions and tokens: what a store honours, and what is sent late, twice, or over another's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

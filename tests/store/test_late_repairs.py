@@ -1,7 +1,5 @@
 """What a late request has undone is put back, whatever other clients wrote beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Each of its ways is shown with the proxy as well, so that it is covered without Ceph.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Messages about failed requests, and about a clock that is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import tempfile

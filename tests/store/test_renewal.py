@@ -1,7 +1,5 @@
 """Credentials that expire soon are renewed beside the requests, which go on with what is valid."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """The store against a real S3 server: what it reads and lists, and downloads that break."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

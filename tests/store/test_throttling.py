@@ -4,8 +4,6 @@ How the rate finds a store's allowance is shown with a simulated clock, so that 
 depend on this machine; a server that throttles by rate shows that the store keeps to it.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

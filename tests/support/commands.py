@@ -1,7 +1,5 @@
 """What the tests of the commands share: a runtime directory, a process, and what mountinfo says."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Tests run a thousand commands, and most of a short one is imports. What a comman
 process of its own as ever, and so is whatever a test runs by `FUSEFS` itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -5,8 +5,6 @@ so tests can compare whatever they read. It can be held up (`hold`), fail
 (`fault`), and records the requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

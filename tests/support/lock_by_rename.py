@@ -5,8 +5,6 @@ renamed to FILE. A program that waited for the lock has the renamed file then, a
 number that it is not what FILE.lock stands for.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sys

@@ -1,7 +1,5 @@
 """A bucket in memory, which counts its requests and can be slow, fail or die at any of them."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

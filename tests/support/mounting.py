@@ -4,8 +4,6 @@ A mount that a test leaves behind in whatever state is aborted at the end, so
 that no process hangs on it for ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ What is below a directory is compared as plain data: {path: Entry}. It is read
 from a mount or a disk by `tree`, and from S3 alone by `in_bucket`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

@@ -1,7 +1,5 @@
 """Tests that show a sentence of docs/semantics.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Mounts and buckets for a whole module, and contents that tell where they come from."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,8 +3,6 @@
 The fixtures are imported by name; `as_owner` then holds for all tests of a module.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What the tests of the store's writing share: a store, files to send, and what arrived."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Waiting for what must come about, on a machine that others use too."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

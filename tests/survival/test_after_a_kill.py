@@ -1,7 +1,5 @@
 """Open files and directories go on under the next daemon, and idle processes sleep."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

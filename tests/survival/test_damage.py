@@ -1,7 +1,5 @@
 """Mounts whose journal is damaged end and say why; one whose disk is full goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """An edit of a large object on a cache disk that tells of no small holes, over a kill."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ its daemon is killed, or its connection is lost and all processes live. Rows sha
 a mount and their waiting.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

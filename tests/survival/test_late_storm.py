@@ -5,8 +5,6 @@ of their requests lose their connection and are executed later. When the program
 rest, the bucket has to come to what was acknowledged, and to stay so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import itertools

@@ -3,8 +3,6 @@
 The mounts here negotiate neither that nor passthrough, as on such a kernel.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """What was acknowledged with local durability is there after a power cut, also a moment after
 the mount."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a killed daemon had requested of S3 may happen after its death, and does no harm then."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """A mount outlives its daemon: programs see a pause, and no call of theirs fails."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

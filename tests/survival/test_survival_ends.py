@@ -1,7 +1,5 @@
 """How a mount ends, or goes on, when its daemon and its keeper do."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

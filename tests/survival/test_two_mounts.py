@@ -1,7 +1,5 @@
 """Two mounts at one mountpoint: one was detached while programs used it, the next one is there."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What was saved is saved, whoever is killed meanwhile: the daemon, the keeper, or both."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Unit tests sync their files thousands of times, so these are in memory where that is possible."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """No modules import each other in a circle; which folder may import which, import-linter checks."""
 
-from __future__ import annotations
-
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path

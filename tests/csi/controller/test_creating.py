@@ -1,7 +1,5 @@
 """Volumes that the controller creates, confirms and expands."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

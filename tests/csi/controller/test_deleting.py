@@ -1,7 +1,5 @@
 """Deletions of volumes: their data, what is retained, and calls that fail or meet another one."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

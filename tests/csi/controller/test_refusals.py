@@ -1,7 +1,5 @@
 """What the controller refuses, and what S3 refuses it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

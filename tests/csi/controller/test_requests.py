@@ -1,7 +1,5 @@
 """What goes with the controller's requests: a customer's key, who pays, and an access point."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Daemons in the container of `fusefs-csi daemons`, and the deaths and roll-outs on both sides."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Mounts that don't move to the next `fusefs-csi daemons` at once: played keepers."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

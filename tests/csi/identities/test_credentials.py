@@ -1,7 +1,5 @@
 """Who reads a volume, and what its daemon learns of that: files on tmpfs, and no secret beside."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,8 +1,6 @@
 """Encryption with a customer's key (SSE-C): from a Secret alone, with whatever needs it, and shown
 nowhere."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Who may read what on a node: tokens and their exchange, rotated keys, and two identities."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Pods' own tokens at a real STS, SeaweedFS's, which asks a cluster's issuer for its keys."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """EKS Pod Identity: a pod's token, exchanged at the agent of its node, for the pod's volume."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

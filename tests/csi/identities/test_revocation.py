@@ -1,7 +1,5 @@
 """Pods whose identity is shut out: what is cached is theirs no more, until they get valid keys."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

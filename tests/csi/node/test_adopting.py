@@ -1,7 +1,5 @@
 """How a driver that starts goes on with the mounts of the one before it."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

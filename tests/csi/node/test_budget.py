@@ -1,7 +1,5 @@
 """What all mounts of a node may have together: the share of one, times the most that may be."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

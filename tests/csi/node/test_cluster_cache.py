@@ -1,7 +1,5 @@
 """A cluster cache of the node's configuration, over the driver's socket, with real mounts."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

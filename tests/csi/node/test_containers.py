@@ -1,7 +1,5 @@
 """What a real container sees of a volume, through the deaths of what serves it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """A driver that is killed in the middle of a call, at each of its steps: the next call goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

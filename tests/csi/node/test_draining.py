@@ -1,7 +1,5 @@
 """What an unpublish does with files that are not in the bucket yet."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

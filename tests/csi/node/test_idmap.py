@@ -1,7 +1,5 @@
 """A pod in a user namespace: its volume is bound with mapped ids, as its runtime does it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

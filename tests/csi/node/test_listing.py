@@ -1,7 +1,5 @@
 """Volumes of a node: `fusefs-csi list`, `fusefs status`, their number, and their metrics."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What kubelet asks of `fusefs-csi node`, over its socket, with real mounts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -5,8 +5,6 @@ Three pods use the volumes of two identities. Whatever has happened, publishing
 identity's; no object is lost; and when all have gone, nothing is left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pods of one volume in mounts of their own: what happens to one is not seen by the others."""
 
-from __future__ import annotations
-
 import stat
 import subprocess
 import time

@@ -1,8 +1,6 @@
 """What a volume says of its requests to S3 goes with them: class, encryption, ACL, who pays, and an
 access point in place of a bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import grpc

@@ -1,7 +1,5 @@
 """What pods see, and what becomes of objects, when parts of a node die or lose their memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

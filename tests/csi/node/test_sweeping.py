@@ -1,7 +1,5 @@
 """Caches of identities that no volume has any more: which go, and which stay."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

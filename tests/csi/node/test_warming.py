@@ -1,7 +1,5 @@
 """Volumes that are warmed before their pods start, over the driver's socket, with real mounts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

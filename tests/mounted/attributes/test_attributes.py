@@ -1,7 +1,5 @@
 """Modes, owners and times on a writable mount: as programs set them, as the bucket keeps them."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

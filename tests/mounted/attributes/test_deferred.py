@@ -1,7 +1,5 @@
 """Attributes that change after a close: shown at once, sent together, and never lost."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

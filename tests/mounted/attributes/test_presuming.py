@@ -1,7 +1,5 @@
 """Objects without a HEAD for modes, owners and times, because others have none."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Links and executables on read-only mounts: what they are on a disk, for few requests."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

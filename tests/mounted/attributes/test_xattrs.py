@@ -1,7 +1,5 @@
 """Extended attributes on a writable mount: kept in the object's metadata as s3fs keeps them."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import json

@@ -1,7 +1,5 @@
 """A cache disk that returns other bytes than were written to it: they are noticed and not used."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

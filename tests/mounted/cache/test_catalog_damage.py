@@ -3,8 +3,6 @@
 `make storm` changes each byte of a small catalog, other runs a random sample.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

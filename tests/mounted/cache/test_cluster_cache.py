@@ -1,7 +1,5 @@
 """The cluster cache: what one mount has fetched, others read from there, whatever becomes of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Mounts whose cache is too small for what is read: what goes, what stays, and that it shows."""
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import os

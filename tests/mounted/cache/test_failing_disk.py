@@ -1,7 +1,5 @@
 """A cache disk that can't read what was written to it: programs get the bytes from the bucket."""
 
-from __future__ import annotations
-
 import errno
 import io
 import random

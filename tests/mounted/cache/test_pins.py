@@ -1,7 +1,5 @@
 """What is kept on the local disk: `fusefs pin`, `unpin`, `drop`, `status PATH`, manifests."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

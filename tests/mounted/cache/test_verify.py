@@ -1,7 +1,5 @@
 """Cached copies compared by request (`fusefs verify`) and in the background (the scrub)."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fusefs warm`: what is fetched ahead of its first read, and what is reported of the rest."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

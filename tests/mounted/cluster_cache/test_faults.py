@@ -1,7 +1,5 @@
 """The cluster cache on a real cluster: what it saves, and that none of its faults is seen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

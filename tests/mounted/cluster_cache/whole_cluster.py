@@ -5,8 +5,6 @@ source, which is 30 ms away. A read from a cluster cache that is broken waits fo
 longest deadline of a first byte, 99 times of 100.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

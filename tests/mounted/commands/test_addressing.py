@@ -1,7 +1,5 @@
 """A bucket in the host name, as Amazon's has it: with a server whose names only the test knows."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Mistakes of whoever mounts: one clear line, and nothing stays behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The commands on real mounts: every way a mount ends, and what status tells about it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Where credentials come from, and that they are renewed: as with every program that uses boto3."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """`fusefs doctor` and `fusefs report` on real mounts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

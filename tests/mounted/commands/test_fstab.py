@@ -1,7 +1,5 @@
 """Lines of /etc/fstab and systemd's units, with the system's own mount(8) and umount(8)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

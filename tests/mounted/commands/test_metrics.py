@@ -1,7 +1,5 @@
 """`fusefs metrics` on real mounts: over HTTP, as a file, and what each daemon counts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

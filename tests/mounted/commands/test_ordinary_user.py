@@ -1,7 +1,5 @@
 """Mounts that an ordinary user makes, in a mount namespace of their own: whose they are."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

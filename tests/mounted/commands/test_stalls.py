@@ -1,7 +1,5 @@
 """What programs on a mount wait for is named by its cause, in metrics and in status."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

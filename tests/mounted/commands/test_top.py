@@ -1,7 +1,5 @@
 """`fusefs top` and `fusefs profile` on real mounts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 torch is not installed by that target, for its size: its tests are skipped where it is missing.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import tarfile

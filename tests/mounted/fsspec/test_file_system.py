@@ -1,7 +1,5 @@
 """`fusefs://bucket/key`: fsspec over real mounts."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Objects whose keys are a directory's name, with its slash and without."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

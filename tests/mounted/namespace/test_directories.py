@@ -6,8 +6,6 @@ mounted is in test_directories_changing.py, which names there are in
 test_names.py, who may do what in test_directories_permissions.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Directories that change while they are mounted: when a program sees it, and what never."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

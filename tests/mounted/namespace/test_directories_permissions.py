@@ -1,7 +1,5 @@
 """Who may do what through a mount: other users, permission bits, and changes, all refused."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

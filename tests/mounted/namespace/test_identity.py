@@ -1,7 +1,5 @@
 """A file keeps its inode number, and no other file gets it: the same on a mount as on a disk."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

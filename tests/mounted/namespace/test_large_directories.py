@@ -1,7 +1,5 @@
 """Directories of a hundred thousand objects: complete, and what they cost in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.machine.libc import DirectoryStream

@@ -3,8 +3,6 @@
 A script that means the same on a disk runs there, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

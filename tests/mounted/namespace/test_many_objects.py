@@ -3,8 +3,6 @@
 The same at full size, 50 million objects, is measured: bench/scale/objects.py.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """Keys and the file names that stand for them; what no name can express is hidden."""
 
-from __future__ import annotations
-
 import os
 import unicodedata
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Entries of listings, and answers about objects, that no server should send."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

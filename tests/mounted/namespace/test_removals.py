@@ -1,7 +1,5 @@
 """Removing many files on a mount: they stay removed, whatever dies meanwhile."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Renames on a mount: what the kernel has open or cached goes along, and kills do no harm."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Programs below a directory whose rename takes long: they read on, and their changes wait."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

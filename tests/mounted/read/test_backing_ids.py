@@ -1,7 +1,5 @@
 """Backing ids: what the kernel keeps open for passthrough is bounded, shared and given back."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

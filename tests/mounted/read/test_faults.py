@@ -1,7 +1,5 @@
 """What a program sees of a mount whose server fails: an honest error or the right bytes."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

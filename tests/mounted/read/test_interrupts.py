@@ -1,7 +1,5 @@
 """Whose requests are ended when they are interrupted, and who looks at the processes."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

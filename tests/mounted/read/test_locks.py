@@ -1,7 +1,5 @@
 """Advisory locks between processes: which handles they hold among, and which not."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

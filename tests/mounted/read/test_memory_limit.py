@@ -1,7 +1,5 @@
 """`--memory-limit` is a limit: for bytes on their way, and for names that the kernel remembers."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -5,8 +5,6 @@ while the object is replaced or becomes whole in the cache: always one version,
 and ESTALE only where the version is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

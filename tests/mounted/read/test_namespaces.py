@@ -1,7 +1,5 @@
 """Programs, mounts and daemons in PID namespaces that do not show each other's processes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

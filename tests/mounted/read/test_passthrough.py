@@ -4,8 +4,6 @@ Never an EIO, always the right bytes. Programs without a name to look up are in
 test_nameless_opens.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import mmap

@@ -4,8 +4,6 @@ Each test runs on a mount whose reads are passthrough once a file is cached, and
 on one whose reads the daemon answers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os

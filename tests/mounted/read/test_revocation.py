@@ -1,7 +1,5 @@
 """A mount whose identity is shut out: when what is cached is not served any more, and again."""
 
-from __future__ import annotations
-
 import errno
 import math
 import mmap

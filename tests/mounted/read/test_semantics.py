@@ -1,7 +1,5 @@
 """Statements of docs/semantics.md without a module of their own: attributes, errors, the cache."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

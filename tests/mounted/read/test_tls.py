@@ -1,7 +1,5 @@
 """A mount over TLS: what is refused when it is made, and what works for all its reads."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

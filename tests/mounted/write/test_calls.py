@@ -1,7 +1,5 @@
 """The less usual calls on files that are written: mappings, O_DIRECT, holes, kernel copies."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

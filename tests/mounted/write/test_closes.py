@@ -1,7 +1,5 @@
 """Closes of descriptors that a file has several of: those of its writers wait for the bucket."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A mount's changes carry conditions; what it tries for that, and what follows from it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that stay open where a process may have few descriptors."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """What was saved is saved: uploads that fail, are interrupted, wait, or outlive their mount."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """O_EXCL: one node of two makes a file, and what copies files pays one PUT for each."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

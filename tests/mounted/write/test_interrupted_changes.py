@@ -1,7 +1,5 @@
 """A program that is killed while it changes something: it goes at once, the change is whole."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A program that is killed while it rewrites an object: what it did not close replaces nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

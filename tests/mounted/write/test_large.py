@@ -1,7 +1,5 @@
 """Large files on their way into the bucket: in parts, edited, over kills, a bad network."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

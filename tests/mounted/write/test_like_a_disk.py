@@ -5,8 +5,6 @@ same. What its names show is compared after each, everything now and then and
 at the end: by the mount, by the mount made again, and by S3 alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

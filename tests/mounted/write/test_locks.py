@@ -1,7 +1,5 @@
 """Advisory locks on files that are written: they hold between the processes of one machine."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

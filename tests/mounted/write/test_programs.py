@@ -3,8 +3,6 @@
 The sizes are small; with PROGRAMS_FULL in the environment they are those of real use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@ torch is not installed for the tests; with TRAINING_PYTHON (an interpreter that
 has torch and safetensors) the libraries themselves run, too.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil

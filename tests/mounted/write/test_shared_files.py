@@ -3,8 +3,6 @@
 Each test runs on a local directory first: what it finds there, it finds on the mount.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

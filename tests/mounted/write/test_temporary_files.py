@@ -1,7 +1,5 @@
 """Temporary files: closed on the local disk, sent once under their last name when renamed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

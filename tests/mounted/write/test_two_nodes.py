@@ -1,7 +1,5 @@
 """Two nodes change one file: mounts with caches of their own, and a store that is not near."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

@@ -1,7 +1,5 @@
 """A writable mount: what programs write is what they read, and what the bucket has."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -3,8 +3,6 @@
 Needs root, debootstrap, a package mirror and a quarter of an hour, so the suite leaves it out.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

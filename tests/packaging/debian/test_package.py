@@ -3,8 +3,6 @@
 What needs a fresh Debian and a quarter of an hour is in in_chroot.py: `make test-deb`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The objects of the base."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.packaging.manifests import MANIFESTS, Object, render, template

@@ -3,8 +3,6 @@
 Rendered by Helm's own library, which is in a package (helm-python-sdk).
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -1,7 +1,5 @@
 """The component that gives the driver a cluster cache, and the SeaweedFS that can be its store."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

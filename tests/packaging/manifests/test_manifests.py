@@ -3,8 +3,6 @@
 What no test here can show is how kubelet and the API server take it; see docs/csi.md.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

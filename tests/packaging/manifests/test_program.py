@@ -1,7 +1,5 @@
 """What a cluster installs and the program that it runs: the same flags, paths, names, limits."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

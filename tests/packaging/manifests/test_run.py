@@ -1,7 +1,5 @@
 """The DaemonSets' containers as the manifests have them, on this machine and its own root."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Requests of the bucket that holds the blocks of a cluster cache."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncIterator
 

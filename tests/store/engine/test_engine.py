@@ -1,7 +1,5 @@
 """The engine: requests, sinks, bodies, deadlines, cancellation and errors by name."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Servers that break the protocol: nothing outside of a sink's range, and the right error."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Thousands of requests that are cancelled at any time: none is lost, and nothing leaks."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -4,8 +4,6 @@ The threads' leaks are seen too: what their stacks allocated must be freed at th
 does not free all of what it allocated, so leaks are looked for in stacks without it.)
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """TLS: what is not to be trusted is refused before a byte of the request is sent."""
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl

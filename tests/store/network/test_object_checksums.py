@@ -1,7 +1,5 @@
 """What arrives is compared with the checksum that S3 has of the object."""
 
-from __future__ import annotations
-
 import base64
 import tracemalloc
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Proxies of the environment: the same for every path to S3."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

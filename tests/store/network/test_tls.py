@@ -1,7 +1,5 @@
 """TLS: every path to S3 has the same authorities, and what one can't do the others do."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

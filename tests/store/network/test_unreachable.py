@@ -1,7 +1,5 @@
 """Why S3 can't be reached: the cause in one line, and nothing that never heals tried again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A GET that is slow to answer is sent again: one of the two writes, the other is given up."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Waits of S3 requests are counted by cause: a connection, a slow or refusing S3, keys."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Ranges that are read: long ones into their file by the engine, small ones at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

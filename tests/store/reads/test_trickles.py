@@ -1,7 +1,5 @@
 """A store that sends a byte now and then, for ever: whoever waits for it is not kept for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 import pytest

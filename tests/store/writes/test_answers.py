@@ -1,7 +1,5 @@
 """Writes whose answers are lost or lie: what happened is found out, or done again."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies on the server, on a real one: what they keep, what they replace, and what they cost."""
 
-from __future__ import annotations
-
 import pytest
 
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, UnsupportedError

@@ -1,7 +1,5 @@
 """Encryption with a customer's key: it goes with each request that needs it, and nowhere else."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Writing to a store that fails in every way: no wrong object, no lost one, no false conflict."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,7 +1,5 @@
 """Uploads of files that change while they are sent: they grow, shrink, and get other bytes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

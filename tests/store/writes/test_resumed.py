@@ -1,7 +1,5 @@
 """Uploads that stop and go on: cancelled, resumed by another process, aborted, partly copied."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

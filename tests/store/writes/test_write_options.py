@@ -1,7 +1,5 @@
 """What is sent to a store with each object: storage class, encryption, ACL; AWS's endpoints."""
 
-from __future__ import annotations
-
 import pytest
 
 from fusefs.settings.mount import RawValue, SettingsError, build

@@ -1,7 +1,5 @@
 """What the store writes: contents, metadata, conditions, copies and deletes, on a real server."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tracemalloc

@@ -3,8 +3,6 @@
 A short path, for a socket's is 107 bytes at most.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A pod's container on a node: a real OCI container, made by runc as kubelet's runtime does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

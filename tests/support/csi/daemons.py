@@ -1,7 +1,5 @@
 """`fusefs-csi daemons` as a process beside a driver, with the rights that its container has."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`fusefs-csi node` as a process, and kubelet's side of its socket."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

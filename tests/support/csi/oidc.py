@@ -4,8 +4,6 @@ The gateway is a second one over the tests' S3 server: there pods exchange their
 tokens (AssumeRoleWithWebIdentity), and there alone the keys that they get for them are known.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import socket

@@ -3,8 +3,6 @@
 As a container it has the volume at a path of its own, and none of kubelet's directory.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

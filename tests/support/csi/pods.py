@@ -8,8 +8,6 @@ any other has those that are added. What is not imitated: limits, seccomp,
 SELinux, networks, users.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 The fixtures are imported by name.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Who may read what on the tests' S3 server, and a node's reboot."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What a container runtime gets for one of our containers: its manifest, as an OCI bundle."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Volumes as the provisioner asks the controller for them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A memory cgroup for other processes, of either version."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Damage to what is on a cache disk."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

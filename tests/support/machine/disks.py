@@ -1,7 +1,5 @@
 """Small disks of a test's own, and what a cache has of a disk."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3

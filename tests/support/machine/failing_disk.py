@@ -7,8 +7,6 @@ before that block would be read as zeros then.
 A disk with a power cut is shut down by the kernel, which writes no more of its journal.
 """
 
-from __future__ import annotations
-
 import array
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Files of random bytes that tests send."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

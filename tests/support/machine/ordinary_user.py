@@ -1,7 +1,5 @@
 """What ordinary users may pass, read and run: root's own things are often closed to them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The variables that say which certificates are trusted and which proxies are used."""
 
-from __future__ import annotations
-
 import pytest
 
 CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")

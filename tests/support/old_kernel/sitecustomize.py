@@ -4,8 +4,6 @@ Python imports this at its start. Of the kernel's first request, INIT, it takes 
 requests can be sent again.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 

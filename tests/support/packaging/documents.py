@@ -1,7 +1,5 @@
 """Shell commands in the Markdown documents, and whether our own programs know them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

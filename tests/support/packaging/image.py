@@ -5,8 +5,6 @@ image, and runs each RUN step by chroot in a mount namespace of its own. Only
 the instructions that our Dockerfile has are known.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Kubernetes objects for tests: rendered by kustomize, read from YAML, checked against schemas."""
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """A bucket of the tests' server, as a test uses it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ They are skipped with `--store ceph`. What fusefs makes of each of these is in
 tests/store/test_like_ceph.py and in the tests of probes and conditions.
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 LACKS = {

@@ -5,8 +5,6 @@ not needed. The OSD keeps everything in memory (memstore). All die with `stop`,
 and with the process that started them, however that ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import shutil

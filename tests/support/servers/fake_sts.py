@@ -6,8 +6,6 @@ Every other request is one of S3: it needs a session token that was given out
 and has not expired, and goes on to the real server under its owner's name.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -7,8 +7,6 @@ ListObjectsV2, with If-Match and If-None-Match, and compares no signature. With
 knows no `start-after`, as directory buckets do.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading

@@ -1,7 +1,5 @@
 """A forward proxy on loopback, as HTTPS_PROXY names one: it notes what goes through it."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import http.client

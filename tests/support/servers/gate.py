@@ -1,7 +1,5 @@
 """A way to an S3 server that can be closed: what is sent meanwhile waits."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

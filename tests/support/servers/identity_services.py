@@ -3,8 +3,6 @@
 Each answer has another key, which begins with the service's name and is soon to be renewed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """HTTP servers of this process, on loopback: one method answers, a thread serves a connection."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 import time

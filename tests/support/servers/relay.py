@@ -1,7 +1,5 @@
 """Passes the bytes of two connections on to each other, for servers that stand in between."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

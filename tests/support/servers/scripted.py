@@ -1,7 +1,5 @@
 """An HTTP server that answers byte for byte as a test says."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import ssl

@@ -5,8 +5,6 @@ of their own. A bucket has its volumes on all volume servers. All die with `stop
 the process that started them, however that ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import mmap

@@ -13,8 +13,6 @@ One thread serves one connection; nothing here has state but the count of reques
 which `GET /?stats` tells.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """A server behind TLS, with a certificate of an authority that is not known otherwise."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket

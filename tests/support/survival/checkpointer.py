@@ -10,8 +10,6 @@ goes on, and it ends with its standard input. A call that fails, or content
 that is not what was written, ends it with a traceback.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

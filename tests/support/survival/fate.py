@@ -1,7 +1,5 @@
 """A process that dies at a step of one's choice: a request, or a record on the disk."""
 
-from __future__ import annotations
-
 import pytest
 
 from fusefs.posix.journal.journal import Journal

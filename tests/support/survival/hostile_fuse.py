@@ -5,8 +5,6 @@ valid, in seconds. It says `ready` when the mount is there, and the mount's
 connection ends with this process.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import select

@@ -1,7 +1,5 @@
 """Real keepers with a stand-in for the daemon, each ended for sure."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -4,8 +4,6 @@ A row has its own directory. `change` is what sends the request that is held
 back, `then` what is acknowledged after it, before that request is executed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Looks for bytes in another process's memory, as its debugger could."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -4,8 +4,6 @@
 on with the journal, the staged files and the records that the last one left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

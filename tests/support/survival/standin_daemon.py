@@ -7,8 +7,6 @@ directory `facts`, one file per process. `behaviour` in the settings says what
 to do wrong; it may name one of the attacks in `standin_attacks`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import faulthandler

@@ -3,8 +3,6 @@
 Imports nothing of ours: the checking programs start by the dozen.
 """
 
-from __future__ import annotations
-
 import random
 
 LARGE_FILES = 3

@@ -1,7 +1,5 @@
 """What the survival tests share: a filled bucket, a mount of it, programs at work there."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

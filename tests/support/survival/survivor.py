@@ -8,8 +8,6 @@ prints how many rounds it made. A call that fails or a wrong answer ends it with
 a traceback.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

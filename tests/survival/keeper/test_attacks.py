@@ -1,7 +1,5 @@
 """A daemon that has been taken over, and runs as nobody, against its keeper."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

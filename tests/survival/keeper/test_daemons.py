@@ -1,7 +1,5 @@
 """Daemons that die or hang, the keeper that replaces them, and its control socket."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """The second descriptor store: descriptors that outlive keeper, broker and daemon."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A keeper by itself: how a mount that it keeps begins and ends, and who it works for."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

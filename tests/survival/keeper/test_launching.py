@@ -1,7 +1,5 @@
 """The messages between keepers and `fusefs-csi daemons`."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Keepers that die: their broker, or else their daemon, sees to it that the mount has one."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """A daemon that is replaced by a newer one while files are read."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

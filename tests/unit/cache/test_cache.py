@@ -1,7 +1,5 @@
 """The cache: what comes and goes, what a restart finds, and what two mounts of it see."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """The cache's directory: whose it is, what a bad disk does to it, and its end."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Programs that open, read, cancel and close at random, while the room for it changes."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

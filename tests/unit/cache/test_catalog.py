@@ -1,7 +1,5 @@
 """The catalog: rows that are merged, refused, summed up, and dropped when they can't be trusted."""
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor

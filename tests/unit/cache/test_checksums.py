@@ -1,7 +1,5 @@
 """Checksums and ranges of cached bytes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

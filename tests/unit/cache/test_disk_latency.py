@@ -1,7 +1,5 @@
 """Time that the cache's disk takes: in the event loop, and where programs wait for it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Room: what is reserved, what goes first, and what may not go."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Downloads: joined, woken as bytes arrive, ended when unwanted, and never half done."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Cached files that are not in memory, and those that are renamed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import trio

@@ -1,7 +1,5 @@
 """Listings that a restart may reuse, and may forget."""
 
-from __future__ import annotations
-
 import math
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """Pins: which files are never evicted, for how long, and by whom."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing

@@ -1,7 +1,5 @@
 """`fusefs mount`, `mount.fusefs` and `fusefs warm` before a daemon runs."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

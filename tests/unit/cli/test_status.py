@@ -1,7 +1,5 @@
 """`fusefs status`, `fusefs umount` and paths in mounts, without a mount."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

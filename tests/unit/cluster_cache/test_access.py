@@ -1,7 +1,5 @@
 """The secrets of a cluster cache: read from files by who mounts, handed over in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

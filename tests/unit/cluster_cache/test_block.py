@@ -1,7 +1,5 @@
 """Blocks of the cluster cache: any range of one can be fetched and checked alone."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What is stored in the cluster cache: whole blocks, checked, in the background or for a job."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field

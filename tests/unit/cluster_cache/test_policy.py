@@ -1,7 +1,5 @@
 """When requests go to the cluster cache, and for how long their answers are waited for."""
 
-from __future__ import annotations
-
 import pytest
 
 from fusefs.cluster_cache import policy

@@ -1,7 +1,5 @@
 """Downloads through the cluster cache: who writes, when, and what is learned from it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field

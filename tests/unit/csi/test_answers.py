@@ -1,7 +1,5 @@
 """What a daemon answers need be no answer: it may be a hostile one's, or of another version."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which volumes have a cluster cache: what the node's file says, and never what a volume says."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

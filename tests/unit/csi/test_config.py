@@ -1,7 +1,5 @@
 """A node's configuration."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

@@ -1,7 +1,5 @@
 """When the driver resumes a mount whose keeper is gone, when it waits, and when it replaces it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

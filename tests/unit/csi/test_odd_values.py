@@ -1,7 +1,5 @@
 """What a volume or a Secret says is taken, or refused in one line that names it, whatever it is."""
 
-from __future__ import annotations
-
 import pytest
 
 from csi.errors import InvalidArgumentError, event_text

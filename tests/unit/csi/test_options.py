@@ -1,7 +1,5 @@
 """Attributes and mount options of volumes, and the numbers of pods: taken, or refused by name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

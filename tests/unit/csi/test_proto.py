@@ -4,8 +4,6 @@ tests/data/csi-1.12.0.txt is the part of CSI 1.12.0 that the driver serves, a
 line for each thing, and pluginregistration-v1.txt kubelet's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

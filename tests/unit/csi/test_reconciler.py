@@ -1,7 +1,5 @@
 """The reconciler beside calls for the same mounts, and mounts that move to another daemon."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

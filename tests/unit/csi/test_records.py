@@ -1,7 +1,5 @@
 """Records of mounts and pods on a node, and of volumes in their buckets."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A daemon's log, metrics, answers and imports."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

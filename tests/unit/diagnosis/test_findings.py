@@ -1,7 +1,5 @@
 """What checks find where nothing is mounted and no server is needed."""
 
-from __future__ import annotations
-
 import errno
 import os
 from datetime import UTC, datetime, timedelta

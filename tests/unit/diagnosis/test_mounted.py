@@ -1,7 +1,5 @@
 """What `fusefs doctor` says of the parts of a mount, from its status."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

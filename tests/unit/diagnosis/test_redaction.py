@@ -1,7 +1,5 @@
 """Secrets go from every text."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

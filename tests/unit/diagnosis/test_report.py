@@ -1,7 +1,5 @@
 """What a report keeps and leaves out, without any mount."""
 
-from __future__ import annotations
-
 import errno
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """The exporter: many mounts, some of which do not answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """When requests are polled for, and when that is given up."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled code answers as Python does, and leaves the same behind."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

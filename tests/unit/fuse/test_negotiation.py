@@ -1,7 +1,5 @@
 """Flags that are agreed upon with the kernel, and requests that meet a fault."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Files that are registered ahead of their opens go to the keeper together."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """The wire structs against the kernel's own list of them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ends a broker's session with a daemon, and what does not."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """The socket on which a daemon tells its status."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

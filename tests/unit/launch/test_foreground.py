@@ -1,7 +1,5 @@
 """What a mount's command in the foreground follows."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """The record of mounts and of the processes that serve them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Whom a daemon may run as."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import sys

@@ -1,7 +1,5 @@
 """Linux's own tables and services: mounts, files, processes, journals of ended mounts, systemd."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Changes that go on when the request for them is cancelled."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

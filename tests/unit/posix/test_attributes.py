@@ -1,7 +1,5 @@
 """Attributes without a kernel: markers, ETags, repetitions, HEADs, and very many of them."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Uploads under local durability wait for a pause between closes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Contents that are kept beside another client's object."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Listings against a model: whatever the keys and page size, a directory shows what is there."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import math

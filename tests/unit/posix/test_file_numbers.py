@@ -1,7 +1,5 @@
 """Inode numbers: random changes of names give no two files one number, also where records go."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """For how long a LIST page is relied on, and which pages are asked for again."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import AsyncIterator

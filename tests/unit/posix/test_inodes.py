@@ -1,7 +1,5 @@
 """The node and handle tables: ids are never used twice, and go when the kernel forgets them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Closed files that earlier mounts have left: each is taken up once, the last of a name."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

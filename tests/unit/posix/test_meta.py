@@ -1,7 +1,5 @@
 """What object metadata says of a file: read as several programs write it, and written."""
 
-from __future__ import annotations
-
 import stat
 from urllib.parse import quote
 

@@ -1,7 +1,5 @@
 """Files that are open, or are just being opened, while their name gets something else."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

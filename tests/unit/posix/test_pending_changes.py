@@ -1,7 +1,5 @@
 """What is remembered of this mount's changes, and for how long."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

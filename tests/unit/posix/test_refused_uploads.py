@@ -1,7 +1,5 @@
 """Large files whose upload was under way, where the bucket does not let it be found again."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterable

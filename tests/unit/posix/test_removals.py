@@ -1,7 +1,5 @@
 """Removing many files: on record at once, sent together, and never lost."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """A listing's pages, and places in them by which a stream goes on."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

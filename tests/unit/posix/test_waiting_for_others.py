@@ -1,7 +1,5 @@
 """A request that waits for what an earlier one has begun waits for what that is at."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

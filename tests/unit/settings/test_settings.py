@@ -1,7 +1,5 @@
 """Settings: one definition, read from flags, environment, file and JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The budget of connections: who goes first, how it shrinks and grows."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Second requests and retries: when they are sent, and how many."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

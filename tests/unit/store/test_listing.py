@@ -1,7 +1,5 @@
 """Reading ListObjectsV2 answers of various servers, in and out of order."""
 
-from __future__ import annotations
-
 import struct
 from urllib.parse import quote_plus
 from xml.etree import ElementTree

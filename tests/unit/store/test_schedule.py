@@ -1,7 +1,5 @@
 """How uploads are cut into parts, whatever the size."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Access points, directory buckets: where their requests go, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Time that programs wait, by its cause, and the histograms of requests."""
 
-from __future__ import annotations
-
 import errno
 import random
 import time

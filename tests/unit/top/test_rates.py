@@ -1,7 +1,5 @@
 """`fusefs top` without mounts: rates of two answers, and how they look."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The ratios are counts of bytes: the files are tiny, and so is the cache.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The path's width: measured, and shared by the readers who wait."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Windows and next shards: what is fetched ahead, and what is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The other small files of a folder: which are fetched ahead, and how many."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from pathlib import Path

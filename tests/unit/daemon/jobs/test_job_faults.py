@@ -1,7 +1,5 @@
 """Jobs beside changes and faults: pins, lists, drops and verifications."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

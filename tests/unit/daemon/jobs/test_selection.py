@@ -1,7 +1,5 @@
 """The files that a job is for, and its report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The lists of warm jobs on the local disk."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The journal: what was written is what is read back, whatever tore the log."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Damaged logs: the journal's, and those of lines."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Records of staged files, and of attributes that are to be sent."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

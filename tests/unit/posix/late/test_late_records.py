@@ -1,7 +1,5 @@
 """Records of requests that may be executed late: by each process, and by the next mount."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Changes of uncertain keys: late requests that come while they are made, or after all is done."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Opens: of files that are whole, replaced or fetched ahead, and of names that are just changed."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

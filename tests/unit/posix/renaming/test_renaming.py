@@ -1,7 +1,5 @@
 """Renames of directories and files: what goes along, what is undone, what is gone on with."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ The process is killed at each point in turn: before and after every request to
 the bucket, every record of the journal, and every record of a staged file.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Awaitable, Callable

@@ -4,8 +4,6 @@ The rename is gone on with later: by the next process after a kill, or by the sa
 one where S3 refused something.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable

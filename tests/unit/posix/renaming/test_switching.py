@@ -1,7 +1,5 @@
 """Renamed directories at a kill, and beside a mount that is detached."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

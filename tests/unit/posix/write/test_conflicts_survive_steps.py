@@ -4,8 +4,6 @@ It dies at each step in turn: at requests to the bucket, before and after the bu
 them, at records on the disk, and where one content takes the place of another.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

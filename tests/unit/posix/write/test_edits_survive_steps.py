@@ -4,8 +4,6 @@ The steps are the requests to the bucket, each before and after the bucket has e
 and the records on the disk. What was not answered is sent again, as the kernel does.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Awaitable, Callable
 from functools import partial

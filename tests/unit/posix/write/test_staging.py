@@ -1,7 +1,5 @@
 """Staged files: which wait, which are sent, and what a full disk leaves of them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

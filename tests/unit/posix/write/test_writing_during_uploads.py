@@ -1,7 +1,5 @@
 """What programs do to a file while it is on its way into the bucket, without a kernel."""
 
-from __future__ import annotations
-
 import errno
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Large objects that are edited and that somebody else replaces meanwhile, without a kernel."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Awaitable, Callable

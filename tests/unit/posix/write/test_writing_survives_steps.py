@@ -4,8 +4,6 @@ The steps are those of tests/support/survival/fate.py and the requests to the bu
 What was not answered is sent again, as the kernel does.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path
