@@ -103,6 +103,7 @@ def _run(
             print("making and uploading the data", file=sys.stderr, flush=True)
             data.create()
             data.upload(bucket.store())
+            bucket.age()
         measured: dict[str, Any] = {}
         errors: list[str] = []
         for profile in arguments.profile.split(","):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import pagecache
+from bench import aging, pagecache
 from bench.cloud.proxy import Proxy
 from bench.programs.readers import open_store
 from tests.support.servers.s3_server import REGION, S3Server
@@ -73,6 +73,10 @@ class Bucket:
     def store(self) -> Any:
         """A client for the upload of the data set."""
         return open_store(self.near().reader_options(), self.server.environment)
+
+    def age(self) -> None:
+        """Have all its objects older than they are; see aging.py."""
+        aging.age(self.server.filer_address, self.name)
 
     def another(self) -> Bucket:
         """A new bucket of the same server."""

@@ -251,6 +251,7 @@ def _create(data: DataSet, bucket: Bucket) -> None:
         dataset.write_random(data.root / name, SMALL_SIZE)
     data.names_file.write_text(json.dumps(data.small_names()))
     dataset.upload(bucket.store(), data.root, [LARGE, *small])
+    bucket.age()
 
 
 def _parser() -> argparse.ArgumentParser:

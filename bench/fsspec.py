@@ -191,6 +191,7 @@ def _create(data: DataSet, bucket: Bucket) -> None:
         dataset.write_random(data.root / name, 16 + number % 64)
     data.names_file.write_text(json.dumps(small))
     dataset.upload(bucket.store(), data.root, [LARGE, *small, *listed])
+    bucket.age()
 
 
 if __name__ == "__main__":

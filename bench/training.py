@@ -263,6 +263,7 @@ def _with_data(
         native = scratch / "native"
         model.create(native)
         dataset.upload(bucket.store(), native, model.names())
+        bucket.age()
         seen = cleanup.enter_context(at_distance(profile, bucket, scratch, base))
         return _run(model, Place(seen, native, scratch), contenders)
 

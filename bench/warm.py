@@ -231,6 +231,7 @@ def main() -> int:
         for part in parts:
             part.create(native)
             part.upload(native, bucket.store())
+        bucket.age()
         if profile.is_distant:
             proxy = cleanup.enter_context(Proxy(server.endpoint_url, scratch, base / "build"))
             proxy.set(Distance())

@@ -78,6 +78,11 @@ class S3Server:
         return f"http://127.0.0.1:{self._ports[3]}"
 
     @property
+    def filer_address(self) -> str:
+        """Where the server's filer answers gRPC."""
+        return f"127.0.0.1:{self._ports[2] + GRPC_DISTANCE}"
+
+    @property
     def environment(self) -> dict[str, str]:
         """What a program needs to read and write here, beside the endpoint."""
         return {
