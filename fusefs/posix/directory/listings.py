@@ -98,7 +98,6 @@ class Directories:
         top: str = "",
         ttl_of: Callable[[str], float] | None = None,
     ) -> None:
-        self.ttl_s = ttl_s
         self._top = top
         self._ttl_of = ttl_of or (lambda _path: ttl_s)
         # Of all listings together, as far as the memory allows.

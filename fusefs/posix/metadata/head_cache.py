@@ -360,7 +360,8 @@ class HeadCache:
 
     def _is_about(self, head: PendingHead, inode: Inode) -> bool:
         """Whether a HEAD is of the version that an inode stands for, and not too old."""
-        if time.monotonic() - head.sent > self._directories.ttl_s or head.error:
+        prefix = self._inodes.key(inode.parent) if inode.parent is not None else ""
+        if time.monotonic() - head.sent > self._directories.get(prefix).most_s or head.error:
             return False
         info = head.info
         return inode.info is None or info is None or info.etag == inode.info.etag
@@ -413,10 +414,11 @@ class HeadCache:
 
     def _look_ahead(self, inode: Inode, *, is_expected: bool) -> None:
         """Send HEADs of the next names of a directory if it is read in order."""
-        if inode.parent is None or not self._directories.ttl_s:
+        if inode.parent is None:
             return
         prefix = self._inodes.key(inode.parent)
-        segment = self._directories.get(prefix).holding(inode.name)
+        directory = self._directories.get(prefix)
+        segment = directory.holding(inode.name) if directory.most_s else None
         if segment is None or segment.expires <= time.monotonic():
             return
         scan = self._scan(prefix)

@@ -305,7 +305,8 @@ class NameChanges(LinkChanges):
             if inode is not None and made is not None:
                 # The kernel opens the new name without a lookup.
                 inode.looked_up = False
-                inode.valid_until = time.monotonic() + min(FIRST_S, self._directories.ttl_s)
+                most_s = self._directories.get(self._inodes.key(to)).most_s
+                inode.valid_until = time.monotonic() + min(FIRST_S, most_s)
             self._record_renamed(staged, rival)
             self._writer.deferred.renamed(old_key, made[1] if made is not None else None)
         self._let_go(rival)

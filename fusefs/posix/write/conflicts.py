@@ -55,7 +55,9 @@ class Conflicts:
         Raises:
             StoreError: the object can't be read.
         """
-        if theirs is not None and (theirs.etag == staged.etag or _is_own(theirs, staged)):
+        if theirs is not None and (
+            theirs.etag == staged.etag or await self._is_own(theirs, staged)
+        ):
             staged.etag, staged.exclusive = theirs.etag, None
             return True
         if self._fails or staged.exclusive is not None or not staged.is_content_dirty:
@@ -68,7 +70,7 @@ class Conflicts:
             return True
         if staged.appended_from is None or staged.backing is not None:
             return False
-        if is_content_of(theirs, staged):
+        if await self.is_content_of(theirs, staged):
             return False
         try:
             await self._append_to(theirs, staged)
@@ -79,6 +81,30 @@ class Conflicts:
             return False
         logger.info("%s was replaced by another node: what was appended is behind it", staged.key)
         return True
+
+    async def _is_own(self, theirs: ObjectInfo, staged: StagedFile) -> bool:
+        """True if the object is a file's own: a reservation, or an earlier content, by a request of
+        which no process has had the answer.
+        """
+        if str(theirs.token) in staged.tokens and not await self.is_content_of(theirs, staged):
+            return True
+        mark = (theirs.metadata or {}).get(CREATED_BY)
+        return staged.exclusive is not None and not theirs.size and mark == staged.exclusive
+
+    async def is_content_of(self, info: ObjectInfo, staged: StagedFile) -> bool:
+        """True if an object is a file's content: its size, its time, and its making or its bytes.
+
+        The time alone tells nothing: it ticks every few ms, and two nodes may write in one tick.
+        """
+        mtime_ns = object_metadata.read_time(info.metadata or {})
+        if (info.size, mtime_ns) != staged.stamp():
+            return False
+        if str(info.token) in staged.tokens:
+            return True
+        if info.size > IN_PARTS:
+            return False
+        found = await trio.to_thread.run_sync(_md5, staged.fd, info.size, limiter=self._disk)
+        return info.etag.strip('"') == found
 
     async def _append_to(self, theirs: ObjectInfo, staged: StagedFile) -> None:
         """Have a file be another object with what was appended to the last one behind it.
@@ -94,8 +120,10 @@ class Conflicts:
         with self._staging.another_content(staged) as fd:
             base = await self._editor.copy(theirs.version, fd, at)
             try:
-                if staged.tokens and base is None and _has_tail(fd, start, staged.fd, size):
-                    start = size  # an upload without an answer was executed, and appended to since
+                if staged.tokens and base is None and start < size <= at:
+                    has_tail = partial(_has_tail, fd, staged.fd, start, size)
+                    if await trio.to_thread.run_sync(has_tail, limiter=self._disk):
+                        start = size  # an upload without an answer was executed, and appended to
                 if base is not None:
                     await self._editor.fill_edges(base, fd, at, at + size - start)
                     base.wrote(at, at + size - start)
@@ -108,36 +136,15 @@ class Conflicts:
                 raise
 
 
-def _is_own(theirs: ObjectInfo, staged: StagedFile) -> bool:
-    """True if the object is a file's own: a reservation, or an earlier content, by a request of
-    which no process has had the answer.
-    """
-    if str(theirs.token) in staged.tokens and not is_content_of(theirs, staged):
-        return True
-    mark = (theirs.metadata or {}).get(CREATED_BY)
-    return staged.exclusive is not None and not theirs.size and mark == staged.exclusive
+def _md5(fd: int, size: int) -> str:
+    return hashlib.md5(os.pread(fd, size, 0), usedforsecurity=False).hexdigest()
 
 
-def is_content_of(info: ObjectInfo, staged: StagedFile) -> bool:
-    """True if an object is a file's content: of its size, its time, and its making or its bytes.
-
-    The time alone tells nothing: it ticks every few ms, and two nodes may write in one tick.
-    """
-    mtime_ns = object_metadata.read_time(info.metadata or {})
-    if (info.size, mtime_ns) != staged.stamp():
-        return False
-    if str(info.token) in staged.tokens:
-        return True
-    if info.size > IN_PARTS:
-        return False
-    found = hashlib.md5(os.pread(staged.fd, info.size, 0), usedforsecurity=False)
-    return info.etag.strip('"') == found.hexdigest()
-
-
-def _has_tail(fd: int, start: int, source: int, stop: int) -> bool:
-    """True if a file has the bytes [start, stop) of another one at the same place."""
-    return start < stop and os.pread(fd, stop - start, start) == os.pread(
-        source, stop - start, start
+def _has_tail(fd: int, source: int, start: int, stop: int) -> bool:
+    """True if a file has the bytes [start, stop) of another one at the same place. Blocks."""
+    return all(
+        os.pread(fd, min(IN_PARTS, stop - at), at) == os.pread(source, min(IN_PARTS, stop - at), at)
+        for at in range(start, stop, IN_PARTS)
     )
 
 

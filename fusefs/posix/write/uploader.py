@@ -30,7 +30,7 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import exclusive, staged_sums
 from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.closes import RecentCloses
-from fusefs.posix.write.conflicts import Conflicts, is_content_of
+from fusefs.posix.write.conflicts import Conflicts
 from fusefs.posix.write.sparse_edit import BaseLostError, SparseEditor
 from fusefs.posix.write.staging import Staging
 from fusefs.posix.write.upload_steps import UploadSteps
@@ -376,7 +376,7 @@ class Uploader:
         """
         await self._steps.abandon(staged)
         described = staged.meta_changes
-        if theirs is not None and is_content_of(theirs, staged):
+        if theirs is not None and await self._conflicts.is_content_of(theirs, staged):
             # Uploaded by a process that died before it could say so.
             self.note_uploaded(staged, theirs, described)
             self._unanswered.confirm(theirs.key, theirs)
