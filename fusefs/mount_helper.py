@@ -37,6 +37,8 @@ IGNORED = frozenset(
         "noauto",
         "nofail",
         "_netdev",
+        "user",
+        "users",
         "nouser",
         "owner",
         "group",
@@ -58,12 +60,6 @@ IGNORED = frozenset(
     )
 )
 _HANDLED = ("x-", "X-", "comment=")
-# What mount(8) cannot have of fusefs, and why.
-REFUSED = {
-    "user": "mount(8) mounts as root alone; user=NAME is the user that the daemon runs as",
-    "users": "mount(8) mounts as root alone; others call `fusefs mount`",
-    "foreground": "mount(8) waits for its helper to end; the unit fusefs@.service stays",
-}
 VARIABLES = {"credentials": "AWS_SHARED_CREDENTIALS_FILE", "home": "HOME"}
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 
@@ -152,9 +148,12 @@ def read_options(
         key = name.replace("_", "-")
         if option in IGNORED or option.startswith(_HANDLED):
             continue
-        if option in REFUSED or key == "foreground":
+        if key == "foreground":
             if not is_sloppy:
-                raise OptionError(f"{option}: {REFUSED[key]}")
+                raise OptionError(
+                    f"{option}: mount(8) waits for its helper to end; the unit fusefs@.service"
+                    " stays"
+                )
         elif option == "ro":
             flags.append("--read-only")
         elif name in VARIABLES and value:

@@ -89,7 +89,7 @@ class Evictor:
             size = file.present.total
             if file.pins or not size:
                 return False
-            self._quota.unlinked(await self._cache.evict(file), size)
+            self._quota.unlinked(await self._cache.evict(file, for_room=False), size)
             self._cache.put_back(file)
             return not file.present.total
 

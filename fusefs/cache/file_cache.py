@@ -603,8 +603,10 @@ class FileCache:
         if not file.is_retained:
             self._order.settle(file)
 
-    async def evict(self, file: CacheFile) -> int:
+    async def evict(self, file: CacheFile, *, for_room: bool = True) -> int:
         """Unlink a file that is not pinned; return a descriptor if it is still mapped, else -1.
+
+        Only what is removed `for_room` counts as evicted.
 
         The caller closes the descriptor when the kernel has let go of the
         blocks. A file that another mount uses or retains, or that is being opened, stays,
@@ -644,9 +646,10 @@ class FileCache:
             return -1
         if not file.pins and self._files.get(file.name) is file:
             del self._files[file.name]
-        self.evicted += 1
-        self.evicted_bytes += size
-        self.evicted_unread += unread
+        if for_room:
+            self.evicted += 1
+            self.evicted_bytes += size
+            self.evicted_unread += unread
         return fd
 
     def _unlink_evicted(self, file: CacheFile, generation: str) -> int | None:

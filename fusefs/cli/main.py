@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     try:
-        options = _parsed(arguments)
+        options = _parsed(_spelled(arguments))
         status = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return status
@@ -55,6 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _status_of(error)
         _complain(error)
         return status
+
+
+def _spelled(arguments: Sequence[str]) -> Sequence[str]:
+    """The command line with `--help` and `--version` for what people write in their place."""
+    match list(arguments):
+        case []:
+            return ["--help"]
+        case ["help", *command]:
+            return [*command, "--help"]
+        case ["version"]:
+            return ["--version"]
+    return arguments
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -296,7 +308,7 @@ def _status(options: argparse.Namespace) -> int:
         print("\n\n".join(overview.as_text(status) for status in statuses))
     else:
         print("no mounts")
-    return 0
+    return 0 if all(map(overview.is_healthy, statuses)) else 1
 
 
 def _place_in_mount(path: Path) -> tuple[Path, str] | None:

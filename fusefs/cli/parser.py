@@ -47,7 +47,8 @@ def make_parser(arguments: Sequence[str] | None = None) -> Parser:
         prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."
     )
     version = f"fusefs {__version__}"
-    parser.add_argument("--version", action="version", version=version, help="show the version")
+    names = ("-V", "--version")
+    parser.add_argument(*names, action="version", version=version, help="show the version")
     # Without its name argparse would make up a help text to find it in.
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", prog="fusefs", dest="command"
@@ -208,7 +209,8 @@ _COMMANDS = (
         "status",
         "show the mounts, or how much of a path is on the local disk",
         "Show one mount, or all mounts of this user, or of a file or directory in a "
-        f"mount how much is on the local disk, and how much is pinned. {_PATTERNS}",
+        f"mount how much is on the local disk, and how much is pinned. {_PATTERNS} Exit status of "
+        "mounts: 0 if each answers, reaches S3 and has no upload that fails, else 1.",
         (
             _argument("path", metavar="PATH", nargs="?", help=f"{_A_PATH} (default: all mounts)"),
             _JSON,

@@ -80,18 +80,22 @@ def sentence(shares: Shares, span: str) -> str | None:
     return f"programs waited {shares['any']:.0%} of {span}{causes}"
 
 
-def hint(stalls: Mapping[str, Any]) -> str | None:
-    """What may be changed about the cause that was waited for most, in the latest such span."""
-    hints = (advice(stalls["shares"].get(key, {})) for key in _SPANS)
+def hint(stalls: Mapping[str, Any], *, has_room: bool = True) -> str | None:
+    """What may be changed about the cause that was waited for most, in the latest such span.
+
+    Without `has_room` in the cache nothing is to be fetched ahead.
+    """
+    hints = (advice(stalls["shares"].get(key, {}), has_room=has_room) for key in _SPANS)
     return next((one for one in hints if one is not None), None)
 
 
-def advice(shares: Shares) -> str | None:
+def advice(shares: Shares, *, has_room: bool = True) -> str | None:
     """Advice about the cause that was waited for most."""
     causes = _causes(shares)
     if not causes or shares[causes[0]] < LEAST_FOR_HINT:
         return None
-    return _CAUSES[causes[0]][1]
+    found = _CAUSES[causes[0]][1]
+    return found if has_room or "fusefs warm" not in found else _CAUSES["cache_full"][1]
 
 
 def slowest(stalls: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:

@@ -87,7 +87,23 @@ def _waiting_in_kernel(mountpoint: Path) -> int | None:
 def _unregistered(mount: mountinfo.KernelMount) -> dict[str, Any]:
     is_ours = mount.owner in (None, os.geteuid())
     why = NOT_REGISTERED if is_ours else f"the mount belongs to user {mount.owner}"
-    return {"mountpoint": str(mount.mountpoint), "source": mount.source, "not_answering": why}
+    known = {"mountpoint": str(mount.mountpoint), "source": mount.source}
+    if not is_ours and os.geteuid() == 0 and mount.owner is not None:
+        try:  # root may ask what is in the user's own directories
+            socket = registry.socket_of(mount.mountpoint, mount.owner)
+            if socket is not None:
+                return control.request(socket, "status", ANSWER_TIMEOUT_S) | known
+        except control.ControlError as error:
+            return {**known, "not_answering": f"{why}; {error}"}
+    return {**known, "not_answering": why, "is_foreign": True}
+
+
+def is_healthy(status: Mapping[str, Any]) -> bool:
+    """True if a mount answers, and nothing that it says is wrong."""
+    try:
+        return status_report.is_healthy(status)
+    except control.MALFORMED:
+        return False
 
 
 def as_text(status: Mapping[str, Any]) -> str:

@@ -19,6 +19,10 @@ from fusefs.settings.display import shown
 Status = Mapping[str, Any]
 
 _LABEL_WIDTH = 12
+# A cache of which a larger share is used is full.
+FULL = 0.9
+# S3 counts as failing while the last attempt failed so long ago at most.
+FAILING_S = 60.0
 # Files waiting for their upload that are listed by name.
 MOST_PENDING = 5
 
@@ -43,7 +47,7 @@ def render(status: Status) -> str:
         if section:
             rows.append((label, describe(section)))
     if status.get("stalls"):
-        rows += _waits(status["stalls"])
+        rows += _waits(status["stalls"], has_room=_has_room(status.get("cache") or {}))
     writing = status.get("writing") or {}
     rows += [("pending", _pending(file)) for file in writing.get("pending", ())[:MOST_PENDING]]
     rows += [("renaming", _renaming(job)) for job in writing.get("renames", ())]
@@ -180,7 +184,9 @@ def _s3(status: Status) -> str:
     moved = f"{human_size(s3.get('bytes_fetched', 0))} fetched"
     if not status.get("read_only"):
         moved += f", {human_size(s3.get('bytes_sent', 0))} sent"
-    troubles = [
+    failing = _s3_failure(s3)
+    troubles = [failing] if failing is not None else []
+    troubles += [
         f"{s3[name]:,} {label}"
         for name, label in (
             # A successful retry, a missing object and a lost race are no errors.
@@ -190,7 +196,35 @@ def _s3(status: Status) -> str:
         )
         if s3.get(name)
     ]
+    last = s3.get("last_error")
+    if failing is None and last is not None:
+        troubles.append(
+            f"the last error {human_duration(round(last['ago_s']))} ago: {last['what']}"
+        )
     return f"{requests}; {moved}; {', '.join(troubles) or 'no errors'}"
+
+
+def _s3_failure(s3: Status) -> str | None:
+    """The failure of S3 that goes on, and for how long; None if it answers."""
+    last = s3.get("last_error")
+    if last is None or last["since_s"] is None or last["ago_s"] > FAILING_S:
+        return None
+    return f"failing for {human_duration(round(last['since_s']))}: {last['what']}"
+
+
+def is_healthy(status: Status) -> bool:
+    """True if a mount answers, reaches S3, is not shut and has no upload that fails.
+
+    Of a mount that is not this user's nothing is known.
+    """
+    if "not_answering" in status:
+        return bool(status.get("is_foreign"))
+    pending = (status.get("writing") or {}).get("pending", ())
+    return not (
+        _s3_failure(status.get("s3") or {})
+        or (status.get("access") or {}).get("is_shut")
+        or any(file["state"] == "failed" for file in pending)
+    )
 
 
 def _conditions(conditions: Status) -> str:
@@ -221,11 +255,16 @@ def _requests(requests: Status) -> str:
     return f"{answered}{waiting:,} waiting"
 
 
-def _waits(stalls: Status) -> Iterable[tuple[str, str]]:
+def _has_room(cache: Status) -> bool:
+    limit = cache.get("limit_bytes")
+    return limit is None or cache.get("used_bytes", 0) < FULL * limit
+
+
+def _waits(stalls: Status, *, has_room: bool) -> Iterable[tuple[str, str]]:
     """What programs waited for of late, a hint, and the requests that waited longest."""
     for sentence in stall_report.sentences(stalls):
         yield "waits", sentence
-    hint = stall_report.hint(stalls)
+    hint = stall_report.hint(stalls, has_room=has_room)
     if hint is not None:
         yield "hint", hint
     for wait in stall_report.slowest(stalls):

@@ -58,7 +58,7 @@ from fusefs.keeper.protocol import CANNOT_TAKE_OVER
 from fusefs.launch import registry
 from fusefs.linux import mount, mountinfo
 from fusefs.linux.libc import forbid_inspection
-from fusefs.linux.mount import MountError, MountRequest
+from fusefs.linux.mount import MountError
 from fusefs.linux.unmount import UnmountError, umount_path
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal, NoJournal
@@ -77,6 +77,7 @@ from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.write import recovery
 from fusefs.posix.write.staging import Staging
+from fusefs.settings.display import human_size
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import Conflict, SessionKind
@@ -105,6 +106,8 @@ INIT_TIMEOUT_S = 30
 COMPACT_EVERY_S = 10.0
 # A mount waits so long at most for what the store says to a first PUT, once a day.
 PROBE_S = 2.0
+# A cache that has less room is of no use to most.
+LEAST_ROOM = 64 << 20
 # How often a mount that was taken over tries to be found by commands.
 REGISTER_EVERY_S = 5.0
 # Called with warnings for the user when the mount answers.
@@ -381,6 +384,14 @@ class Daemon:
             warnings.append(f"there is nothing below {settings.source} (yet): is the prefix meant?")
             # Each new claim begins so: a warning is for the person who typed the prefix.
             logger.info("%s", warnings[-1])
+        room = self.cache.quota.limit
+        if room < LEAST_ROOM:
+            why = f" ({limit_why})" if (limit_why := self.cache.quota.limit_why) else ""
+            warnings.append(
+                f"the cache in {settings.cache_dir} has room for {human_size(room)}{why}: what does"
+                " not fit is read from S3 each time. Make room, or see --cache-dir, --cache-size"
+                " and --min-free"
+            )
         if settings.cluster_cache is not None and settings.cluster_cache_key is None:
             warnings.append(
                 f"whoever may write to {settings.cluster_cache} can change what is read here:"
@@ -552,9 +563,7 @@ class Daemon:
         if operations.writer is not None:
             recovery.adopt(operations.writer)
         session = PyfuseSession(
-            MountRequest(
-                str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
-            ),
+            settings.mount_request,
             operations,
         )
         with session.mounted():

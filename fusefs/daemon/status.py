@@ -169,7 +169,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         "cluster_cache": daemon.cluster_cache.describe() if daemon.cluster_cache else None,
         "integrity": _integrity(daemon),
         "access": {"is_shut": guard.is_shut, "refused_s": guard.refused_s},
-        "s3": daemon.store.counters(),
+        "s3": {**daemon.store.counters(), "last_error": daemon.store.requester.last_error()},
         "path": daemon.downloader.path.describe(),
         "conditions": daemon.store.fence.describe(),
         "metadata": {

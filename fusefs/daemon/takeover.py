@@ -34,7 +34,7 @@ from fusefs.keeper.protocol import FRESH, PREPARE
 from fusefs.launch import launcher, registry
 from fusefs.launch.preflight import LaunchError
 from fusefs.linux import files, fuse_connection, mount, mountinfo
-from fusefs.linux.mount import MountError, MountRequest
+from fusefs.linux.mount import MountError
 from fusefs.posix.journal import journal
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState, UnusableJournalError, replay
@@ -184,9 +184,7 @@ class Takeover:
                 ) from error
             os.set_blocking(self.fd, False)
             return
-        request = MountRequest(
-            str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
-        )
+        request = settings.mount_request
         self.fd = await trio.to_thread.run_sync(mount.mount_by_helper, request)
         self.keeper.deposit(self.fd)
 

@@ -33,7 +33,7 @@ from fusefs.launch import control, log_location, registry, users
 from fusefs.launch.foreground import Foreground
 from fusefs.launch.preflight import LaunchError, refuse_mounted
 from fusefs.linux import mountinfo, unmount
-from fusefs.linux.mount import READ_AHEAD_KIB, MountRequest, may_mount, mount_arguments
+from fusefs.linux.mount import READ_AHEAD_KIB, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
 from fusefs.store import customer_key
@@ -365,11 +365,7 @@ def _keeper_configuration(
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
     """The configuration of a keeper; see keeper/main.py."""
-    flags, data = mount_arguments(
-        MountRequest(
-            str(settings.source), settings.mountpoint, settings.allow_other, settings.read_only
-        )
-    )
+    flags, data = mount_arguments(settings.mount_request)
     return {
         "mountpoint": os.fspath(settings.mountpoint),
         "source": str(settings.source),

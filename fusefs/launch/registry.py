@@ -161,7 +161,22 @@ def _runtime_paths() -> list[str]:
         return ["/run/fusefs"]
     base = os.environ.get("XDG_RUNTIME_DIR")
     own = [f"{base}/fusefs"] if base and os.path.isdir(base) else []
-    return list(dict.fromkeys([*own, f"{TEMPORARY}/fusefs-{uid}", f"{SESSIONS}/{uid}/fusefs"]))
+    return list(dict.fromkeys([*own, *_paths_of(uid)]))
+
+
+def _paths_of(uid: int) -> list[str]:
+    """Where an ordinary user's mounts are without an environment that says otherwise."""
+    return [f"{TEMPORARY}/fusefs-{uid}", f"{SESSIONS}/{uid}/fusefs"]
+
+
+def socket_of(mountpoint: Path, uid: int) -> Path | None:
+    """The socket of another user's mount, for root; None if none is found."""
+    for place in map(Path, _paths_of(uid)):
+        with suppress(OSError):
+            path = place / _hashed(mountpoint) / "status.sock"
+            if place.lstat().st_uid == uid and stat.S_ISSOCK(path.lstat().st_mode):
+                return path
+    return None
 
 
 def _places() -> Iterator[Path]:

@@ -14,6 +14,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 MS_RDONLY = 1
 MS_NOSUID = 2
 MS_NODEV = 4
+MS_NOEXEC = 8
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 _PR_SET_DUMPABLE = 4

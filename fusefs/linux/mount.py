@@ -40,6 +40,7 @@ class MountRequest:
     mountpoint: Path
     allow_other: bool
     read_only: bool = True
+    noexec: bool = False
 
 
 def may_mount() -> bool:
@@ -62,7 +63,7 @@ def mount_arguments(request: MountRequest) -> tuple[int, str]:
     if request.allow_other:
         options.append("allow_other")
     flags = libc.MS_NOSUID | libc.MS_NODEV | (libc.MS_RDONLY if request.read_only else 0)
-    return flags, ",".join(options)
+    return flags | (libc.MS_NOEXEC if request.noexec else 0), ",".join(options)
 
 
 def mount_by_helper(request: MountRequest) -> int:
@@ -105,6 +106,8 @@ def helper_options(request: MountRequest, source: str) -> list[str]:
         options.append("ro")
     if request.allow_other:
         options.append("allow_other")
+    if request.noexec:
+        options.append("noexec")
     return options
 
 

@@ -23,6 +23,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fusefs.linux.mount import MountRequest
 from fusefs.settings.durability import EVERYWHERE_AUTO, DurabilityRules
 from fusefs.settings.memory import LEAST
 from fusefs.settings.patterns import PathRules
@@ -217,6 +218,7 @@ class MountSettings:
     allow_other: bool = option(
         SWITCH, "Files", "let other users of the machine access the mount", False
     )
+    noexec: bool = option(SWITCH, "Files", "run no program that is on the mount", False)
     uid: int | None = option(ID, "Files", "owner of all files", None, otherwise="you")
     gid: int | None = option(ID, "Files", "group of all files", None, otherwise="yours")
     file_mode: int = option(MODE, "Files", "permissions of files", 0o644)
@@ -317,6 +319,12 @@ class MountSettings:
         SWITCH, "Logging", "stay in the foreground until the mount ends", False
     )
 
+    @property
+    def mount_request(self) -> MountRequest:
+        """The arguments of mount(2) or fusermount3."""
+        source = str(self.source)
+        return MountRequest(source, self.mountpoint, self.allow_other, self.read_only, self.noexec)
+
     def to_json(self) -> str:
         """This as JSON, for `from_json` in another process."""
         return json.dumps(self._as_texts())
@@ -390,6 +398,7 @@ FIXED = frozenset(
         "session",
         "passthrough",
         "allow_other",
+        "noexec",
         "read_only",
         "user",
         "max_pause",

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,30 @@ async def test_a_failed_request_is_one_line_in_the_log(
     for part in ("GET", f"s3://{shared.name}/body", "500", "InternalError", REQUEST_ID):
         assert part in line
     assert "\n" not in line
+
+
+async def test_a_bucket_that_may_not_be_listed_is_told_with_the_right_the_key_and_the_place(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("LIST", code="AccessDenied")
+    async with opened(shared, faulty) as store:
+        with pytest.raises(AccessDeniedError) as caught:
+            await store.check("")
+    told = f"key {shared.server.access_key} lacks s3:ListBucket there"
+    assert str(caught.value).endswith(told)
+    assert faulty.endpoint_url in str(caught.value)
+
+
+async def test_an_endpoint_of_the_aws_configuration_is_named_as_such(
+    shared: Bucket, faulty: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"[default]\nendpoint_url = {faulty.endpoint_url}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    faulty.add("LIST", code="NoSuchBucket")
+    async with opened(shared, faulty, endpoint_url=None) as store:
+        with pytest.raises(StoreError, match="endpoint_url of the AWS configuration"):
+            await store.check("")
 
 
 async def test_no_secret_is_in_the_log(

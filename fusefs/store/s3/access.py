@@ -141,6 +141,11 @@ class Access:
         """The URL of the server to which requests about the bucket's objects go."""
         return self.address.origin
 
+    @property
+    def name(self) -> str:
+        """The identity as people know it: the access key, or what gives out the credentials."""
+        return self.principal.removesuffix(f" uid {os.geteuid()}")
+
     def frozen(self) -> ReadOnlyCredentials | None:
         """The keys to sign with now, None to sign nothing. Blocks if they are due (renewal.py)."""
         return None if self.credentials is None else self.credentials.get_frozen_credentials()

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import trio
 
@@ -167,6 +167,9 @@ class Requester:
         self.counted: Counter[str] = Counter()
         # When S3 last fulfilled a request, or could not for want of an object; trio's seconds.
         self.last_answer = -math.inf
+        # The last failed attempt and its time, and when the first one since `last_answer` was sent.
+        self._last_failure: tuple[Failure, float] | None = None
+        self._failing_since = math.inf
         # Called with the key of a change of which an attempt got no answer, or was cancelled:
         # the server may execute it at any later time.
         self.on_unanswered: Callable[[str], None] = lambda _key: None
@@ -183,6 +186,17 @@ class Requester:
             "awaiting_credentials": len(self._refused),
             "connections": self.connections.allowed,
         }
+
+    def last_error(self) -> dict[str, Any] | None:
+        """The last failed attempt, `ago_s`; `since_s` is None where S3 has answered since.
+
+        A missing object and a condition that does not hold are answers.
+        """
+        if self._last_failure is None:
+            return None
+        (failure, at), now = self._last_failure, trio.current_time()
+        since_s = now - self._failing_since if self._failing_since < math.inf else None
+        return {"what": failure.sentence, "ago_s": now - at, "since_s": since_s}
 
     def reprioritize(self) -> None:
         """Ask the requests that wait for their priorities again: one has risen."""
@@ -222,7 +236,7 @@ class Requester:
         try:
             while True:
                 one = call() if callable(call) else call
-                used = self.source.access
+                used, sent = self.source.access, trio.current_time()
                 try:
                     answer = await self.attempt(
                         one, priority, budget=budget, progress=progress, hedge=hedge
@@ -236,12 +250,12 @@ class Requester:
                     raise
                 else:
                     self.connections.note_success()
-                    self.last_answer = trio.current_time()
+                    self._note_answer()
                     return result
                 if judge is not None:
                     failure = await judge(failure)
                 failure = await self._weigh(one, failure, used, tried)
-                self._react(one, failure, budget)
+                self._react(one, failure, budget, sent)
                 if progress is not None and progress.has_progressed():
                     budget.restart()
                 if not failure.is_retryable or not budget.has_time(failure.longest_s):
@@ -344,6 +358,9 @@ class Requester:
         if failure.region and not tried.has_moved and self.source.relocate(failure.region, used):
             tried.has_moved = True
             return replace(failure, is_retryable=True)
+        if failure.region:
+            where = f"the bucket is in the region {failure.region}: set --region"
+            failure = replace(failure, sentence=where)
         failure = replace(await self._explain(call, failure), region="")
         if (failure.status, failure.code) == (400, "") and not tried.has_retried_400:
             # The credentials had expired, and have been renewed since.
@@ -395,10 +412,16 @@ class Requester:
         level = logging.DEBUG if failure.kind is ThrottledError else logging.INFO
         logger.log(level, "%s again: %s", call.operation, self._describe(call, failure))
 
-    def _react(self, call: Call, failure: Failure, budget: RetryBudget) -> None:
-        """Do what a failed attempt calls for."""
+    def _note_answer(self) -> None:
+        self.last_answer, self._failing_since = trio.current_time(), math.inf
+
+    def _react(self, call: Call, failure: Failure, budget: RetryBudget, sent: float) -> None:
+        """Do what a failed attempt, which began at `sent`, calls for."""
         if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
-            self.last_answer = trio.current_time()
+            self._note_answer()
+        elif not failure.region:
+            self._last_failure = failure, trio.current_time()
+            self._failing_since = min(self._failing_since, sent)
         if failure.has_expired:
             self.source.renew()
         if failure.kind is CredentialsError:

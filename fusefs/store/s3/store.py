@@ -15,8 +15,9 @@ from functools import partial
 import trio
 
 from fusefs.store.engine.engine import Engine
-from fusefs.store.errors import AttemptError, CredentialsError, StoreError
+from fusefs.store.errors import AccessDeniedError, AttemptError, CredentialsError, StoreError
 from fusefs.store.fencing import TokenSource
+from fusefs.store.http import redirects
 from fusefs.store.interface import (
     PLAIN,
     DeleteFailure,
@@ -92,13 +93,26 @@ class S3Store:
             StoreError: it can't; the message is one line for the user.
         """
         where = f"s3://{self.settings.bucket}/{prefix}"
-        endpoint = self.settings.endpoint_url
         try:
             page = await self._page(prefix, "/", "", 1, retry_time_s=CHECK_TIME_S)
         except StoreError as error:
-            at = f" at {endpoint}" if endpoint and endpoint not in str(error) else ""
-            raise type(error)(f"can't read {where}{at}: {error}") from error
+            raise type(error)(self._in_full(f"can't read {where}", error)) from error
         self.is_prefix_empty = not (page.objects or page.prefixes)
+
+    def _in_full(self, what: str, error: StoreError) -> str:
+        """A sentence for the user: the endpoint, and if access is denied which right of whose key.
+
+        The endpoint may come from the AWS configuration.
+        """
+        access = self.requester.source.access
+        endpoint, origin = self.settings.endpoint_url, access.url if access is not None else ""
+        if endpoint is None and origin and not redirects.is_aws(origin):
+            endpoint = f"{origin} (endpoint_url of the AWS configuration)"
+        at = f" at {endpoint}" if endpoint and endpoint.split()[0] not in str(error) else ""
+        whose = ""
+        if type(error) is AccessDeniedError and access is not None:
+            whose = f"; {access.name} lacks s3:ListBucket there"
+        return f"{what}{at}: {error}{whose}"
 
     async def is_refused(self, prefix: str) -> bool | None:
         """Whether S3 refuses, with credentials that are fresh, to list a prefix.

@@ -148,6 +148,7 @@ def test_a_drop_spares_what_is_open_and_what_is_pinned(mounter: Mounter, tree: B
     assert local(here.path / "tree")["local_files"] == 0
     assert read_all(here.path / "tree/d0/f0.bin") == stamped(0, SIZE)
     assert local(here.path / "tree")["pinned_files"] == 1
+    assert here.status()["cache"]["evicted_files"] == 0
 
 
 def test_what_is_not_uploaded_is_shown_and_not_dropped(mounter: Mounter, bucket: Bucket) -> None:

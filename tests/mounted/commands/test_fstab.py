@@ -73,12 +73,12 @@ def bucket(shared: Bucket) -> Bucket:
 
 
 def test_a_line_of_fstab_is_mounted_and_unmounted(bucket: Bucket, tmp_path: Path) -> None:
-    done = run_with_fstab(SCRIPT, bucket, tmp_path, "ro")
+    done = run_with_fstab(SCRIPT, bucket, tmp_path, "ro,users")
     assert done.returncode == 0, done.stderr
     content, shown = done.stdout.splitlines()
     assert content == "hello"
     assert shown.split()[0] == "fuse.fusefs"
-    assert "ro" in shown.split()[1].split(",")
+    assert {"ro", "noexec"} <= set(shown.split()[1].split(","))  # which `users` brings
 
 
 def test_a_line_of_fstab_is_mounted_when_a_program_first_needs_it(

@@ -25,6 +25,7 @@ as_nobody() {{
         env HOME={home} XDG_RUNTIME_DIR={home}/run "$@"
 }}
 fusefs() {{ as_nobody {fusefs} "$@"; }}
+fusefs_of_root() {{ {fusefs} "$@"; }}
 mount --make-rprivate /
 mount -t tmpfs tmpfs {home}
 mkdir {home}/dev {home}/mnt {home}/run
@@ -93,6 +94,23 @@ def test_an_ordinary_user_mounts_without_passthrough(
     passthrough = json.loads(status)["passthrough"]
     assert not passthrough["on"]
     assert "root" in passthrough["why"]
+
+
+def test_root_sees_whether_an_ordinary_users_mount_is_healthy(mounted_by_nobody: Runner) -> None:
+    result = mounted_by_nobody(
+        f"""
+        mkdir -p /run/user && mount -t tmpfs tmpfs /run/user && mkdir /run/user/{NOBODY}
+        mount --bind "${{mnt%/mnt}}/run" /run/user/{NOBODY}
+        fusefs_of_root status $mnt && echo healthy
+        pid=$(fusefs_of_root status $mnt | sed -n 's/^ *daemon *pid \\([0-9]*\\),.*/\\1/p')
+        kill -STOP $pid; fusefs_of_root status $mnt; echo $?; kill -CONT $pid
+        """
+    )
+    healthy, _, hung = result.stdout.partition("healthy\n")
+    assert "session     kernel" in healthy, result.stderr
+    assert "belongs to user" in hung
+    assert "timed out" in hung
+    assert hung.endswith("\n1\n")
 
 
 @states("Only the user who mounted may use the mount, not even root, unless `--allow-other`.")

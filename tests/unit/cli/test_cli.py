@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import fusefs
 from csi.main import make_parser
 from fusefs import mount_helper
 from fusefs.cli import mount as mount_command
@@ -232,6 +233,25 @@ def test_an_interrupt_before_a_command_has_begun_is_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        ((), "usage: fusefs [-h]"),
+        (("help",), "usage: fusefs [-h]"),
+        (("help", "status"), "usage: fusefs status"),
+        (("version",), f"fusefs {fusefs.__version__}"),
+        (("-V",), f"fusefs {fusefs.__version__}"),
+    ],
+)
+def test_help_and_the_version_are_found_however_they_are_called(
+    arguments: tuple[str, ...], first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(first)
+
+
+@pytest.mark.parametrize(
     ("arguments", "part"),
     [
         (("mount", "s3://b", "/mnt", "--cache-s", "1GiB"), "--cache-s; did you mean --cache-size?"),
@@ -344,6 +364,7 @@ GIVEN = "--allow-other --cache-size=1GiB --metadata-ttl=5m"
         ("ro,config=/etc/data.toml", "--read-only --config /etc/data.toml"),
         ("allow_other=false,no_delete", "--no-allow-other --no-delete"),
         ("user=svc,ro", "--user=svc --read-only"),
+        ("users,user,noexec,nosuid,nodev", "--noexec"),
         # What mount and systemd handle is left to them.
         ("defaults,_netdev,nofail,rw,noatime,x-systemd.automount,X-mount.mkdir", ""),
     ],
@@ -363,15 +384,12 @@ def test_files_of_credentials_are_named_and_never_keys() -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        "noexec",
         "suid",
         "dev",
         "cache-siz=1",
         "cache_size",
         "allow_other=perhaps",
         "sync",
-        "user",
-        "users",
         "foreground",
         "foreground=true",
         "no_delete=false",
@@ -383,7 +401,7 @@ def test_what_cannot_be_had_is_refused(option: str) -> None:
 
 
 def test_a_sloppy_mount_leaves_out_what_is_unknown() -> None:
-    assert flags("noexec,ro", is_sloppy=True) == ["--read-only"]
+    assert flags("suid,ro", is_sloppy=True) == ["--read-only"]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_a_mount_is_shown_once_however_often_it_is_bound_elsewhere(
     bound.path = "/mnt/bound"
     monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: [mounted, bound])
     registry.register(mounted.mountpoint, mounted.source, sleeper.pid)
-    assert run("status", "--json") == 0
+    assert run("status", "--json") == 1  # no daemon answers
     assert [one["mountpoint"] for one in json.loads(capsys.readouterr().out)] == ["/mnt/a"]
 
 
@@ -277,7 +277,7 @@ def test_processes_of_another_version_keep_no_other_mount_from_the_status(
     (runtime / str(mountinfo.parse(MOUNTINFO)[3].connection) / "waiting").write_text("1")
     monkeypatch.setattr(control, "request", request)
     monkeypatch.setattr(overview, "keeper_status", lambda *_: keeper)
-    assert run("status") == 0
+    run("status")
     shown = capsys.readouterr().out
     assert "s3://odd/" in shown or "/mnt/data" in shown
     assert "/mnt/good" in shown
@@ -357,6 +357,51 @@ def test_what_programs_waited_for_is_a_sentence_with_a_hint() -> None:
     assert "hint        fetch the data before it is needed (fusefs warm)" in text
     assert "slowest     open of train/1: 1.2 s, 31 s ago" in text
     assert "slowest     lookup of train/: 250 ms, 4 s ago" in text
+    full = STATUS["cache"] | {"used_bytes": 50 << 30}
+    text = status_report.render({**STATUS, "cache": full, "stalls": STALLS})
+    assert "hint        the cache is full: a larger --cache-size" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "shown", "is_healthy"),
+    [
+        ({}, "1 failed for good (errors)", True),
+        (
+            {"s3": {"last_error": {"what": "no answer", "ago_s": 20.0, "since_s": 40.0}}},
+            "; failing for 40 s: no answer",
+            False,
+        ),
+        (
+            {"s3": {"last_error": {"what": "no answer", "ago_s": 90.0, "since_s": None}}},
+            "; the last error 1 min 30 s ago: no answer",
+            True,
+        ),
+        ({"access": {"is_shut": True, "refused_s": 9.0}}, "not served any more", False),
+        (
+            {
+                "writing": {
+                    "pending": [
+                        {"key": "a", "bytes": 1, "since_s": 9, "state": "failed", "error": "no"}
+                    ]
+                }
+            },
+            "a: failed, 1 B, for 9 s (no)",
+            False,
+        ),
+    ],
+)
+def test_status_says_what_fails_since_when_and_whether_a_mount_is_healthy(
+    change: dict[str, Any], shown: str, is_healthy: bool
+) -> None:
+    status = {**STATUS, **change}
+    assert shown in status_report.render(status)
+    assert overview.is_healthy(status) is is_healthy
+
+
+def test_a_mount_that_does_not_answer_fails_the_command_unless_it_is_somebody_elses() -> None:
+    silent = {"mountpoint": "/a", "source": "s3://b/", "not_answering": "timed out"}
+    assert not overview.is_healthy(silent)
+    assert overview.is_healthy({**silent, "is_foreign": True})
 
 
 @pytest.mark.parametrize(
