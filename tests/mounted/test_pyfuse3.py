@@ -228,7 +228,6 @@ def test_space_is_allocated_by_writing_zeros_and_nothing_is_punched(
 )
 def test_what_a_killed_writer_wrote_is_kept(mount: Mount, shared: Bucket) -> None:
     program = python(WRITER, mount.path / "old")
-    assert program.stdout is not None
     assert program.stdout.readline() == "written\n"
     program.kill()
     program.communicate(timeout=PATIENCE_S)

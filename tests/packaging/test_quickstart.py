@@ -96,19 +96,6 @@ def values_of(*files: Path) -> dict[str, Any]:
 # --- what it names ----------------------------------------------------------------
 
 
-def test_every_file_it_names_is_there() -> None:
-    directory = ""
-    for command in typed:
-        for word in command:
-            if word.startswith("files="):
-                directory = word.removeprefix("files=")
-            named = word.replace("$files", directory)
-            if named.startswith(("examples/", "charts/", "image/", "packaging/")):
-                assert (PROJECT / named).exists(), word
-    named = {path for path in FILES.rglob("*") if path.is_file() and path.parent == FILES / "eks"}
-    assert all(path.name in DOCUMENT.read_text() for path in named)
-
-
 @pytest.mark.parametrize("directory", KUSTOMIZATIONS, ids=lambda path: path.name)
 def test_every_kustomization_is_valid(directory: Path) -> None:
     parser: argparse.ArgumentParser = main.make_parser()
@@ -150,43 +137,7 @@ def own_parameters(storage_class: Object) -> dict[str, str]:
     }
 
 
-def test_secrets_are_those_that_the_classes_name() -> None:
-    made = set()
-    for command in typed:
-        if command[:1] == ["kubectl"] and "generic" in command:
-            made.add(command[command.index("generic") + 1])
-            fields = {word.split("=")[1] for word in command if word.startswith("--from-literal")}
-            assert fields == {"access_key_id", "secret_access_key"}
-    for documents in (render(FILES / "driver"), chart(**values_of(*CHARTS["minio"]))):
-        for each in every(documents, "StorageClass"):
-            for name, value in each["parameters"].items():
-                assert not name.endswith("secret-name") or value in made
-
-
 # --- EKS and on premises ----------------------------------------------------------
-
-
-def test_a_roles_trust_policy_names_an_account_that_is_there() -> None:
-    subjects = {
-        word.partition("=")[2].removeprefix("(")
-        for block in shell_blocks(DOCUMENT)
-        for word in re.findall(r"SERVICE_ACCOUNT=\S+", block)
-    }
-    documents = [*chart(**values_of(*CHARTS["eks"])), *render(FILES / "eks/training")]
-    accounts = {
-        f"{each['metadata']['namespace']}:{name_of(each)}"
-        for each in every(documents, "ServiceAccount")
-    }
-    assert len(subjects) == 2
-    assert subjects <= accounts
-    [job] = pod_templates(find(documents, "Job"))
-    assert f"default:{job['spec']['serviceAccountName']}" in subjects
-    for subject in subjects:
-        policy = json.loads(substituted(FILES / "eks/trust.json", SERVICE_ACCOUNT=subject))
-        [condition] = (each["Condition"]["StringEquals"] for each in policy["Statement"])
-        assert condition[f"{FOUND['OIDC']}:sub"] == f"system:serviceaccount:{subject}"
-        [request] = find(documents, "CSIDriver")["spec"]["tokenRequests"]
-        assert condition[f"{FOUND['OIDC']}:aud"] == request["audience"]
 
 
 def test_the_pods_role_may_what_a_volume_does() -> None:
@@ -243,7 +194,6 @@ def test_policies_name_the_permissions_of_every_request() -> None:
 def test_the_policy_lets_out_the_store(name: str, tmp_path: Path) -> None:
     documents = chart(**values_of(*CHARTS[name]))
     known = stores.read_stores(stores_file(documents, tmp_path)).named("on-premises")
-    assert known is not None
     assert known.endpoint_url is not None
     assert lets_out(find(documents, "NetworkPolicy"), known.endpoint_url)
     assert known.endpoint_url in DOCUMENT.read_text()

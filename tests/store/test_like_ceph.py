@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.store.errors import ConflictError, NotFoundError, StoreError, UnsupportedError
-from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
+from fusefs.store.errors import NotFoundError, UnsupportedError
+from fusefs.store.interface import IfMatch, ObjectVersion
 from fusefs.store.s3 import copy, multipart
 from tests.support.machine.local_file import MakeFile
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import Mount, Mounter
 from tests.support.programs import WRITABLE
 from tests.support.semantics import states
 from tests.support.servers import ceph_server
@@ -24,7 +24,7 @@ from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
 from tests.support.servers.ceph_server import CephServer
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
-from tests.support.store_writing import KEYS, PART, digest, each_way, opened, put
+from tests.support.store_writing import KEYS, PART, each_way, opened, put
 from tests.support.waiting import until
 
 # What the gateway answers to a completion: done, but of which ETag it does not say.
@@ -52,19 +52,6 @@ def ceph_bucket(ceph: S3Server) -> Bucket:
 
 
 # --- with the proxy ---------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("as_owner")
-async def test_a_completion_without_an_etag_is_done(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
-) -> None:
-    file = make_file(3 * PART)
-    rule = faulty.add("COMPLETE", is_done=True, status=200, body=COMPLETED)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", file)
-        assert info == await store.head("file")
-        assert (rule.used, store.counters()["retries"]) == (1, 0)
-    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @pytest.mark.usefixtures("as_owner")
@@ -102,18 +89,6 @@ async def test_a_completion_that_can_not_end_is_given_up(
 
 
 @pytest.mark.usefixtures("as_owner")
-async def test_a_completion_that_fails_while_the_upload_is_there_is_tried_again(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
-) -> None:
-    file = make_file(2 * PART)
-    faulty.add("COMPLETE", times=2, **STUCK)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await put(store, "file", file)
-        assert store.counters()["retries"] == 2
-    assert digest(stored(bucket, "file")) == digest(file.data)
-
-
-@pytest.mark.usefixtures("as_owner")
 async def test_a_server_that_compares_an_etag_without_its_quotes_gets_it_so(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
@@ -135,19 +110,6 @@ def test_an_upload_of_which_parts_are_refused_is_made_anew(
     (mount.path / "file").write_bytes(data)
     assert stored(bucket, "file") == data
     assert bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", []) == []
-
-
-@pytest.mark.usefixtures("as_owner")
-async def test_a_name_that_decodes_to_another_one_is_not_the_source_of_a_copied_part(
-    bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copy, "COPY_LIMIT", 10)
-    etag = bucket.put("a%20b", b"x" * 100)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await store.copy(ObjectVersion("a%20b", etag, 100), "copy")
-    assert stored(bucket, "copy") == b"x" * 100
-    assert faulty.requests("COPY")
-    assert not faulty.requests("PART COPY")
 
 
 @states(
@@ -179,17 +141,6 @@ def test_an_upload_that_can_not_be_completed_is_made_anew_or_kept_apart(
 
 
 @pytest.mark.usefixtures("as_owner")
-async def test_a_listing_that_never_will_be_one_is_not_requested_again(
-    bucket: Bucket, faulty: FaultyS3
-) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        faulty.add("LIST", status=200, body=b"<ListBucketResult><Key>\x01</Key></ListBucketResult>")
-        with pytest.raises(StoreError, match="the answer is not a listing"):
-            await store.list_page("")
-        assert store.counters()["retries"] == 0
-
-
-@pytest.mark.usefixtures("as_owner")
 @each_way
 @pytest.mark.parametrize("compares", [True, False, None])
 async def test_a_body_goes_with_its_md5_unless_checksums_are_compared(
@@ -217,84 +168,6 @@ def ceph_mount(ceph_bucket: Bucket, mounter: Mounter) -> Mount:
     return mounter(*WRITABLE, bucket=ceph_bucket)
 
 
-def test_files_are_written_and_read(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
-    """Of every size, in one request and in parts, new and edited."""
-    contents = {str(size): os.urandom(size) for size in (0, 1, 100_000, 3_000_000, LARGE)}
-    for name, data in contents.items():
-        (ceph_mount.path / name).write_bytes(data)
-    assert {key: stored(ceph_bucket, key) for key in keys(ceph_bucket)} == contents
-    with (ceph_mount.path / str(LARGE)).open("r+b") as file:
-        file.seek(9_000_000)
-        file.write(b"edited")
-    edited = contents[str(LARGE)]
-    contents[str(LARGE)] = edited[:9_000_000] + b"edited" + edited[9_000_006:]
-    assert stored(ceph_bucket, str(LARGE)) == contents[str(LARGE)]
-    ceph_mount.end()
-    ceph_mount.start()
-    assert {name: (ceph_mount.path / name).read_bytes() for name in contents} == contents
-    assert ceph_mount.status()["s3"]["errors"] == 0
-
-
-def test_names_with_control_characters_are_listed(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
-    for key in ("one\x01x/a\x02", "one\x01x/b", "two\x1f.txt"):
-        ceph_bucket.put(key, key.encode())
-    assert sorted(os.listdir(ceph_mount.path)) == ["one\x01x", "two\x1f.txt"]
-    assert sorted(os.listdir(ceph_mount.path / "one\x01x")) == ["a\x02", "b"]
-    assert (ceph_mount.path / "one\x01x" / "a\x02").read_bytes() == b"one\x01x/a\x02"
-
-
-def test_an_object_has_one_time_whoever_tells_it(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
-    ceph_bucket.put("file", b"content")
-    head = ceph_bucket.client.head_object(Bucket=ceph_bucket.name, Key="file")
-    expected = int(head["LastModified"].timestamp()) * 10**9
-    assert (ceph_mount.path / "file").stat().st_mtime_ns == expected
-
-
-def test_names_change(ceph_mount: Mount, ceph_bucket: Bucket) -> None:
-    directory = ceph_mount.path / "old"
-    (directory / "sub").mkdir(parents=True)
-    for number in range(20):
-        (directory / "sub" / str(number)).write_bytes(b"%d" % number)
-    os.rename(directory, ceph_mount.path / "new")
-    os.rename(ceph_mount.path / "new" / "sub" / "0", ceph_mount.path / "moved")
-    os.unlink(ceph_mount.path / "new" / "sub" / "1")
-    fusefs("sync", ceph_mount.path)
-    files = {key: stored(ceph_bucket, key) for key in keys(ceph_bucket) if key[-1] != "/"}
-    expected = {f"new/sub/{number}": b"%d" % number for number in range(2, 20)}
-    assert files == {**expected, "moved": b"0"}
-
-
-@pytest.mark.usefixtures("as_owner")
-@pytest.mark.parametrize("size", [0, 1000, 3 * PART], ids=["empty", "small", "parts"])
-async def test_a_lost_answer_is_no_conflict(
-    ceph_bucket: Bucket, make_file: MakeFile, size: int
-) -> None:
-    """The gateway tells no CRC32, by which our own object could be known."""
-    file = make_file(size)
-    with FaultyS3(ceph_bucket.server.endpoint_url) as proxy:
-        for operation in ("PUT", "COMPLETE"):
-            proxy.add(operation, times=1, lose_answer=True)
-        async with opened(ceph_bucket, proxy.endpoint_url) as store:
-            info = await put(store, "file", file, IF_ABSENT)
-            assert info == await store.head("file")
-    assert digest(stored(ceph_bucket, "file")) == digest(file.data)
-
-
-@pytest.mark.usefixtures("as_owner")
-@each_way
-async def test_what_is_damaged_on_the_way_is_sent_again(
-    ceph_bucket: Bucket, make_file: MakeFile, size: int, operation: str
-) -> None:
-    """The gateway compares no CRC32."""
-    file = make_file(size)
-    with FaultyS3(ceph_bucket.server.endpoint_url) as proxy:
-        rule = proxy.add(operation, times=2, corrupt=True)
-        async with opened(ceph_bucket, proxy.endpoint_url) as store:
-            await put(store, "file", file)
-            assert (rule.used, store.counters()["retries"]) == (2, 2)
-    assert digest(stored(ceph_bucket, "file")) == digest(file.data)
-
-
 def test_two_mounts_race_for_a_file_and_both_end(
     mounter: Mounter, ceph_bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -318,23 +191,6 @@ def test_two_mounts_race_for_a_file_and_both_end(
     assert stored(ceph_bucket, "file") in contents
     uploads = ceph_bucket.client.list_multipart_uploads(Bucket=ceph_bucket.name)
     assert uploads.get("Uploads", []) == []
-
-
-@pytest.mark.usefixtures("as_owner")
-async def test_a_file_over_the_named_version_arrives(
-    ceph_bucket: Bucket, make_file: MakeFile
-) -> None:
-    """The gateway compares the ETag of a PUT without its quotes."""
-    file = make_file(1000)
-    etag = ceph_bucket.put("file", b"before")
-    async with opened(ceph_bucket, ceph_bucket.server.endpoint_url) as store:
-        await put(store, "file", file, IfMatch(etag))
-        assert stored(ceph_bucket, "file") == file.data
-        with pytest.raises(ConflictError):
-            await put(store, "file", file, IfMatch(etag))
-        ceph_bucket.client.delete_object(Bucket=ceph_bucket.name, Key="file")
-        with pytest.raises(ConflictError):
-            await put(store, "file", file, IfMatch(etag))
 
 
 def test_a_large_file_that_is_cut_short_before_it_is_closed_arrives(

@@ -11,8 +11,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,10 @@ from fusefs.cli.status import mount_status
 from fusefs.cli.umount import end_mount
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
-from fusefs.launch.mount_requests import daemon_request
 from fusefs.launch.registry import resolve
 from fusefs.linux import libc
 from fusefs.linux.unmount import UnmountError
 from fusefs.store.s3.conditions import NOT_TRIED
-from fusefs.telemetry.stalls import CAUSES, STALLS
 from tests.support import forked_command
 from tests.support.machine.disks import recorded_by
 from tests.support.servers.buckets import Bucket
@@ -215,28 +212,3 @@ def cost(mount: Mount, call: Callable[[], object]) -> dict[str, int]:
     call()
     after = status(mount)["s3"]
     return {kind: after[kind] - before[kind] for kind in kinds if after[kind] != before[kind]}
-
-
-# Of the time that requests wait, the cause that a test makes has this share at least.
-MOST = 0.8
-
-
-@contextmanager
-def mostly(cause: int, mount: Mount | None = None) -> Iterator[None]:
-    """Requests wait for this cause meanwhile for the most part, and not for others."""
-    before = waits(mount)
-    yield
-    waited = {name: seconds - before[name] for name, seconds in waits(mount).items()}
-    total = waited.pop("any")
-    shares = {name: round(seconds / total, 3) for name, seconds in waited.items()}
-    assert shares.pop(CAUSES[cause]) >= MOST, shares
-    assert sum(shares.values()) <= 1 - MOST + 0.01, shares
-
-
-def waits(mount: Mount | None) -> Mapping[str, float]:
-    """The waiting time by cause."""
-    if mount is None:
-        return dict(zip(CAUSES, STALLS.totals().wait, strict=True))
-    metrics = daemon_request(mount.path, {"command": "metrics"}, 5.0)["metrics"]
-    samples = metrics["wait_seconds_total"]["samples"]
-    return {sample["labels"]["cause"]: sample["value"] for sample in samples}

@@ -78,8 +78,6 @@ def test_upgrades_go_unnoticed_by_who_reads_and_writes(mount: Mount, bucket: Buc
     assert "outlives an upgrade" in facts["survival"]["why"]
     assert not facts["passthrough"]["on"]
     with python(READER, mount.path / "held") as reader, open(mount.path / "new", "wb") as new:
-        assert reader.stdin is not None
-        assert reader.stdout is not None
         for at in range(0, SIZE, SIZE // 3):
             size = SIZE // 3
             reader.stdin.write(f"{size}\n")
@@ -100,8 +98,6 @@ def test_a_read_that_is_under_way_is_answered_by_the_old_daemon(
     bucket.put("slow", data)
     rule = faulty.add("GET", "slow", stall=True)
     with python(READER, mount.path / "slow") as reader:
-        assert reader.stdin is not None
-        assert reader.stdout is not None
         reader.stdin.write(f"{1 << 16}\n")
         reader.stdin.flush()
         until(lambda: rule.used > 0, "the request that hangs")

@@ -138,16 +138,6 @@ def test_two_mounts_share_a_cache(bucket: Bucket, mounter: Mounter) -> None:
     check_all(both[0], objects)
 
 
-def test_a_mount_uses_what_another_fetched(bucket: Bucket, mounter: Mounter) -> None:
-    objects = put_many(bucket, 3, 2 * MIB)
-    one, other = mounter(), mounter()
-    check_all(one, objects)
-    for each in (one, other):
-        until(each.is_recorded, "what was read on record, and known to both")
-    check_all(other, objects)
-    assert other.status()["s3"]["gets"] == 0
-
-
 # Disks
 
 

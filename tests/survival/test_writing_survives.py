@@ -98,13 +98,11 @@ class Program:
 
     def say(self, word: str) -> None:
         assert self.process.poll() is None, self.process.communicate()[1]
-        assert self.process.stdin is not None
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
 
     def held(self) -> dict[str, str]:
         """What there has to be, {key: SHA-256}, once it has come to rest."""
-        assert self.process.stdout is not None
         # A descriptor's number may be beyond what select(2) takes.
         output = select.poll()
         output.register(self.process.stdout)

@@ -70,7 +70,6 @@ def cut_off(node: Node, step: str, call: Any, *arguments: Any, **options: Any) -
     node.start()
     with pytest.raises(grpc.RpcError):
         call(*arguments, **options)
-    assert node.process is not None
     assert node.process.wait(PATIENCE_S) == -9, "it came to that step"
     node.command[-1] = START
     node.start()

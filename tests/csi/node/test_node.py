@@ -2,17 +2,14 @@
 
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.csi.node import SECRETS, Mode, Node, capability, until_final
+from tests.support.csi.node import SECRETS, Mode, Node, capability
 from tests.support.csi.publishing import data as data
 from tests.support.csi.publishing import node as node
 from tests.support.csi.publishing import refused
@@ -95,43 +92,6 @@ def test_files_belong_to_the_pods_group(node: Node, data: Bucket) -> None:
     node.unpublish("grouped", target)
 
 
-def test_two_users_of_a_pods_group_write_each_others_files(node: Node, data: Bucket) -> None:
-    """Kubernetes' fsGroup: what is new belongs to the group, which may write it."""
-    target = node.target("pod")
-    group = capability(group="2345")
-    node.publish("grouped", target, cap=group, bucket=data.name, prefix="shared")
-    names = ["new", "new/file", "new/link", "new/program"]
-    made = "umask 022; cd new-data; mkdir new; echo -n one > new/file; ln -s file new/link"
-    made += "; install -m 700 /dev/null new/program"
-    try:
-        (target / "new-data").mkdir()
-        of_user(1001, made, target)
-        shown = [(target / "new-data" / name).lstat() for name in names]
-        assert {one.st_gid for one in shown} == {2345}
-        assert {one.st_uid for one in shown} == {1001}
-        assert [one.st_mode & 0o777 for one in shown] == [
-            0o775,
-            0o664,
-            0o777,
-            0o700,
-        ]  # as install sets it
-        of_user(1002, "cd new-data/new; echo -n two >> file; echo -n three > other", target)
-        assert (target / "new-data/new/file").read_bytes() == b"onetwo"
-        stored = data.client.head_object(Bucket=data.name, Key="shared/new-data/new/file")
-        assert stored["Metadata"]["gid"] == "1001"  # of its maker, as on any mount
-        assert int(stored["Metadata"]["mode"]) & 0o777 == 0o644
-    finally:
-        shutil.rmtree(target / "new-data")
-        node.unpublish("grouped", target)
-
-
-def of_user(uid: int, script: str, directory: Path) -> None:
-    """Run a script as a user with a group of his own, and the pod's beside it."""
-    subprocess.run(
-        ["sh", "-ec", script], cwd=directory, user=uid, group=uid, extra_groups=[2345], check=True
-    )
-
-
 # --- publishing again ---------------------------------------------------------------
 
 
@@ -204,38 +164,6 @@ def test_a_dead_mount_is_unpublished(node: Node, data: Bucket) -> None:
     node.publish("dead", target, bucket=data.name)
     node.kill_all()
     node.unpublish("dead", target)
-
-
-def test_a_driver_that_was_killed_goes_on(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("on", target, bucket=data.name, prefix="a")
-    with (target / "hello").open("rb") as file:
-        node.kill()
-        node.start()
-        assert file.read() == b"hello"
-    node.publish("on", target, bucket=data.name, prefix="a")
-    assert len(node.mounted()) == 2
-    node.unpublish("on", target)
-
-
-def test_a_publish_that_was_cut_off_is_finished_by_the_next(
-    node: Node, data: Bucket, faulty: FaultyS3
-) -> None:
-    target = node.target("pod")
-    volume = {"store": "faulty", "bucket": data.name, "prefix": "a"}
-    slow = faulty.add("LIST", stall=True)
-    before = len(faulty.requests("LIST"))
-    call = node.node.NodePublishVolume.future(node.request("cut", target, **volume))
-    until(lambda: len(faulty.requests("LIST")) > before, "the bucket gets a request")
-    node.kill()
-    call.cancel()
-    node.start()
-    faulty.remove(slow)
-    slow.release()
-    until_final(node.publish, "cut", target, **volume)
-    assert len(node.roots()) == len(node.daemons()) == 1, "no second mount over the first"
-    assert (target / "hello").read_bytes() == b"hello"
-    node.unpublish("cut", target)
 
 
 # --- what is refused ----------------------------------------------------------------

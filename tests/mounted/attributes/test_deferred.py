@@ -67,7 +67,6 @@ def succeed(mount: MortalMount) -> None:
 
 async def set_on(process: Process, path: str, **new: int) -> None:
     inode = await process.node(path)
-    assert process.operations.mutations is not None
     await process.operations.mutations.setattr(inode.nodeid, NewAttributes(**new))
 
 

@@ -143,19 +143,6 @@ def test_what_was_written_here_is_compared_as_well(
     assert differed(made) == 1
 
 
-def test_sums_go_along_with_a_rename(bucket: Bucket, mounter: Mounter) -> None:
-    bucket.put("file", SMALL)
-    made = mounter(WRITABLE)
-    assert (made.path / "file").read_bytes() == SMALL
-    (made.path / "file").rename(made.path / "renamed")
-    made.end()
-    (copy,) = cached(made.cache)
-    flip(copy)
-    made.start()
-    assert (made.path / "renamed").read_bytes() == SMALL
-    assert differed(made) == 1
-
-
 @states(
     "A file that is open by passthrough when its cached copy is found to be damaged keeps that copy"
     " until it is closed; every later open reads the bucket's bytes."
@@ -198,39 +185,6 @@ def test_the_next_daemon_compares_what_the_kernel_has_registered(
         assert os.pread(held.fileno(), 100, 0) == SMALL[:100]
         assert path.read_bytes() == SMALL
     assert path.read_bytes() == SMALL
-
-
-def test_two_mounts_of_one_cache_compare_the_same_sums(bucket: Bucket, mounter: Mounter) -> None:
-    bucket.put("file", SMALL)
-    one = mounter()
-    assert (one.path / "file").read_bytes() == SMALL
-    until(lambda: is_summed(one), "checksums on record")
-    (copy,) = cached(one.cache)
-    flip(copy, 30_000)
-    other = mounter()
-    assert (other.path / "file").read_bytes() == SMALL
-    assert differed(other) == 1
-
-
-def test_a_catalog_without_sums_goes_on_and_gets_them(bucket: Bucket, mounter: Mounter) -> None:
-    bucket.put("file", SMALL)
-    made = mounter()
-    assert (made.path / "file").read_bytes() == SMALL
-    made.end()
-    (catalog,) = made.cache.glob("*/catalog.sqlite3")
-    with closing(sqlite3.connect(catalog)) as db:
-        db.execute("DROP TABLE sums")
-        db.commit()
-    made.start()
-    assert (made.path / "file").read_bytes() == SMALL
-    assert made.status()["s3"]["gets"] == 0
-    until(lambda: is_summed(made), "checksums of what had none")
-    made.end()
-    (copy,) = cached(made.cache)
-    flip(copy)
-    made.start()
-    assert (made.path / "file").read_bytes() == SMALL
-    assert differed(made) == 1
 
 
 @states(

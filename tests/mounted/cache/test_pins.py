@@ -156,8 +156,6 @@ def test_what_is_not_uploaded_is_shown_and_not_dropped(mounter: Mounter, bucket:
     # By a process of its own: what is started here closes a descriptor of ours, which uploads.
     writing = [sys.executable, "-c", WRITER, str(here.path / "new"), str(SIZE)]
     with subprocess.Popen(writing, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-        assert writer.stdin is not None
-        assert writer.stdout is not None
         writer.stdin.write(stamped(1, SIZE))
         writer.stdin.flush()
         assert writer.stdout.readline() == b"written\n"
@@ -247,16 +245,6 @@ def test_a_manifest_is_fetched_and_its_bad_lines_are_named(
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "standard input (shard 0/1): 4 files" in done.stdout
-
-
-def test_many_paths_are_one_job(mounter: Mounter, bucket: Bucket) -> None:
-    for number in range(70):
-        bucket.put(f"f{number}", b"x")
-    here = mounter(bucket=bucket)
-    result = run("pin", *(here.path / f"f{number}" for number in range(70)))
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == f"70 paths of {here.path}: 70 files, 70 B in the cache\n"
-    assert here.status()["pins"]["paths"] == 70
 
 
 def test_the_next_daemon_goes_on_with_a_list_and_a_pin(

@@ -1,9 +1,6 @@
 """`fusefs warm`: what is fetched ahead of its first read, and what is reported of the rest."""
 
-import contextlib
 import os
-import pty
-import re
 import signal
 import subprocess
 import time
@@ -112,20 +109,6 @@ def test_warming_tells_the_kernel_of_no_file(here: Mount) -> None:
     assert here.status()["metadata"]["nodes"] == before
 
 
-def test_a_path_that_does_not_exist_is_refused(here: Mount, tmp_path: Path) -> None:
-    result = warm(here.path / "tree/no-such")
-    assert result.returncode == 1
-    assert "tree/no-such: there is no such file or directory" in result.stderr
-    result = warm(here.path / "tree", here.path / "tree/no-such", "--wait")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "tree/no-such: there is no such file or directory" in result.stderr
-    result = warm(os.fsencode(here.path) + b"/\xff")
-    assert "no object has such a name" in result.stderr
-    result = warm(tmp_path)
-    assert result.returncode == 1
-    assert f"{tmp_path} is not in a mount of fusefs" in result.stderr
-
-
 @states("What can't be read while warming is counted and named, and `--wait` fails.")
 def test_what_cannot_be_read_is_counted_and_named(here: Mount, faulty: FaultyS3) -> None:
     faulty.add("GET", key="tree/d0/*", code="AccessDenied")
@@ -169,18 +152,6 @@ def test_a_cache_that_takes_nothing_is_reported(here: Mount) -> None:
     assert result.returncode == 1
     assert "14 files can't be read" in result.stdout
     assert "does not work" in result.stdout
-
-
-def test_what_was_used_before_makes_room(mounter: Mounter, bucket: Bucket) -> None:
-    for number in range(6):
-        bucket.put(f"old/f{number}", stamped(number, MIB))
-        bucket.put(f"new/f{number}", stamped(number, MIB))
-    here = mounter("--cache-size", "7MiB")
-    assert warm(here.path / "old", "--wait").returncode == 0
-    assert warm(here.path / "new", "--wait").returncode == 0
-    before = fetched(here)
-    assert read_all(here.path / "new/f0") == stamped(0, MIB)
-    assert fetched(here) == before
 
 
 def test_without_wait_the_daemon_does_it_and_shows_how_far_it_is(
@@ -304,24 +275,3 @@ def test_a_mount_ends_while_it_is_being_warmed(here: Mount, faulty: FaultyS3) ->
     here.end()
     result = warm(here.path)
     assert "is not in a mount of fusefs" in result.stderr
-
-
-def test_progress_is_one_line_of_a_terminal(here: Mount, faulty: FaultyS3) -> None:
-    slow = faulty.add("GET", delay_s=0.2)
-    ours, its = pty.openpty()
-    waiting = subprocess.Popen(
-        [str(FUSEFS), "warm", "--wait", str(here.path / "tree")],
-        stdout=subprocess.DEVNULL,
-        stderr=its,
-    )
-    os.close(its)
-    shown = b""
-    with contextlib.suppress(OSError):  # EIO, when it is not open any more
-        while chunk := os.read(ours, 4096):
-            shown += chunk
-    os.close(ours)
-    assert waiting.wait(30) == 0
-    faulty.remove(slow)
-    assert re.search(rb"\r\d+%, .* of 195 KiB.*, \d+ of 41 files", shown)
-    assert b"\n" not in shown
-    assert shown.endswith(b"\r")

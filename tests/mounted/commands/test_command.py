@@ -292,7 +292,6 @@ def test_status_counts_what_was_read_and_tells_about_the_daemon(
     assert 10 * MIB < daemon["rss_bytes"] <= daemon["peak_rss_bytes"] < 250 * MIB
     assert daemon["cpu_s"] > 0
     registration = registry.registration_of(one.path)
-    assert registration is not None
     assert registration.directory.stat().st_mode & 0o777 == 0o700
     assert registration.socket.stat().st_mode & 0o777 == 0o600
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
+from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.waiting import until
 
 
@@ -147,7 +149,6 @@ def test_what_a_mount_did_is_counted_until_the_command_is_interrupted(
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stderr is not None
         assert process.stderr.readline() == "counting for 1 min; Ctrl-C ends it\n"
         (mount.path / "data" / "large").read_bytes()
         assert not (mount.path / "data" / "absent").exists()
@@ -166,3 +167,25 @@ def test_what_a_mount_did_is_counted_until_the_command_is_interrupted(
     text = fusefs("profile", mount.path, "--for", "0.1s").stdout
     assert text.startswith("requests    0 in 0.")
     assert text.endswith("advice      nothing stands out\n")
+
+
+@states(
+    "`fusefs status` shows how much of the last 10 seconds, minute and 5 minutes programs waited,"
+    " and for what; what is fetched ahead and not waited for does not count."
+)
+def test_a_wait_for_a_late_answer_is_in_the_status(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    for name in ("slow", "ahead"):
+        bucket.put(f"data/{name}", b"x" * 1000)
+    faulty.clear()
+    one = mounter(endpoint_url=faulty.endpoint_url)
+    os.listdir(one.path / "data")
+    late = faulty.add("GET", delay_s=1.0)
+    fusefs("warm", "--wait", one.path / "data" / "ahead")
+    assert "S3's first byte" not in fusefs("status", one.path).stdout
+    (one.path / "data" / "slow").read_bytes()
+    faulty.remove(late)
+    text = fusefs("status", one.path).stdout
+    for part in ("programs waited", "S3's first byte", "hint  ", "slowest  ", "of data/"):
+        assert part in text

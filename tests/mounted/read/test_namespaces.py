@@ -81,7 +81,6 @@ def mounted_apart(bucket: Bucket, slow: FaultyS3, directory: Path) -> Iterator[P
         env={**os.environ, **bucket.server.environment},
     )
     try:
-        assert first.stdout is not None
         assert first.stdout.readline() == "ready\n"
         yield path
     finally:

@@ -234,8 +234,6 @@ print(hashlib.sha256(os.pread(fd, size, 0)).hexdigest(), flush=True)
 print(hashlib.sha256(view[:]).hexdigest(), flush=True)
 """
     reader = python(code, path, LARGE)
-    assert reader.stdin is not None
-    assert reader.stdout is not None
     daemon = mount.pid
     try:
         assert reader.stdout.readline() == "open\n"
@@ -274,7 +272,6 @@ def here(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
 @pytest.mark.root
 def test_the_kernel_reads_further_ahead_than_it_does_by_itself(here: Mount) -> None:
     mount = mountinfo.find_mount(here.path)
-    assert mount is not None
     setting = Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb")
     assert int(setting.read_text()) == READ_AHEAD_KIB == 1024
 

@@ -135,22 +135,6 @@ def test_an_empty_file_reads_as_empty_without_a_request_to_the_bucket(world: Wor
     assert world.counter("s3", "gets") == before
 
 
-def test_seek_positions_from_start_here_and_end(world: World) -> None:
-    data = world.expected(BIG)
-    with world.big.open("rb", buffering=0) as file:
-        assert file.seek(5 * MIB) == 5 * MIB
-        assert file.read(10) == data[5 * MIB : 5 * MIB + 10]
-        assert file.seek(-20, os.SEEK_CUR) == 5 * MIB - 10
-        assert file.read(10) == data[5 * MIB - 10 : 5 * MIB]
-        assert file.seek(-7, os.SEEK_END) == len(data) - 7
-        assert file.read() == data[-7:]
-
-
-def test_a_read_at_the_end_returns_nothing(world: World) -> None:
-    with world.big.open("rb", buffering=0) as file:
-        assert os.pread(file.fileno(), 100, SIZES[BIG]) == b""
-
-
 @states(
     "A read returns all bytes that it requests, fewer only at the end of the file, and none"
     " behind it."
@@ -195,18 +179,6 @@ def test_readv_fills_its_buffers_in_order(world: World) -> None:
     with (world.path / "small.bin").open("rb", buffering=0) as file:
         assert os.readv(file.fileno(), buffers) == 50_013
     assert b"".join(buffers) == data[:50_013]
-
-
-def test_posix_fadvise_is_accepted_and_changes_no_bytes(world: World) -> None:
-    with world.big.open("rb", buffering=0) as file:
-        for advice in (
-            os.POSIX_FADV_SEQUENTIAL,
-            os.POSIX_FADV_RANDOM,
-            os.POSIX_FADV_WILLNEED,
-            os.POSIX_FADV_DONTNEED,
-        ):
-            os.posix_fadvise(file.fileno(), 0, 0, advice)
-        assert os.pread(file.fileno(), 1000, MIB) == world.expected(BIG)[MIB : MIB + 1000]
 
 
 # Mappings

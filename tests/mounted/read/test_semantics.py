@@ -169,15 +169,6 @@ def test_statfs_shows_an_endless_disk(still: Mount) -> None:
     assert shown.f_namemax == 255
 
 
-def test_a_replaced_object_keeps_its_inode_number(mounter: Mounter, bucket: Bucket) -> None:
-    bucket.put("file", b"old")
-    path = mounter("--metadata-ttl", "0s").path / "file"
-    with path.open("rb") as held:
-        bucket.put("file", b"newer")
-        assert read_all(path) == b"newer"
-        assert os.fstat(held.fileno()).st_ino == path.stat().st_ino
-
-
 # Reading
 
 
@@ -242,27 +233,6 @@ def test_what_s3_answers_becomes_an_errno(s3: S3Server, tmp_path: Path) -> None:
                 del server.objects["d/one"]
             got[refusal] = outcome(path)
         assert got == cases
-
-
-def test_a_server_that_is_gone_is_eio(s3: S3Server, tmp_path: Path) -> None:
-    with (
-        ListingServer(["d/one", "e/two"]) as server,
-        mounted(
-            s3,
-            "s3://some-bucket",
-            tmp_path,
-            "--anonymous",
-            "--retry-time",
-            "1s",
-            endpoint_url=server.endpoint_url,
-        ) as mount,
-    ):
-        assert os.listdir(mount.path / "d") == ["one"]
-        server.stop()
-        assert outcome(mount.path / "d" / "one") == errno.EIO
-        assert outcome(mount.path / "e" / "two") == errno.EIO
-        with pytest.raises(OSError, match="Input/output error"):
-            os.listdir(mount.path / "e")
 
 
 # The cache

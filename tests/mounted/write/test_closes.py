@@ -70,7 +70,6 @@ def test_a_command_that_is_killed_leaves_the_old_object(
         command = subprocess.Popen(
             ["sh", "-c", "exec cat > kept"], cwd=mount.path, stdin=subprocess.PIPE
         )
-    assert command.stdin is not None
     command.stdin.write(b"new")
     command.stdin.flush()
     while (mount.path / "kept").stat().st_size != len(b"new"):

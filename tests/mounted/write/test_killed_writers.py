@@ -69,7 +69,6 @@ def writing(
 ) -> subprocess.Popen[str]:
     """A program that has written NEW so many times, and has not closed the file."""
     program = python(WRITER, path, flags, count, end)
-    assert program.stdout is not None
     assert program.stdout.readline() == "written\n"
     return program
 
@@ -292,7 +291,6 @@ async def test_modes_that_change_at_once_do_not_bring_back_what_a_killed_program
     mount = MortalMount(tmp_path / "mount")
     mount.store.put("old", OLD)
     async with mount.serving() as process:
-        assert process.operations.mutations is not None
         fh = await process.open("old", os.O_RDWR)
         inode = await process.node("old")
         await process.write(fh, 0, NEW)

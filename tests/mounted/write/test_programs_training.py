@@ -6,9 +6,7 @@ has torch and safetensors) the libraries themselves run, too.
 
 import mmap
 import os
-import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,29 +63,6 @@ def save_safetensors(path: Path, records: list[bytes]) -> None:
     os.close(fd)
 
 
-def save_rank(folder: Path, rank: int, records: list[bytes]) -> None:
-    """What each rank of torch.distributed.checkpoint does; the first writes the metadata, too."""
-    os.makedirs(folder, exist_ok=True)
-    fd = os.open(folder / f"__{rank}_0.distcp", NEW, 0o666)
-    for record in records:
-        os.write(fd, b"PK\3\4" + bytes(700))
-        os.write(fd, record)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def save_distributed(folder: Path, seed: int) -> None:
-    with ThreadPoolExecutor(4) as ranks:
-        list(ranks.map(lambda rank: save_rank(folder, rank, tensors(seed + rank)), range(4)))
-    fd = os.open(folder / ".metadata.tmp", NEW, 0o666)
-    os.fsync(fd)
-    os.write(fd, b"metadata of %d" % seed)
-    os.close(fd)
-    if (folder / ".metadata").exists():
-        os.unlink(folder / ".metadata")
-    os.rename(folder / ".metadata.tmp", folder / ".metadata")
-
-
 def test_a_model_is_saved_under_a_temporary_name_and_replaces_the_last(
     mount: Mount, shared: Bucket
 ) -> None:
@@ -111,38 +86,6 @@ def test_safetensors_renames_a_file_that_it_has_open(mount: Mount, shared: Bucke
     left = check_what_is_left(mount, shared, "safetensors")
     assert list(left) == ["model.safetensors"]
     assert left["model.safetensors"].mode == 0o644
-
-
-def test_ranks_save_into_one_directory_again_and_again(mount: Mount, shared: Bucket) -> None:
-    folder = mount.path / "distributed" / "step"
-    for seed in (1, 11):
-        save_distributed(folder, seed)
-        assert (folder / ".metadata").read_bytes() == b"metadata of %d" % seed
-    left = check_what_is_left(mount, shared, "distributed/step")
-    assert sorted(left) == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4))]
-
-
-def test_checkpoints_are_renamed_when_they_are_whole_and_the_oldest_deleted(
-    mount: Mount, shared: Bucket
-) -> None:
-    root = mount.path / "rotation"
-    root.mkdir()
-    for step in range(5):
-        unfinished = root / f"tmp-checkpoint-{step}"
-        unfinished.mkdir()
-        save_safetensors(unfinished / "model.safetensors", tensors(step))
-        torch_save(unfinished / "optimizer.pt", tensors(step))
-        (unfinished / "state.json").write_text(f'{{"step": {step}}}')
-        os.rename(unfinished, root / f"checkpoint-{step}")
-        for old in sorted(root.glob("checkpoint-*"))[:-2]:
-            shutil.rmtree(old)
-        assert read_torch(root / f"checkpoint-{step}" / "optimizer.pt") == tensors(step)
-    left = check_what_is_left(mount, shared, "rotation")
-    names = ("model.safetensors", "optimizer.pt", "state.json")
-    assert {path for path in left if "/" in path} == {
-        f"checkpoint-{step}/{name}" for step in (3, 4) for name in names
-    }
-    assert (root / "checkpoint-4" / "state.json").read_text() == '{"step": 4}'
 
 
 def test_the_libraries_themselves_save_and_load(mount: Mount, shared: Bucket) -> None:

@@ -64,7 +64,6 @@ class Place:
 
 def left_behind(mount: Mount | None) -> list[str]:
     """What lies in the mount's staging directories beside the files that name the bucket."""
-    assert mount is not None
     staging = [path for path in mount.cache.glob("mounts/*/staging/*/*") if path.name != "source"]
     return [path.name for path in staging]
 
@@ -167,7 +166,6 @@ def reading(path: Path) -> Iterator[None]:
     readers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
     try:
         for reader in readers:
-            assert reader.stdout is not None
             assert reader.stdout.readline()
         yield
         assert [reader.poll() for reader in readers] == [None, None]
@@ -192,7 +190,6 @@ def test_tail_prints_each_line_that_is_appended(place: Place, option: str) -> No
 
 
 def line_of(process: subprocess.Popen[bytes]) -> bytes:
-    assert process.stdout is not None
     if not select.select([process.stdout], [], [], 10)[0]:
         process.kill()
         pytest.fail("it prints nothing")

@@ -351,7 +351,6 @@ def test_stores_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
     given = {**MINIO, "audience": 'odd "audience" <'}
     documents = chart(stores={"minio": {**MINIO, "region": "eu-west-9"}})
     known = stores.read_stores(stores_file(documents, tmp_path)).named("minio")
-    assert known is not None
     assert (known.endpoint_url, known.region) == (MINIO["endpoint-url"], "eu-west-9")
     odd = find(chart(stores={"minio": given}), "ConfigMap", "fusefs-csi-stores")
     assert tomllib.loads(odd["data"]["stores.toml"])["stores"]["minio"] == given

@@ -78,7 +78,6 @@ def test_the_drivers_name_is_the_same_everywhere(base: list[Object], node_pod: O
     for storage_class in every(base, "StorageClass"):
         assert storage_class["provisioner"] == server.DRIVER_NAME
     socket_directory = host_path(node_pod, "socket-dir")
-    assert socket_directory is not None
     assert socket_directory.parts[-3:-1] == ("plugins", server.DRIVER_NAME)
 
 
@@ -270,7 +269,6 @@ def test_pods_have_tokens_for_the_agent_of_pod_identity() -> None:
     documents = render(MANIFESTS / "overlays/aws-pod-identity")
     requests = find(documents, "CSIDriver")["spec"]["tokenRequests"]
     aws = stores.read_stores(None).named("aws")
-    assert aws is not None
     assert [each["audience"] for each in requests] == [aws.audience, POD_IDENTITY_AUDIENCE]
     [policy] = policies(documents)
     way = policy["spec"]["egress"][-1]

@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -138,14 +137,6 @@ def publish(pods: dict[str, Container], bucket: Bucket) -> None:
     )
 
 
-def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:
-    """Run it beside the test, for it may wait for long; its result is put into the list."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
-    thread.start()
-    return thread, results
-
-
 def read_on(file: BinaryIO, target: Path) -> tuple[bytes, list[str]]:
     """From a file that is open, and from the directory."""
     file.seek(0)
@@ -158,32 +149,6 @@ def test_a_pod_reads_and_writes_as_its_group(target: Path, shared: Bucket) -> No
     answer = shared.client.get_object(Bucket=shared.name, Key="written")
     assert answer["Body"].read() == b"content"
     (target / "written").unlink()
-
-
-def test_a_pod_does_not_notice_that_the_node_container_is_replaced(
-    pods: dict[str, Container], target: Path, shared: Bucket
-) -> None:
-    with (target / "before").open("rb") as file:
-        pods["driver"].kill()
-        assert read_on(file, target) == (CONTENT, ["before"])  # though there is none
-        start_driver(pods)
-        publish(pods, shared)
-        assert read_on(file, target) == (CONTENT, ["before"])
-
-
-def test_a_volume_outlives_all_daemons_at_once(pods: dict[str, Container], target: Path) -> None:
-    file = (target / "before").open("rb")  # closed only at the end, for that may wait, too
-    file.read(7)
-    pods["daemons"].kill()
-    thread, results = in_thread(lambda: read_on(file, target))
-    start_daemons(pods["daemons"])
-    thread.join(LIMIT_S)
-    assert results == [(CONTENT, ["before"])]
-    file.close()
-    # The keepers are in another PID namespace, where a daemon has no number.
-    log = pods["driver"].log.read_text()
-    assert "the daemon 0" not in log
-    assert "the daemon in the other container serves" in log
 
 
 def test_a_volume_outlives_a_roll_out_of_both_sets_at_once(

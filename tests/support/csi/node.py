@@ -138,7 +138,6 @@ class Node:
 
     def kill(self) -> None:
         """SIGKILL the driver and nothing else."""
-        assert self.process is not None
         self.process.kill()
         self.process.wait()
         if self._channel is not None:

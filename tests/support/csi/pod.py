@@ -36,13 +36,11 @@ class Pod:
 
     def ask(self) -> None:
         """Have it read, without waiting for that."""
-        assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 
     def answer(self) -> str:
         """What the open file and the file opened anew say, or an error."""
-        assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
     def read(self) -> str:

@@ -165,7 +165,6 @@ class Container:
     def wait_for(self, inside: str) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not self.path(inside).exists():
-            assert self._process is not None
             assert self._process.poll() is None, self.log.read_text()[-2000:]
             assert time.monotonic() < deadline, self.log.read_text()[-2000:]
             time.sleep(0.05)

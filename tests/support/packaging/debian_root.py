@@ -50,14 +50,12 @@ class DebianRoot:
         self._first = subprocess.Popen(
             ["unshare", *spaces, "sh", "-c", script], stdout=subprocess.PIPE
         )
-        assert self._first.stdout is not None
         assert self._first.stdout.readline() == b"ready\n"
         children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children").read_text()
         self._pid = int(children.split()[0])
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._first is not None
         self._first.kill()  # and its child with it
         self._first.wait()
 

@@ -83,7 +83,6 @@ def check_keys(documents: list[Object], stores_toml: Path) -> None:
             assert parameters[f"csi.storage.k8s.io/{use}-secret-namespace"] == "fusefs-csi"
         assert parameters["csi.storage.k8s.io/node-publish-secret-namespace"] == "${pvc.namespace}"
         store = known.named(parameters["store"])
-        assert store is not None
         assert store.endpoint_url is not None
 
 

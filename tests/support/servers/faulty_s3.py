@@ -445,7 +445,6 @@ class _Client(socketserver.StreamRequestHandler):
     ) -> None:
         """Execute a request late, and answer it if its client is there still."""
         hold = rule.hold
-        assert hold is not None
         held = hold.add(request)
         try:
             for_s = hold.for_s

@@ -218,7 +218,6 @@ class S3Server:
                 client.put_object(Bucket="first", Key="ready", Body=b"ready")
                 return
             except (BotoCoreError, ClientError) as error:
-                assert self._process is not None
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     log = self._log.read_text(errors="replace") if self._log.exists() else ""
                     raise ServerError(f"the S3 server did not start: {log[-300:]}") from error

@@ -252,7 +252,6 @@ def serving(shape: Shape) -> Iterator[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     try:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
     finally:

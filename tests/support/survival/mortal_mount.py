@@ -77,7 +77,6 @@ class Process:
 
     def __init__(self, operations: Operations, uniques: Iterable[int]) -> None:
         self.operations = operations
-        assert operations.mutations is not None
         self.changes = operations.mutations.changes
         self.writer = operations.mutations.writer
         self._uniques = iter(uniques)
@@ -130,7 +129,6 @@ class Process:
         """A new file that is open for writing, with some content."""
         parent, name = await self._split(path)
         mutations, mode = self.operations.mutations, stat.S_IFREG | 0o644
-        assert mutations is not None
         flags = os.O_RDWR | os.O_TRUNC
         _, opened = await _answered(
             mutations.create(parent.nodeid, name.encode(), mode, flags, self.caller())
@@ -242,7 +240,6 @@ class MortalMount:
                 operations = Operations(
                     mount_state, self._writing(nursery, cache, WriteRules(**rules))
                 )
-                assert operations.mutations is not None
                 ended.callback(os.close, operations.mutations.writer.empty)
                 if state is not None:
                     await restore(operations, state, {})

@@ -176,11 +176,9 @@ def survivors(mount: Mount) -> Iterator[None]:
     ]
     try:
         for program in programs:
-            assert program.stdout is not None
             program.stdout.readline()
         yield
         for program in programs:
-            assert program.stdin is not None
             program.stdin.close()
             program.stdin = None
         for role, program in zip(ROLES, programs, strict=True):

@@ -128,7 +128,6 @@ def hostile_mount(kept: Kept, attributes_valid_s: int) -> Iterator[Path]:
     command = [sys.executable, HOSTILE, mountpoint, str(NOBODY), str(attributes_valid_s)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
-        assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
         yield mountpoint
     finally:

@@ -20,13 +20,6 @@ MIB = 1 << 20
 A = version("a", MIB)
 
 
-async def test_what_was_fetched_is_not_fetched_again(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(A)
-        await parts.fetch(A)
-        assert len(parts.bucket.requested) == 1
-
-
 async def test_what_was_fetched_is_there_after_a_restart(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         await parts.fetch(A)
@@ -37,15 +30,6 @@ async def test_what_was_fetched_is_there_after_a_restart(tmp_path: Path) -> None
         await parts.fetch(A)
         await parts.read(version("big", 9 * MIB), 4 * MIB, 5 * MIB)
         assert parts.bucket.requested == []
-
-
-async def test_another_version_of_a_key_is_another_file(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        other = version("a", MIB, '"2"')
-        await parts.fetch(A)
-        await parts.fetch(other)
-        assert content(A) != content(other)
-        assert len(parts.files()) == 2
 
 
 async def test_a_file_that_got_nothing_leaves_nothing(tmp_path: Path) -> None:

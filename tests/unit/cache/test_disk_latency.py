@@ -23,7 +23,7 @@ from fusefs.cache.disk_latency import (
 )
 from fusefs.telemetry.stalls import STALLS, WaitCause, served
 from tests.support.local_cache import Parts, cache_in, version
-from tests.support.mounting import mostly
+from tests.support.waiting import mostly
 
 
 class Machine:

@@ -228,7 +228,6 @@ async def test_a_file_that_has_gone_is_passed_over(case: Case) -> None:
     assert case.store.attempts == 2
     found = case.parts.cache.find(VERSION)
     assert found is not gone
-    assert found is not None
     assert found.is_complete
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fusefs.cluster_cache import policy
-from fusefs.cluster_cache.policy import Breaker, BreakerState, Deadline, Sampling
+from fusefs.cluster_cache.policy import Breaker, Deadline, Sampling
 
 
 class Time:
@@ -40,32 +40,6 @@ def test_late_answers_lengthen_the_deadline_while_all_are_slow() -> None:
         deadline.note_first_byte(0.005)
         deadline.note_late(0.09)
     assert deadline.wait_s < 0.06, "one of three servers that hangs lengthens nothing"
-
-
-def test_three_failures_open_the_breaker_and_one_probe_closes_it() -> None:
-    time = Time()
-    breaker = Breaker(time)
-    for _ in range(2):
-        breaker.note_failure()
-    breaker.note_success()
-    for _ in range(2):
-        breaker.note_failure()
-    assert breaker.is_closed
-    assert not breaker.take_probe()
-    breaker.note_failure()
-    assert (breaker.state, breaker.opened) == (BreakerState.OPEN, 1)
-    time.now += policy.OPEN_S - 1
-    assert not breaker.take_probe()
-    time.now += 1
-    assert breaker.take_probe()
-    assert not breaker.take_probe(), "one at a time"
-    breaker.note_failure()
-    assert (breaker.state, breaker.opened) == (BreakerState.OPEN, 1)
-    assert not breaker.take_probe(), "the next in its time"
-    time.now += policy.OPEN_S
-    assert breaker.take_probe()
-    breaker.note_success()
-    assert breaker.is_closed
 
 
 def test_useless_answers_open_the_breaker_only_where_nothing_else_comes() -> None:

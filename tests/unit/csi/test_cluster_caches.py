@@ -64,7 +64,6 @@ def written(secrets: Path, domain: str = "training", **changed: str | None) -> P
 
 def test_a_file_maps_domains_to_cluster_caches(secrets: Path) -> None:
     cache = read_cluster_caches(written(secrets)).of("training", is_inline=False)
-    assert cache is not None
     assert cache.settings == {
         "cluster_cache": "s3://cache/training",
         "cluster_cache_endpoint": "http://seaweedfs:8333",

@@ -117,7 +117,6 @@ class Side:
 
     def file(self, number: int) -> CacheFile | None:
         info = self.nodes[number].info
-        assert info is not None
         return self.operations.cache.find(info.version)
 
     async def settled(self) -> None:
@@ -218,7 +217,6 @@ async def test_the_first_open_of_a_file_that_was_fetched_ahead_needs_no_python(
 
         await eventually(lambda: len(ahead()) == FILES)
         first = side.file(ahead()[0])
-        assert first is not None
         assert first.pins == 1, "for a while nothing evicts it"
         before = side.session.compiled_requests or 0
         error, flags, _ = await side.opens(ahead()[0])
@@ -260,7 +258,6 @@ async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) ->
     async with one_side(tmp_path) as side:
         inode, operations = side.nodes[0], side.operations
         file = side.file(0)
-        assert file is not None
         if change == "is_written":
             error, _ = await side.ask(Opcode.OPEN, inode.nodeid, OPEN_IN.pack(os.O_RDWR, 0))
             assert error == 0
@@ -360,7 +357,6 @@ async def test_other_tasks_have_their_turn(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fast_path, "MOST_AT_ONCE", 16)
     async with one_side(tmp_path) as side:
         warm = side.session._warm
-        assert warm is not None
         turns: list[int] = []
         is_done = False
 

@@ -42,7 +42,6 @@ class Registering:
         while True:
             await trio.lowlevel.wait_readable(self.there)
             message = protocol.receive(self.there, protocol.FROM_DAEMON)
-            assert message is not None
             for fd in message.fds:
                 os.close(fd)
             if message.kind != protocol.TICK:
@@ -153,7 +152,6 @@ async def test_what_is_given_up_without_a_keeper_is_given_back_by_the_next() -> 
         one.there.close()
         await one.client.gone.wait()
         event = files.drop(dropped)
-        assert event is not None
         assert event.is_set(), "no eviction waits for a keeper that has gone"
         assert sorted(files.table()) == [(101, 1), (102, 2)], "the kernel has both"
     async with registering() as another:

@@ -27,7 +27,6 @@ def test_mountinfo_is_read_with_its_escapes() -> None:
 def test_the_topmost_of_several_mounts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO))
     found = mountinfo.find_mount(Path("/mnt/a"))
-    assert found is not None
     assert found.device == "0:32"
     assert not mountinfo.is_mountpoint(Path("/mnt"))
 
@@ -40,7 +39,6 @@ def test_an_automounter_is_no_mount_but_waits_for_one(monkeypatch: pytest.Monkey
     assert not mountinfo.has_automount(Path("/"))
     lines.append("41 40 0:41 / /data rw - fuse.fusefs s3://bucket/ rw")
     found = mountinfo.find_mount(Path("/data"))
-    assert found is not None
     assert found.is_fusefs
     assert mountinfo.has_automount(Path("/data"))
 
@@ -66,7 +64,6 @@ def test_a_path_is_on_the_mount_that_the_kernel_comes_to() -> None:
         "/srv/x/y/z": 33,
     }.items():
         found = mountinfo.reached(path, table)
-        assert found is not None
         assert found.number == number
     assert mountinfo.reached("/dev", []) is None
 

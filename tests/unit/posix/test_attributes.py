@@ -438,7 +438,6 @@ async def test_a_chmod_waits_for_those_before(
         mount.store.put(name, b"x")
     async with mount.serving() as process:
         mutations = process.operations.mutations
-        assert mutations is not None
         nodes = [(await process.node(name)).nodeid for name in "ab"]
         new = NewAttributes(mode=0o600)
         await mutations.setattr(nodes[0], new)

@@ -58,7 +58,6 @@ def handles() -> HandleTable:
 
 def test_closing_twice_is_no_error(table: InodeTable) -> None:
     inode, opened = known(table, "a"), handles()
-    assert inode.info is not None
     handle = opened.open_file(inode, inode.info.version, CacheFile("x", 3), 0, 0, 1)
     assert opened.close_file(handle.fh) is handle
     assert opened.close_file(handle.fh) is None
@@ -155,7 +154,6 @@ class Kernel(RuleBasedStateMachine):
             assert logged[nodeid].nlookup >= count
             assert (logged[nodeid].ino, logged[nodeid].name) == (inode.ino, inode.name)
             assert logged[nodeid].info == inode.info
-            assert inode.parent is not None
             assert logged[nodeid].parent == inode.parent.nodeid
         assert all(self.table.find(nodeid) is not None for nodeid in logged)
 

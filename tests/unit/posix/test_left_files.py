@@ -109,10 +109,8 @@ async def test_what_the_bucket_had_before_it_was_written_anew_is_not_kept(
         await process.open("file")
         await process.close(fh)
         mutations = process.operations.mutations
-        assert mutations is not None
         node = await process.node("file")
         await mutations.setattr(node.nodeid, NewAttributes(mode=0o600))
-        assert node.staged is not None
         assert node.staged.is_closed
     mount.store.objects.clear()
     mount.reboot()
@@ -227,7 +225,6 @@ async def test_the_last_close_takes_place_on_a_full_disk(
     async with mount.serving() as process:
         fh = await process.create("file", b"1")
         staged = (await process.node("file")).staged
-        assert staged is not None
         await process.writer.uploads.wait(staged)
         with monkeypatch.context() as context:
             context.setattr(Staging, "record", is_full)

@@ -129,7 +129,6 @@ async def test_an_upload_of_a_removed_file_is_aborted_once_the_bucket_answers(
     async with mount.serving() as process:
         await process.create("file", CONTENT)
         staged = (await process.node("file")).staged
-        assert staged is not None
         staged.upload_state = OLD
         await process.unlink("file")
         await eventually(lambda: store.aborted == ["old"])
@@ -159,7 +158,6 @@ async def remove_while_uploading(process: Process) -> None:
     """A file is removed of which parts are in the bucket."""
     await process.create("file", CONTENT)
     staged = (await process.node("file")).staged
-    assert staged is not None
     staged.upload_state = OLD
     await process.unlink("file")
 

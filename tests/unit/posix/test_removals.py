@@ -39,7 +39,6 @@ def mount(tmp_path: Path) -> MortalMount:
 async def remove(process: Process, names: Iterable[str] = NAMES) -> None:
     """Remove files as the kernel asks for it."""
     mutations = process.operations.mutations
-    assert mutations is not None
     parent = await process.node("a")
     for name in names:
         answer = mutations.unlink(parent.nodeid, name.encode(), process.caller())
@@ -213,7 +212,6 @@ async def test_the_version_that_was_waited_for_is_removed(mount: MortalMount, ho
         inode = await process.node(f"a/{name}")
         async with trio.open_nursery() as nursery:
             if how == "attributes":
-                assert process.operations.mutations is not None
                 await process.operations.mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
                 process.writer.deferred.hurry(f"a/{name}")
                 await held.is_made.wait()
@@ -448,7 +446,6 @@ async def test_what_an_earlier_process_has_removed_is_removed_once(mount: Mortal
                 await process.writer.removals.flush_below("")
                 await process.save(key, name.encode())
                 mutations = process.operations.mutations
-                assert mutations is not None
                 inode = await process.node(key)
                 await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
                 raise DiedError
@@ -533,7 +530,6 @@ async def test_what_is_about_to_be_removed_has_no_head(
         heads = mount.store.count("HEAD")
         found = process.operations.lookup(parent.nodeid, b"large", process.caller())
         assert isinstance(found, LookupResult)
-        assert found.inode is not None
         assert not found.has_attributes
         assert mount.store.count("HEAD") == heads
         assert process.operations.head_cache.needs_head(found.inode)

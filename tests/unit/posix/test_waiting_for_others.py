@@ -1,21 +1,14 @@
 """A request that waits for what an earlier one has begun waits for what that is at."""
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import trio
 import trio.testing
 
-from fusefs.posix.metadata.attribute_log import AttributeLog
-from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
-from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace.removals import MANY, Removals
-from fusefs.store.errors import StoreError
-from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import DeleteFailure, ObjectInfo
 from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
 from tests.support.memory_store import MemoryStore
@@ -115,91 +108,3 @@ async def test_a_change_waits_for_the_removals_that_are_sent_together(tmp_path: 
             assert sent.try_defer("a/file", store.objects["a/file"].info.etag)
         await assert_waits_for(store.held, lambda: sent.flush("a/file"))
     assert store.contents() == {}
-
-
-async def test_a_change_waits_for_a_removal_that_is_tried_again(tmp_path: Path) -> None:
-    store = HeldStore(Held())
-    store.put("a/file")
-    async with removals(store, tmp_path) as sent:
-        sent.adopt("a/file", store.objects["a/file"].info.etag, time.time_ns(), is_on_record=False)
-        await assert_waits_for(store.held, lambda: sent.flush("a/file"))
-    assert store.contents() == {}
-
-
-async def test_a_removal_that_failed_is_waited_for_by_itself(tmp_path: Path) -> None:
-    store = HeldStore(Held())
-    store.put("a/file")
-    store.held.may_end.set()
-
-    def refuse(what: str, key: str) -> None:
-        if what == "DELETED":
-            raise StoreError(key)
-
-    store.before = refuse
-    async with removals(store, tmp_path) as sent:
-        assert sent.try_defer("a/file", store.objects["a/file"].info.etag)
-        (removal,) = sent.pending("")
-        await removal.attempted.wait()
-        store.held = Held()
-        sent.hurry("a/file")
-        await assert_waits_for(store.held, lambda: sent.flush("a/file"))
-    assert store.contents() == {}
-
-
-@asynccontextmanager
-async def deferred(held: Held, directory: Path) -> AsyncIterator[DeferredAttributes]:
-    """With attributes of the object `file` on their way into the bucket."""
-
-    async def copy(info: ObjectInfo, _meta: Meta, _token: ChangeToken) -> ObjectInfo:
-        await held.pass_by()
-        return info
-
-    async def landed(_old: ObjectInfo, _new: ObjectInfo) -> None:
-        pass
-
-    async with trio.open_nursery() as nursery:
-        made = DeferredAttributes(
-            nursery,
-            AttributeLog(directory),
-            MemoryStore(),
-            copy,
-            landed,
-            lambda _info: None,
-            lambda _key: False,
-        )
-        with served():  # as the request that changes them, which does not wait
-            made.put(ObjectInfo("file", 7, '"1"', 0), Meta(0o600, 0, 0))
-            made.hurry("file")
-        yield made
-        nursery.cancel_scope.cancel()
-
-
-async def test_an_fsync_waits_for_attributes_that_are_sent(tmp_path: Path) -> None:
-    held = Held()
-    async with deferred(held, tmp_path) as attributes:
-        await assert_waits_for(held, lambda: attributes.flush("file"))
-
-
-async def test_an_fsync_that_sends_attributes_waits_for_them_once(tmp_path: Path) -> None:
-    held = Held()
-    async with deferred(held, tmp_path) as attributes:
-        held.may_end.set()
-        await attributes.drain()
-        again = held.may_end = trio.Event()
-        attributes.put(ObjectInfo("file", 7, '"1"', 0), Meta(0o640, 0, 0))
-
-        async def fsync() -> None:
-            with served():
-                await attributes.flush("file")
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fsync)
-            await trio.testing.wait_all_tasks_blocked()
-            before = STALLS.totals()
-            await trio.sleep(0.01)
-            after = STALLS.totals()
-            stalled = after.stalled[AT] - before.stalled[AT]
-            # One request waits: each second of it is one second of waiting.
-            assert after.wait[AT] - before.wait[AT] == pytest.approx(stalled)
-            assert stalled > 0
-            again.set()

@@ -38,7 +38,6 @@ async def test_a_new_file_needs_no_record_beside_it(tmp_path: Path) -> None:
     os.write(staged.fd, b"content")
     assert set(os.listdir(tmp_path)) == {"source", str(inode.nodeid)}
     found = taken_up(tmp_path, inode)
-    assert found is not None
     assert (found.meta, found.etag, found.is_dirty, found.size()) == (META, None, True, 7)
 
 
@@ -52,7 +51,6 @@ async def test_what_the_bucket_has_of_an_open_file_is_on_record(
     staged.is_meta_dirty = is_meta_dirty
     Staging.record(Staging(tmp_path, "bucket"), staged)
     found = taken_up(tmp_path, inode)
-    assert found is not None
     assert (found.etag, found.is_content_dirty) == (staged.etag, False)
     assert (found.meta, found.is_meta_dirty) == (META, is_meta_dirty)
 
@@ -68,7 +66,6 @@ async def test_what_is_closed_or_has_more_to_say_has_a_whole_record(
     Staging(tmp_path, "bucket").close(staged)
     assert (tmp_path / f"{inode.nodeid}.json").exists() == (meta is LONG)
     found = taken_up(tmp_path, inode)
-    assert found is not None
     assert (found.meta, found.is_closed) == (meta, True)
 
 
@@ -85,7 +82,6 @@ async def test_what_is_safe_has_a_whole_record_until_the_bucket_has_it(
     staged.state = FileState.OPEN
     staging.record(staged)
     left = taken_up(tmp_path, inode)
-    assert left is not None
     assert (left.meta, left.is_closed) == (meta, False)
 
 
@@ -96,7 +92,6 @@ async def test_a_file_system_without_attributes_has_record_files(
     inode, staged = staged_in(tmp_path)
     await Staging(tmp_path, "bucket").make_safe(staged)
     found = taken_up(tmp_path, inode)
-    assert found is not None
     assert (found.meta, found.is_closed) == (META, True)
 
 

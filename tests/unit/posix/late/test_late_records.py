@@ -221,7 +221,6 @@ def test_many_deletes_of_one_request_are_on_record_together(tmp_path: Path) -> N
     log = RequestLog(tmp_path)
     batch = log.begin_batch(["a", "b"])
     assert unanswered_in(tmp_path) == [Change(DELETE, "a"), Change(DELETE, "b")]
-    assert batch is not None
     whole = batch.read_bytes()
     for size in range(len(whole)):
         batch.write_bytes(whole[:size])

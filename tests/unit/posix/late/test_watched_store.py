@@ -64,7 +64,6 @@ async def test_a_copy_that_is_undone_before_it_is_safe_is_made_again(
     bucket.before = undo
     made = await watched.copy(await watched.head("old"), "new")
     entry = late.get("new")
-    assert entry is not None
     assert isinstance(entry.expected, ObjectInfo)
     assert entry.expected.etag == made.etag
     if others is None:
@@ -88,7 +87,6 @@ async def test_a_copy_that_is_undone_each_time_fails(
     with pytest.raises(StoreError, match="undo each copy"):
         await watched.copy(await watched.head("old"), "new")
     entry = late.get("new")
-    assert entry is not None
     assert entry.expected is None
 
 
@@ -120,7 +118,6 @@ def make_uncertain(mount: MortalMount, kind: str, key: str) -> UncertainKeys:
 def check(late: UncertainKeys, key: str) -> None:
     """A late DELETE is repaired."""
     entry = late.get(key)
-    assert entry is not None
     assert entry.check(ABSENT) is CheckResult.UNDONE
 
 
@@ -175,7 +172,6 @@ async def test_attributes_are_kept_where_their_object_may_come_back(
     )
     async with mount.serving() as process:
         mutations = process.operations.mutations
-        assert mutations is not None
         inode = await process.node("file")
         await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
         del mount.store.objects["file"]

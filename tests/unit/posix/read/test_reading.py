@@ -79,7 +79,6 @@ async def test_without_passthrough_opens_of_what_was_fetched_ahead_count(tmp_pat
         operations = process.operations
         for number in range(count):
             info = (await process.node(f"d/{number:04}")).info
-            assert info is not None
             file = operations.cache.find(info.version)
             missed += file is None or not file.is_complete
             handle = await process.open(f"d/{number:04}")
@@ -125,7 +124,6 @@ async def test_a_replaced_object_is_not_opened_as_it_was(tmp_path: Path, size: i
     mount.store.put("file", CONTENT)
     async with mount.serving() as process:
         inode = await process.node("file")
-        assert inode.info is not None
         # As a download leaves it that was broken off, or whose process was killed.
         cache = process.operations.cache
         file = cache.pin(ObjectVersion("file", inode.info.etag, len(CONTENT)))

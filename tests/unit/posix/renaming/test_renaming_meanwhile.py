@@ -93,7 +93,6 @@ async def overwrite(process: Process, path: str, data: bytes) -> None:
 
 async def chmod(process: Process, path: str, mode: int) -> None:
     mutations = process.operations.mutations
-    assert mutations is not None
     await mutations.setattr((await process.node(path)).nodeid, NewAttributes(mode=mode))
     await process.writer.deferred.drain()
 
@@ -345,7 +344,6 @@ async def test_what_is_created_before_its_directory_is_renamed_goes_along(
     stop = Stop(mount.store, "PUT", "a/new.pid")
     async with mount.serving() as process:
         mutations = process.operations.mutations
-        assert mutations is not None
         parent = await process.node("a")
         flags = os.O_RDWR | os.O_EXCL
         async with trio.open_nursery() as nursery:

@@ -117,7 +117,6 @@ async def test_a_change_by_name_does_not_wait_for_readers_to_close(
         await process.close(fh)
         inode = await process.node("log")
         mutations = process.operations.mutations
-        assert mutations is not None
         await mutations.setattr(inode.nodeid, new)
         size = 4 if new.size is None else new.size
         mode = str(stat.S_IFREG | (0o644 if new.mode is None else new.mode))

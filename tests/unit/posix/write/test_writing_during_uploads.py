@@ -55,7 +55,6 @@ async def test_attributes_that_change_meanwhile_get_into_the_bucket(
         nursery.start_soon(process.close, fh)
         await store.begun.wait()
         mutations = process.operations.mutations
-        assert mutations is not None
         inode = await process.node("file")
         nursery.start_soon(mutations.setattr, inode.nodeid, NewAttributes(mode=0o600))
         await trio.testing.wait_all_tasks_blocked()

@@ -33,7 +33,6 @@ async def test_attributes_of_an_object_that_was_replaced_put_no_holes_in_its_pla
     async with mount.serving() as process:
         fh = await process.open("file", os.O_RDWR)
         mutations = process.operations.mutations
-        assert mutations is not None
         inode = await process.node("file")
         await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
         mount.store.put("file", THEIRS)

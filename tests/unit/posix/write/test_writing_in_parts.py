@@ -96,7 +96,6 @@ async def test_what_was_cut_off_does_not_come_back_when_the_file_grows(mount: Mo
     async with mount.serving() as process:
         fh = await sent_and_not_completed(process)
         mutations = process.operations.mutations
-        assert mutations is not None
         inode = await process.node("file")
         await mutations.setattr(inode.nodeid, NewAttributes(size=1))
         await mutations.setattr(inode.nodeid, NewAttributes(size=4 * PART))

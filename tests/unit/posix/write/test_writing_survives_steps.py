@@ -44,7 +44,6 @@ class Program:
     async def _call(self, process: Process, call: str, name: bytes) -> None:
         operations, caller = process.operations, process.caller(self._unique)
         mutations = operations.mutations
-        assert mutations is not None
         root = operations.inodes.root.nodeid
         if call in ("create", "exclusive"):
             flags = os.O_WRONLY | (os.O_EXCL if call == "exclusive" else os.O_TRUNC)
@@ -145,7 +144,6 @@ async def test_a_content_with_the_size_and_time_of_an_uploaded_one_is_uploaded_t
     utime = os.utime
 
     async def set_time(process: Process) -> None:
-        assert process.operations.mutations is not None
         inode = await process.node("file")
         await answered(
             process.operations.mutations.setattr(inode.nodeid, NewAttributes(mtime_ns=time_ns))
