@@ -11,6 +11,8 @@
 # make test-cluster-cache  a cluster cache whose parts fail, each in turn: ten minutes
 # make test-fsspec  pandas, pyarrow, datasets, webdataset and zarr through fusefs:// (they are
 #              installed in .venv), and torch where it is there
+# make docs    the documents as a site, in build/site; strict: no dead link, no missing page
+# make test-docs  that site in headless Chromium
 # make sbom    what the image has of Python, as CycloneDX, in build/sbom.json
 # make test-wheel  the wheel in a fresh virtual environment, from the package index
 # make scale   a bucket of 50 million objects in one mount, and a thousand nodes (simulated)
@@ -25,7 +27,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--config-settings editable_mode=compat
 SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
-.PHONY: setup share deb test-deb test-wheel test-cluster-cache test-fsspec sbom demo test test-ceph lint storm scale bench clean
+.PHONY: setup share deb test-deb test-wheel test-cluster-cache test-fsspec sbom docs test-docs demo test test-ceph lint storm scale bench clean
 
 setup: $(STAMP)
 
@@ -47,6 +49,14 @@ deb: $(STAMP)
 test-deb: $(STAMP)
 	.ci/system-packages --deb
 	$(BIN)/python -m pytest -s tests/packaging/debian/in_chroot.py
+
+docs: $(STAMP)
+	$(INSTALL) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file packaging/site/mkdocs.yml
+
+test-docs: docs
+	.ci/system-packages --docs
+	$(BIN)/python -m pytest tests/packaging/site/in_browser.py
 
 SBOM := build/sbom.json
 sbom: $(STAMP)

@@ -1,5 +1,7 @@
 """Writes manual pages and shell completions, all from the parser of `fusefs`.
 
+The site's reference of commands, settings and metrics (`site_pages`) is from the same tables.
+
     python packaging/make_docs.py DIRECTORY
 
 The parser itself takes the options of mounts from the one definition of settings
@@ -15,6 +17,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import shtab
@@ -23,8 +26,9 @@ from argparse_manpage.manpage import Manpage
 from fusefs import __version__
 from fusefs.cli.parser import make_parser
 from fusefs.mount_helper import IGNORED, VARIABLES
-from fusefs.settings.mount import SETTINGS
+from fusefs.settings.mount import FIXED, SETTINGS
 from fusefs.settings.types import Setting
+from fusefs.telemetry.metrics import METRICS
 
 FSTAB = """\\
 .TH MOUNT.FUSEFS 8 "{date}" "fusefs {version}" "System Administration"
@@ -154,6 +158,105 @@ def _entry(setting: Setting) -> str:
     value = "" if setting.is_switch else "=" + _roff(setting.type.metavar)
     default = _roff(setting.default)
     return f".TP\n.B {_roff(setting.name)}{value}\n{_roff(setting.help)} (default: {default})"
+
+
+# --- the site's reference -------------------------------------------------------
+
+
+def site_pages() -> dict[str, str]:
+    """The pages of the site that are made of the code, by their paths below docs/."""
+    return {
+        "reference/commands.md": _commands_page(),
+        "reference/settings.md": _settings_page(),
+        "reference/metrics.md": _metrics_page(),
+    }
+
+
+def _commands_page() -> str:
+    lines = [
+        "# Commands",
+        "Every command has a manual page (`man fusefs-mount`) and `--help` with the same text. The"
+        " options of `fusefs mount` are the [settings](settings.md).",
+    ]
+    settings = {each.flag for each in SETTINGS}
+    for name, command in sorted(commands(make_parser()).items()):
+        usage = command.format_usage().removeprefix("usage: ")
+        usage = re.sub(r"\n +(?!fusefs)|^ +", " ", usage).replace("\n ", "\n").replace("[-h] ", "")
+        actions = [action for action in command._actions if action.dest != "help"]
+        own = [action for action in actions if settings.isdisjoint(action.option_strings)]
+        if own != actions:
+            names = [
+                f"{action.metavar or action.dest}" for action in own if not action.option_strings
+            ]
+            usage = " ".join((f"fusefs {name} [OPTION...]", *names)) + "\n"
+            command.description = f"{command.description} Takes [settings](settings.md)."
+        rows = [
+            (
+                ", ".join(
+                    f"`{flag}`"
+                    for flag in action.option_strings or [f"{action.metavar or action.dest}"]
+                ),
+                action.help or "",
+            )
+            for action in own
+        ]
+        lines += [f"## fusefs {name}", f"```text\n{usage}```", _text(command.description or "")]
+        lines.append(_table(("option or argument", "meaning"), rows))
+    return "\n\n".join(lines) + "\n"
+
+
+def _settings_page() -> str:
+    lines = [
+        "# Settings",
+        "A setting can be given in four ways; the first that has it wins. `--cache-size 50GiB` is"
+        " an option of `fusefs mount`, `FUSEFS_CACHE_SIZE=50GiB` an environment variable,"
+        ' `cache-size = "50GiB"` a line of a [settings file](../guides/settings-file.md), and'
+        " `cache_size=50GiB` an option in [/etc/fstab](../guides/boot.md).",
+        "Sizes are written `50GiB`, `1.5TB` or `4096`, times `60s`, `500ms`, `5m` or `2h`."
+        " *Fixed* settings cannot be changed by `fusefs upgrade` while mounted.",
+    ]
+    for group in dict.fromkeys(each.group for each in SETTINGS):
+        rows = [
+            (
+                f"`{each.flag}`",
+                each.default,
+                each.help + (" (fixed)" if each.name in FIXED else ""),
+            )
+            for each in SETTINGS
+            if each.group == group
+        ]
+        lines += [f"## {group}", _table(("setting", "default", "meaning"), rows)]
+    return "\n\n".join(lines) + "\n"
+
+
+def _metrics_page() -> str:
+    rows = [
+        (f"`fusefs_{name}`", each.type, ", ".join(each.labels), each.help)
+        for name, each in METRICS.items()
+    ]
+    return (
+        "\n\n".join(
+            (
+                "# Metrics",
+                "`fusefs metrics` and the CSI driver serve these names to Prometheus"
+                " ([metrics and dashboard](../operate/metrics.md)). Each has the label `volume`."
+                " Times are in seconds, sizes in bytes.",
+                _table(("name", "type", "labels", "meaning"), rows),
+            )
+        )
+        + "\n"
+    )
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table of Markdown; nothing in it for no rows."""
+    lines = [head, ("---",) * len(head), *rows] if rows else []
+    return "\n".join(f"| {' | '.join(map(_text, line))} |" for line in lines)
+
+
+def _text(text: str) -> str:
+    """A help text as Markdown: nothing in it is a table's border, HTML or emphasis."""
+    return re.sub(r"(?<![`\\])([|<>*])(?!`)", r"\\\1", " ".join(text.split())).replace("%%", "%")
 
 
 def _roff(text: str) -> str:

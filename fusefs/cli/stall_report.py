@@ -51,8 +51,8 @@ _CAUSES = {
     ),
     "cluster_cache": (
         "for the cluster cache",
-        "it answers late: fusefs cluster-cache status shows how it does, and docs/cluster-cache.md"
-        " says how large it should be",
+        "it answers late: fusefs cluster-cache status shows how it does, and"
+        " docs/operate/cluster-cache.md says how large it should be",
     ),
     "credentials": (
         "for credentials",

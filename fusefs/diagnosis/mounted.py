@@ -135,7 +135,7 @@ def _cluster_cache(found: dict[str, Any] | None) -> Iterator[Finding]:
         yield problem(
             "cluster cache",
             f"{lookups['bad']} blocks were not what was stored there; S3 was read instead",
-            "its disks fail, or another one writes there: see docs/cluster-cache.md",
+            "its disks fail, or another one writes there: see docs/guides/cluster-cache.md",
             bad_blocks=lookups["bad"],
         )
     if fills["failed"]:

@@ -170,7 +170,8 @@ def install_files(root: Path, full: str) -> None:
     shutil.copy(PACKAGING / "changelog", documents / "changelog.Debian")
     compress(documents / "changelog.Debian")
     (documents / "copyright").write_text(copyright_of(root, full))
-    for name in ("semantics.md", "operations.md"):
+    shutil.copytree(PROJECT / "docs/operate", documents / "operate")
+    for name in ("semantics.md", "project/changelog.md"):
         shutil.copy(PROJECT / "docs" / name, documents)
     shutil.copy(PROJECT / "packaging/README.md", documents / "README.Debian.md")
     for path in root.rglob("*"):

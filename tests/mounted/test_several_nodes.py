@@ -2,7 +2,7 @@
 
 Two mounts with caches of their own stand for two nodes. S3 is 30 ms away, and one answer
 of a hundred takes 300 ms. Each checkpoint library is imitated by its calls in their order,
-without any pause: the other node looks as soon as it is told. docs/several-nodes.md has the
+without any pause: the other node looks as soon as it is told. docs/guides/several-nodes.md has the
 same cases.
 """
 

@@ -107,12 +107,12 @@ def test_every_metric_is_in_the_dashboard_or_a_rule() -> None:
 def test_every_alert_has_a_scenario_and_a_paragraph_with_what_to_do() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
     scenarios = SCENARIOS.read_text()
-    document = (PROJECT / "docs/operations.md").read_text()
-    sections = dict(re.findall(r"\n### (\w+)\n\n(.*?)(?=\n##|\Z)", document, re.DOTALL))
+    document = (PROJECT / "docs/operate/alerts.md").read_text()
+    sections = dict(re.findall(r"\n## (\w+)\n\n(.*?)(?=\n##|\Z)", document, re.DOTALL))
     for alert in alerts:
         name = alert["alert"]
         assert f'alertname="{name}"' in scenarios
-        assert alert["annotations"]["runbook_url"] == f"docs/operations.md#{name.lower()}"
+        assert alert["annotations"]["runbook_url"] == f"docs/operate/alerts.md#{name.lower()}"
         for word in ("**Means:**", "**Confirm:**", "**Do:**"):
             assert word in sections[name], name
     assert set(sections) == {alert["alert"] for alert in alerts}

@@ -1,4 +1,4 @@
-"""docs/quickstart-kubernetes.md: what it has typed works, as far as one machine can show it.
+"""docs/start/kubernetes.md: what it has typed works, as far as one machine can show it.
 
 Its store starts with the manifest's own arguments, its bucket is made by the command that is
 written there, its claim is provisioned with the parameters of the class that its kustomization
@@ -50,7 +50,7 @@ from tests.support.packaging.manifests import (
 from tests.support.servers.s3_server import free_ports, is_free, spawn
 from tests.support.sharing import PATIENCE_S
 
-DOCUMENT = PROJECT / "docs/quickstart-kubernetes.md"
+DOCUMENT = PROJECT / "docs/start/kubernetes.md"
 FILES = PROJECT / "examples/kubernetes/quickstart"
 KUSTOMIZATIONS = sorted(path.parent for path in FILES.rglob("kustomization.yaml"))
 # What the reader's own commands find out.
@@ -153,7 +153,7 @@ def test_the_pods_role_may_what_a_volume_does() -> None:
         if f"arn:aws:s3:::{name}/{prefix}".startswith(each["Resource"].rstrip("*"))
         or each["Resource"].endswith(name)
     }
-    page = (PROJECT / "docs/csi.md").read_text()
+    page = (PROJECT / "docs/guides/volume-identities.md").read_text()
     [sentence] = re.findall(r"bucket's policy has to grant, below the prefix: (.*?);", page)
     assert allowed == set(re.findall(r"s3:\w+", sentence))
 
@@ -176,7 +176,7 @@ def test_policies_name_the_permissions_of_every_request() -> None:
         "upload_part": "s3:PutObject",
         "upload_part_copy": "s3:PutObject",
     }
-    # Tags are of other clients, and docs/csi.md names their permissions.
+    # Tags are of other clients, and docs/guides/volume-identities.md names their permissions.
     others = {"get_object_tagging", "close"}
     sources = (PROJECT / "fusefs").rglob("*.py")
     sent = {name for path in sources for name in re.findall(r"\.s3\.(\w+)\(", path.read_text())}

@@ -162,7 +162,7 @@ def test_webdataset(
 ) -> None:
     webdataset = pytest.importorskip("webdataset")
     urls, contents = tars
-    # As docs/python.md has it: it knows no fsspec by itself.
+    # As docs/guides/python.md has it: it knows no fsspec by itself.
     schemes = importlib.import_module("webdataset.gopen").gopen_schemes
     monkeypatch.setitem(
         schemes, "fusefs", lambda url, mode="rb", *_, **__: fsspec.open(url, mode).open()

@@ -376,7 +376,7 @@ def test_cluster_caches_become_the_file_that_the_driver_reads(tmp_path: Path) ->
 
 
 def test_the_cluster_cache_that_is_shown_is_taken(tmp_path: Path) -> None:
-    text = (MANIFESTS.parent / "docs/cluster-cache.md").read_text()
+    text = (MANIFESTS.parent / "docs/guides/cluster-cache.md").read_text()
     [shown] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     [values] = read(shown)
     documents = chart(**values)

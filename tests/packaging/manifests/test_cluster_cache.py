@@ -43,7 +43,7 @@ from tests.support.sharing import PATIENCE_S
 SEAWEEDFS = MANIFESTS / "seaweedfs"
 WEED = Path(sys.prefix) / "bin" / "weed"
 NAMESPACE = "fusefs-cache"
-DOCUMENT = PROJECT / "docs/cluster-cache.md"
+DOCUMENTS = [PROJECT / "docs" / name / "cluster-cache.md" for name in ("guides", "operate")]
 KEYS = ("cache-access", "cache-secret")
 
 
@@ -132,7 +132,8 @@ openssl() { head -c 20 /dev/urandom | base64; }
 
 
 def test_the_commands_that_are_shown_make_secrets_that_both_sides_take(tmp_path: Path) -> None:
-    blocks = [block for block in shell_blocks(DOCUMENT) if "cat > " in block]
+    shown = [block for document in DOCUMENTS for block in shell_blocks(document)]
+    blocks = [block for block in shown if "cat > " in block]
     assert len(blocks) == 2
     subprocess.run(["bash", "-euc", "\n".join([PLAYED, *blocks])], cwd=tmp_path, check=True)
     for name in ("credentials", "key", "s3.json"):
@@ -286,7 +287,7 @@ HOST = "127.0.0.1"
 
 def identities() -> str:
     """The file s3.json that the document has one make, with keys of ours."""
-    [found] = re.findall(r"^\{\"identities\".*\}$", DOCUMENT.read_text(), re.MULTILINE)
+    [found] = re.findall(r"^\{\"identities\".*\}$", DOCUMENTS[1].read_text(), re.MULTILINE)
     return str(found).replace("$access", KEYS[0]).replace("$secret", KEYS[1])
 
 

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import io
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from csi import main as csi_main
 from fusefs.cli import main as cli_main
 
 PROJECT = Path(__file__).parents[3]
+DOCS = PROJECT / "docs"
 Command = list[str]
 _KEYWORDS = {"do", "done", "then", "else", "fi", "for", "if", "while"}
 _PARSERS = {"fusefs": cli_main.make_parser, "fusefs-csi": csi_main.make_parser}
@@ -116,6 +118,12 @@ def known_commands() -> dict[str, frozenset[str]]:
         )
         for name, make in _PARSERS.items()
     }
+
+
+@functools.cache
+def generated_pages() -> frozenset[str]:
+    """The pages below docs/ that `make docs` makes of the code."""
+    return frozenset(runpy.run_path(str(PROJECT / "packaging/make_docs.py"))["site_pages"]())
 
 
 def anchors(document: Path) -> set[str]:
