@@ -71,6 +71,7 @@ def _cache(parts: MountParts) -> Samples:
         "read_bytes_total": [
             value(counters.cache_bytes, source="cache"),
             value(counters.s3_bytes, source="s3"),
+            value(counters.kernel_bytes, source="kernel"),
         ],
         "cache_evicted_bytes_total": [value(cache.evicted_bytes)],
         "prefetch_bytes_total": [

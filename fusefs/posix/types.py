@@ -159,6 +159,7 @@ class ReadCounters:
     served_opens: int = 0
     passthrough_opens: int = 0
     passthrough_bytes: int = 0  # sizes of the files that were opened for it
+    kernel_bytes: int = 0  # of these, what was not fetched for the open: an estimate of its reads
 
     def answered(self, size: int, fetched: int) -> None:
         """Count a READ that was answered with `size` bytes, of which `fetched` were fetched."""
@@ -183,6 +184,8 @@ class ReadCounters:
         """Count an open for passthrough of a whole file, as a read of all of it."""
         self.passthrough_opens += 1
         self.passthrough_bytes += size
+        self.kernel_bytes += size - fetched
+        self.s3_bytes += fetched
         if fetched:
             self.read(size, fetched)
         else:

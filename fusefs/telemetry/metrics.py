@@ -63,8 +63,9 @@ METRICS: dict[str, Metric] = {
     ),
     "read_bytes_total": Metric(
         "counter",
-        "Bytes that programs read through the daemon, by their origin: the cache disk, or fetched"
-        " (s3), from S3 or from the cluster cache.",
+        "Bytes that programs read, by their origin: the cache disk, fetched (s3) from S3 or the"
+        " cluster cache, or by the kernel from cached files (an estimate: each open for passthrough"
+        " counts as one read of the whole file).",
         ("source",),
     ),
     "cache_bytes": Metric("gauge", "Bytes on the cache disk."),

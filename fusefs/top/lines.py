@@ -16,7 +16,8 @@ CAUSES = {
     "credentials": "credentials",
     "cluster_cache": "cluster cache",
 }
-SOURCES = {"cache": "cache", "s3": "S3"}
+# What the kernel reads by itself is estimated by the sizes of the files that are opened for it.
+SOURCES = {"cache": "cache", "s3": "S3", "kernel": "kernel, estimated"}
 # Less is noise of the clocks.
 LEAST_SHARE = 0.005
 
@@ -29,8 +30,6 @@ def line(mount: Rates) -> str:
         f"read {rate_text(mount.read_s)}{origins(mount)}",
         f"sent to S3 {rate_text(mount.sent_s)}",
     ]
-    if mount.opened_passthrough_s:
-        parts.append(f"passthrough {rate_text(mount.opened_passthrough_s)} opened")
     parts += [f"waited {waits(mount)}", s3_text(mount)]
     if mount.pending_files:
         parts.append(pending_text(mount))

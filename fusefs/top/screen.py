@@ -21,7 +21,7 @@ from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top import lines
 from fusefs.top.rates import Operation, Rates
 
-COLOURS = {"cache": "green", "s3": "yellow"}
+COLOURS = {"cache": "green", "s3": "yellow", "kernel": "cyan"}
 BAR_WIDTH = 24
 SMALL_BAR_WIDTH = 8
 MOST_OF_PATH = 32

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import generate_latest
 
 from fusefs.exporter.collector import PREFIX, MountCollector, registry_of
@@ -49,7 +51,8 @@ def dashboard_expressions() -> dict[str, str]:
     """The expressions of all panels, by panel and letter, with the variables' defaults."""
     board = json.loads(DASHBOARD.read_text())
     values = {
-        one["name"]: one.get("allValue") or one["query"] for one in board["templating"]["list"]
+        one["name"]: ".*" if one["type"] == "query" else one["query"]
+        for one in board["templating"]["list"]
     }
     values["__rate_interval"] = "5m"
     found = {}
@@ -104,6 +107,85 @@ def test_every_metric_is_in_the_dashboard_or_a_rule() -> None:
     assert set().union(*map(names_in, expressions)) >= EXPORTED
 
 
+def missing_in(found: Any, wanted: Any, place: str = "") -> list[str]:
+    """The places of what is in `wanted` and not, or otherwise, in `found`."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        below = [missing_in(found.get(key), wanted[key], f"{place}.{key}") for key in wanted]
+        return [one for places in below for one in places]
+    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        numbered = enumerate(zip(found, wanted, strict=True))
+        below = [missing_in(*pair, f"{place}[{number}]") for number, pair in numbered]
+        return [one for places in below for one in places]
+    return [] if found == wanted else [place]
+
+
+def test_the_dashboard_is_what_grafanas_schema_describes() -> None:
+    """Each panel says what it shows, and has thresholds."""
+    board = json.loads(DASHBOARD.read_text())
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(board)))
+    assert missing_in(read, board) == []
+    for panel in board["panels"]:
+        if panel["type"] != "row":
+            assert panel["description"], panel["title"]
+            assert panel["fieldConfig"]["defaults"]["thresholds"]["steps"], panel["title"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "volumes"),
+    [
+        ({}, ["a", "b", "c"]),
+        ({"instance": "n2"}, ["c"]),
+        ({"node": "node-1"}, ["a", "b"]),
+        ({"namespace": "team"}, ["a"]),
+        ({"pod": "train-1"}, ["b"]),
+        ({"claim": "data"}, ["b"]),
+        ({"claim": "data", "namespace": "team"}, []),
+    ],
+)
+def test_the_dashboards_volumes_are_those_of_a_host_a_pod_or_a_claim(
+    chosen: dict[str, str], volumes: list[str], tmp_path: Path
+) -> None:
+    """The third one is mounted on a machine without Kubernetes."""
+    (variable,) = (
+        one
+        for one in json.loads(DASHBOARD.read_text())["templating"]["list"]
+        if one["name"] == "volume"
+    )
+    query = variable["query"]["query"].removeprefix("query_result(").removesuffix(")")
+    expression = re.sub(r"\$(\w+)", lambda match: chosen.get(match[1], ".*"), query)
+    up, pod = "fusefs_volume_up", "fusefs_volume_pod_info"
+    of = 'instance="n1",node="node-1",namespace="fusefs-csi",pod="driver"'
+    series = [
+        f'{up}{{volume="a",{of}}}',
+        f'{up}{{volume="b",{of}}}',
+        f'{up}{{volume="c",instance="n2"}}',
+        f'{pod}{{volume="a",instance="n1",node="node-1",namespace="team",pod="train-0"}}',
+        f'{pod}{{volume="b",instance="n1",node="node-1",namespace="other",pod="train-1"}}',
+        'kube_persistentvolume_info{persistentvolume="pv",csi_volume_handle="b"}',
+        'kube_persistentvolume_claim_ref{persistentvolume="pv",name="data",claim_namespace="other"}',
+    ]
+    scenario = {
+        "rule_files": [str(RULES)],
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": one, "values": "1x9"} for one in series],
+                "promql_expr_test": [
+                    {
+                        "expr": f"count by (volume) ({expression})",
+                        "eval_time": "5m",
+                        "exp_samples": [
+                            {"labels": f'{{volume="{volume}"}}', "value": 1} for volume in volumes
+                        ],
+                    }
+                ],
+            }
+        ],
+    }
+    (tmp_path / "scenario.yaml").write_text(yaml.safe_dump(scenario))
+    promtool("test", "rules", tmp_path / "scenario.yaml")
+
+
 def test_every_alert_has_a_scenario_and_a_paragraph_with_what_to_do() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
     scenarios = SCENARIOS.read_text()
@@ -112,7 +194,9 @@ def test_every_alert_has_a_scenario_and_a_paragraph_with_what_to_do() -> None:
     for alert in alerts:
         name = alert["alert"]
         assert f'alertname="{name}"' in scenarios
-        assert alert["annotations"]["runbook_url"] == f"docs/operate/alerts.md#{name.lower()}"
+        page = '{{ or $externalLabels.fusefs_runbooks "docs/operate/alerts.md" }}'
+        assert alert["annotations"]["runbook_url"] == f"{page}#{name.lower()}"
+        assert "{{ $labels.instance }}" in alert["annotations"]["summary"]
         for word in ("**Means:**", "**Confirm:**", "**Do:**"):
             assert word in sections[name], name
     assert set(sections) == {alert["alert"] for alert in alerts}

@@ -9,8 +9,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from fusefs.exporter.queries import MountAnswer, Target
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.telemetry.metrics import METRICS
+from fusefs.top import lines
+from fusefs.top.rates import rates
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -109,6 +114,29 @@ def test_metrics_are_those_of_the_table(bucket: Bucket, mounter: Mounter) -> Non
     assert 0 <= number(metrics, "prefetch_bytes_total", outcome="used") < 6 * MIB
     assert number(metrics, "prefetch_bytes_total", outcome="wasted") == 0
     assert number(metrics, "daemon_cpu_seconds_total") > 0
+
+
+def test_the_kernels_own_reads_are_estimated_by_what_is_opened_for_it(
+    bucket: Bucket, passthrough: Mounter
+) -> None:
+    """Attributes and requests that no file system has are refusals, and no errors."""
+    bucket.put("a", os.urandom(MIB))
+    one = passthrough()
+    (one.path / "a").read_bytes()
+    before = MountAnswer(Target("/data", one.path), metrics_of(one))
+    for _ in range(2):
+        (one.path / "a").read_bytes()
+    with pytest.raises(OSError, match="No data"):
+        os.getxattr(one.path / "a", "user.none")
+    after = MountAnswer(Target("/data", one.path), metrics_of(one))
+    assert after.metrics is not None
+    assert number(dict(after.metrics), "read_bytes_total", source="s3") == MIB
+    assert number(dict(after.metrics), "read_bytes_total", source="kernel") == 2 * MIB
+    assert number(dict(after.metrics), "requests_total", outcome="refused") >= 2
+    assert number(dict(after.metrics), "requests_total", outcome="error") == 0
+    between = rates(before, after)
+    assert between.count(between.read_s) == 2 * MIB
+    assert "(100% kernel, estimated)" in lines.line(between)
 
 
 def test_a_killed_daemon_is_counted_with_its_pause(bucket: Bucket, mounter: Mounter) -> None:
