@@ -37,6 +37,9 @@ DOCUMENTS = [
 ]
 # Those that show options of no other programs in their text.
 OPERATORS = [DOCS / "csi.md", *(DOCS / "operate").glob("*.md")]
+SITE = PROJECT / "packaging/site/mkdocs.yml"
+MOST_WORDS = 1400
+LONG = {"architecture.md", "semantics.md"}
 
 each_document = pytest.mark.parametrize(
     "path", DOCUMENTS, ids=lambda path: str(path.relative_to(PROJECT))
@@ -129,3 +132,14 @@ def test_every_statement_of_the_document_has_a_test() -> None:
 
 def test_every_quoted_statement_is_in_the_document() -> None:
     assert quotations().keys() - set(statements()) == set()
+
+
+def test_every_page_is_in_the_site_and_short() -> None:
+    """Those that are quoted by tests and the one on the inside are for looking things up."""
+    pages = {str(path.relative_to(DOCS)): path for path in DOCS.rglob("*.md")}
+    named = re.findall(r"([\w/.-]+\.md)$", SITE.read_text(), re.MULTILINE)
+    assert pages.keys() | generated_pages() <= set(named)
+    assert all((PROJECT / name).exists() for name in set(named) - pages.keys() - generated_pages())
+    words = {name: len(path.read_text().split()) for name, path in pages.items()}
+    assert {name for name in words if words[name] > MOST_WORDS} == LONG
+    assert len((PROJECT / "README.md").read_text().splitlines()) <= 120
