@@ -98,6 +98,7 @@ class ConnectionBudget:
         self._running = dict.fromkeys(Priority, 0)
         self._in_use = 0
         self._queues = {rank: _Queue() for rank in Priority}
+        self._waiting = 0  # so many are in the queues
         # How many more urgent requests have gone since the last one of a priority.
         self._passed = dict.fromkeys(Priority, 0)
         self._backed_off = -math.inf
@@ -116,7 +117,7 @@ class ConnectionBudget:
     @property
     def waiting(self) -> int:
         """How many requests wait for a connection, or for their turn."""
-        return sum(len(queue.waiters()) for queue in self._queues.values())
+        return self._waiting
 
     def lease(self, priority: Urgency, key: str = "") -> _Lease:
         """Wait for a connection and hold it (`async with`). Cancelling gives it back.
@@ -153,12 +154,13 @@ class ConnectionBudget:
         Returns the priority with which it was given.
         """
         rank = priority()
-        if not self._has_waiters and self._has_room(rank) and self.rate.is_due():
+        if not self._waiting and self._has_room(rank) and self.rate.is_due():
             await trio.lowlevel.checkpoint_if_cancelled()
             self._take(rank)
             return rank
         waiter = _Waiter(priority, key, trio.Event(), rank)
         self._queues[rank].add(waiter)
+        self._waiting += 1
         self._admit()
         try:
             with stage(WaitCause.THROTTLED if self._is_throttled else WaitCause.CONNECTION):
@@ -168,6 +170,7 @@ class ConnectionBudget:
                 self.release(waiter.rank)
             else:
                 self._queues[waiter.rank].remove(waiter)
+                self._waiting -= 1
                 self._admit()
             raise
         return waiter.rank
@@ -176,7 +179,7 @@ class ConnectionBudget:
         """Give a connection back that was given with a priority."""
         self._in_use -= 1
         self._running[rank] -= 1
-        if self._has_waiters:
+        if self._waiting:
             self._admit()
 
     def take_spare(self) -> bool:
@@ -184,7 +187,7 @@ class ConnectionBudget:
 
         False if requests wait, or the store has refused some of late as too many.
         """
-        if self._is_throttled or self._has_waiters or not self._has_room(Priority.PREFETCH):
+        if self._is_throttled or self._waiting or not self._has_room(Priority.PREFETCH):
             return False
         self._take(Priority.PREFETCH)
         return True
@@ -196,10 +199,6 @@ class ConnectionBudget:
             return True
         return self._next_budget is not None and self._next_budget._is_throttled
 
-    @property
-    def _has_waiters(self) -> bool:
-        return any(self._queues.values())
-
     def _take(self, rank: Priority) -> None:
         self._in_use += 1
         self._running[rank] += 1
@@ -209,9 +208,10 @@ class ConnectionBudget:
         return self._passed[rank] >= PASSED_MOST
 
     def _has_room(self, rank: Priority) -> bool:
-        is_first = self._is_overdue(rank) and not self._running[rank]
-        kept = self._kept_for_demand() if rank > Priority.DEMAND and not is_first else 0
-        return self._in_use < self.allowed - kept
+        allowed = self.allowed
+        if rank > Priority.DEMAND and (self._running[rank] or not self._is_overdue(rank)):
+            allowed -= min(allowed // 4, 4)  # kept for the next demand
+        return self._in_use < allowed
 
     def _admit(self) -> None:
         """Give free connections to the waiters whose turn it is."""
@@ -223,6 +223,7 @@ class ConnectionBudget:
                 self._admit_when_due()
                 return
             self._queues[waiter.rank].take(waiter)
+            self._waiting -= 1
             self._passed[waiter.rank] = 0
             for rank in self._queues:
                 self._passed[rank] += rank > waiter.rank and bool(self._queues[rank])
@@ -238,7 +239,7 @@ class ConnectionBudget:
     async def _admit_in_time(self) -> None:
         """Admit waiters as their turns come, while turns are what they wait for."""
         try:
-            while self._has_waiters and not self.rate.is_due():
+            while self._waiting and not self.rate.is_due():
                 await trio.sleep_until(self.rate.due)
                 self._admit()
         finally:
@@ -265,9 +266,6 @@ class ConnectionBudget:
             self._queues[waiter.rank].remove(waiter)
             waiter.rank = rank
             self._queues[rank].add(waiter)
-
-    def _kept_for_demand(self) -> int:
-        return min(self.allowed // 4, 4)
 
 
 class _Lease:

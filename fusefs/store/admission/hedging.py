@@ -50,6 +50,9 @@ class Hedging:
         self._allowance = 0.0
         self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._is_renewed_in = LEAST_SAMPLES
+        # First GETs, and when each is slow.
+        self._sent: deque[tuple[float, Transfer]] = deque()
+        self._is_watching = False
         # Seconds without a first byte after which another GET is sent; infinite is never.
         self.wait_s = math.inf
 
@@ -81,22 +84,40 @@ class Hedging:
         self._connections.release(Priority.PREFETCH)
         self._counted["hedged_won"] += has_won
 
-    async def race(self, engine: Engine, request: Request) -> Completion:
+    async def race(self, engine: Engine, request: Request) -> Transfer:
         """Send a GET, and again if its answer is slow to begin; return the first that stands.
 
-        If none does, that of the first GET is returned.
+        If none does, that is the first GET. The transfer that is returned is complete.
         """
         first = engine.submit(request)
         self.note_sent()
-        with trio.move_on_after(self.wait_s) as waiting:
-            await first.settled()
-        if waiting.cancelled_caught and not first.has_begun and self.take():
+        if self.wait_s < math.inf:
+            self._sent.append((trio.current_time() + self.wait_s, first))
+            if not self._is_watching:
+                self._is_watching = True
+                trio.lowlevel.spawn_system_task(self._watch)
+        completion = await first.completed_or_slow()
+        if completion is None and not first.has_begun and self.take():
             return await self._race(engine, request, first)
-        completion = await first.completed()
+        completion = completion or await first.completed()
         self.note_first_byte(completion.first_byte_s or completion.last_byte_s)
-        return completion
+        return first
 
-    async def _race(self, engine: Engine, request: Request, first: Transfer) -> Completion:
+    async def _watch(self) -> None:
+        """Wake those that wait for an answer that is slow.
+
+        One task for all of them: a time limit of its own would be a tenth of a small GET.
+        """
+        try:
+            while self._sent:
+                due, first = self._sent.popleft()
+                if first.completion is None:
+                    await trio.sleep_until(due)
+                    first.look_up()
+        finally:
+            self._is_watching = False
+
+    async def _race(self, engine: Engine, request: Request, first: Transfer) -> Transfer:
         began, has_won = trio.current_time(), False
         second = engine.submit(request)
 
@@ -112,9 +133,7 @@ class Hedging:
             has_won = _stands(second.completion) and not _stands(first.completion)
         finally:
             self.give_back(has_won=has_won)
-        completion = second.completion if has_won else first.completion
-        assert completion is not None
-        return completion
+        return second if has_won else first
 
 
 def _stands(outcome: Completion | None) -> bool:

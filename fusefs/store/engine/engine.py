@@ -175,15 +175,25 @@ _ERRORS = {
 class Transfer(_engine.Transfer):
     """A request that an engine has been given. One task at a time may wait for it.
 
-    `completion` is there once no thread uses the request's descriptors and body any more.
+    `completion` is there once no thread uses the request's descriptors and body any more. Without
+    an `on_progress`, `sums` are those of all that was written by then.
     """
 
-    __slots__ = ("_has_proxy", "_native", "_on_progress", "_task", "_was_cancelled", "completion")
+    __slots__ = (
+        "_has_proxy",
+        "_native",
+        "_on_progress",
+        "_task",
+        "_was_cancelled",
+        "completion",
+        "sums",
+    )
 
     def __init__(
         self, native: _engine.Engine, on_progress: OnProgress | None, *, has_proxy: bool
     ) -> None:
         self.completion: Completion | None = None
+        self.sums: Sums = []
         self._native = native
         self._has_proxy = has_proxy
         self._was_cancelled = False
@@ -200,18 +210,6 @@ class Transfer(_engine.Transfer):
         self._was_cancelled = True
         self._native.cancel(self)
 
-    async def settled(self) -> None:
-        """Return once there is a completion. Cancelled, the transfer goes on."""
-
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._task = None
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.checkpoint_if_cancelled()
-        if self.completion is None:
-            self._task = trio.lowlevel.current_task()
-            await trio.lowlevel.wait_task_rescheduled(abort)
-
     async def completed(self) -> Completion:
         """Return the completion, which may be an error.
 
@@ -221,6 +219,12 @@ class Transfer(_engine.Transfer):
         Raises:
             trio.ClosedResourceError: the engine was closed.
         """
+        while (completion := await self.completed_or_slow()) is None:
+            pass
+        return completion
+
+    async def completed_or_slow(self) -> Completion | None:
+        """As `completed`; None if `look_up` was called meanwhile."""
         cancelled: list[Callable[[], object]] = []
 
         def abort(raise_cancel: Callable[[], object]) -> trio.lowlevel.Abort:
@@ -228,10 +232,11 @@ class Transfer(_engine.Transfer):
             self.cancel()
             return trio.lowlevel.Abort.FAILED  # the task wakes up with the completion
 
-        if self.completion is None:
+        while self.completion is None:
             self._task = trio.lowlevel.current_task()
             await trio.lowlevel.wait_task_rescheduled(abort)
-        assert self.completion is not None
+            if self.completion is None and not cancelled:
+                return None
         if self.completion.error == "cancelled":
             for raise_cancel in cancelled:
                 raise_cancel()
@@ -241,8 +246,11 @@ class Transfer(_engine.Transfer):
 
     def progressed(self, received: int, packed: bytes) -> None:
         """Report progress; `packed` has sums as _engine.c keeps them."""
+        sums = list(_SUM.iter_unpack(packed))
         if self._on_progress is not None:
-            self._on_progress(received, list(_SUM.iter_unpack(packed)))
+            self._on_progress(received, sums)
+        else:
+            self.sums += sums
 
     def complete(self, outcome: _engine.Outcome) -> None:
         """Take the outcome and wake the task that waits for it."""
@@ -266,6 +274,10 @@ class Transfer(_engine.Transfer):
             first and first - submitted,
             last - submitted,
         )
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Wake the task that waits for the transfer."""
         if self._task is not None:
             task, self._task = self._task, None
             trio.lowlevel.reschedule(task)
@@ -288,11 +300,11 @@ def _lines(headers: Iterable[tuple[str, str]]) -> bytes:
     Raises:
         ValueError: a header would be more than a line, or is not Latin-1.
     """
-    # "Name;" is a header without a value.
-    lines = [f"{name}: {value}\n" if value else f"{name};\n" for name, value in headers]
-    text = "".join(lines)
+    lines = list(map(": ".join, headers))
+    text = "".join([f"{line}\n" for line in lines])
     if text.count("\n") != len(lines) or "\r" in text or "\0" in text:
         raise ValueError("a header has a line break or a zero")
+    text = text.replace(": \n", ";\n")  # libcurl's form of a header without a value
     expects = "" if "expect:" in text.lower() else "Expect:\n"
     return f"{text}{_NOT_ADDED}{expects}".encode("latin-1")
 
@@ -300,7 +312,7 @@ def _lines(headers: Iterable[tuple[str, str]]) -> bytes:
 def _flat(request: Request) -> tuple[object, ...]:
     """A request as `_engine.Engine.submit` takes it."""
     body, sink = request.body, request.sink
-    if _UNSENDABLE.search(request.url) or _UNSENDABLE.search(request.method):
+    if _UNSENDABLE.search(request.method + request.url):
         raise ValueError("a URL is percent-encoded ASCII")
     size = -1
     sent = (None, *body) if isinstance(body, FileBody) else (body, -1, 0, 0)

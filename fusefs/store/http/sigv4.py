@@ -9,6 +9,7 @@ https://docs.aws.amazon.com/IAM/latest/UserGuide/create-signed-request.html
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import time
@@ -26,6 +27,13 @@ EMPTY = hashlib.sha256(b"").hexdigest()
 UNSIGNED = "UNSIGNED-PAYLOAD"
 # What proxies and the way of sending may change.
 _NOT_SIGNED = {"accept-encoding", "expect", "user-agent"}
+
+
+@functools.lru_cache(256)  # requests of one kind have the same headers
+def _order(names: tuple[str, ...]) -> tuple[list[str], str]:
+    """The headers that are signed, in order, and their list."""
+    signed = sorted(set(names) - _NOT_SIGNED)
+    return signed, ";".join(signed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +78,7 @@ class Signer:
         signed = {**headers, "x-amz-date": moment, "x-amz-content-sha256": payload}
         if credentials.token:
             signed["x-amz-security-token"] = credentials.token
-        names = sorted(signed.keys() - _NOT_SIGNED)
-        listed = ";".join(names)
+        names, listed = _order(tuple(signed))
         lines = "".join([f"{name}:{' '.join(signed[name].split())}\n" for name in names])
         canonical = f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{payload}"
         day = moment[:8]

@@ -1,13 +1,15 @@
 """Ranged GETs of exactly one version: checked, counted, resumed where an answer broke off.
 
-A small range comes into memory and is checked before any of it is written. Its GET may be sent a
-second time where its answer is slow to begin (hedging.py). A large one the engine writes into
-the sink's file as it arrives, after it has compared ETag, range and size.
+The engine writes a range into the sink's file, after it has compared ETag, range and size. Where
+the sink has no file, it comes into memory and is compared here. The GET of a small one may be sent
+a second time where its answer is slow to begin (hedging.py), and a small object counts only once
+its checksum has been compared.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -93,7 +95,7 @@ class Getter:
             self._has_checksums = False
 
     async def _download(self, part: RangeDownload, priority: Urgency) -> None:
-        part.fd = await part.sink.open() if part.size > SMALL else None
+        part.fd = await part.sink.open()
         content = await self._requester.send(
             part.call,
             part.accept,
@@ -107,7 +109,7 @@ class Getter:
 
     def _describe(self, part: RangeDownload) -> None:
         """Hand on what the answer to a download has said of its object."""
-        if any(name.startswith(META) for name in part.headers):
+        if META in "\n".join(part.headers):
             length = {"content-length": str(part.version.size)}
             with suppress(AttemptError):
                 self.described(parse_head(part.version.key, {**part.headers, **length}))
@@ -130,6 +132,7 @@ class RangeDownload:
         self.fd: int | None = None
         self._counted = counted
         self._began_at = start
+        self._sums: Sums = []
         self.has_if_match = True
         self.has_checksums = True
         self.headers: Mapping[str, str] = {}  # of the last answer
@@ -141,10 +144,9 @@ class RangeDownload:
 
     @property
     def is_whole_and_small(self) -> bool:
-        """True if a whole object is missing, and will be in memory before any of it is written.
+        """True if a whole object is missing of which nothing is read before its end is there.
 
-        Then the checksum that S3 has of it is compared. S3 shows none of a range, and what is
-        written in pieces is read before its end is there.
+        Then the checksum that S3 has of it is compared. S3 shows none of a range.
         """
         is_whole = self.position == 0 and 0 < self.stop == self.version.size
         return self.has_checksums and is_whole and self.stop <= SMALL
@@ -175,8 +177,9 @@ class RangeDownload:
         """
         self.headers = answer.headers
         if self.fd is not None:
-            if self.position < self.stop:
-                raise AttemptError(_TOO_SHORT)
+            if self.is_whole_and_small:
+                self._verify(answer.headers, self._read, self._sums[0][2])
+                self._take(self.stop, self._sums)
             return b""
         shown, length = answer.headers.get("content-range"), str(len(answer.body))
         if answer.error is not None:  # "too-large": no byte of it came
@@ -186,8 +189,10 @@ class RangeDownload:
             raise AttemptError(OTHER_RANGE)
         if len(answer.body) < self.size:
             raise AttemptError(_TOO_SHORT)
-        self._verify(answer)
-        return answer.body[: self.size]
+        content = answer.body[: self.size]
+        if self.is_whole_and_small and len(answer.body) == self.size:
+            self._verify(answer.headers, lambda: content)
+        return content
 
     def _compare(self, etag: str | None, start: int, size: int | None) -> None:
         """Compare an answer with the version: some servers ignore If-Match, and some ranges.
@@ -205,21 +210,26 @@ class RangeDownload:
         if size is not None and size != self.version.size:
             raise AttemptError(OTHER_SIZE)
 
-    def _verify(self, answer: Completion) -> None:
+    def _verify(
+        self, headers: Mapping[str, str], content: Callable[[], bytes], crc: int | None = None
+    ) -> None:
         """Compare the checksums in an answer that is all of a small object.
 
         Raises:
             AttemptError: the bytes have another one.
         """
-        if not self.is_whole_and_small or len(answer.body) != self.size:
-            return
-        name = object_checksum.mismatch(answer.headers, answer.body)
+        name = object_checksum.mismatch(headers, content, crc)
         if name is not None:
             sentence = f"what arrived has another {name} than the object"
             failure = Failure(
                 UnreachableError, sentence, is_retryable=True, longest_s=WRONG_BYTES_S
             )
             raise AttemptError(failure)
+
+    def _read(self) -> bytes:
+        """Read what has just been written; it is in the page cache."""
+        assert self.fd is not None
+        return os.pread(self.fd, self.stop, 0)
 
     # --- progress of the attempts ---------------------------------------------------
 
@@ -229,8 +239,14 @@ class RangeDownload:
 
     def arrived(self, received: int, sums: Sums) -> None:
         """So many bytes of this attempt are in the file."""
-        self.advance(self._began_at + received)
-        self.sink.arrived(self.position, sums)
+        if self.is_whole_and_small:
+            self._sums = sums  # `accept` takes them, or they are written anew
+        elif self.fd is not None:
+            self._take(self._began_at + received, sums)
+
+    def _take(self, position: int, sums: Sums) -> None:
+        self.advance(position)
+        self.sink.arrived(position, sums)
 
     def advance(self, position: int) -> None:
         """Count the bytes up to `position` as fetched."""

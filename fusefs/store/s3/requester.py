@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import trio
@@ -27,7 +26,7 @@ import trio
 from fusefs.store import renewal
 from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.admission.hedging import Hedging
-from fusefs.store.engine.engine import Completion, Engine, Sums
+from fusefs.store.engine.engine import Completion, Engine, OnProgress, Sums
 from fusefs.store.errors import (
     AttemptError,
     ConflictError,
@@ -287,13 +286,12 @@ class Requester:
             OSError: the sink's file, or that of the body, can't be used.
         """
         ACTIVITY.note()
-        send = partial(self._connected, call, priority, budget, progress, hedge, begun)
         if not call.is_large:
-            return await send()
+            return await self._attempt(call, priority, budget, progress, hedge, begun)
         async with self._streams.lease(priority, call.key):
-            return await send()
+            return await self._attempt(call, priority, budget, progress, hedge, begun)
 
-    async def _connected(
+    async def _attempt(
         self,
         call: Call,
         priority: Urgency,
@@ -310,42 +308,32 @@ class Requester:
                 with stage(WaitCause.CREDENTIALS):
                     access = await self.source.connect()
             begun()
-            return await self._exchange(access, call, progress, hedge)
-
-    async def _exchange(
-        self, access: Access, call: Call, progress: Progress | None, hedge: Hedging | None
-    ) -> Completion:
-        offset_s = access.clock.offset_s
-        request = access.address.request(call, access.frozen(), is_fresh=self._is_path_doubtful())
-        self.counted[_COUNTERS[call.operation]] += 1
-        clock, code = RequestClock(call.operation, self._requests), "none"
-        sent = time.monotonic()
-
-        def arrived(received: int, sums: Sums) -> None:
-            clock.first_byte()
-            if progress is not None:
-                progress.arrived(received, sums)
-
-        try:
-            if hedge is None:
-                completion = await self.engine.send(request, arrived)
-            else:
-                completion = await hedge.race(self.engine, request)
-            if completion.first_byte_s:
-                clock.first_byte(sent + completion.first_byte_s)
-            if completion.error == "timeout":
-                self._timed_out = trio.current_time()
-            failure = answers.failure_of(completion, call, access, offset_s)
-            if failure is None:
+            offset_s = access.clock.offset_s
+            is_fresh = self._is_path_doubtful()
+            request = access.address.request(call, access.frozen(), is_fresh=is_fresh)
+            self.counted[_COUNTERS[call.operation]] += 1
+            clock, code = RequestClock(call.operation, self._requests), "cancelled"
+            try:
+                if hedge is None:
+                    completion = await self.engine.send(request, _noting(clock, progress))
+                else:
+                    transfer = await hedge.race(self.engine, request)
+                    assert transfer.completion is not None
+                    completion = transfer.completion
+                    if progress is not None and completion.status < 300:
+                        progress.arrived(completion.received, transfer.sums)
+                if completion.first_byte_s:
+                    clock.first_byte(completion.first_byte_s)
+                if completion.error == "timeout":
+                    self._timed_out = trio.current_time()
+                failure = answers.failure_of(completion, call, access, offset_s)
+                if failure is not None:
+                    code = str(failure.status or "none")
+                    raise AttemptError(failure)
                 code = "200"
                 return completion
-            code = str(failure.status or "none")
-            raise AttemptError(failure)
-        except (trio.Cancelled, OSError):
-            code = "cancelled"
-            raise
-        finally:
-            clock.end(code)
+            finally:
+                clock.end(code)
 
     def _is_path_doubtful(self) -> bool:
         """True after a time-out: the network may have lost all connections without a word."""
@@ -446,6 +434,19 @@ class _Tried:
 
     def __init__(self) -> None:
         self.has_moved = self.has_retried_400 = self.may_be_done = False
+
+
+def _noting(clock: RequestClock, progress: Progress | None) -> OnProgress | None:
+    """Tell both of a large answer's progress."""
+    if progress is None:
+        return None
+    sent = time.monotonic()
+
+    def arrived(received: int, sums: Sums) -> None:
+        clock.first_byte(time.monotonic() - sent)
+        progress.arrived(received, sums)
+
+    return arrived
 
 
 def _cause_of_pause(operation: str, failure: Failure) -> int:

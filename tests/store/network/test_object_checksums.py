@@ -40,31 +40,33 @@ def headers(name: str, *, suffix: str = "") -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", SUMS)
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_each_algorithm_is_compared(name: str, kind: type) -> None:
+def test_each_algorithm_is_compared(name: str) -> None:
     if name != "crc32":
         pytest.importorskip("awscrt")
-    assert mismatch(headers(name), kind(CONTENT)) is None
-    assert mismatch(headers(name), kind(b"123456780")) == name.upper()
+    assert mismatch(headers(name), lambda: CONTENT) is None
+    assert mismatch(headers(name), lambda: b"123456780") == name.upper()
     # Of parts' checksums nothing follows for the bytes.
-    assert mismatch(headers(name, suffix="-2"), kind(b"123456780")) is None
+    assert mismatch(headers(name, suffix="-2"), lambda: b"123456780") is None
 
 
 @pytest.mark.parametrize(
     "value", ["cbf43926", "y_Q5Jg==", '"y/Q5Jg=="', "y/Q5Jg==, y/Q5Jg==", "", "y/Q5", "ÿ"]
 )
 def test_what_is_no_checksum_is_not_compared(value: str) -> None:
-    assert mismatch({"x-amz-checksum-crc32": value}, b"123456780") is None
+    assert mismatch({"x-amz-checksum-crc32": value}, lambda: b"123456780") is None
 
 
 def test_a_checksum_of_parts_is_not_compared() -> None:
     of_parts = {**headers("crc32"), "x-amz-checksum-type": "COMPOSITE"}
-    assert mismatch(of_parts, b"123456780") is None
-    assert mismatch({**of_parts, "x-amz-checksum-type": "FULL_OBJECT"}, b"123456780") == "CRC32"
+    assert mismatch(of_parts, lambda: b"123456780") is None
+    assert (
+        mismatch({**of_parts, "x-amz-checksum-type": "FULL_OBJECT"}, lambda: b"123456780")
+        == "CRC32"
+    )
 
 
 def test_an_object_without_a_checksum_is_taken() -> None:
-    assert mismatch({"etag": '"x"'}, CONTENT) is None
+    assert mismatch({"etag": '"x"'}, lambda: CONTENT) is None
 
 
 @states(
