@@ -103,6 +103,9 @@ USER_ERRORS = (
     SettingsError,
 )
 INIT_TIMEOUT_S = 30
+# New objects from one collection of garbage to the next: with the usual 700, small files that are
+# fetched cost the event loop 3% to 7% more.
+GARBAGE_AFTER = 10_000
 COMPACT_EVERY_S = 10.0
 # A mount waits so long at most for what the store says to a first PUT, once a day.
 PROBE_S = 2.0
@@ -322,6 +325,7 @@ class Daemon:
                         raise MountError(f"the mount on {mountpoint} ended at once; see the log")
                     logger.info("serving %s on %s", self.settings.source, mountpoint)
                     gc.freeze()
+                    gc.set_threshold(GARBAGE_AFTER)
                     gc.enable()
                     ready(self._warnings())
                     nursery.start_soon(self.cache.run)

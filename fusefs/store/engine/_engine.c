@@ -240,12 +240,14 @@ static const char *header(const struct transfer *t, const char *name) {
     return curl_easy_header(t->easy, name, 0, CURLH_HEADER, -1, &found) ? NULL : found->value;
 }
 
-/* Quotes are no part of an ETag here: some servers leave them out. */
+/* Neither quotes nor the mark of a weak ETag are a part of it here: some servers leave the first
+ * out, and some proxies put the second in. */
 static int has_etag(const struct transfer *t) {
     const char *found = header(t, "etag");
     size_t size = strlen(t->etag);
     if (found == NULL)
         return 0;
+    found += strncmp(found, "W/", 2) == 0 ? 2 : 0;
     found += *found == '"';
     return strncmp(found, t->etag, size) == 0 && (!found[size] || !strcmp(found + size, "\""));
 }

@@ -313,6 +313,7 @@ class Requester:
             request = access.address.request(call, access.frozen(), is_fresh=is_fresh)
             self.counted[_COUNTERS[call.operation]] += 1
             clock, code = RequestClock(call.operation, self._requests), "cancelled"
+            sent = time.monotonic()
             try:
                 if hedge is None:
                     completion = await self.engine.send(request, _noting(clock, progress))
@@ -323,7 +324,7 @@ class Requester:
                     if progress is not None and completion.status < 300:
                         progress.arrived(completion.received, transfer.sums)
                 if completion.first_byte_s:
-                    clock.first_byte(completion.first_byte_s)
+                    clock.first_byte(sent + completion.first_byte_s)
                 if completion.error == "timeout":
                     self._timed_out = trio.current_time()
                 failure = answers.failure_of(completion, call, access, offset_s)
@@ -440,10 +441,9 @@ def _noting(clock: RequestClock, progress: Progress | None) -> OnProgress | None
     """Tell both of a large answer's progress."""
     if progress is None:
         return None
-    sent = time.monotonic()
 
     def arrived(received: int, sums: Sums) -> None:
-        clock.first_byte(time.monotonic() - sent)
+        clock.first_byte()
         progress.arrived(received, sums)
 
     return arrived
