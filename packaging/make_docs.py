@@ -181,7 +181,8 @@ def _commands_page() -> str:
     settings = {each.flag for each in SETTINGS}
     for name, command in sorted(commands(make_parser()).items()):
         usage = command.format_usage().removeprefix("usage: ")
-        usage = re.sub(r"\n +(?!fusefs)|^ +", " ", usage).replace("\n ", "\n").replace("[-h] ", "")
+        usage = re.sub(r"\n +(fusefs )", r"\n\1", usage.replace("[-h] ", ""))
+        usage = re.sub(r"\n +", " ", usage)
         actions = [action for action in command._actions if action.dest != "help"]
         own = [action for action in actions if settings.isdisjoint(action.option_strings)]
         if own != actions:
