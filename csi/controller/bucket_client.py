@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from csi.controller import boto3_client
 from csi.controller.background import Progress
 from csi.errors import InvalidArgumentError
 from csi.identities.keys import AccessKeys
@@ -34,7 +35,7 @@ from fusefs.store.errors import (
     from_code,
     translate,
 )
-from fusefs.store.http import boto3_client, trust
+from fusefs.store.http import trust
 from fusefs.store.http.proxies import Proxies
 from fusefs.store.s3.special_buckets import customer_key_obstacle
 
@@ -320,7 +321,11 @@ def make_client(
 
     client = boto3_client.make(make, Proxies.of(os.environ), trusted.path if trusted else None)
     if customer_key is not None:
-        customer_key.install(client)
+        headers = customer_key.headers(is_copy=False)
+        for operation in ("GetObject", "PutObject"):
+            client.meta.events.register(
+                f"before-call.s3.{operation}", lambda params, **_: params["headers"].update(headers)
+            )
     if pays:
         client.meta.events.register("before-call.s3", _agree_to_pay)
     return client, trusted

@@ -17,7 +17,6 @@ import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 # In a daemon: the path of the content.
 VARIABLE = "FUSEFS_CUSTOMER_KEY_CONTENT"
@@ -27,17 +26,6 @@ _LONGEST = 256
 _HEADER = "x-amz-server-side-encryption-customer-"
 _SOURCE_HEADER = "x-amz-copy-source-server-side-encryption-customer-"
 COPY_SOURCE = "x-amz-copy-source"
-# botocore's operations; those on the right read a source as well.
-_OPERATIONS = (
-    "GetObject",
-    "HeadObject",
-    "PutObject",
-    "CreateMultipartUpload",
-    "UploadPart",
-    "ListParts",
-    "CompleteMultipartUpload",
-)
-_COPIES = ("CopyObject", "UploadPartCopy")
 
 
 class CustomerKeyError(ValueError):
@@ -60,25 +48,6 @@ class CustomerKey:
         values = {"algorithm": "AES256", "key": self.text, "key-md5": self._md5}
         prefixes = (_HEADER, _SOURCE_HEADER) if is_copy else (_HEADER,)
         return {prefix + name: value for prefix in prefixes for name, value in values.items()}
-
-    def install(self, client: Any) -> None:
-        """Have a boto3 client send it with whatever needs it."""
-
-        def add(params: dict[str, Any], **_: Any) -> None:
-            params.update(self._parameters("SSECustomer"))
-
-        def add_to_copy(params: dict[str, Any], **_: Any) -> None:
-            params.update(self._parameters("SSECustomer"))
-            params.update(self._parameters("CopySourceSSECustomer"))
-
-        for operations, function in ((_OPERATIONS, add), (_COPIES, add_to_copy)):
-            for operation in operations:
-                client.meta.events.register(f"before-parameter-build.s3.{operation}", function)
-
-    def _parameters(self, prefix: str) -> dict[str, str]:
-        # With the MD5 botocore takes the key as it is.
-        values = {"Algorithm": "AES256", "Key": self.text, "KeyMD5": self._md5}
-        return {prefix + name: value for name, value in values.items()}
 
     @property
     def _raw(self) -> bytes:

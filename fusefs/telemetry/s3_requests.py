@@ -23,7 +23,6 @@ _CAUSES = {
     "PUT PART": WaitCause.S3_TRANSFER,
     "CLUSTER PUT": WaitCause.S3_TRANSFER,
 }
-NOTHING = -1
 
 
 class S3Requests:
@@ -72,33 +71,23 @@ def cause_of(operation: str) -> int:
 
 
 class RequestClock:
-    """One attempt of a request: `first_byte` when its answer begins, `end` when it is over.
+    """One attempt of a request: `first_byte` when its answer begins, at last `end`, once."""
 
-    Nothing changes after its end.
-    """
-
-    __slots__ = (
-        "_began",
-        "_cause",
-        "_first_byte_s",
-        "_operation",
-        "_requests",
-        "_work",
-    )
+    __slots__ = ("_began", "_cause", "_first_byte_s", "_operation", "_requests", "_work")
 
     def __init__(self, operation: str, requests: S3Requests) -> None:
         """It is sent now, as a part of the current task's work."""
         self._operation = operation
         self._requests = requests
         self._work = current()
-        self._cause = cause_of(operation)  # NOTHING after its end
+        self._cause = cause_of(operation)
         self._first_byte_s = -1.0
         self._began = time.monotonic()
         self._work.enter(self._cause, self._began)
 
     def first_byte(self, at: float | None = None) -> None:
         """Its answer begins, now or at that moment; later calls change nothing."""
-        if self._first_byte_s >= 0 or self._cause == NOTHING:
+        if self._first_byte_s >= 0:
             return
         if at is None:
             at = time.monotonic()
@@ -108,14 +97,9 @@ class RequestClock:
             self._work.move(WaitCause.S3_FIRST_BYTE, WaitCause.S3_TRANSFER, at)
 
     def end(self, code: str) -> None:
-        """It is over; `code` is a refusal's status, 200 for any success, `none`, or `cancelled`.
-
-        With "" it was not sent.
-        """
+        """It is over; `code` is a refusal's status, 200 for any success, `none`, or `cancelled`."""
         now = time.monotonic()
         self._work.leave(self._cause, now)
-        self._cause = NOTHING
-        if code:
-            whole_s = now - self._began
-            first_byte_s = self._first_byte_s if self._first_byte_s >= 0 else whole_s
-            self._requests.observe(self._operation, code, first_byte_s, whole_s)
+        whole_s = now - self._began
+        first_byte_s = self._first_byte_s if self._first_byte_s >= 0 else whole_s
+        self._requests.observe(self._operation, code, first_byte_s, whole_s)
