@@ -154,12 +154,16 @@ def test_a_file_that_is_waited_for_is_seen_within_two_seconds(nodes: tuple[Path,
     assert time.monotonic() - closed < 2
 
 
-def test_torch_itself_loads_what_both_nodes_have_saved(nodes: tuple[Path, Path]) -> None:
+def test_the_libraries_themselves_go_on_from_what_both_nodes_have_saved(
+    nodes: tuple[Path, Path],
+) -> None:
     python = os.environ.get("TRAINING_PYTHON")
     if python is None:
         pytest.skip("TRAINING_PYTHON names no interpreter that has torch")
-    (nodes[0] / "torch").mkdir()
-    assert (nodes[1] / "torch").is_dir()
-    folders = [root / "torch" for root in nodes]
+    (nodes[0] / "libraries").mkdir()
+    assert (nodes[1] / "libraries").is_dir()
+    folders = [root / "libraries" for root in nodes]
     shown = run(python, "-m", "examples.training.two_nodes", *folders, ROUNDS, cwd=REPOSITORY)
-    assert f"{ROUNDS} of {ROUNDS}" in shown
+    for name in ("torch", "transformers", "lightning"):
+        assert f"{name}: {ROUNDS} of {ROUNDS}\n" in shown or f"{name}: not installed\n" in shown
+    assert f"torch: {ROUNDS} of {ROUNDS}\n" in shown
