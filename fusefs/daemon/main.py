@@ -51,7 +51,7 @@ from fusefs.daemon.takeover import (
     renames_directory,
     staging_directory,
 )
-from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
+from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper.client import KeeperError
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER
@@ -126,7 +126,7 @@ class Daemon:
         self.started = time.monotonic()
         self.loop_busy_s = 0.0
         self.session: RunningSession | None = None
-        self.backing: PassthroughFiles | NoPassthrough = NoPassthrough("not mounted yet")
+        self.backing = PassthroughFiles()
         # None on a read-only mount.
         self.watched: WatchedStore | None = None
         self.unanswered = UnansweredChanges()
@@ -541,10 +541,10 @@ class Daemon:
 
     def _passthrough(self, takeover: Takeover) -> PassthroughFiles | None:
         if self.settings.passthrough == "off":
-            self.backing = NoPassthrough("turned off by --passthrough off")
+            self.backing = PassthroughFiles(why="turned off by --passthrough off")
             return None
         if takeover.is_fresh and not takeover.is_privileged:
-            self.backing = NoPassthrough("needs CAP_SYS_ADMIN: mount as root")
+            self.backing = PassthroughFiles(why="needs CAP_SYS_ADMIN: mount as root")
             return None
         passthrough = self.backing = PassthroughFiles(takeover.keeper)
         self.cache.on_evict = passthrough.drop
@@ -562,7 +562,7 @@ class Daemon:
         from fusefs.fuse.pyfuse3_session import PyfuseSession
 
         settings = self.settings
-        self.backing = NoPassthrough("the pyfuse3 session has none")
+        self.backing = PassthroughFiles(why="the pyfuse3 session has none")
         operations = self._operations(NoJournal(), mounted_ns=time.time_ns(), ids_are_inos=True)
         if operations.writer is not None:
             recovery.adopt(operations.writer)

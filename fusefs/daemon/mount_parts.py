@@ -11,7 +11,7 @@ from fusefs.daemon.access_guard import AccessGuard
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.verifier import Verifier
-from fusefs.fuse.passthrough import NoPassthrough, PassthroughFiles
+from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.session import RunningSession
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.nodes.name_pruner import NamePruner
@@ -31,7 +31,7 @@ class MountParts(Protocol):
     started: float
     loop_busy_s: float  # as it was reported last
     session: RunningSession | None
-    backing: PassthroughFiles | NoPassthrough
+    backing: PassthroughFiles
     store: S3Store
     cache: FileCache
     downloader: Downloader

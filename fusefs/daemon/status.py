@@ -31,8 +31,6 @@ logger = logging.getLogger("fusefs.daemon")
 MOST_PENDING = 20
 MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
-# Most removals of pins take less.
-UNPIN_WAIT_S = 1.0
 # How many nodes are counted before requests get their turn.
 USAGE_STEP = 2000
 # The last so many seconds, of which status shows what requests waited for.
@@ -66,12 +64,12 @@ def answer(
         case {"command": "cancel warming", "path": str(path)}:
             return {"was_under_way": daemon.warmer.cancel(path)}
         case {"command": "verify", "path": str(path), "start": bool(is_first)}:
-            job = daemon.verifier.start(path) if is_first else daemon.verifier.find(path)
-            return job.describe()
+            return daemon.verifier.job(path, is_new=is_first).describe()
         case {"command": "warming"}:
             return {"jobs": daemon.warmer.describe()}
         case {"command": "unpin", "path": str(path), "start": bool(is_first)}:
-            return _unpin(daemon, path, is_first=is_first)
+            _check(path)
+            return daemon.local_copies.unpinning(path, is_new=is_first).describe()
         case {"command": "path status", "path": str(path), "start": bool(is_first)}:
             _check(path)
             return daemon.local_copies.job(path, is_new=is_first).describe()
@@ -101,7 +99,7 @@ async def _warm(daemon: MountParts, path: str, request: dict[str, Any]) -> dict[
     except (TypeError, ValueError):
         raise ControlError("the request can't be read") from None
     job = await daemon.warmer.start(spec)
-    return job.describe(daemon.cache.quota.limit)
+    return job.describe_within(daemon.cache.quota.limit)
 
 
 async def _give_up(daemon: MountParts, path: str) -> dict[str, Any]:
@@ -119,14 +117,6 @@ async def _give_up(daemon: MountParts, path: str) -> dict[str, Any]:
 async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dict[str, Any]:
     await daemon.warmer.append(name, offset, lines)
     return {}
-
-
-async def _unpin(daemon: MountParts, path: str, *, is_first: bool) -> dict[str, Any]:
-    _check(path)
-    job = daemon.local_copies.unpinning(path, is_new=is_first)
-    with trio.move_on_after(UNPIN_WAIT_S):
-        await job.ended.wait()
-    return job.describe()
 
 
 async def _collect_all(daemon: MountParts) -> dict[str, Any]:

@@ -49,42 +49,25 @@ class Registrar(Protocol):
     ) -> trio.Event: ...
 
 
-class NoPassthrough:
-    """For sessions and kernels without it; `why` is for `status`."""
-
-    is_on = False
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-        self.ids: OrderedDict[CacheFile, int] = OrderedDict()
-
-    def find(self, file: CacheFile) -> int:
-        return 0
-
-    async def register(self, file: CacheFile) -> int:
-        return 0
-
-    def register_ahead(self, file: CacheFile, done: Callable[[], None]) -> None:
-        done()
-
-    def drop(self, file: CacheFile) -> None:
-        return None
-
-    def drop_unused(self) -> None:
-        pass
-
-    def table(self) -> list[tuple[int, int]]:
-        return []
-
-
 class PassthroughFiles:
-    """The backing ids of one mount. Belongs to the event loop."""
+    """The backing ids of one mount. Belongs to the event loop.
 
-    def __init__(self, registrar: Registrar, most: int = MOST_IDS) -> None:
-        self.registrar = registrar
+    Without a registrar there are none, and `why` says for what reason.
+    """
+
+    registrar: Registrar
+
+    def __init__(
+        self,
+        registrar: Registrar | None = None,
+        why: str = "not negotiated yet",
+        most: int = MOST_IDS,
+    ) -> None:
+        if registrar is not None:
+            self.registrar = registrar
         self._most = most
         self.is_on = False
-        self.why = "not negotiated yet"
+        self.why = why
         # Least recently used first; always the same dict.
         self.ids: OrderedDict[CacheFile, int] = OrderedDict()
         self._registering: dict[CacheFile, trio.Event] = {}

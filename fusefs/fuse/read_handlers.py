@@ -12,7 +12,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Fopen, Opcode
@@ -47,6 +47,7 @@ Result = Payload | Coroutine[Any, Any, Payload]
 
 
 Handler = Callable[[int, memoryview, Caller], Result]
+Answered = TypeVar("Answered")
 
 
 class ReadHandlers:
@@ -86,7 +87,7 @@ class ReadHandlers:
         answer = self._operations.lookup(nodeid, bytes(body[:-1]), caller)
         if isinstance(answer, LookupResult):
             return self._entry(answer)
-        return self._when_there(answer, self._entry)
+        return when_there(answer, self._entry)
 
     def _entry(self, found: LookupResult) -> bytes:
         if found.inode is None:
@@ -153,7 +154,7 @@ class ReadHandlers:
         answer = self._operations.getattr(nodeid)
         if isinstance(answer, tuple):
             return self.attr_out(answer)
-        return self._when_there(answer, self.attr_out)
+        return when_there(answer, self.attr_out)
 
     def attr_out(self, answer: tuple[Inode, float]) -> bytes:
         inode, valid_s = answer
@@ -167,7 +168,7 @@ class ReadHandlers:
         answer = self._operations.open(nodeid, flags, caller)
         if isinstance(answer, OpenResult):
             return open_out(answer)
-        return self._when_there(answer, open_out)
+        return when_there(answer, open_out)
 
     def _read(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
@@ -201,7 +202,7 @@ class ReadHandlers:
         answer = self._operations.readdir(fh, offset, buffer)
         if answer is None:
             return buffer.data
-        return self._when_there(answer, lambda _none: buffer.data)
+        return when_there(answer, lambda _none: buffer.data)
 
     def _releasedir(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
         self._operations.releasedir(protocol.RELEASE_IN.unpack_from(body)[0])
@@ -225,19 +226,21 @@ class ReadHandlers:
         answer = self._operations.getxattr(nodeid, name)
         if isinstance(answer, bytes):
             return _sized(answer, size)
-        return self._when_there(answer, lambda value: _sized(value, size))
+        return when_there(answer, lambda value: _sized(value, size))
 
     def _listxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
         answer = self._operations.listxattr(nodeid)
         if isinstance(answer, tuple):
             return _sized(_joined(answer), size)
-        return self._when_there(answer, lambda names: _sized(_joined(names), size))
+        return when_there(answer, lambda names: _sized(_joined(names), size))
 
-    async def _when_there(
-        self, answer: Coroutine[Any, Any, Any], pack: Callable[[Any], Payload]
-    ) -> Payload:
-        return pack(await answer)
+
+async def when_there(
+    answer: Coroutine[Any, Any, Answered], pack: Callable[[Answered], Payload]
+) -> Payload:
+    """Wait for an answer, and pack it."""
+    return pack(await answer)
 
 
 class _Entries:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Coroutine
+from typing import Any
 
 from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Opcode, Setattr
-from fusefs.fuse.read_handlers import Handler, Payload, ReadHandlers, Result, open_out
+from fusefs.fuse.read_handlers import Handler, Payload, ReadHandlers, Result, open_out, when_there
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER
 from fusefs.posix.nodes.inode_table import Inode
@@ -59,13 +60,11 @@ class WriteHandlers:
         name = bytes(body[protocol.CREATE_IN.size : -1])
         answer = self._mutations.create(nodeid, name, mode, flags, caller)
         if isinstance(answer, tuple):
-            return self._created(*answer)
-        return self._created_later(answer)
+            return self._created(answer)
+        return when_there(answer, self._created)
 
-    async def _created_later(self, answer: Awaitable[tuple[Inode, OpenResult]]) -> Payload:
-        return self._created(*await answer)
-
-    def _created(self, inode: Inode, opened: OpenResult) -> Payload:
+    def _created(self, made: tuple[Inode, OpenResult]) -> Payload:
+        inode, opened = made
         return self._handlers.packed_entry(inode, 0.0, NEW_S) + open_out(opened)
 
     def _mknod(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
@@ -87,12 +86,11 @@ class WriteHandlers:
         name = bytes(body[protocol.LINK_IN.size : -1])
         return self._made(self._mutations.link(old, nodeid, name, caller))
 
-    async def _made(self, answer: Awaitable[Inode]) -> Payload:
-        return self._handlers.packed_entry(await answer, 0.0)
+    def _made(self, answer: Coroutine[Any, Any, Inode]) -> Result:
+        return when_there(answer, lambda inode: self._handlers.packed_entry(inode, 0.0))
 
     def _unlink(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
-        answer = self._mutations.unlink(nodeid, bytes(body[:-1]), caller)
-        return b"" if answer is None else _done(answer)
+        return _done(self._mutations.unlink(nodeid, bytes(body[:-1]), caller))
 
     def _rmdir(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         return _done(self._mutations.rmdir(nodeid, bytes(body[:-1]), caller))
@@ -133,10 +131,7 @@ class WriteHandlers:
         found = self._mutations.setattr_now(nodeid, new)
         if found is not None:
             return self._handlers.attr_out(found)
-        return self._set(self._mutations.setattr(nodeid, new))
-
-    async def _set(self, answer: Awaitable[tuple[Inode, float]]) -> Payload:
-        return self._handlers.attr_out(await answer)
+        return when_there(self._mutations.setattr(nodeid, new), self._handlers.attr_out)
 
     def _setxattr(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         size, flags = protocol.SETXATTR_IN_SHORT.unpack_from(body)
@@ -161,21 +156,18 @@ class WriteHandlers:
         )
         if isinstance(answer, int):
             return protocol.WRITE_OUT.pack(answer, 0)
-        return _written(answer)
+        return when_there(answer, lambda count: protocol.WRITE_OUT.pack(count, 0))
 
     def _flush(self, _nodeid: int, body: memoryview, caller: Caller) -> Result:
         fh, _, _, owner = protocol.FLUSH_IN.unpack_from(body)
-        answer = self._mutations.writer.flusher.flush(fh, caller.pid, owner)
-        return b"" if answer is None else _done(answer)
+        return _done(self._mutations.writer.flusher.flush(fh, caller.pid, owner))
 
     def _fsync(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        answer = self._mutations.writer.flusher.fsync(protocol.FSYNC_IN.unpack_from(body)[0])
-        return b"" if answer is None else _done(answer)
+        return _done(self._mutations.writer.flusher.fsync(protocol.FSYNC_IN.unpack_from(body)[0]))
 
     def _fsyncdir(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
         # A new name is durable when its object is.
-        answer = self._mutations.fsync_directory(nodeid)
-        return b"" if answer is None else _done(answer)
+        return _done(self._mutations.fsync_directory(nodeid))
 
     def _fallocate(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
         fh, offset, length, mode, _ = protocol.FALLOCATE_IN.unpack_from(body)
@@ -186,10 +178,5 @@ def _refuse_unsupported(_nodeid: int, _body: memoryview, _caller: Caller) -> Pay
     raise OSError(errno.ENOSYS, "not supported")
 
 
-async def _done(answer: Awaitable[None]) -> Payload:
-    await answer
-    return b""
-
-
-async def _written(answer: Awaitable[int]) -> Payload:
-    return protocol.WRITE_OUT.pack(await answer, 0)
+def _done(answer: Coroutine[Any, Any, None] | None) -> Result:
+    return b"" if answer is None else when_there(answer, lambda _none: b"")

@@ -32,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,6 +43,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.daemon.error_groups import first_of
+from fusefs.daemon.jobs.job import Job
 from fusefs.daemon.jobs.selection import Deliver, Selected, Selector, Shard
 from fusefs.daemon.takeover import Takeover, state_directory
 from fusefs.launch.control import ControlError
@@ -135,36 +136,39 @@ class JobSpec:
         return cls(str(path), shard, bool(is_pinned), str(list_name))
 
 
-class WarmJob:
-    """One job. `since` is when it was started, in seconds since the epoch.
+@dataclass
+class WarmCounts(Job):
+    """How far a job is; `files` and `bytes` count what has been listed so far.
 
-    Sizes are in bytes; `files` and `size` count what has been listed so far.
+    `unshared_blocks` are those that the cluster cache did not take.
     """
 
+    is_listed: bool = False
+    files: int = 0
+    bytes: int = 0
+    done_files: int = 0
+    done_bytes: int = 0
+    fetched_bytes: int = 0
+    left_out_files: int = 0
+    left_out_bytes: int = 0
+    failed_files: int = 0
+    failed: list[str] = field(default_factory=list)
+    unshared_blocks: int = 0
+
+
+class WarmJob(WarmCounts):
+    """One job. `since` is when it was started, in seconds since the epoch."""
+
     def __init__(self, spec: JobSpec, since: float) -> None:
+        super().__init__()
         self.spec = spec
         self.since = since
         self.scope = trio.CancelScope()
-        self.ended = trio.Event()
         # What was unpinned since, and is not to be pinned again; `pinning` is held while pins are
         # added.
         self.unpinned: list[str] = []
         self.pinning = trio.Lock()
-        self.is_listed = False
-        self.has_ended = False
         self.is_full = False
-        self.files = 0
-        self.size = 0
-        self.done_files = 0
-        self.done = 0
-        self.fetched = 0
-        self.left_out_files = 0
-        self.left_out = 0
-        self.failed_files = 0
-        # Blocks that the cluster cache did not take.
-        self.unshared = 0
-        self.failed: list[str] = []
-        self.error: str | None = None
         # How much had been fetched at which time of the monotonic clock.
         self._samples = deque([(time.monotonic(), 0)], maxlen=SPEED_OVER_S)
 
@@ -187,31 +191,31 @@ class WarmJob:
     def found(self, infos: Sequence[ObjectInfo], *, is_last: bool) -> None:
         """Count the files of a page of the listing."""
         self.files += len(infos)
-        self.size += sum(info.size for info in infos)
+        self.bytes += sum(info.size for info in infos)
         self.is_listed = is_last
 
     def has(self, size: int) -> None:
         self.done_files += 1
-        self.done += size
+        self.done_bytes += size
 
     def arrived(self, size: int, fetched: int) -> None:
         """Count bytes that are in the cache now, of which `fetched` were missing."""
-        self.done += size
-        self.fetched += fetched
+        self.done_bytes += size
+        self.fetched_bytes += fetched
         now = time.monotonic()
         if now - self._samples[-1][0] >= 1:
-            self._samples.append((now, self.fetched))
+            self._samples.append((now, self.fetched_bytes))
 
     def leave_out(self, size: int) -> None:
         """Count a file, or the rest of one, for which there is no room."""
         self.left_out_files += 1
-        self.left_out += size
+        self.left_out_bytes += size
 
     def lost(self, size: int, arrived: int) -> None:
         """Take back a file that has changed since it was listed; some of it had `arrived`."""
         self.files -= 1
-        self.size -= size
-        self.done -= arrived
+        self.bytes -= size
+        self.done_bytes -= arrived
 
     def fail(self, path: str, error: StoreError) -> None:
         self.failed_files += 1
@@ -223,30 +227,14 @@ class WarmJob:
         self.files += 1
         self.fail(f"line {line}: {path}", error)
 
-    def end(self) -> None:
-        self.has_ended = True
-        self.ended.set()
-
-    def describe(self, limit: int) -> dict[str, Any]:
-        """The job as JSON can hold it; `limit` is how many bytes the cache may hold."""
-        return {
+    def describe_within(self, limit: int) -> dict[str, Any]:
+        """As `describe`; `limit` is how many bytes the cache may hold."""
+        return self.describe() | {
             "id": self.spec.id,
             "path": self.spec.title,
             "is_pinned": self.spec.is_pinned,
             "state": self._state(),
-            "is_listed": self.is_listed,
-            "files": self.files,
-            "bytes": self.size,
-            "done_files": self.done_files,
-            "done_bytes": self.done,
-            "fetched_bytes": self.fetched,
-            "left_out_files": self.left_out_files,
-            "left_out_bytes": self.left_out,
             "limit_bytes": limit,
-            "failed_files": self.failed_files,
-            "failed": self.failed,
-            "unshared_blocks": self.unshared,
-            "why": self.error,
             "eta_s": self._eta_s(),
         }
 
@@ -259,10 +247,10 @@ class WarmJob:
         """Seconds until the end at the recent speed; None if that is not known."""
         began, fetched = self._samples[0]
         passed_s = time.monotonic() - began
-        if self.has_ended or not self.is_listed or self.fetched == fetched or passed_s <= 0:
+        if self.has_ended or not self.is_listed or self.fetched_bytes == fetched or passed_s <= 0:
             return None
-        remaining = self.size - self.done - self.left_out
-        return max(0, remaining) * passed_s / (self.fetched - fetched)
+        remaining = self.bytes - self.done_bytes - self.left_out_bytes
+        return max(0, remaining) * passed_s / (self.fetched_bytes - fetched)
 
 
 class CacheWarmer:
@@ -381,7 +369,7 @@ class CacheWarmer:
 
     def describe(self) -> list[dict[str, Any]]:
         """The jobs as JSON can hold them, the latest last."""
-        jobs = [job.describe(self._cache.quota.limit) for job in self._jobs.values()]
+        jobs = [job.describe_within(self._cache.quota.limit) for job in self._jobs.values()]
         # All names together may be larger than an answer (launch/control.py).
         for job in [job for job in jobs if job["failed"]][:-MOST_WITH_NAMES]:
             job["failed"] = []
@@ -452,12 +440,12 @@ class CacheWarmer:
         except Exception as error:
             # It is on record: what ends this daemon would end each one after it.
             logger.exception("warming %r", job.spec.title)
-            job.error = f"a fault in fusefs, see the log: {first_of(error)!r}"
-        job.end()
+            job.why = f"a fault in fusefs, see the log: {first_of(error)!r}"
+        job.ended.set()
         if job.spec.list_name and not self._is_used(job.spec.list_name):
             with suppress(OSError):  # a bad disk is no reason to end the mount
                 (self._lists / job.spec.list_name).unlink()
-        logger.info("warmed %r: %s", job.spec.title, job.describe(self._cache.quota.limit))
+        logger.info("warmed %r: %s", job.spec.title, job.describe_within(self._cache.quota.limit))
         await self._write()
 
     async def _fetch(self, job: WarmJob) -> None:
@@ -471,7 +459,7 @@ class CacheWarmer:
     async def _finish_pin(self, job: WarmJob) -> None:
         """Let what is not in the bucket any more be evicted, and have the rest on record."""
         await self._cache.record()
-        is_all = job.error is None and not job.left_out_files
+        is_all = job.why is None and not job.left_out_files
         if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
             key = self._prefix + job.spec.path
             await self._cache.retained.release_unused(key.removesuffix("/"), job.since)
@@ -502,10 +490,10 @@ class CacheWarmer:
                 else:
                     await self._selector.select(job.spec.path, deliver)
             except StoreError as error:
-                job.error = str(error)
+                job.why = str(error)
             except (OSError, UnicodeDecodeError) as error:
                 why = getattr(error, "strerror", None) or error
-                job.error = f"its list can't be read: {why}"
+                job.why = f"its list can't be read: {why}"
             else:
                 job.is_listed = True
 
@@ -593,7 +581,7 @@ class CacheWarmer:
             finally:
                 self._slots.release()
             if has_arrived and self._filler is not None:
-                work.job.unshared += await self._filler.finish(work.file, start, stop)
+                work.job.unshared_blocks += await self._filler.finish(work.file, start, stop)
         finally:
             self._parts.release()
             self._let_go(work)

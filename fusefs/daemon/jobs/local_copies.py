@@ -12,6 +12,8 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Set
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import trio
@@ -19,14 +21,13 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
+from fusefs.daemon.jobs.job import Job, JobTable
 from fusefs.daemon.jobs.selection import Selected, Selector
 from fusefs.settings.patterns import is_pattern, matches
-from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.errors import NotFoundError
 
 logger = logging.getLogger("fusefs.daemon.jobs.local_copies")
 
-# Jobs that can still be described after they have ended.
-MOST_ENDED = 100
 # Files that are named in an answer; the others are counted.
 MOST_NAMED = 10
 # Files looked at before other tasks have their turn.
@@ -42,72 +43,40 @@ LONGEST_S = 30.0
 Pending = Callable[[str], tuple[int, int]]
 
 
-class Counts:
-    def __init__(self) -> None:
-        self.files = 0
-        self.size = 0
-
-    def add(self, size: int) -> None:
-        self.files += 1
-        self.size += size
+# What copies are counted as. `local`: whole copies and empty files; `partial`: others, with the
+# bytes that are there; `in_use`: those that were not dropped because programs have them open.
+KINDS = ("", "local_", "partial_", "pinned_", "downloading_", "dropped_", "in_use_", "pending_")
 
 
-class CopiesJob:
-    """A look at the cached copies of a path; `drops` says whether they are dropped.
+@dataclass
+class CopiesJob(Job):
+    """A look at the cached copies of a path; `counts` has their numbers and bytes by kind.
 
-    With `is_forced` pinned ones are, too. `local` counts whole copies and empty files, `partial`
-    others with the bytes that are there, `in_use` those that were not dropped because programs
-    have them open.
+    `pins` counts those at and below the path. `in_use` names files.
     """
 
-    def __init__(self, path: str, *, drops: bool, is_forced: bool) -> None:
-        self.path = path
-        self.drops = drops
-        self.is_forced = is_forced
-        self.has_ended = False
-        self.is_pinned = False
-        self.pins = 0
-        self.all = Counts()
-        self.local = Counts()
-        self.partial = Counts()
-        self.pinned = Counts()
-        self.downloading = Counts()
-        self.dropped = Counts()
-        self.in_use = Counts()
-        self.in_use_names: list[str] = []
-        self.pending = (0, 0)
-        self.why: str | None = None
+    is_pinned: bool = False
+    pins: int = 0
+    in_use: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.counts = {f"{kind}{what}": 0 for kind in KINDS for what in ("files", "bytes")}
+
+    def add(self, kind: str, size: int, files: int = 1) -> None:
+        self.counts[f"{kind}files"] += files
+        self.counts[f"{kind}bytes"] += size
 
     def describe(self) -> dict[str, Any]:
-        """The job as JSON can hold it; sizes are in bytes."""
-        counts = ["all", "local", "partial", "pinned", "downloading", "dropped", "in_use"]
-        answer: dict[str, Any] = {"path": self.path, "has_ended": self.has_ended, "why": self.why}
-        for name in counts:
-            found: Counts = getattr(self, name)
-            prefix = "" if name == "all" else f"{name}_"
-            answer |= {f"{prefix}files": found.files, f"{prefix}bytes": found.size}
-        answer |= {"pending_files": self.pending[0], "pending_bytes": self.pending[1]}
-        answer |= {"is_pinned": self.is_pinned, "pins": self.pins}
-        return answer | {"in_use": self.in_use_names}
+        return super().describe() | self.counts
 
 
-class Unpinning:
+@dataclass
+class Unpinning(Job):
     """The removal of pins: `pins` counts them; where there are none, `above` are those above."""
 
-    def __init__(self) -> None:
-        self.ended = trio.Event()
-        self.pins = 0
-        self.above: list[str] = []
-        self.why: str | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """The removal as JSON can hold it."""
-        return {
-            "has_ended": self.ended.is_set(),
-            "pins": self.pins,
-            "above": self.above[:MOST_NAMED],
-            "why": self.why,
-        }
+    pins: int = 0
+    above: list[str] = field(default_factory=list)
 
 
 class LocalCopies:
@@ -128,43 +97,35 @@ class LocalCopies:
         self._selector = selector
         self._prefix = prefix
         self._nursery = nursery
+        self._jobs = JobTable[CopiesJob](nursery)
+        self._unpinning = JobTable[Unpinning](nursery)
         self._pending = pending
         self._cancel_pins = cancel_pins
-        self._unpinning: dict[str, Unpinning] = {}
         # What was counted last, whether that is done, and when to count again.
         self._pins = {"paths": 0, "files": 0, "bytes": 0}
         self._is_counted = trio.Event()
         self._is_counted.set()
         self._count_at = -math.inf
-        self._jobs: dict[tuple[str, bool, bool], CopiesJob] = {}
 
     def job(
         self, path: str, *, is_new: bool, drops: bool = False, is_forced: bool = False
     ) -> CopiesJob:
-        """The job for a path ("" is the mount's root).
+        """The job for a path ("" is the mount's root), which `drops` copies or only counts them.
 
-        It is started if it `is_new` or this process does not know it, and joined if it is
-        under way.
+        With `is_forced` pinned ones are dropped, too.
         """
-        place = (path, drops, is_forced)
-        job = self._jobs.get(place)
-        if job is None or (is_new and job.has_ended):
-            for old in [old for old, other in self._jobs.items() if other.has_ended][:-MOST_ENDED]:
-                del self._jobs[old]
-            job = self._jobs[place] = CopiesJob(path, drops=drops, is_forced=is_forced)
-            self._nursery.start_soon(self._run, job)
-        return job
+        return self._jobs.find_or_begin(
+            (path, drops, is_forced),
+            CopiesJob,
+            partial(self._look, path, drops=drops, is_forced=is_forced),
+            is_new=is_new,
+        )
 
     def unpinning(self, path: str, *, is_new: bool) -> Unpinning:
         """The removal of the pins at and below a path, or of a pattern; begun as a job is."""
-        job = self._unpinning.get(path)
-        if job is None or (is_new and job.ended.is_set()):
-            ended = [known for known, other in self._unpinning.items() if other.ended.is_set()]
-            for known in ended[:-MOST_ENDED]:
-                del self._unpinning[known]
-            job = self._unpinning[path] = Unpinning()
-            self._nursery.start_soon(self._unpin, path, job)
-        return job
+        return self._unpinning.find_or_begin(
+            path, Unpinning, partial(self._unpin, path), is_new=is_new
+        )
 
     async def _unpin(self, path: str, job: Unpinning) -> None:
         try:
@@ -177,15 +138,11 @@ class LocalCopies:
                 )
             if not job.pins:
                 above = self._cache.retention.pins_above(self._key(path))
-                job.above = [self._shown(pin) for pin in above]
+                job.above = [self._shown(pin) for pin in above[:MOST_NAMED]]
         except OSError as error:
             job.why = f"the pins can't be changed: {error.strerror or error}"
-        except Exception as error:  # no fault in it is to end the mount
-            logger.exception("unpinning %r", path)
-            job.why = f"a fault in fusefs, see the log: {error!r}"
         finally:
             self._count_at = -math.inf
-            job.ended.set()
 
     async def describe_pins(self) -> dict[str, int]:
         """How many paths of this mount are pinned, and how many files and bytes are retained.
@@ -221,63 +178,46 @@ class LocalCopies:
         """The path of a key; that of the mount's root for what contains it."""
         return key[len(self._prefix) :] or "."
 
-    async def _run(self, job: CopiesJob) -> None:
-        key = self._key(job.path)
-        try:
-            await self._cache.retention.refresh()
-            job.is_pinned = self._cache.retention.covers(key)
-            job.pins = await self._cache.retention.count(key)
-            job.pending = self._pending(key)
+    async def _look(self, path: str, job: CopiesJob, *, drops: bool, is_forced: bool) -> None:
+        key = self._key(path)
+        await self._cache.retention.refresh()
+        job.is_pinned = self._cache.retention.covers(key)
+        job.pins = await self._cache.retention.count(key)
+        files, size = self._pending(key)
+        job.add("pending_", size, files)
+        staying: set[CacheFile] = set()
 
-            staying: set[CacheFile] = set()
-
-            async def look(selected: Selected) -> None:
-                files = await self._cache.look_up(info.version for info in selected.objects)
-                for number, (info, file) in enumerate(zip(selected.objects, files, strict=True)):
-                    job.all.add(info.size)
-                    if not info.size:
-                        job.local.add(0)  # nothing of it is missing, and the cache has no file
-                    if file is not None and await self._is_there(file):
-                        file.version = file.version or info.version
-                        await self._count_copy(job, file)
-                        if job.drops and file.present.total:
+        async def look(selected: Selected) -> None:
+            files = await self._cache.look_up(info.version for info in selected.objects)
+            for number, (info, file) in enumerate(zip(selected.objects, files, strict=True)):
+                job.add("", info.size)
+                if not info.size:
+                    job.add("local_", 0)  # nothing of it is missing, and the cache has no file
+                if file is not None and await self._is_there(file):
+                    file.version = file.version or info.version
+                    _count(job, file)
+                    if drops and file.present.total:
+                        await self._drop(job, file, is_forced=is_forced)
+                        if file.present.total:
                             staying.add(file)
-                    if number % TURN == 0:
-                        await trio.lowlevel.checkpoint()
+                if number % TURN == 0:
+                    await trio.lowlevel.checkpoint()
 
-            try:
-                await self._selector.select(job.path, look)
-            except NotFoundError as error:
-                if not job.pending[0]:
-                    job.why = str(error)
-            if job.drops:
-                await self._drop_others(job, key, staying)
-        except (StoreError, OSError) as error:
-            job.why = str(error)
-        except Exception as error:  # no fault in it is to end the mount
-            logger.exception("looking at the cached copies of %r", job.path)
-            job.why = f"a fault in fusefs, see the log: {error!r}"
-        finally:
-            job.has_ended = True
+        try:
+            await self._selector.select(path, look)
+        except NotFoundError:
+            if not job.counts["pending_files"]:
+                raise
+        if drops:
+            await self._drop_others(job, key, staying, is_forced=is_forced)
 
     async def _is_there(self, file: CacheFile) -> bool:
         if file.pins or not self._cache.has_neighbours:
             return True
         return await self._cache.integrity.is_on_disk(file)  # else another mount has evicted it
 
-    async def _count_copy(self, job: CopiesJob, file: CacheFile) -> None:
-        size = file.present.total
-        if file.is_retained:
-            job.pinned.add(size)
-        if file.downloads:
-            job.downloading.add(file.size - size)
-        if size:
-            (job.local if file.is_complete else job.partial).add(size)
-            if job.drops:
-                await self._drop(job, file)
-
-    async def _drop(self, job: CopiesJob, file: CacheFile) -> None:
-        if file.is_retained and not job.is_forced:
+    async def _drop(self, job: CopiesJob, file: CacheFile, *, is_forced: bool) -> None:
+        if file.is_retained and not is_forced:
             return
         size = file.present.total
         self._cache.close_unused()
@@ -287,13 +227,15 @@ class LocalCopies:
             if file.pins:
                 self._cache.retained.retain_again(file)
         if file.pins or not await self._evictor.drop(file):
-            job.in_use.add(size)
-            if len(job.in_use_names) < MOST_NAMED and file.version is not None:
-                job.in_use_names.append(file.version.key[len(self._prefix) :])
+            job.add("in_use_", size)
+            if len(job.in_use) < MOST_NAMED and file.version is not None:
+                job.in_use.append(file.version.key[len(self._prefix) :])
         else:
-            job.dropped.add(size)
+            job.add("dropped_", size)
 
-    async def _drop_others(self, job: CopiesJob, key: str, staying: Set[CacheFile]) -> None:
+    async def _drop_others(
+        self, job: CopiesJob, key: str, staying: Set[CacheFile], *, is_forced: bool
+    ) -> None:
         """Drop copies of versions below a key that the bucket has no more.
 
         Those that are `staying` are of versions that it has, and were counted.
@@ -303,9 +245,19 @@ class LocalCopies:
             is_idle = file.present.total and not file.pins and not file.is_retained
             is_other = is_idle and file not in staying
             if version is not None and is_other and _is_within(version.key, key):
-                await self._drop(job, file)
+                await self._drop(job, file, is_forced=is_forced)
             if number % (10 * TURN) == 0:
                 await trio.lowlevel.checkpoint()
+
+
+def _count(job: CopiesJob, file: CacheFile) -> None:
+    size = file.present.total
+    if file.is_retained:
+        job.add("pinned_", size)
+    if file.downloads:
+        job.add("downloading_", file.size - size)
+    if size:
+        job.add("local_" if file.is_complete else "partial_", size)
 
 
 def _is_within(key: str, above: str) -> bool:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import trio
 
 from fusefs.cache.downloader import PART, Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
+from fusefs.daemon.jobs.job import Job, JobTable
 from fusefs.daemon.jobs.selection import Selected, Selector
 from fusefs.linux.clock import steady_time
 from fusefs.posix.nodes.inode import StagedFile
@@ -28,28 +29,23 @@ logger = logging.getLogger("fusefs.verify")
 
 # Files that are named in an answer; the others are counted.
 MOST_NAMED = 1000
-# Verifications that can still be described after they have ended.
-MOST_ENDED = 100
 
 
-class Verification:
-    """The verification of one path.
+@dataclass
+class Verification(Job):
+    """The verification of one path; `differed` and `lost` name files.
 
-    `differed` and `lost` name files, `size` counts bytes, and `why` is the error that ended it.
-    `skipped_files` are there, and could not be read to their ends.
+    `lost_files` could not be fetched again. `skipped_files` are there, and could not be read to
+    their ends.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.has_ended = False
-        self.files = 0
-        self.size = 0
-        self.skipped_files = 0
-        self.differed_files = 0
-        self.differed: list[str] = []
-        self.lost_files = 0
-        self.lost: list[str] = []
-        self.why: str | None = None
+    files: int = 0
+    bytes: int = 0
+    skipped_files: int = 0
+    differed_files: int = 0
+    differed: list[str] = field(default_factory=list)
+    lost_files: int = 0
+    lost: list[str] = field(default_factory=list)
 
     def note_differing(self, name: str) -> None:
         """Count a file whose bytes differed from its checksums; the first ones are named."""
@@ -62,21 +58,6 @@ class Verification:
         self.lost_files += 1
         if len(self.lost) < MOST_NAMED:
             self.lost.append(f"{name} ({why})")
-
-    def describe(self) -> dict[str, Any]:
-        """The verification as JSON can hold it; sizes are in bytes."""
-        return {
-            "path": self.path,
-            "has_ended": self.has_ended,
-            "files": self.files,
-            "bytes": self.size,
-            "skipped_files": self.skipped_files,
-            "differed_files": self.differed_files,
-            "differed": self.differed,
-            "lost_files": self.lost_files,
-            "lost": self.lost,
-            "why": self.why,
-        }
 
 
 class Verifier:
@@ -98,41 +79,25 @@ class Verifier:
         self._cache = cache
         self._downloader = downloader
         self._prefix = prefix
-        self._nursery = nursery
         self._unsent = unsent
-        self._jobs: dict[str, Verification] = {}
+        self._jobs = JobTable[Verification](nursery)
 
-    def start(self, path: str) -> Verification:
-        """Start the verification of a path ("" is the mount's root), or join it if under way."""
-        job = self._jobs.get(path)
-        if job is None or job.has_ended:
-            ended = [old for old, other in self._jobs.items() if other.has_ended]
-            for old in ended[:-MOST_ENDED]:
-                del self._jobs[old]
-            job = self._jobs[path] = Verification(path)
-            self._nursery.start_soon(self._run, job)
-        return job
+    def job(self, path: str, *, is_new: bool) -> Verification:
+        """The verification of a path ("" is the mount's root), begun as `JobTable` does."""
+        return self._jobs.find_or_begin(
+            path, Verification, partial(self._verify_path, path), is_new=is_new
+        )
 
-    def find(self, path: str) -> Verification:
-        return self._jobs.get(path) or self.start(path)
-
-    async def _run(self, job: Verification) -> None:
+    async def _verify_path(self, path: str, job: Verification) -> None:
+        for staged in self._unsent(self._prefix + path):
+            # It may be uploaded, and its file closed, while another one is compared.
+            if staged.inode.staged is staged:
+                await self._verify_unsent(job, staged)
         try:
-            for staged in self._unsent(self._prefix + job.path):
-                # It may be uploaded, and its file closed, while another one is compared.
-                if staged.inode.staged is staged:
-                    await self._verify_unsent(job, staged)
-            await self._selector.select(job.path, partial(self._verify_all, job))
-        except NotFoundError as error:
+            await self._selector.select(path, partial(self._verify_all, job))
+        except NotFoundError:
             if not job.files:
-                job.why = str(error)
-        except StoreError as error:
-            job.why = str(error)
-        except Exception as error:  # no fault in it is to end the mount
-            logger.exception("verifying %r", job.path)
-            job.why = f"a fault in fusefs, see the log: {error!r}"
-        finally:
-            job.has_ended = True
+                raise
 
     async def _verify_unsent(self, job: Verification, staged: StagedFile) -> None:
         key, size = staged.key, staged.size()
@@ -141,7 +106,7 @@ class Verifier:
         except OSError as error:
             job.note_lost(key[len(self._prefix) :], error.strerror or str(error))
         job.files += 1
-        job.size += size
+        job.bytes += size
 
     async def _verify_all(self, job: Verification, selected: Selected) -> None:
         for info in selected.objects:
@@ -165,7 +130,7 @@ class Verifier:
             job.skipped_files += 1
             return
         job.files += 1
-        job.size += examined.size
+        job.bytes += examined.size
         if examined.fault is None:
             return
         name = info.key[len(self._prefix) :]

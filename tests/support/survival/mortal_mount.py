@@ -21,7 +21,7 @@ from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.listing_cache import NoListingCache
 from fusefs.cache.quota import Quota
-from fusefs.fuse.passthrough import NoPassthrough
+from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState
@@ -200,7 +200,7 @@ class MortalMount:
         self.store = MemoryStore()
         # What of the bucket the next process mounts.
         self.prefix = ""
-        self.backing: BackingFiles = NoPassthrough("no kernel")
+        self.backing: BackingFiles = PassthroughFiles(why="no kernel")
         self._mounted_ns = 1
         self._uniques = itertools.count(2, 2)
         self._is_mounted = False

@@ -73,7 +73,7 @@ async def test_a_file_may_be_uploaded_and_closed_while_another_one_is_verified(
             nursery,
             lambda _key: [one, other],
         )
-        job = verifier.start("")
+        job = verifier.job("", is_new=True)
         await eventually(lambda: job.has_ended)
         assert (job.files, job.lost, job.why) == (1, [], None)
     os.close(one.fd)
@@ -101,7 +101,7 @@ async def test_what_cannot_be_opened_or_has_gone_is_not_counted_as_compared(
         selector = Selector(bucket, "")
         verifier = Verifier(selector, parts.cache, parts.downloader, "", nursery, lambda _key: [])
         monkeypatch.setattr(parts.cache._disk, "open_to_examine", refuse)
-        job = verifier.start("")
+        job = verifier.job("", is_new=True)
         await eventually(lambda: job.has_ended)
         assert (job.files, job.skipped_files, job.why) == (0, 1, None)
         assert not verify.report(Path("/mnt/data"), job.describe())
@@ -119,7 +119,7 @@ async def test_a_fault_ends_a_warm_job_and_not_each_daemon_that_finds_it_on_reco
             nursery.start_soon(warmer.run, FRESH, None)
             job = await warmer.start(JobSpec("a"))
             await job.ended.wait()
-            assert "fault" in (job.error or "")
+            assert "fault" in (job.why or "")
             await eventually(lambda: warmer._record.read_text() == "[]")
             nursery.cancel_scope.cancel()
 
@@ -139,7 +139,7 @@ async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
             monkeypatch.setattr(time, "time", lambda: now - 100)
             bucket.let_go()
             await job.ended.wait()
-            assert (job.error, job.done_files) == (None, 2)
+            assert (job.why, job.done_files) == (None, 2)
             names = {parts.cache.name_of(info(key).version) for key in keys}
             assert parts.cache._catalog.retained_of(names) == names
             nursery.cancel_scope.cancel()
@@ -168,12 +168,13 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
             )
             shown = copies.job("dir", is_new=True)
             await eventually(lambda: shown.has_ended)
-            assert (shown.all.files, shown.local.files) == (2, 1)
+            assert (shown.counts["files"], shown.counts["local_files"]) == (2, 1)
             warmer = warmer_of(parts, tmp_path)
             nursery.start_soon(warmer.run, FRESH, NO_ATTRIBUTES)
             job = await warmer.start(JobSpec("dir"))
             await job.ended.wait()
-            assert (job.done_files, job.fetched, bucket.requested) == (2, 1, [("dir/a", 0, 1)])
+            assert (job.done_files, job.fetched_bytes) == (2, 1)
+            assert bucket.requested == [("dir/a", 0, 1)]
             nursery.cancel_scope.cancel()
 
 
@@ -193,8 +194,8 @@ async def test_what_another_mount_has_open_is_counted_once_by_a_drop(tmp_path: P
             )
             job = copies.job("dir", is_new=True, drops=True)
             await eventually(lambda: job.has_ended)
-        assert (job.dropped.files, job.in_use.files) == (1, 1)
-        assert job.in_use_names == ["dir/a"]
+        assert (job.counts["dropped_files"], job.counts["in_use_files"]) == (1, 1)
+        assert job.in_use == ["dir/a"]
         other.cache.unpin(held)
 
 
@@ -210,10 +211,14 @@ async def test_an_empty_file_is_as_local_as_any_that_was_fetched(tmp_path: Path)
         assert warming.done_files == 2
         shown = jobs.copies.job("dir", is_new=True)
         await eventually(lambda: shown.has_ended)
-        assert (shown.all.files, shown.local.files, shown.local.size) == (2, 2, 1)
+        assert (
+            shown.counts["files"],
+            shown.counts["local_files"],
+            shown.counts["local_bytes"],
+        ) == (2, 2, 1)
         dropping = jobs.copies.job("dir", is_new=True, drops=True)
         await eventually(lambda: dropping.has_ended)
-        assert (dropping.dropped.files, dropping.in_use.files) == (1, 0)
+        assert (dropping.counts["dropped_files"], dropping.counts["in_use_files"]) == (1, 0)
 
 
 async def no_pins(_path: str) -> None:
@@ -232,7 +237,7 @@ async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Pat
             parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
         )
         verifier = Verifier(selector, parts.cache, parts.downloader, "", nursery, lambda _key: [])
-        jobs = [copies.job("a", is_new=True), verifier.start("a")]
+        jobs = [copies.job("a", is_new=True), verifier.job("a", is_new=True)]
         await eventually(lambda: all(job.has_ended for job in jobs))
         assert ["fault" in (job.why or "") for job in jobs] == [True, True]
 
@@ -275,7 +280,7 @@ async def test_a_slow_cluster_cache_does_not_keep_a_job_from_fetching(
             job = await warmer.start(JobSpec(""))
             filler.gate.set()
             await job.ended.wait()
-            assert (job.done_files, job.unshared) == (20, 0)
+            assert (job.done_files, job.unshared_blocks) == (20, 0)
             nursery.cancel_scope.cancel()
 
 
@@ -316,7 +321,7 @@ async def test_a_forced_drop_leaves_what_is_open_pinned(tmp_path: Path) -> None:
         await parts.cache.record()
         job = jobs.copies.job("d", is_new=True, drops=True, is_forced=True)
         await eventually(lambda: job.has_ended)
-        assert job.in_use.files == 1
+        assert job.counts["in_use_files"] == 1
         parts.cache.unpin(file)
         assert not await parts.evictor.drop(file), "it is evicted for nothing"
 
@@ -372,7 +377,7 @@ async def test_a_path_that_no_key_can_be_is_not_there(tmp_path: Path) -> None:
         warming = await jobs.warmer.start(JobSpec(path))
         await warming.ended.wait()
     assert (unpinning.pins, unpinning.why) == (0, None)
-    assert job.why == warming.error == "there is no such file or directory in the bucket"
+    assert job.why == warming.why == "there is no such file or directory in the bucket"
 
 
 def test_pins_are_counted_while_a_thread_removes_many() -> None:

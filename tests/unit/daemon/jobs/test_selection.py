@@ -155,7 +155,7 @@ LIMIT = 100 * GIB
 
 
 def job(**facts: Any) -> dict[str, Any]:
-    plain = WarmJob(JobSpec("a"), 0.0).describe(LIMIT)
+    plain = WarmJob(JobSpec("a"), 0.0).describe_within(LIMIT)
     return {**plain, "state": "under way", "is_listed": True, **facts}
 
 
@@ -189,7 +189,7 @@ def test_files_that_cannot_be_read_are_named_up_to_a_number() -> None:
     one = WarmJob(JobSpec("a"), 0.0)
     for number in range(MOST_NAMED + 3):
         one.fail(f"a/{number}", AccessDeniedError("access denied"))
-    report = status_report.warm_progress({**one.describe(LIMIT), "state": "ended"})
+    report = status_report.warm_progress({**one.describe_within(LIMIT), "state": "ended"})
     assert "13 files can't be read: a/0 (access denied), a/1 " in report
     assert report.endswith("a/9 (access denied) and 3 more")
 
@@ -202,6 +202,6 @@ def test_the_time_left_follows_from_the_speed_of_late(monkeypatch: pytest.Monkey
     for _ in range(3):
         now += 1
         one.arrived(100, 100)
-    assert one.describe(LIMIT)["eta_s"] is None  # there may be more
+    assert one.describe_within(LIMIT)["eta_s"] is None  # there may be more
     one.found([], is_last=True)
-    assert one.describe(LIMIT)["eta_s"] == pytest.approx(7)
+    assert one.describe_within(LIMIT)["eta_s"] == pytest.approx(7)

@@ -46,7 +46,7 @@ async def test_a_list_of_two_jobs_stays_until_both_have_ended(tmp_path: Path) ->
             bucket.let_go()
             await again.ended.wait()
             await wait_all_tasks_blocked()
-            assert again.error is None
+            assert again.why is None
             nursery.cancel_scope.cancel()
         assert all(parts.cache.find(info(key).version) for key in KEYS)
     left_over = [name for _, _, names in os.walk(tmp_path) for name in names if name == LIST]

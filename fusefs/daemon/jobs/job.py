@@ -1,0 +1,76 @@
+"""Jobs that a command starts, and whose state it asks for again and again until they have ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+import trio
+
+from fusefs.store.errors import StoreError
+
+logger = logging.getLogger("fusefs.daemon.jobs")
+
+# Jobs of a kind that can still be described after they have ended.
+MOST_ENDED = 100
+
+
+@dataclass
+class Job:
+    """One job; `why` is the error that ended it. Its fields are what `describe` tells."""
+
+    why: str | None = None
+
+    def __post_init__(self) -> None:
+        self.ended = trio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended.is_set()
+
+    def describe(self) -> dict[str, Any]:
+        """The job as JSON can hold it; sizes are in bytes."""
+        return {"has_ended": self.has_ended, **asdict(self)}
+
+
+JobType = TypeVar("JobType", bound=Job)
+
+
+class JobTable(Generic[JobType]):
+    """The jobs of one kind, by what each is asked for. Belongs to the event loop."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._jobs: dict[Hashable, JobType] = {}
+
+    def find_or_begin(
+        self,
+        place: Hashable,
+        make: Callable[[], JobType],
+        work: Callable[[JobType], Awaitable[None]],
+        *,
+        is_new: bool,
+    ) -> JobType:
+        """The job of a place; begun if there is none, or it has ended and `is_new` asks for one."""
+        job = self._jobs.get(place)
+        if job is None or (is_new and job.has_ended):
+            for old in [old for old, other in self._jobs.items() if other.has_ended][:-MOST_ENDED]:
+                del self._jobs[old]
+            job = self._jobs[place] = make()
+            self._nursery.start_soon(self._run, place, job, work)
+        return job
+
+    async def _run(
+        self, place: Hashable, job: JobType, work: Callable[[JobType], Awaitable[None]]
+    ) -> None:
+        try:
+            await work(job)
+        except (StoreError, OSError) as error:
+            job.why = str(error)
+        except Exception as error:  # no fault in it is to end the mount
+            logger.exception("%s of %r", type(job).__name__, place)
+            job.why = f"a fault in fusefs, see the log: {error!r}"
+        finally:
+            job.ended.set()
