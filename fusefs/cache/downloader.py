@@ -28,10 +28,10 @@ from typing import TypeVar
 import trio
 
 from fusefs.cache.cached_file import CacheFile, Rank
-from fusefs.cache.disk_latency import DiskLatency
+from fusefs.cache.disk import DiskLatency
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.integrity.checksums import RunningSums, Sum
+from fusefs.cache.integrity.checksums import Sum, sums_of_bytes
 from fusefs.cache.quota import Quota
 from fusefs.cache.readahead.demand import Demand
 from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
@@ -533,9 +533,7 @@ class FileSink:
                 done += os.pwrite(fd, data[done:], offset + done)
 
         await self._on_disk(write)
-        sums = RunningSums()
-        sums.add(offset, data)
-        self.arrived(offset + len(data), sums.take())
+        self.arrived(offset + len(data), sums_of_bytes(data, offset))
 
     async def _on_disk(self, work: Callable[[], T]) -> T:
         """Do something small with the disk: here if it is quick, else in a thread."""

@@ -173,20 +173,6 @@ class Daemon:
         """Make the parts that do not depend on the session; their tasks run in `nursery`."""
         self._nursery = nursery
         prefix = self.settings.source.prefix
-        changed = self.cache.directory / "changed"
-        self.directories = Directories(
-            self.store,
-            self.settings.metadata_ttl.otherwise,
-            self.pages,
-            nursery,
-            HeadPolicy(
-                None if self.settings.read_only else changed,
-                is_read_only=self.settings.read_only,
-            ),
-            top=prefix,
-            ttl_of=self.settings.metadata_ttl.of,
-        )
-        self.directories.most_entries = self._budget.entries
         allowed = setup.s3_settings(self.settings)
         if self.settings.cluster_cache is not None:
             self.cluster_cache = self._make_cluster_cache(nursery)
@@ -448,6 +434,8 @@ class Daemon:
         self._log = log
         writing = None if settings.read_only else self._writing(mounted_ns)
         notifier = Notifier()
+        inodes = InodeTable(settings.source.prefix, log, notifier, ids_are_inos=ids_are_inos)
+        self.directories = self._make_directories(inodes)
         state = MountState(
             store=self.watched or self.store,
             directories=self.directories,
@@ -455,7 +443,7 @@ class Daemon:
             downloader=self.downloader,
             backing=self.backing,
             journal=log,
-            inodes=InodeTable(settings.source.prefix, log, notifier, ids_are_inos=ids_are_inos),
+            inodes=inodes,
             handles=HandleTable(log),
             owner=owner,
             mounted_ns=mounted_ns or time.time_ns(),
@@ -469,6 +457,22 @@ class Daemon:
         self.name_pruner = NamePruner(state.inodes, self._budget.names, notifier.prune_names)
         return self.operations
 
+    def _make_directories(self, inodes: InodeTable) -> Directories:
+        settings = self.settings
+        changed = None if settings.read_only else self.cache.directory / "changed"
+        directories = Directories(
+            self.watched or self.store,
+            settings.metadata_ttl.otherwise,
+            self.pages,
+            self._nursery,
+            HeadPolicy(changed, is_read_only=settings.read_only),
+            top=settings.source.prefix,
+            ttl_of=settings.metadata_ttl.of,
+            doubt=inodes.doubt,
+        )
+        directories.most_entries = self._budget.entries
+        return directories
+
     def _writing(self, mounted_ns: int) -> Writing:
         settings, identity = self.settings, self._identity
         with usable(settings.cache_dir):
@@ -478,8 +482,6 @@ class Daemon:
             self.cache.handover.lock_as(str(staged))
             renames = renames_directory(settings)
         self.watched, self.unanswered = WatchedStore(self.store, late), late
-        self.directories.settled_at = time.monotonic() + late.unsettled_s
-        self.directories.unanswered = late
         rules = setup.writing_rules(settings)
         return Writing(staging, renames, self._nursery, rules, self.evictor.tend)
 

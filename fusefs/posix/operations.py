@@ -84,7 +84,6 @@ class Operations:
             deferred=writer.deferred.get if writer is not None else None,
             notifier=state.notifier,
         )
-        state.directories.doubt = state.inodes.doubt
         self._streams = DirectoryStreams(state, self.head_cache)
         self._xattrs = Xattrs(state.store, state.inodes, self.head_cache, state.endpoint)
         self._opener = Opener(state, writer)

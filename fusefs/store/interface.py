@@ -444,6 +444,11 @@ class UnansweredChanges:
     (posix/late) overrides all of it.
     """
 
+    @property
+    def unsettled_s(self) -> float:
+        """For how long requests of a killed process may be on their way still, in seconds."""
+        return 0.0
+
     def concerns(self, key: str) -> bool:
         """True if such a change of a key is known."""
         return False

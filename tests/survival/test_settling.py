@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.late.request_log import PUT, Change, RequestLog
 from fusefs.posix.late.uncertain_keys import SETTLE_S, UncertainKeys, boottime
 from fusefs.posix.late.watched_store import WatchedStore
-from fusefs.store.interface import ObjectVersion
+from fusefs.store.interface import ObjectVersion, UnansweredChanges
 from tests.support.local_cache import Bucket as MemoryBucket
 from tests.support.machine.local_file import MakeFile
 from tests.support.mounting import LIMIT_S, Mounter
@@ -61,11 +60,15 @@ def test_an_upload_that_lands_late_brings_no_old_name_back(
     assert [one["Key"] for one in listed] == ["a"]
 
 
+class SettledSoon(UnansweredChanges):
+    unsettled_s = 0.05
+
+
 async def test_what_was_listed_before_all_had_landed_is_listed_again() -> None:
     store = MemoryBucket(["a"])
     async with trio.open_nursery() as nursery:
+        store.unanswered = SettledSoon()
         directories = Directories(store, 60.0, NoListingCache(), nursery)
-        directories.settled_at = time.monotonic() + 0.05
         root = directories.get("")
         for lists in (1, 2, 2):
             await directories.lookup(root, "a")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -36,44 +35,14 @@ class Sum(NamedTuple):
     crc: int
 
 
-class RunningSums:
-    """The sums of one download, whose bytes come in order.
-
-    `add` is called in the thread that writes, `take` in the event loop, also
-    at the same time.
-    """
-
-    def __init__(self) -> None:
-        self._full: deque[Sum] = deque()
-        self._current = Sum(0, 0, 0)
-
-    def add(self, offset: int, data: memoryview) -> None:
-        """Sum the bytes that are in the file from `offset` on."""
-        start, stop, crc = self._current
-        if stop != offset:
-            if stop > start:
-                self._full.append(self._current)
-            start, stop, crc = offset, offset, 0
-        done = 0
-        while done < len(data):
-            count = min(len(data) - done, BLOCK - stop % BLOCK)
-            crc = crc32(data[done : done + count], crc)
-            done += count
-            stop += count
-            if stop % BLOCK == 0:
-                self._full.append(Sum(start, stop, crc))
-                start, crc = stop, 0
-        self._current = Sum(start, stop, crc)
-
-    def take(self) -> list[Sum]:
-        """What was added since the last call; a sum that grew comes again, from the same start."""
-        sums = []
-        while self._full:
-            sums.append(self._full.popleft())
-        current = self._current
-        if current.stop > current.start:
-            sums.append(current)
-        return sums
+def sums_of_bytes(data: memoryview, offset: int) -> list[Sum]:
+    """The sums of bytes that are in a file from `offset` on."""
+    sums, start, stop = [], offset, offset + len(data)
+    while start < stop:
+        end = min(stop, start - start % BLOCK + BLOCK)
+        sums.append(Sum(start, end, crc32(data[start - offset : end - offset])))
+        start = end
+    return sums
 
 
 def merged(sums: Iterable[Sum]) -> list[Sum]:
@@ -111,14 +80,14 @@ def sums_of(read: Read, start: int, stop: int) -> list[Sum]:
     Raises:
         OSError: they can't be read.
     """
-    running = RunningSums()
+    sums: list[Sum] = []
     while start < stop:
-        data = read(min(BLOCK, stop - start), start)
+        data = read(min(stop, start - start % BLOCK + BLOCK) - start, start)
         if not data:
             break
-        running.add(start, data)
+        sums.append(Sum(start, start + len(data), crc32(data)))
         start += len(data)
-    return running.take()
+    return sums
 
 
 def unsummed(present: RangeMap, sums: Iterable[Sum]) -> Iterator[tuple[int, int]]:

@@ -47,7 +47,7 @@ from fusefs.posix.directory.walk import Walk, Walks, run_ahead
 from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.posix.write.temporary_names import is_temporary
 from fusefs.store.errors import NotFoundError
-from fusefs.store.interface import ListPage, ObjectInfo, Store, UnansweredChanges
+from fusefs.store.interface import ListPage, ObjectInfo, Store
 from fusefs.telemetry.stalls import WaitCause, stage
 
 __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageStore", "Segment"]
@@ -84,7 +84,8 @@ class Directories:
 
     `ttl_s` is how long a listing is relied on at most (`math.inf`: for ever); what is
     fetched ahead runs in `nursery`. `top` is the mount's own prefix; `ttl_of` tells the
-    time of a directory by its path below that, where it is not the same for all.
+    time of a directory by its path below that, where it is not the same for all. `doubt` is
+    called with a directory in which something was changed, and names were relied on.
     """
 
     def __init__(
@@ -97,22 +98,20 @@ class Directories:
         *,
         top: str = "",
         ttl_of: Callable[[str], float] | None = None,
+        doubt: Callable[[str], None] = lambda _prefix: None,
     ) -> None:
         self._top = top
         self._ttl_of = ttl_of or (lambda _path: ttl_s)
         # Of all listings together, as far as the memory allows.
         self.most_entries = MAX_ENTRIES
         # Until then an earlier process' requests may take effect; in monotonic seconds.
-        self.settled_at = -math.inf
-        # The changes of a writable mount that may be executed late.
-        self.unanswered = UnansweredChanges()
+        self._settled_at = time.monotonic() + store.unanswered.unsettled_s
         self.head_policy = head_policy or HeadPolicy()
         self.hidden = HiddenKeys()
         self.pending_changes = PendingChanges()
         # Called with the directories that a program is about to walk through.
         self.expect: Callable[[str, Segment], None] = lambda _prefix, _segment: None
-        # Called with a directory in which something was changed, and names were relied on.
-        self.doubt: Callable[[str], None] = lambda _prefix: None
+        self._doubt = doubt
         self._creations = Creations()
         self._store = store
         self._memory = memory
@@ -276,7 +275,7 @@ class Directories:
 
     def _note_change(self, directory: Directory, *, is_ours: bool) -> None:
         if directory.note_change(time.monotonic(), is_ours=is_ours):
-            self.doubt(directory.prefix)
+            self._doubt(directory.prefix)
 
     def settled(self, prefix: str, name: str) -> None:
         """A lasting change of a name is in the bucket, and listings show it."""
@@ -401,7 +400,7 @@ class Directories:
 
     def _doubt_undone(self, prefix: str, segment: Segment) -> None:
         """Have names asked for alone whose objects a late request may have undone."""
-        for expected in self.unanswered.expected_below(prefix):
+        for expected in self._store.unanswered.expected_below(prefix):
             name = expected.key[len(prefix) :]
             listed = segment.entries.get(name, ABSENT)
             if not name or "/" in name or listed is None:
@@ -434,7 +433,7 @@ class Directories:
 
     def _until(self, fetched: float, time_s: float) -> float:
         until = fetched + time_s
-        return min(until, self.settled_at) if fetched < self.settled_at else until
+        return min(until, self._settled_at) if fetched < self._settled_at else until
 
     def _add(self, directory: Directory, segment: Segment) -> None:
         gone, come = directory.add(segment)
@@ -471,9 +470,9 @@ class Directories:
         found: ObjectInfo | None = None
         with suppress(NotFoundError):
             found = await self._store.head(key)
-        if self.unanswered.has_undone(key, found):
+        if self._store.unanswered.has_undone(key, found):
             # It is put back soon, and shown meanwhile.
-            expected = self.unanswered.expected_below(key)
+            expected = self._store.unanswered.expected_below(key)
             found = next((info for info in expected if info.key == key), None)
         return found or ABSENT, expires
 

@@ -155,7 +155,7 @@ class CreateRemove:
             meta = self._owner.of_new(stat.S_IFDIR | mode & PERMISSIONS, caller.uid, caller.gid)
             self._begin(caller)
             try:
-                etag = await self._writer.put_marker(prefix + name + "/", meta, None)
+                etag = await self._writer.empties.put_marker(prefix + name + "/", meta, None)
             except ConflictError as error:
                 self._directories.correct(self._directories.get(prefix), name, None)
                 raise OSError(errno.EEXIST, name) from error
@@ -246,13 +246,13 @@ class CreateRemove:
         prefix = self._inodes.key(inode)
         if inode.marker_etag is not None:
             with suppress(ConflictError):
-                return await self._writer.put_marker(prefix, meta, inode.marker_etag)
+                return await self._writer.empties.put_marker(prefix, meta, inode.marker_etag)
         try:
             there = await self._store.head(prefix)
         except NotFoundError:
-            return await self._writer.put_marker(prefix, meta, None)
+            return await self._writer.empties.put_marker(prefix, meta, None)
         if not there.size:
-            return await self._writer.put_marker(prefix, meta, there.etag)
+            return await self._writer.empties.put_marker(prefix, meta, there.etag)
         await self._store.copy(there, prefix, Write(meta.as_metadata()))
         return None
 
@@ -388,7 +388,7 @@ class CreateRemove:
         if not there - {prefix + name, prefix + name + "/"}:
             meta = directory.meta or self._owner.directory
             with suppress(ConflictError):
-                directory.marker_etag = await self._writer.put_marker(prefix, meta, None)
+                directory.marker_etag = await self._writer.empties.put_marker(prefix, meta, None)
 
     def _gone(self, parent: Inode, name: str, left: Absent = ABSENT) -> None:
         inode = self._current(parent, name)

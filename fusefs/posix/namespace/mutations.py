@@ -91,7 +91,7 @@ class Mutations:
         changed = _changed(old, new, mtime_ns)
         if changed != old:
             _check_size(changed)
-            self.writer.change_meta(inode, changed)
+            self.writer.flusher.change_meta(inode, changed)
             inode.packed = None
         return self._shown(nodeid)
 
@@ -186,7 +186,7 @@ class Mutations:
         if _is_left_behind(inode):
             inode.meta = meta  # for programs that have it open
         elif inode.info is not None:
-            self.writer.change_meta(inode, meta)
+            self.writer.flusher.change_meta(inode, meta)
         elif self._inodes.key(inode):
             await self.changes.change_directory(inode, meta)
         else:

@@ -7,10 +7,12 @@ will be uploaded there, and listings show the new names.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import trio
 
+from fusefs.posix.directory.freshness import FIRST_S
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
@@ -86,6 +88,11 @@ class Relocator:
                 entry = inode.info
             elif inode.info != entry:
                 self._stand_for(inode, entry)
+            if moved:
+                # The kernel opens the new name without a lookup.
+                inode.looked_up = False
+                most_s = self._directories.get(new).most_s
+                inode.valid_until = time.monotonic() + min(FIRST_S, most_s)
         else:
             numbers = self._inodes.numbers
             number = numbers.of(parent, name, is_directory=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Any
 
 import trio
 
-from fusefs.posix.directory.freshness import FIRST_S
 from fusefs.posix.directory.segment import Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.metadata.object_metadata import Meta
@@ -64,7 +62,7 @@ class NameChanges(LinkChanges):
         )
 
     def _copies(self, old: str, new: str) -> PrefixCopy:
-        return PrefixCopy(self._store, old, new, self._writer.empty, self._mover.is_dated)
+        return PrefixCopy(self._store, old, new, self._writer.empties.fd, self._mover.is_dated)
 
     async def run(self) -> None:
         """Finish renames that no request waits for, until cancelled."""
@@ -269,22 +267,13 @@ class NameChanges(LinkChanges):
                 entry = self._file_now(parent, name, entry)
             if not isinstance(target, Absent):
                 target = self._file_now(to, new_name, target)
-            # What is under the new key and its source, and the `meta_changes` of what was sent.
-            made: tuple[ObjectInfo, ObjectInfo] | None = None
-            sent: int | None = None
+            if isinstance(entry, Absent) and (inode is None or inode.info is None):
+                self._unanswered.confirm(old_key, None)
+                return
             condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
-            if isinstance(entry, Absent):
-                if inode is None or inode.info is None:
-                    self._unanswered.confirm(old_key, None)
-                    return
-                made = inode.info, await self._copied_before(inode.info, new_key)
-            elif staged is None:
-                meta = await self._new_meta(entry, described)
-                made = await self._copy(entry, to, new_name, condition, meta)
-            else:
-                made, sent = await self._make_staged(
-                    staged, to, new_name, condition, is_strict=is_strict
-                )
+            made, sent = await self._make(
+                inode, staged, entry, described, to, new_name, condition, is_strict=is_strict
+            )
             moved = {made[0].version: made[1]} if made is not None else {}
             uncached = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
@@ -302,11 +291,6 @@ class NameChanges(LinkChanges):
                     staged, made, sent, _etag_under(staged, made, rival, target)
                 )
             self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
-            if inode is not None and made is not None:
-                # The kernel opens the new name without a lookup.
-                inode.looked_up = False
-                most_s = self._directories.get(self._inodes.key(to)).most_s
-                inode.valid_until = time.monotonic() + min(FIRST_S, most_s)
             self._record_renamed(staged, rival)
             self._writer.deferred.renamed(old_key, made[1] if made is not None else None)
         self._let_go(rival)
@@ -314,6 +298,32 @@ class NameChanges(LinkChanges):
             self._writer.flusher.landed(staged, made[1])
         if inode is not None:
             self._writer.flusher.released(inode)
+
+    async def _make(
+        self,
+        inode: Inode | None,
+        staged: StagedFile | None,
+        entry: ObjectInfo | Absent,
+        described: DeferredChange | None,
+        to: Inode,
+        new_name: str,
+        condition: Condition,
+        *,
+        is_strict: bool,
+    ) -> tuple[tuple[ObjectInfo, ObjectInfo] | None, int | None]:
+        """Have the bucket have a file under its new name, if it has to before the rename.
+
+        Returns as `_make_staged`.
+        """
+        if isinstance(entry, Absent):
+            assert inode is not None
+            assert inode.info is not None
+            made = await self._copied_before(inode.info, self._inodes.key(to) + new_name)
+            return (inode.info, made), None
+        if staged is None:
+            meta = await self._new_meta(entry, described)
+            return await self._copy(entry, to, new_name, condition, meta), None
+        return await self._make_staged(staged, to, new_name, condition, is_strict=is_strict)
 
     def _stand_for_new_name(
         self,

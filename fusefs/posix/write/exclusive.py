@@ -18,6 +18,8 @@ with a random part, as mkstemp(3) chooses it, is never reserved: no other node m
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import time
 from collections import OrderedDict, deque
@@ -25,8 +27,13 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.types import Caller
 from fusefs.posix.write.temporary_names import has_random_part
+from fusefs.posix.write.upload_steps import CREATED_BY, content_type
+from fusefs.store.errors import ConflictError
+from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Store, Write
 
 # How long a directory that was made here counts as this mount's own.
 MADE_S = 600.0
@@ -47,6 +54,48 @@ OPEN_S = 1.0
 _LOCK_NAME = re.compile(
     r"lock|lck|mutex|lease|leader|claim|semaphore|owner|token|\.pid$|\.sw.$|#\d+$", re.IGNORECASE
 )
+
+
+class EmptyObjects:
+    """Objects without content: new files that are reserved, and markers of directories.
+
+    `mount` tells what this mount makes from what others do.
+    """
+
+    def __init__(self, store: Store, mount: str) -> None:
+        self._store = store
+        self._mount = mount
+        self.fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    async def put(self, key: str, meta: Meta, caller: Caller) -> ObjectInfo:
+        """Make an object where there is none.
+
+        Raises:
+            OSError: EEXIST, there is one that this request has not made.
+        """
+        # Where the answer is lost, to this process or with the last one, this
+        # tells our object from another node's.
+        token = f"{self._mount}-{caller.unique}"
+        try:
+            metadata = meta.as_metadata() | {CREATED_BY: token}
+            write = Write(metadata, content_type(key), IF_ABSENT)
+            return await self._store.put_file(key, self.fd, 0, write)
+        except ConflictError as error:
+            found = await self._store.head(key)
+            if found.size or (found.metadata or {}).get(CREATED_BY) != token:
+                raise OSError(errno.EEXIST, str(error)) from error
+            return found
+
+    async def put_marker(self, prefix: str, meta: Meta, etag: str | None) -> str:
+        """Make a prefix a directory, as S3 consoles do, over a marker with this ETag (None: none).
+
+        Returns the marker's ETag.
+
+        Raises:
+            ConflictError: an object with content is there.
+        """
+        write = Write(meta.as_metadata(), "application/x-directory", Expect(etag))
+        return (await self._store.put_file(prefix, self.fd, 0, write)).etag
 
 
 class ExclusiveCreates:

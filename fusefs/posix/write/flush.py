@@ -34,10 +34,11 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write import staged_sums
-from fusefs.posix.write.appends import AppendRuns
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
+from fusefs.posix.write.staging_record import may_tell_uploaded
+from fusefs.posix.write.upload_times import AppendRuns
 from fusefs.posix.write.uploader import AHEAD, Uploader
 from fusefs.settings.durability import Durability
 from fusefs.store.errors import NotFoundError, StoreError
@@ -288,6 +289,42 @@ class Flusher:
             await self._close(staged)
         else:
             self._settle(staged)
+
+    def change_meta(self, inode: Inode, meta: Meta) -> None:
+        """Give a file another mode, owner or time."""
+        inode.part_names()
+        staged = inode.staged
+        if staged is not None:
+            if meta.mtime_ns is not None:
+                if staged.is_content_dirty and may_tell_uploaded(staged.recorded):
+                    # With this time it could be taken for what was uploaded before.
+                    self._staging.record(staged)
+                staged.note_stores()
+                os.utime(staged.fd, ns=(meta.mtime_ns, meta.mtime_ns))
+                if staged.may_be_mapped:
+                    staged.clean = staged.stamp()
+            staged.meta = meta.changed(mtime_ns=None)
+            staged.touch_meta()
+            self._staging.record(staged)
+            self.described(inode)
+            return
+        assert inode.info is not None
+        now = self._named_now(inode)
+        if now is not inode:
+            inode.meta = meta
+            self.change_meta(now, meta)
+            return
+        if meta.mtime_ns is None:
+            # A copy has a time of its own.
+            meta = meta.changed(mtime_ns=inode.info.mtime_ns)
+        self.deferred.put(inode.info, meta)
+        inode.meta = meta
+
+    def _named_now(self, inode: Inode) -> Inode:
+        """The node that has the file's name now, where an edit has given it another one."""
+        siblings = inode.parent.children if inode.parent is not None else None
+        now = (siblings or {}).get(inode.name, inode)
+        return now if now.info is not None else inode
 
     def described(self, inode: Inode) -> None:
         """The attributes of a staged file have changed: send them if no program will close it."""

@@ -29,11 +29,11 @@ from fusefs.posix.nodes.edit_base import IN_PARTS
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import exclusive, staged_sums
 from fusefs.posix.write.aborts import PendingAborts
-from fusefs.posix.write.closes import RecentCloses
 from fusefs.posix.write.conflicts import Conflicts
 from fusefs.posix.write.sparse_edit import BaseLostError, SparseEditor
 from fusefs.posix.write.staging import Staging
 from fusefs.posix.write.upload_steps import UploadSteps
+from fusefs.posix.write.upload_times import RecentCloses
 from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
 from fusefs.store.interface import ObjectInfo, Store, Upload, UploadState
 from fusefs.telemetry.stalls import WaitCause, Work, stage, waiting_for

@@ -36,14 +36,12 @@ from fusefs.posix.nodes.names import split_key
 from fusefs.posix.types import Answer, Caller, OpenResult, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
-from fusefs.posix.write.exclusive import is_undecided
+from fusefs.posix.write.exclusive import EmptyObjects, is_undecided
 from fusefs.posix.write.flush import WRITING, Flusher
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
-from fusefs.posix.write.staging_record import may_tell_uploaded
-from fusefs.posix.write.upload_steps import CREATED_BY, content_type
-from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
-from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Write
+from fusefs.store.errors import NotFoundError, StaleVersionError
+from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.writing")
@@ -83,7 +81,7 @@ class Writer:
         self._disk = trio.CapacityLimiter(16)
         # Nodes whose content is on its way into staging.
         self._preparing: WeakValueDictionary[int, trio.Lock] = WeakValueDictionary()
-        self.empty = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self.empties = EmptyObjects(state.store, writing.staging.directory.name)
 
     @property
     def may_delete(self) -> bool:
@@ -137,7 +135,7 @@ class Writer:
         is_made = made is not None and made.staged is not None and is_undecided(made.staged)
         if flags & os.O_EXCL and not is_made:
             # The bucket decides between two nodes that create one lock file.
-            info = await self._put_empty(info.key, meta.changed(mtime_ns=now), caller)
+            info = await self.empties.put(info.key, meta.changed(mtime_ns=now), caller)
         made = (parent.children or {}).get(name)
         if made is not None and made.staged is not None and not made.staged.is_unlinked:
             # By this very request, before a process died over it, or by one that was cancelled.
@@ -181,36 +179,6 @@ class Writer:
         self.inodes.entries_changed(parent)
         self.inodes.count(inode, time.monotonic())
         return inode, self.open_staged(inode, flags, caller)
-
-    async def _put_empty(self, key: str, meta: Meta, caller: Caller) -> ObjectInfo:
-        """Make an object where there is none.
-
-        Raises:
-            OSError: EEXIST, there is one that this request has not made.
-        """
-        # Where the answer is lost, to this process or with the last one, this
-        # tells our object from another node's.
-        token = f"{self.staging.directory.name}-{caller.unique}"
-        try:
-            metadata = meta.as_metadata() | {CREATED_BY: token}
-            write = Write(metadata, content_type(key), IF_ABSENT)
-            return await self._store.put_file(key, self.empty, 0, write)
-        except ConflictError as error:
-            found = await self._store.head(key)
-            if found.size or (found.metadata or {}).get(CREATED_BY) != token:
-                raise OSError(errno.EEXIST, str(error)) from error
-            return found
-
-    async def put_marker(self, prefix: str, meta: Meta, etag: str | None) -> str:
-        """Make a prefix a directory, as S3 consoles do, over a marker with this ETag (None: none).
-
-        Returns the marker's ETag.
-
-        Raises:
-            ConflictError: an object with content is there.
-        """
-        write = Write(meta.as_metadata(), "application/x-directory", Expect(etag))
-        return (await self._store.put_file(prefix, self.empty, 0, write)).etag
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file for writing, or one that is staged."""
@@ -687,42 +655,6 @@ class Writer:
         """
         await self.stage(inode, keep=size, is_anew=is_anew)
         await self.flusher.finish(inode)
-
-    def change_meta(self, inode: Inode, meta: Meta) -> None:
-        """Give a file another mode, owner or time."""
-        inode.part_names()
-        staged = inode.staged
-        if staged is not None:
-            if meta.mtime_ns is not None:
-                if staged.is_content_dirty and may_tell_uploaded(staged.recorded):
-                    # With this time it could be taken for what was uploaded before.
-                    self.staging.record(staged)
-                staged.note_stores()
-                os.utime(staged.fd, ns=(meta.mtime_ns, meta.mtime_ns))
-                if staged.may_be_mapped:
-                    staged.clean = staged.stamp()
-            staged.meta = meta.changed(mtime_ns=None)
-            staged.touch_meta()
-            self.staging.record(staged)
-            self.flusher.described(inode)
-            return
-        assert inode.info is not None
-        now = self._named_now(inode)
-        if now is not inode:
-            inode.meta = meta
-            self.change_meta(now, meta)
-            return
-        if meta.mtime_ns is None:
-            # A copy has a time of its own.
-            meta = meta.changed(mtime_ns=inode.info.mtime_ns)
-        self.deferred.put(inode.info, meta)
-        inode.meta = meta
-
-    def _named_now(self, inode: Inode) -> Inode:
-        """The node that has the file's name now, where an edit has given it another one."""
-        siblings = inode.parent.children if inode.parent is not None else None
-        now = (siblings or {}).get(inode.name, inode)
-        return now if now.info is not None else inode
 
     def _handle(self, fh: int) -> FileHandle:
         try:

@@ -222,8 +222,11 @@ class MortalMount:
         ended = contextlib.ExitStack()
         try:
             async with trio.open_nursery() as nursery:
-                directories = Directories(self.store, 60.0, NoListingCache(), nursery)
                 notifier = Notifier()
+                inodes = InodeTable(self.prefix, journal, notifier)
+                directories = Directories(
+                    self.store, 60.0, NoListingCache(), nursery, doubt=inodes.doubt
+                )
                 mount_state = MountState(
                     store=self.store,
                     directories=directories,
@@ -231,7 +234,7 @@ class MortalMount:
                     downloader=Downloader(self.store, cache, Evictor(cache), nursery),
                     backing=self.backing,
                     journal=journal,
-                    inodes=InodeTable(self.prefix, journal, notifier),
+                    inodes=inodes,
                     handles=HandleTable(journal),
                     owner=Ownership(0, 0, 0o644, 0o755),
                     mounted_ns=self._mounted_ns,
@@ -240,7 +243,7 @@ class MortalMount:
                 operations = Operations(
                     mount_state, self._writing(nursery, cache, WriteRules(**rules))
                 )
-                ended.callback(os.close, operations.mutations.writer.empty)
+                ended.callback(os.close, operations.mutations.writer.empties.fd)
                 if state is not None:
                     await restore(operations, state, {})
                 else:

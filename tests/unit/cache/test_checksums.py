@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusefs.cache.catalog import SUMS_PART, Catalog, Row
 from fusefs.cache.integrity import checksums
-from fusefs.cache.integrity.checksums import BLOCK, RunningSums, Sum
+from fusefs.cache.integrity.checksums import BLOCK, Sum
 from fusefs.cache.ranges import RangeMap
 from fusefs.store.checksum import crc32
 
@@ -37,30 +37,15 @@ def test_large_data_has_the_same_sum_as_its_slices() -> None:
     assert crc32(memoryview(data)) == zlib.crc32(data)
 
 
-@given(st.integers(0, 3 * BLOCK), st.lists(st.integers(1, BLOCK + 70_000), max_size=6))
-def test_the_sums_of_a_download_cover_it_in_pieces_of_blocks(start: int, sizes: list[int]) -> None:
-    data = random.Random(start).randbytes(sum(sizes))
-    running, at = RunningSums(), 0
-    taken = []
-    for index, size in enumerate(sizes):
-        running.add(start + at, memoryview(data)[at : at + size])
-        at += size
-        if index % 2:
-            taken += running.take()
-    sums = checksums.merged(taken + running.take())
-    assert list(RangeMap((one.start, one.stop) for one in sums)) == (
-        [(start, start + at)] if at else []
-    )
+@given(st.integers(0, 3 * BLOCK), st.integers(0, 3 * BLOCK))
+def test_the_sums_of_a_download_cover_it_in_pieces_of_blocks(start: int, size: int) -> None:
+    data = random.Random(start).randbytes(size)
+    sums = checksums.sums_of_bytes(memoryview(data), start)
+    assert [one.start for one in sums] == [start, *(one.stop for one in sums)][: len(sums)]
+    assert sum(one.stop - one.start for one in sums) == size
     for one in sums:
         assert one.start // BLOCK == (one.stop - 1) // BLOCK
         assert one.crc == zlib.crc32(data[one.start - start : one.stop - start])
-
-
-def test_a_download_that_goes_on_elsewhere_begins_another_sum() -> None:
-    running = RunningSums()
-    running.add(0, memoryview(b"abc"))
-    running.add(10, memoryview(b"def"))
-    assert running.take() == [Sum(0, 3, zlib.crc32(b"abc")), Sum(10, 13, zlib.crc32(b"def"))]
 
 
 def test_of_two_sums_the_one_that_covers_the_other_is_kept() -> None:

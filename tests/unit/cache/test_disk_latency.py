@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.cache import disk_latency
-from fusefs.cache.disk import Disk
-from fusefs.cache.disk_latency import (
+from fusefs.cache import disk
+from fusefs.cache.disk import (
     FIRST_IN_THREADS_S,
     FORGET_S,
     LONGEST_IN_THREADS_S,
     SLOW_IN_THREAD_S,
     SLOW_S,
+    Disk,
     DiskLatency,
 )
 from fusefs.telemetry.stalls import STALLS, WaitCause, served
@@ -32,8 +32,8 @@ class Machine:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         self.sleeps = 0
-        patch.setattr(disk_latency, "time", SimpleNamespace(monotonic=lambda: self.now))
-        patch.setattr(disk_latency, "getrusage", lambda _who: SimpleNamespace(ru_nvcsw=self.sleeps))
+        patch.setattr(disk, "time", SimpleNamespace(monotonic=lambda: self.now))
+        patch.setattr(disk, "getrusage", lambda _who: SimpleNamespace(ru_nvcsw=self.sleeps))
         self.latency = DiskLatency()
 
     def write(self, took_s: float, *, is_in_loop: bool, sleeps: int = 1) -> None:

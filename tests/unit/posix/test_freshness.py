@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from fusefs.posix.directory import freshness
 from fusefs.posix.directory.freshness import HOT_S, STILL_S, Creations, belief_s
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT
-from fusefs.store.interface import ListPage, ObjectInfo
+from fusefs.store.interface import ListPage, ObjectInfo, UnansweredChanges
 from tests.support.semantics import states
 from tests.unit.posix.test_directories import Forgetful
 
@@ -71,6 +71,7 @@ class OldBucket:
     def __init__(self, names: list[str], age_s: float) -> None:
         self.objects = {name: self.made(name, age_s) for name in names}
         self.lists = 0
+        self.unanswered = UnansweredChanges()
 
     def made(self, name: str, age_s: float = 0.0, etag: str = '"1"') -> ObjectInfo:
         return ObjectInfo(f"d/{name}", 1, etag, int((time.time() - age_s) * 1e9), "STANDARD")
@@ -82,9 +83,17 @@ class OldBucket:
 
 
 @asynccontextmanager
-async def listings(bucket: OldBucket) -> AsyncIterator[Directories]:
+async def listings(
+    bucket: OldBucket, doubt: Callable[[str], None] = lambda _prefix: None
+) -> AsyncIterator[Directories]:
     async with trio.open_nursery() as nursery:
-        yield Directories(bucket, TTL_S, Forgetful(), nursery)  # type: ignore[arg-type]
+        yield Directories(
+            bucket,  # type: ignore[arg-type]
+            TTL_S,
+            Forgetful(),
+            nursery,
+            doubt=doubt,
+        )
         nursery.cancel_scope.cancel()
 
 
@@ -175,8 +184,7 @@ async def test_a_missing_name_is_believed_for_a_second_however_still_its_directo
 async def test_any_sign_of_a_change_has_a_directory_looked_at_again(sign: str) -> None:
     bucket = OldBucket(["a", "b"], STILL_S + 1)
     doubted: list[str] = []
-    async with listings(bucket) as directories:
-        directories.doubt = doubted.append
+    async with listings(bucket, doubted.append) as directories:
         directory = directories.get("d/")
         await opened(directories)
         await opened(directories)

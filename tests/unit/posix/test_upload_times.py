@@ -6,8 +6,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from fusefs.posix.write.closes import QUIET_S
 from fusefs.posix.write.flush import LATER_S
+from fusefs.posix.write.upload_times import QUIET_S
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 
