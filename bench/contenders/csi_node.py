@@ -110,7 +110,7 @@ class CsiNode(Contender):
         found = {"daemon": 0, "keeper": 0, "broker": 0}
         parents = {pid: processes.parent_of(pid) for pid in self._mount_processes()}
         for pid, parent in parents.items():
-            if b"fusefs.daemon" in _read(pid, "cmdline") or _is_forked(pid):
+            if b"fusefs daemon" in _read(pid, "cmdline") or _is_forked(pid):
                 part = "daemon"
             else:
                 part = "broker" if parent in parents else "keeper"

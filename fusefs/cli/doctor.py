@@ -10,13 +10,12 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from fusefs.cli import sync
 from fusefs.diagnosis import doctor, findings
 from fusefs.diagnosis.findings import Finding
 from fusefs.settings.mount import Layer, MountSettings, RawValue, build
-from fusefs.settings.sources import from_config, from_environment
+from fusefs.settings.sources import config_of, from_environment
 
 SCHEME = "s3://"
 # Settings are of a mount; these stand for what a check of a machine does not have.
@@ -63,7 +62,7 @@ def settings_of(
         "source": RawValue(target if target and _is_source(target) else _NO_SOURCE, "the source"),
         "mountpoint": RawValue(_NO_MOUNTPOINT, "the mountpoint"),
     }
-    file = from_config(Path(config)) if config else {}
+    file = config_of(config, environment)
     return build({**layer, **flags}, from_environment(environment), file)
 
 

@@ -290,6 +290,8 @@ def _verify(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     from fusefs.cli import status as overview
 
+    if options.settings:
+        return _show_settings(options)
     if options.path is None:
         statuses = overview.all_statuses()
     elif options.path and (place := _place_in_mount(Path(options.path))):
@@ -309,6 +311,28 @@ def _status(options: argparse.Namespace) -> int:
     else:
         print("no mounts")
     return 0 if all(map(overview.is_healthy, statuses)) else 1
+
+
+def _show_settings(options: argparse.Namespace) -> int:
+    from fusefs.cli import sync
+    from fusefs.launch import mount_requests, registry
+
+    mounts = [Path(one.mountpoint) for one in registry.all_mounts()]
+    if options.path is not None:
+        mounts = [sync.mountpoint(options.path)]
+    answers = [
+        mount_requests.daemon_request(mount, {"command": "settings"}, sync.ANSWER_TIMEOUT_S)
+        for mount in mounts
+    ]
+    if options.json:
+        print(json.dumps([answer["settings"] for answer in answers], indent=2))
+        return 0
+    for mount, answer in zip(mounts, answers, strict=True):
+        print(f"[{json.dumps(os.fspath(mount))}]")  # TOML has JSON's strings
+        for name, text in answer["settings"].items():
+            if name != "mountpoint":
+                print(f"{name.replace('_', '-')} = {json.dumps(text)}")
+    return 0
 
 
 def _place_in_mount(path: Path) -> tuple[Path, str] | None:
@@ -335,10 +359,8 @@ def _cluster_cache(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     from fusefs.cli import doctor, mount
-    from fusefs.settings.sources import CONFIG_VARIABLE
 
-    config = options.config or os.environ.get(CONFIG_VARIABLE)
-    return doctor.run(options, mount.flags(options), config)
+    return doctor.run(options, mount.flags(options), options.config)
 
 
 def _report(options: argparse.Namespace) -> int:

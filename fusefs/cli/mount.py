@@ -16,9 +16,10 @@ from fusefs.cli.sync import mountpoint
 from fusefs.launch import control, launcher, preflight, users
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import keeper_pid, keeper_request
+from fusefs.linux.log_line import FORMAT_VARIABLE
 from fusefs.settings.display import shown
 from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, build
-from fusefs.settings.sources import CONFIG_VARIABLE, from_config, from_environment, mistyped
+from fusefs.settings.sources import config_of, from_environment, mistyped
 
 # A keeper answers at once, but for a machine that is busy.
 SETTINGS_TIMEOUT_S = 15.0
@@ -33,6 +34,7 @@ def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
         LaunchError: the mount did not come up.
     """
     chosen = settings(options, os.environ)
+    os.environ[FORMAT_VARIABLE] = chosen.log_format  # for all processes of the mount
     if launcher.resume(chosen):
         return 0
     preflight.check(chosen)
@@ -64,7 +66,7 @@ def upgrade(options: argparse.Namespace) -> None:
     present = MountSettings.from_json(json.loads(answer["settings"])["settings"])
     request = {
         "do": "upgrade",
-        "command": launcher.DAEMON,
+        "command": launcher.daemon_command(present),
         "settings": launcher.daemon_input(
             present.changed(flags(options)),
             users.daemon_user(place),
@@ -99,8 +101,8 @@ def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> Mou
         "mountpoint": RawValue(str(mountpoint(options.mountpoint)), "the mountpoint"),
     }
     layer |= flags(options)
-    config = options.config or environment.get(CONFIG_VARIABLE)
-    return build(layer, from_environment(environment), from_config(Path(config)) if config else {})
+    file = config_of(options.config, environment, layer["mountpoint"].text)
+    return build(layer, from_environment(environment), file)
 
 
 def flags(options: argparse.Namespace) -> dict[str, RawValue]:

@@ -85,9 +85,12 @@ def _add_command(
 
 def _add_mount_settings(parser: Parser) -> None:
     from fusefs.settings.mount import SETTINGS
-    from fusefs.settings.sources import CONFIG_VARIABLE
+    from fusefs.settings.sources import CONFIG_VARIABLE, DEFAULT_CONFIG
 
-    help_text = f"read settings from this TOML file ({CONFIG_VARIABLE})"
+    help_text = (
+        f"read settings from this TOML file ({CONFIG_VARIABLE}, or {DEFAULT_CONFIG}); a table with"
+        " the name of the mountpoint is for that mount"
+    )
     parser.add_argument("--config", metavar="PATH", help=help_text)
     _add_settings(parser, SETTINGS)
 
@@ -214,6 +217,7 @@ _COMMANDS = (
         (
             _argument("path", metavar="PATH", nargs="?", help=f"{_A_PATH} (default: all mounts)"),
             _JSON,
+            _switch("--settings", "show the settings that are in effect, as a settings file"),
         ),
     ),
     _Command(

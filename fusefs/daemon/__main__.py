@@ -16,6 +16,10 @@ if __name__ == "__main__":
     # To name its threads trio looks for this library as it is imported, with a process
     # (`ldconfig -p`) that takes as long as a twentieth of all imports.
     ctypes.util.find_library = _known_library
+    from fusefs.linux.process_title import set_title
+
+    if len(sys.argv) == 3:  # before the kernel forbids it, with all looks at this process
+        set_title("daemon", *sys.argv[1:])
     from fusefs.daemon.main import main
 
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The daemon's log: lines on standard error, of a bounded size if it is fusefs's own file.
+"""The daemon's log: lines on standard error, of a bounded size if it is a file.
 
 Keeper, broker and daemons, one after the other, append to one file whose
 directory may be root's: they have its descriptor and no more, so none can
@@ -15,7 +15,7 @@ import os
 import stat
 from typing import TextIO
 
-from fusefs.linux import libc
+from fusefs.linux import libc, log_line
 from fusefs.settings.display import shown
 from fusefs.settings.mount import MountSettings
 
@@ -63,16 +63,15 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
 class OneLineFormatter(logging.Formatter):
     """Keeps each message on one line: the key of an object may have ends of lines, and more."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = shown(record.message)
-        return super().formatMessage(record)
+    def format(self, record: logging.LogRecord) -> str:
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        message = shown(record.getMessage())
+        return log_line.line(record.levelname, record.name, message, record.created, trace)
 
 
 def set_up(settings: MountSettings) -> None:
-    is_ours = settings.log_file is None and not settings.foreground
+    """Log to standard error, which is kept small where it is a file that fusefs has opened."""
+    is_ours = settings.log_file is not None or not settings.foreground
     is_file = stat.S_ISREG(os.fstat(2).st_mode)
     handler = BoundedHandler(2) if is_ours and is_file else logging.StreamHandler()
     handler.setFormatter(OneLineFormatter())

@@ -48,6 +48,8 @@ def answer(
     match request:
         case {"command": "status"}:
             return _collect_all(daemon)
+        case {"command": "settings"}:
+            return {"settings": daemon.settings.as_texts()}
         case {"command": "usage"}:
             return _usage(daemon)
         case {"command": "metrics"}:

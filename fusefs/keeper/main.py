@@ -26,6 +26,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.broker import Broker
@@ -35,6 +36,7 @@ from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null
 from fusefs.keeper.state import Configuration, KeeperState, Program, abort_own, log
 from fusefs.keeper.supervisor_protocol import ProcessHandle
 from fusefs.linux import fuse_connection, mountinfo, processes
+from fusefs.linux.process_title import set_title
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     else:
         broker = Broker(configuration, state, daemon.socket, daemon.process, wire.TAKE_OVER)
         broker.attach()
-        log(f"{daemon.name} is adopted")
+        log(f"{daemon.name} is adopted", "INFO")
         keeper.adopt(daemon, broker)
     return keeper
 
@@ -112,7 +114,7 @@ def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
         BecomeBroker: in the child, with the same broker.
     """
     if broker.state.keeper_failures >= MOST_FAILURES:
-        log("the mount is given up: its keepers fail one after the other")
+        log("the mount is given up: its keepers fail one after the other", "ERROR")
         broker.process.kill()
         with contextlib.suppress(OSError):
             abort_own(broker.state)
@@ -138,6 +140,7 @@ def main() -> int:
     os.chdir("/")
     try:
         configuration = Configuration(given)
+        _set_title("keeper", configuration)
         listener = listen(configuration.control)
         role: Role = begin(given, configuration, listener)
     except OSError as error:
@@ -150,12 +153,22 @@ def main() -> int:
     return role
 
 
+def _set_title(role: str, configuration: Configuration) -> None:
+    # What is behind the program is of whoever has started it.
+    spared = sum(len(os.fsencode(argument)) + 1 for argument in sys.argv[1:])
+    set_title(role, configuration.source, configuration.mountpoint, spared=spared)
+
+
 def _play(role: Role, listener: Listener | None) -> Role:
     """Be a keeper or a broker until there is something else to be, or an exit status."""
     try:
         if isinstance(role, Keeper):
             return role.run()
-        if isinstance(role, BecomeBroker) and role.broker.serve(role.channel):
+        if isinstance(role, BecomeBroker):
+            _set_title("keeper-broker", role.broker.configuration)
+            if not role.broker.serve(role.channel):
+                return 0
+            _set_title("keeper", role.broker.configuration)
             return succeed(role.broker, listener)
     except BecomeBroker as fork:
         return fork

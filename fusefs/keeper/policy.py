@@ -253,7 +253,7 @@ class Keeper:
         pause_s = self._state.serving(has_resend)
         if daemon.served is None:
             daemon.served = time.monotonic()
-            log(f"{daemon.name} serves, after a pause of {pause_s:.3f} s")
+            log(f"{daemon.name} serves, after a pause of {pause_s:.3f} s", "INFO")
             if self._state.restarts or self._state.upgrades:
                 self._deposit()
         self._answer_upgrade({"ok": True, "pid": daemon.pid, "pause_s": pause_s})
@@ -265,7 +265,7 @@ class Keeper:
         if self._exit_code is not None:
             return
         end = daemon.reason or describe_end(daemon.status)
-        log(f"{daemon.name} is gone: {end}")
+        log(f"{daemon.name} is gone: {end}", "INFO" if end == "exited with 0" else "WARNING")
         if daemon.is_incoming:
             refusal = {"error": f"the new daemon is gone: {end}; the old one goes on"}
             if cannot_take_over(daemon.status):
@@ -388,7 +388,7 @@ class Keeper:
         """Let all programs that wait for the mount fail. It stays, so that none writes below it."""
         if self._exit_code is not None:
             return
-        log(f"the mount is given up: {why}")
+        log(f"the mount is given up: {why}", "ERROR")
         self._exit_code = 1
         self._answer_upgrade({"error": f"the mount was given up: {why}"})
         try:

@@ -456,7 +456,7 @@ class ProcessTable:
     def _hear(self, daemon: DaemonProcess, message: wire.KeeperMessage) -> None:
         daemon.heard = time.monotonic()
         if daemon.step == WARNED:
-            log(f"{daemon.name} is heard of again")
+            log(f"{daemon.name} is heard of again", "INFO")
             daemon.step, daemon.reason = ALIVE, ""
             if daemon.served is not None:
                 self._state.resumed()

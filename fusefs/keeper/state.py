@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 
 from fusefs.keeper.protocol import CANNOT_TAKE_OVER, MOST_FILES
-from fusefs.linux import fuse_connection
+from fusefs.linux import fuse_connection, log_line
 from fusefs.linux.libc import MS_RDONLY
 from fusefs.linux.processes import Credentials
 
@@ -32,9 +32,9 @@ NEVER = math.inf
 QUICK_FAILURE_S = 5.0
 
 
-def log(sentence: str) -> None:
+def log(sentence: str, level: str = "WARNING") -> None:
     """Write one line to the log, which is standard error, if that takes it at once."""
-    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} keeper: {sentence}\n"
+    line = log_line.line(level, "fusefs.keeper", sentence) + "\n"
     poll = select.poll()
     poll.register(2, select.POLLOUT)
     # A full disk, or a pipe without a reader, must not end or hang a mount.

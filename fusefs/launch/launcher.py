@@ -254,7 +254,8 @@ def _spawn(
     environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     if settings.session == SessionKind.PYFUSE3:
-        return _popen(DAEMON, daemon_input(settings, users.current_user()), log, environment)
+        given = daemon_input(settings, users.current_user())
+        return _popen(daemon_command(settings), given, log, environment)
     user = _choose_user(settings, environment)
     settings = _with_owner(settings)
     registry.hand_over(settings.mountpoint, user.uid, user.gid)
@@ -321,6 +322,11 @@ def _prepare_cache(directory: Path, user: users.User) -> None:
         raise LaunchError(f"can't use the cache directory {directory}: {error.strerror}") from error
 
 
+def daemon_command(settings: MountSettings) -> list[str]:
+    """The command of a daemon; source and mountpoint are for its title alone."""
+    return [*DAEMON, str(settings.source), os.fspath(settings.mountpoint)]
+
+
 def daemon_input(
     settings: MountSettings,
     user: users.User | None,
@@ -376,7 +382,7 @@ def _keeper_configuration(
         "uid": user.uid,
         "gid": user.gid,
         "groups": list(user.groups),
-        "command": DAEMON,
+        "command": daemon_command(settings),
         "settings": daemon_input(settings, user, environment),
         "cache_dir": os.fspath(settings.cache_dir),
         "control": os.fspath(registry.new_keeper_socket(settings.mountpoint)),

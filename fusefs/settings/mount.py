@@ -52,6 +52,7 @@ from fusefs.settings.types import (
     AttributeForm,
     Conflict,
     Encryption,
+    LogFormat,
     LogLevel,
     MinFree,
     MountSource,
@@ -307,6 +308,12 @@ class MountSettings:
     log_level: LogLevel = option(
         choice(LogLevel), "Logging", "least severe level to log", LogLevel.INFO
     )
+    log_format: LogFormat = option(
+        choice(LogFormat),
+        "Logging",
+        "form of the log: lines, or a JSON object each",
+        LogFormat.TEXT,
+    )
     log_file: Path | None = option(
         PATH,
         "Logging",
@@ -327,9 +334,10 @@ class MountSettings:
 
     def to_json(self) -> str:
         """This as JSON, for `from_json` in another process."""
-        return json.dumps(self._as_texts())
+        return json.dumps(self.as_texts())
 
-    def _as_texts(self) -> dict[str, str]:
+    def as_texts(self) -> dict[str, str]:
+        """The settings that have a value, by field name, as the sources of settings write them."""
         return {
             name: type.show(value)
             for name, type in _TYPES.items()
@@ -363,7 +371,7 @@ class MountSettings:
             if name in FIXED:
                 raise SettingsError(f"{value.origin}: cannot be changed while mounted")
         return build(
-            changes, {name: RawValue(text, name) for name, text in self._as_texts().items()}
+            changes, {name: RawValue(text, name) for name, text in self.as_texts().items()}
         )
 
 
@@ -406,6 +414,7 @@ FIXED = frozenset(
         "descriptor_store",
         "foreground",
         "log_file",
+        "log_format",
     )
 )
 

@@ -5,6 +5,8 @@ mount.py declares the settings and reads their texts.
 
 from __future__ import annotations
 
+import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +15,9 @@ from fusefs.settings.arguments import did_you_mean
 from fusefs.settings.mount import SETTINGS, Layer, RawValue, SettingsError
 from fusefs.settings.types import SWITCH, Setting, plain_number
 
-# Names the TOML file where no option does.
+# Names the TOML file where no option does; else it is the machine's, if there is one.
 CONFIG_VARIABLE = "FUSEFS_CONFIG"
+DEFAULT_CONFIG = Path("/etc/fusefs/config.toml")
 _PREFIX = "FUSEFS_"
 # With the prefix, which all have in common: a letter or two.
 _NEAR = 0.9
@@ -56,8 +59,20 @@ def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
                 yield f"{name} is no setting, and ignored; did you mean {near}?"
 
 
-def from_config(path: Path) -> Layer:
-    """The settings of a TOML file.
+def config_of(given: str | None, environment: Mapping[str, str], mountpoint: str = "") -> Layer:
+    """The settings of the TOML file that is given by an option, by the environment, or neither.
+
+    Raises:
+        SettingsError: as `from_config`; the machine's file need not be there.
+    """
+    named = given or environment.get(CONFIG_VARIABLE)
+    if not named and not os.access(DEFAULT_CONFIG, os.R_OK):
+        return {}
+    return from_config(Path(named) if named else DEFAULT_CONFIG, mountpoint)
+
+
+def from_config(path: Path, mountpoint: str = "") -> Layer:
+    """The settings of a TOML file: its own, and over them those of the table of a mountpoint.
 
     Raises:
         SettingsError: the file cannot be read, is not TOML or has an unknown key.
@@ -70,7 +85,15 @@ def from_config(path: Path) -> Layer:
         raise SettingsError(f"{path}: is not TOML: {error}") from error
     by_key = {setting.key: setting for setting in SETTINGS}
     layer = {}
-    for key, value in content.items():
+    tables = {key: table for key, table in content.items() if key.startswith("/")}
+    own = tables.get(mountpoint, {})
+    if not isinstance(own, dict):
+        raise SettingsError(f"{path}: {mountpoint}: write a table, [{json.dumps(mountpoint)}]")
+    # What `fusefs status --settings` shows as well, and the command line says.
+    wanted = {key: value for key, value in (content | own).items() if key != "source"}
+    for key, value in wanted.items():
+        if key in tables:
+            continue
         if key not in by_key:
             raise SettingsError(f"{path}: {key}: {_unknown(key, list(by_key))}")
         origin = f"{path}: {key}"

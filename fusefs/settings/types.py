@@ -210,6 +210,13 @@ class LogLevel(enum.StrEnum):
     ERROR = "error"
 
 
+class LogFormat(enum.StrEnum):
+    """The form of a log's lines."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 # --- text to value and back ---------------------------------------------------
 
 

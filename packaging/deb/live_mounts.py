@@ -224,9 +224,12 @@ def _process(pid: int) -> Process | None:
     """A process, if it runs from a tree of this package, and its user may have started it so."""
     directory = Path(f"/proc/{pid}")
     try:
-        program = os.fsdecode((directory / "cmdline").read_bytes().split(b"\0")[0])
-        if not program.startswith(f"{TREES}/"):
+        # The first argument, or behind the title that a daemon or keeper has given itself.
+        arguments = os.fsdecode((directory / "cmdline").read_bytes()).split("\0")[:2]
+        programs = [argument for argument in arguments if argument.startswith(f"{TREES}/")]
+        if not programs:
             return None
+        program = programs[0]
         before = _identity(pid)
         tree = Path(program).parents[1]
         environment = (directory / "environ").read_bytes()

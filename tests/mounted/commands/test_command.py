@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -266,6 +267,10 @@ def test_status_and_log_tell_what_waits_while_the_bucket_does_not_answer(
     assert one.status()["requests"]["waiting"] == 0
 
 
+def title_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode()
+
+
 def test_status_counts_what_was_read_and_tells_about_the_daemon(
     bucket: Bucket, mounter: Mounter
 ) -> None:
@@ -288,7 +293,11 @@ def test_status_counts_what_was_read_and_tells_about_the_daemon(
     assert after["passthrough"] == {"on": False, "why": "turned off by --passthrough off"}
     assert after["read_only"] is True
     daemon = after["daemon"]
-    assert b"fusefs.daemon" in Path(f"/proc/{daemon['pid']}/cmdline").read_bytes()
+    title = f"fusefs daemon s3://{bucket.name}/ {one.path}"
+    assert title_of(daemon["pid"]) == title
+    settings = fusefs("status", "--settings", one.path).stdout
+    assert tomllib.loads(settings)[str(one.path)]["passthrough"] == "off"
+    assert title_of(after["keeper"]["pid"]) == title.replace("daemon", "keeper")
     assert 10 * MIB < daemon["rss_bytes"] <= daemon["peak_rss_bytes"] < 250 * MIB
     assert daemon["cpu_s"] > 0
     registration = registry.registration_of(one.path)

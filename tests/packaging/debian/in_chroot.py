@@ -37,7 +37,7 @@ for done in itertools.count(1):
 # The daemon of root's mount; there is no pgrep in so small a system.
 KILL = """
 for process in /proc/[0-9]*; do
-    if grep -qs fusefs.daemon $process/cmdline && [ "$(stat -c %U $process)" = fusefs ]; then
+    if grep -qs "fusefs daemon" $process/cmdline && [ "$(stat -c %U $process)" = fusefs ]; then
         kill -9 "${process#/proc/}"
     fi
 done
@@ -104,7 +104,7 @@ class Load:
 def trees_of_daemons(root: DebianRoot) -> list[str]:
     """The version's tree that each daemon runs from."""
     shown = root.run("cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '; true")
-    return re.findall(rf"{TREES}/([^/]+)/bin/python3 -P -m fusefs\.daemon", shown)
+    return re.findall(rf"fusefs daemon \S+ \S+ {TREES}/([^/]+)/bin/python3", shown)
 
 
 def test_the_package_lives_through_its_whole_life(root: DebianRoot, bucket: Bucket) -> None:

@@ -227,7 +227,11 @@ class Node:
         return is_ours or os.fsencode(self.directory) in (process / "maps").read_bytes()
 
     def daemons(self) -> list[int]:
-        return [pid for pid, command in self.processes().items() if "fusefs.daemon" in command]
+        return [
+            pid
+            for pid, command in self.processes().items()
+            if forking.NAME in command or "fusefs daemon" in command
+        ]
 
     def kill_all(self, whom: str = "") -> None:
         """SIGKILL all keepers and daemons, or those whose command says so, at one moment.

@@ -129,7 +129,8 @@ def test_a_broker_is_killed_while_no_daemon_is_started(kept: Kept) -> None:
 
 def brokers_of(keeper: int) -> list[int]:
     children = map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
-    return [pid for pid in children if b"keeper.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return [pid for pid, title in titles.items() if title.startswith(b"fusefs keeper-broker")]
 
 
 MOST_MEMORY_KIB = 15 * 1024

@@ -16,6 +16,7 @@ from fusefs.cli import main
 from fusefs.cli import mount as mount_command
 from fusefs.cli.parser import make_parser
 from fusefs.daemon import setup
+from fusefs.settings import sources
 from fusefs.settings.mount import (
     SETTINGS,
     MountSettings,
@@ -371,6 +372,28 @@ def test_an_error_names_the_file_and_the_key(tmp_path: Path) -> None:
     config = config_file(tmp_path, 'cache-size = "big"')
     with pytest.raises(SettingsError, match=r"fusefs\.toml: cache-size: 'big' is not a size"):
         build(MOUNT, from_config(config))
+
+
+def test_a_table_is_for_the_mount_of_its_name_and_the_machines_file_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_file(
+        tmp_path,
+        'cache-size = "1GiB"\nregion = "eu-1"\n["/data"]\nsource = "s3://b"\n'
+        'cache-size = "2GiB"\n["/other"]\nread-only = true\n',
+    )
+    monkeypatch.setattr(sources, "DEFAULT_CONFIG", config)
+    found = sources.config_of(None, {}, "/data")
+    assert {name: value.text for name, value in found.items()} == {
+        "cache_size": "2GiB",
+        "region": "eu-1",
+    }
+    assert "read_only" in sources.config_of(None, {}, "/other")
+    assert sources.config_of(None, {}, "/third")["cache_size"].text == "1GiB"
+    other = config_file(tmp_path, 'region = "us-2"')
+    assert sources.config_of(None, {"FUSEFS_CONFIG": str(other)})["region"].text == "us-2"
+    monkeypatch.setattr(sources, "DEFAULT_CONFIG", tmp_path / "none")
+    assert sources.config_of(None, {}) == {}
 
 
 def test_an_unknown_key_is_an_error_with_a_guess(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""One line of a log, the same for the keeper, daemons and the CSI driver.
+
+    2026-11-28T15:15:19.298+0000 WARNING fusefs.store: PUT failed: …
+
+With FUSEFS_LOG_FORMAT=json it is a JSON object. Where standard error is the journal, the line
+begins with its priority in brackets (sd-daemon(3)), which journald takes off: `journalctl -p err`
+finds errors. The keeper imports this, so it is small.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+FORMAT_VARIABLE = "FUSEFS_LOG_FORMAT"
+# By syslog(3)'s numbers.
+_PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
+
+
+def line(level: str, name: str, message: str, at: float | None = None, trace: str = "") -> str:
+    """A line without its end, about `at` (seconds since the epoch; None: now).
+
+    A `trace` is behind the line, and in JSON a key of its own.
+    """
+    seconds = time.time() if at is None else at
+    local = time.localtime(seconds)
+    date, zone = time.strftime("%Y-%m-%dT%H:%M:%S", local), time.strftime("%z", local)
+    stamp = f"{date}.{int(seconds * 1000) % 1000:03}{zone}"
+    prefix = f"<{_PRIORITIES.get(level, 6)}>" if _is_journal() else ""
+    if os.environ.get(FORMAT_VARIABLE) == "json":
+        import json  # few want it
+
+        fields = {"time": stamp, "level": level.lower(), "logger": name, "message": message}
+        return prefix + json.dumps(fields | ({"trace": trace} if trace else {}))
+    return f"{prefix}{stamp} {level} {name}: {message}" + (f"\n{trace}" if trace else "")
+
+
+def _is_journal() -> bool:
+    """True if standard error is the journal's socket, which systemd names (systemd.exec(5))."""
+    stream = os.environ.get("JOURNAL_STREAM")
+    if not stream:
+        return False
+    try:
+        status = os.fstat(2)
+    except OSError:
+        return False
+    return stream == f"{status.st_dev}:{status.st_ino}"
