@@ -86,7 +86,7 @@ struct transfer {
     double submitted, connected, first_byte, last_byte; /* monotonic seconds, 0: not yet */
     double last_moved, window_began;
     int64_t window_moved; /* bytes in either direction */
-    int attempts, heads, head_size, is_checked, is_enough;
+    int attempts, heads, head_size, is_checked, is_enough, has_news;
     int status;          /* once the headers are there; Python reads it at any time */
     char *content;       /* of a sink in memory, or gathered for a file */
     size_t content_size, content_room;
@@ -144,30 +144,33 @@ static double now_s(void) {
 
 /* ---------------------------------------------------------------- what there is to collect */
 
+/* Has Python told how far a transfer is. The engine's mutex is held. */
+static void list_progress(Engine *engine, struct transfer *t) {
+    t->shown = t->received;
+    /* The last sum may still grow, unless this is the end. */
+    int grows = t->easy && t->sum_count && t->sums[t->sum_count - 1].stop % SUM_BLOCK;
+    t->sums_shown = t->sum_count - (size_t)grows;
+    if (!t->is_listed) {
+        t->is_listed = 1;
+        t->next_listed = engine->listed;
+        engine->listed = t;
+    }
+}
+
 /* Puts transfers on the engine's lists. The eventfd is written only when both were empty: what
  * comes until Python collects them takes no further wake-up. */
 static void publish(Engine *engine, struct transfer *completed, struct transfer *progressed) {
     pthread_mutex_lock(&engine->mutex);
     int was_empty = engine->completed == NULL && engine->listed == NULL;
-    if (completed != NULL) {
-        struct transfer *last = completed;
-        while (last->next != NULL)
-            last = last->next;
-        last->next = engine->completed;
-        engine->completed = completed;
+    for (struct transfer *t = completed, *after; t != NULL; t = after) {
+        after = t->next;
+        if (t->has_news)
+            list_progress(engine, t);
+        t->next = engine->completed;
+        engine->completed = t;
     }
-    if (progressed != NULL) {
-        struct transfer *t = progressed;
-        t->shown = t->received;
-        /* The last sum may still grow, unless this is the end. */
-        int grows = t->easy && t->sum_count && t->sums[t->sum_count - 1].stop % SUM_BLOCK;
-        t->sums_shown = t->sum_count - (size_t)grows;
-        if (!t->is_listed) {
-            t->is_listed = 1;
-            t->next_listed = engine->listed;
-            engine->listed = t;
-        }
-    }
+    if (progressed != NULL)
+        list_progress(engine, progressed);
     pthread_mutex_unlock(&engine->mutex);
     if (was_empty)
         eventfd_write(engine->eventfd, 1);
@@ -574,8 +577,7 @@ static void finish(struct worker *worker, struct transfer *t, CURLcode code) {
         free(t->content);
         t->content = NULL;
         t->content_size = 0;
-        if (t->received > t->shown || t->sum_count > t->sums_shown)
-            publish(worker->engine, NULL, t); /* before the completion */
+        t->has_news = t->received > t->shown || t->sum_count > t->sums_shown;
     }
     close_files(t);
     t->last_byte = now_s();
