@@ -26,7 +26,11 @@ class Parser(argparse.ArgumentParser):
         for word in rest:
             if word.startswith("-") and word != "-":
                 name = word.partition("=")[0]
-                hint = did_you_mean(name, self._option_string_actions)
+                from fusefs.settings import other_tools  # for mistakes alone
+
+                near = did_you_mean(name, self._option_string_actions)
+                is_begun = f"{name}-" in near
+                hint = near if is_begun else other_tools.hint(name) or near
                 self.error(f"there is no option {name}{hint}")
         return found, rest
 
