@@ -7,7 +7,7 @@ The site's reference of commands, settings and metrics (`site_pages`) is from th
 The parser itself takes the options of mounts from the one definition of settings
 (fusefs/settings/mount.py), so a setting is documented wherever it can be given.
 DIRECTORY gets the layout of /usr/share: man/man1, man/man8, bash-completion/completions,
-zsh/site-functions.
+zsh/site-functions, fish/vendor_completions.d.
 """
 
 from __future__ import annotations
@@ -79,6 +79,22 @@ is so: {ignored}, and names that begin with x\\-. What is not listed is refused.
 """
 
 
+_TABLE = "/proc/self/mounts"
+_AWK = f"awk '$3 == \"fuse.fusefs\" {{print $2}}' {_TABLE}"
+# The mountpoints of fusefs, for each shell: its function, and that function's text.
+MOUNTED = {"bash": "_fusefs_mounts", "zsh": "_fusefs_mounts_zsh"}
+MOUNTS = {
+    "bash": f"""_fusefs_mounts() {{
+  compgen -W "$({_AWK})" -- "$1"
+}}
+""",
+    "zsh": f"""_fusefs_mounts_zsh() {{
+  compadd -- $({_AWK})
+}}
+""",
+}
+
+
 def main(arguments: list[str]) -> int:
     """Write all files below the directory that is named."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -97,15 +113,52 @@ def contents() -> dict[str, str]:
     epoch = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
     date = time.strftime("%Y-%m-%d", time.gmtime(epoch))
     parser = make_parser()
+    for command in commands(parser).values():
+        _describe_values(command)
     files = {
-        "bash-completion/completions/fusefs": shtab.complete(parser, "bash"),
-        "zsh/site-functions/_fusefs": shtab.complete(parser, "zsh"),
+        "bash-completion/completions/fusefs": shtab.complete(parser, "bash", preamble=MOUNTS),
+        "zsh/site-functions/_fusefs": shtab.complete(parser, "zsh", preamble=MOUNTS),
+        "fish/vendor_completions.d/fusefs.fish": fish_completion(parser),
         "man/man1/fusefs.1": page(parser, date),
         "man/man8/mount.fusefs.8": fstab_page(date),
     }
     for name, command in commands(parser).items():
         files[f"man/man1/fusefs-{name}.1"] = page(command, date)
     return files
+
+
+def _describe_values(parser: argparse.ArgumentParser) -> None:
+    """Have completion know which arguments are paths, mountpoints, or one of a few words."""
+    for action in parser._actions:
+        metavar = action.metavar if isinstance(action.metavar, str) else ""
+        if metavar.startswith("MOUNTPOINT") and parser.prog != "fusefs mount":
+            action.complete = MOUNTED  # type: ignore[attr-defined]
+        elif metavar in ("PATH", "FILE", "MOUNTPOINT"):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif re.fullmatch(r"[\w:-]+(\|[\w:-]+)+", metavar) and metavar.islower():
+            action.choices = metavar.split("|")
+
+
+def fish_completion(parser: argparse.ArgumentParser) -> str:
+    """The completion for fish, which shtab does not write."""
+    lines = [
+        f"function __fusefs_mounts\n  {_AWK}\nend",
+        "complete -c fusefs -n __fish_use_subcommand -f",
+    ]
+    for name, command in commands(parser).items():
+        about = (command.description or "").partition(".")[0].replace("'", "")
+        lines.append(f"complete -c fusefs -n __fish_use_subcommand -a {name} -d '{about}'")
+        seen = f"'__fish_seen_subcommand_from {name}'"
+        for action in command._actions:
+            mounts = getattr(action, "complete", None) is MOUNTED
+            flags = [flag[2:] for flag in action.option_strings if flag.startswith("--")]
+            for flag in flags:
+                words = f" -x -a '{' '.join(map(str, action.choices))}'" if action.choices else ""
+                takes = words or ("" if action.nargs == 0 else " -r")
+                lines.append(f"complete -c fusefs -n {seen} -l {flag}{takes}")
+            if mounts and not flags:
+                lines.append(f"complete -c fusefs -n {seen} -f -a '(__fusefs_mounts)'")
+    return "\n".join(lines) + "\n"
 
 
 def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

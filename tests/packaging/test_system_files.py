@@ -63,11 +63,24 @@ def test_bash_completes_commands_and_options(share: Path) -> None:
     function_of() {{ complete -p fusefs | sed 's/.*-F \\([^ ]*\\).*/\\1/'; }}
     COMP_WORDS=(fusefs mount --cache-s) COMP_CWORD=2; $(function_of); echo "${{COMPREPLY[@]}}"
     COMP_WORDS=(fusefs umo) COMP_CWORD=1; COMPREPLY=(); $(function_of); echo "${{COMPREPLY[@]}}"
+    COMP_WORDS=(fusefs mount s3://b /m --addressing "") COMP_CWORD=5; COMPREPLY=()
+    $(function_of); echo "${{COMPREPLY[@]}}"
+    COMP_WORDS=(fusefs warm {share}/ma) COMP_CWORD=2; COMPREPLY=()
+    $(function_of); echo "${{COMPREPLY[@]}}"
+    awk() {{ echo /mnt/one /mnt/two; }}
+    COMP_WORDS=(fusefs umount /mnt/o) COMP_CWORD=2; COMPREPLY=()
+    $(function_of); echo "${{COMPREPLY[@]}}"
     """
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    options, commands = done.stdout.splitlines()
+    options, commands, values, paths, mounts = done.stdout.splitlines()
     assert options.split() == ["--cache-size"]
     assert commands.split() == ["umount"]
+    assert values.split() == ["auto", "path", "virtual"]
+    assert paths.split() == [f"{share}/man"]
+    assert mounts.split() == ["/mnt/one"]
+    fish = (share / "fish/vendor_completions.d/fusefs.fish").read_text()
+    assert "from mount' -l addressing -x -a 'auto path virtual'" in fish
+    assert "from umount' -f -a '(__fusefs_mounts)'" in fish
 
 
 def test_the_unit_says_ready_lives_and_is_upgraded_without_unmounting() -> None:
