@@ -300,6 +300,10 @@ class Daemon:
             try:
                 self._watch_rights(nursery)
                 await self._register(nursery)
+                if isinstance(session, Session):
+                    assert self._takeover is not None
+                    # An upgrade has its answer then, and commands ask the new daemon.
+                    self._takeover.serving(has_resend=session.has_resend)
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_ended, session, serving)
                     await trio.to_thread.run_sync(mount.raise_read_ahead, mountpoint)
@@ -524,7 +528,6 @@ class Daemon:
             if passthrough is not None:
                 await passthrough.turn_on(session.has_passthrough, self.cache.directory)
             nursery.start_soon(self._leave_when_quiesced, takeover, session)
-            takeover.serving(has_resend=session.has_resend)
             yield session
         finally:
             os.close(takeover.fd)

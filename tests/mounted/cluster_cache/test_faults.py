@@ -66,14 +66,13 @@ def healed(nodes: Nodes) -> Iterator[Nodes]:
 def test_what_one_node_has_read_another_one_reads_without_s3(
     nodes: Nodes, faulty: FaultyS3
 ) -> None:
+    """S3 is far away: a block of which the answer is late on a busy machine comes first still."""
     second = nodes.join()
-    faulty.clear()
+    far = faulty.add("GET", delay_s=5.0)
     nodes.read(second)
+    faulty.remove(far)
     assert section(second)["lookups"]["misses"] == 0
-    # An answer of a busy machine may be late, and then S3 is read: each has its GET.
-    raced = len(faulty.requests("GET"))
-    assert raced <= section(second)["lookups"]["hits"] // 2
-    assert section(second)["read_bytes"] >= nodes.size // 2
+    assert section(second)["read_bytes"] == nodes.size
 
 
 @pytest.mark.parametrize("fault", SHORT)
