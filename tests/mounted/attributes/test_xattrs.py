@@ -46,7 +46,9 @@ def mount(
         shared.put(f"found/{number:03}", bytes(LONGEST_TARGET + 1))
         shared.put(f"shown/{number:03}", bytes(LONGEST_TARGET + 1))
     directory = tmp_path_factory.mktemp("xattrs")
-    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
+    # Else a walk that takes more than a second on a busy machine lists its folder again.
+    options = (WRITABLE, "--metadata-ttl", "indefinite")
+    with mounted(s3, f"s3://{shared.name}/", directory, *options) as mount:
         yield mount
 
 
