@@ -225,18 +225,14 @@ def test_a_redirect_to_another_host_is_not_followed(
     faulty.clear()
 
 
-def test_the_environment_sends_requests_to_no_other_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_sends_requests_to_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://evil.example")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://evil.example")
     host = make_client(StoreSettings("aws"), "eu-west-1", KEYS)[0].meta.endpoint_url
     assert host == "https://s3.eu-west-1.amazonaws.com"
 
 
-def test_a_store_that_lists_other_keys_than_requested_has_nothing_deleted(
-    faulty: FaultyS3,
-) -> None:
+def test_a_store_that_lists_other_keys_than_requested_has_nothing_deleted(faulty: FaultyS3) -> None:
     listing = (
         "<ListBucketResult><Contents><Key>other/k</Key><ETag>&quot;e&quot;</ETag></Contents>"
         "</ListBucketResult>"

@@ -312,8 +312,7 @@ def test_what_was_found_is_kept_for_a_day_and_for_one_bucket(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", '{"format": 1}', '{"found": {"x": 1}}', "\0", '"capabilities"'],
+    "text", ["", "{", "[]", "null", '{"format": 1}', '{"found": {"x": 1}}', "\0", '"capabilities"']
 )
 def test_a_damaged_record_is_as_good_as_none(tmp_path: Path, text: str) -> None:
     capabilities.save(tmp_path, "here", HONOURED)

@@ -44,10 +44,7 @@ async def test_a_fault_about_one_key_ends_no_mount(
         raise ValueError(f"a fault about {entry.key}")
 
     monkeypatch.setattr(Repairer, "_is_right", fail)
-    async with (
-        opened(bucket, bucket.server.endpoint_url) as inner,
-        trio.open_nursery() as nursery,
-    ):
+    async with opened(bucket, bucket.server.endpoint_url) as inner, trio.open_nursery() as nursery:
         late = UncertainKeys(tmp_path / "late", "bucket", (0.0,))
         store = WatchedStore(inner, late)
         for key in ("one", "two"):

@@ -176,11 +176,7 @@ class Lane:
             self.proxy.endpoint_url,
             self.bucket.server.environment,
             directory / "log",
-            (
-                "--session",
-                "kernel",
-                *WRITABLE,
-            ),
+            ("--session", "kernel", *WRITABLE),
         )
         self.programs: list[Program] = []
         self.undone: list[str] = []

@@ -65,20 +65,12 @@ def shown(root: Path) -> dict[str, object]:
     " of its directory, as on a disk."
 )
 def test_what_was_acknowledged_outlives_a_power_cut(
-    mounter: Mounter,
-    bucket: Bucket,
-    faulty: FaultyS3,
-    as_owner: None,
-    tmp_path: Path,
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, as_owner: None, tmp_path: Path
 ) -> None:
     """A first file right after the mount, and what the next mount has found of it."""
     with cut_disk(tmp_path) as disk:
         mount = mounter(
-            "--durability",
-            "local",
-            *WRITABLE,
-            endpoint_url=faulty.endpoint_url,
-            cache="disk/cache",
+            "--durability", "local", *WRITABLE, endpoint_url=faulty.endpoint_url, cache="disk/cache"
         )
         refused = faulty.add("PUT", "*file-*", code="AccessDenied")
         for change in (one_file, each_kind_of_change):

@@ -110,9 +110,7 @@ def test_a_daemon_killed_at_any_moment_leaves_no_wrong_bytes(
     for _ in range(5):
         readers = [
             subprocess.Popen(
-                ["sh", "-c", "cat * >/dev/null", "sh"],
-                cwd=one.path,
-                stderr=subprocess.DEVNULL,
+                ["sh", "-c", "cat * >/dev/null", "sh"], cwd=one.path, stderr=subprocess.DEVNULL
             )
             for _ in range(4)
         ]

@@ -17,11 +17,7 @@ from tests.support.servers.s3_server import REGION, S3Server
 @pytest.fixture(scope="module")
 def stores(s3: S3Server, faulty: FaultyS3) -> Stores:
     """The server, directly and through one that fails on demand, and an address without any."""
-    urls = {
-        "minio": s3.endpoint_url,
-        "faulty": faulty.endpoint_url,
-        "gone": "http://127.0.0.1:9",
-    }
+    urls = {"minio": s3.endpoint_url, "faulty": faulty.endpoint_url, "gone": "http://127.0.0.1:9"}
     made = [StoreSettings(name, url, REGION, Addressing.PATH) for name, url in urls.items()]
     return Stores({"aws": StoreSettings("aws"), **{store.name: store for store in made}})
 

@@ -232,9 +232,7 @@ def test_every_access_mode_is_confirmed(driver: Driver, shared: Bucket, mode: in
     volume = create(driver, shared.name, "pvc-valid")
     context = {**volume.volume_context, "storage.kubernetes.io/csiProvisionerIdentity": "x"}
     message = _validate(
-        volume.volume_id,
-        volume_context=context,
-        volume_capabilities=[mount_capability(mode)],
+        volume.volume_id, volume_context=context, volume_capabilities=[mount_capability(mode)]
     )
     confirmed = driver.controller.ValidateVolumeCapabilities(message).confirmed
     assert confirmed.volume_capabilities == message.volume_capabilities

@@ -237,10 +237,7 @@ def test_a_driver_that_was_left_behind_deletes_nothing_of_a_later_volume(
     volume = create(driver, bucket.name, store="faulty", onDelete="delete")
     bucket.put(f"{NAME}/data", b"")
     held = Held(faulty, "LIST")
-    with (
-        serving([ControllerService(stores, CLUSTER)]) as successor,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with serving([ControllerService(stores, CLUSTER)]) as successor, ThreadPoolExecutor(1) as pool:
         left_behind = pool.submit(delete, driver, volume.volume_id)
         assert held.begun.wait(PATIENCE_S)
         delete(successor, volume.volume_id)

@@ -36,14 +36,8 @@ BAD_REQUESTS = {
         changed(volume_capabilities=[mount_capability(Mode.UNKNOWN)]),
         "access mode",
     ),
-    "no access type": (
-        changed(volume_capabilities=[csi_pb2.VolumeCapability()]),
-        "access type",
-    ),
-    "a type of disks": (
-        changed(volume_capabilities=[mount_capability(fs_type="xfs")]),
-        "fsType",
-    ),
+    "no access type": (changed(volume_capabilities=[csi_pb2.VolumeCapability()]), "access type"),
+    "a type of disks": (changed(volume_capabilities=[mount_capability(fs_type="xfs")]), "fsType"),
     "a mount option": (
         changed(volume_capabilities=[mount_capability(Mode.SINGLE_NODE_WRITER, "cache-dir=/etc")]),
         "cache-dir",

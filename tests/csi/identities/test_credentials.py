@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from csi.errors import (
-    CsiError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from csi.errors import CsiError, FailedPreconditionError, InvalidArgumentError, UnavailableError
 from csi.identities.cache_domains import CacheDomains, NoUidError
 from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFiles, Identity, choose
 from csi.node.mount_record import MountRecord, MountRecords
@@ -196,9 +191,7 @@ def test_no_domain_gets_the_user_of_another_ones_mounts(tmp_path: Path) -> None:
     assert old.claim(first).uid == 2000
 
 
-def test_the_user_of_a_mount_whose_settings_cannot_be_read_is_taken_as_well(
-    tmp_path: Path,
-) -> None:
+def test_the_user_of_a_mount_whose_settings_cannot_be_read_is_taken_as_well(tmp_path: Path) -> None:
     readable = MountSettings(
         source=MountSource("bucket"), mountpoint=Path("/mnt"), cache_dir=Path("/cache/domain")
     ).to_json()

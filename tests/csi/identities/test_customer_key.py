@@ -122,8 +122,7 @@ def test_a_running_mount_keeps_its_key(node: Node, data: Bucket) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "short", TEXT[:-4], TEXT + "AAAA", "é" * 32, "x" * 100_000, f"{TEXT}\nx", "=" * 44],
+    "text", ["", "short", TEXT[:-4], TEXT + "AAAA", "é" * 32, "x" * 100_000, f"{TEXT}\nx", "=" * 44]
 )
 def test_what_is_no_key_is_refused_without_being_shown(node: Node, data: Bucket, text: str) -> None:
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "the Secret's customer_key is no key") as error:

@@ -18,14 +18,7 @@ from csi.node.mount_record import MountRecord
 from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
 from tests.support.csi.daemons import daemons_of
-from tests.support.csi.node import (
-    START,
-    Node,
-    capability,
-    code_of,
-    running_node,
-    until_final,
-)
+from tests.support.csi.node import START, Node, capability, code_of, running_node, until_final
 from tests.support.csi.pod import pod_reading
 from tests.support.csi.rights import allow
 from tests.support.servers.buckets import Bucket

@@ -89,10 +89,7 @@ def read(target: Path) -> None:
 
 
 def test_nodes_share_blocks_and_no_secret_is_shown(
-    node: Node,
-    files: ClusterCacheFiles,
-    s3: S3Server,
-    volume: dict[str, Any],
+    node: Node, files: ClusterCacheFiles, s3: S3Server, volume: dict[str, Any]
 ) -> None:
     target = node.target("pod")
     node.publish("shared", target, cacheDomain="training", **volume)

@@ -247,11 +247,7 @@ def test_a_target_path_in_a_volume_is_refused(node: Node, data: Bucket) -> None:
 def test_a_published_path_takes_nothing_else(node: Node, data: Bucket) -> None:
     target = node.target("pod")
     node.publish("one", target, bucket=data.name, prefix="a")
-    for change in (
-        {"readonly": True},
-        {"cap": capability(group="5")},
-        {"prefix": "b"},
-    ):
+    for change in ({"readonly": True}, {"cap": capability(group="5")}, {"prefix": "b"}):
         with refused(Code.ALREADY_EXISTS):
             node.publish("one", target, **{"bucket": data.name, "prefix": "a", **change})
     with refused(Code.ALREADY_EXISTS):

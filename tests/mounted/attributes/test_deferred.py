@@ -81,12 +81,7 @@ async def describe(process: Process, path: str) -> None:
 async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
     inode = await process.node(path)
     attributes = await process.stat(inode)
-    return (
-        stat.S_IMODE(attributes.mode),
-        attributes.uid,
-        attributes.gid,
-        attributes.mtime_ns,
-    )
+    return (stat.S_IMODE(attributes.mode), attributes.uid, attributes.gid, attributes.mtime_ns)
 
 
 def metadata_of(mount: MortalMount, key: str) -> dict[str, str]:
@@ -232,9 +227,7 @@ async def test_a_process_that_was_killed_loses_none(
     assert [path for path in mount.directory.rglob("attributes") if path.read_bytes()] == []
 
 
-async def test_what_the_end_of_a_mount_could_not_send_the_next_one_does(
-    mount: MortalMount,
-) -> None:
+async def test_what_the_end_of_a_mount_could_not_send_the_next_one_does(mount: MortalMount) -> None:
     fail_at(mount, "COPY")
     async with mount.serving() as process:
         await describe(process, "file")

@@ -197,12 +197,7 @@ def test_what_was_never_uploaded_and_differs_is_kept_and_not_uploaded(
     bucket: Bucket, mounter: Mounter, faulty: FaultyS3, durability: str
 ) -> None:
     made = mounter(
-        WRITABLE,
-        "--durability",
-        durability,
-        "--retry-time",
-        "1s",
-        endpoint_url=faulty.endpoint_url,
+        WRITABLE, "--durability", durability, "--retry-time", "1s", endpoint_url=faulty.endpoint_url
     )
     faulty.add("PUT", status=500)
     path = made.path / "file"

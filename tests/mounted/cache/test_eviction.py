@@ -108,10 +108,7 @@ def test_an_open_file_stays_in_the_cache_and_a_mapped_one_stays_readable(
     # The cache is full with this one: it is the next to go.
     assert read_all(root / "f1") == contents["f1"]
     (of_mapped,) = cache_files(mount) - others
-    with (
-        (root / "f0").open("rb", buffering=0) as opened,
-        mapped(root / "f1") as mapping,
-    ):
+    with (root / "f0").open("rb", buffering=0) as opened, mapped(root / "f1") as mapping:
         for name in list(contents)[5:]:
             assert read_all(root / name) == contents[name]
         until(lambda: not of_mapped.exists(), "the mapped file is evicted")

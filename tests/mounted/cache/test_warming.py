@@ -188,9 +188,7 @@ def test_a_job_that_was_just_cancelled_can_be_started_again(here: Mount, faulty:
 def test_interrupting_who_waits_leaves_it_going_on(here: Mount, faulty: FaultyS3) -> None:
     stalled = faulty.add("GET", stall=True)
     waiting = subprocess.Popen(
-        [str(FUSEFS), "warm", "--wait", str(here.path / "tree")],
-        stderr=subprocess.PIPE,
-        text=True,
+        [str(FUSEFS), "warm", "--wait", str(here.path / "tree")], stderr=subprocess.PIPE, text=True
     )
     until(lambda: jobs(here) and faulty.requests("GET"), "its beginning")
     waiting.send_signal(signal.SIGINT)

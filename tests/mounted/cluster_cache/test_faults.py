@@ -5,14 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_nodes import (
-    FAULTS,
-    Nodes,
-    fetched,
-    kill_the_filer,
-    section,
-    troubles,
-)
+from tests.support.cluster_nodes import FAULTS, Nodes, fetched, kill_the_filer, section, troubles
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.seaweed_cluster import SeaweedCluster

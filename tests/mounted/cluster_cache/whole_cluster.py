@@ -18,11 +18,7 @@ from tests.support.cluster_nodes import FAULTS, HARMLESS, Nodes, fetched, sectio
 from tests.support.mounting import Mount, fusefs
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.seaweed_cluster import (
-    REPLICATIONS,
-    SeaweedCluster,
-    can_have_small_disks,
-)
+from tests.support.servers.seaweed_cluster import REPLICATIONS, SeaweedCluster, can_have_small_disks
 from tests.support.sharing import content
 from tests.support.waiting import until
 

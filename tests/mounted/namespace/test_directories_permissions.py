@@ -70,11 +70,7 @@ def test_uid_gid_and_modes_are_what_the_options_say(mounter: Mounter, bucket: Bu
     )
     file, directory = (here.path / "d" / "file").stat(), (here.path / "d").stat()
     assert (file.st_uid, file.st_gid, file.st_mode & 0o7777) == (NOBODY, 4321, 0o400)
-    assert (directory.st_uid, directory.st_gid, directory.st_mode & 0o7777) == (
-        NOBODY,
-        4321,
-        0o500,
-    )
+    assert (directory.st_uid, directory.st_gid, directory.st_mode & 0o7777) == (NOBODY, 4321, 0o500)
     assert as_nobody("cat", here.path / "d" / "file").stdout == "mine"
 
 

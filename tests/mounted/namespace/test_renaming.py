@@ -74,9 +74,7 @@ def test_what_was_saved_by_rename_is_read_from_the_cache(writable: Mount, shared
     assert keys(shared, "model") == ["model"]
 
 
-def test_a_file_that_is_read_by_passthrough_is_opened_again_after_a_rename(
-    writable: Mount,
-) -> None:
+def test_a_file_that_is_read_by_passthrough_is_opened_again_after_a_rename(writable: Mount) -> None:
     data = content("held", 3 * MIB)
     os.makedirs(writable.path / "run-1")
     (writable.path / "run-1" / "held").write_bytes(data)

@@ -214,7 +214,7 @@ def outcome(path: Path) -> int | None:
 
 @states(
     "A missing object is ENOENT, access denied by S3 is EACCES, a replaced or deleted one ESTALE"
-    " on an open file.",
+    " on an open file."
 )
 def test_what_s3_answers_becomes_an_errno(s3: S3Server, tmp_path: Path) -> None:
     with refusing(s3, tmp_path) as (server, mount):

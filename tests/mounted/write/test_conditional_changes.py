@@ -13,10 +13,7 @@ from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.waiting import until
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.usefixtures("as_owner"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("as_owner")]
 
 PROBES = f"{PROBE_NAME}/*"
 

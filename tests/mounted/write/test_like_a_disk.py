@@ -301,11 +301,7 @@ class Disks(RuleBasedStateMachine):
         assert len({one.st_ino for one in shown_by}) == 1
         time_ns = mine.st_mtime_ns
         for one in shown_by:
-            assert (one.st_mode, one.st_uid, one.st_gid) == (
-                mine.st_mode,
-                mine.st_uid,
-                mine.st_gid,
-            )
+            assert (one.st_mode, one.st_uid, one.st_gid) == (mine.st_mode, mine.st_uid, mine.st_gid)
             assert (
                 (one.st_mtime_ns == time_ns)
                 if time_ns <= NEWEST_NS

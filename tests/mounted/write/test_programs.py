@@ -17,14 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.mounting import Mount
-from tests.support.programs import (
-    IS_FULL,
-    check_what_is_left,
-    mounted,
-    need,
-    run,
-    tree,
-)
+from tests.support.programs import IS_FULL, check_what_is_left, mounted, need, run, tree
 from tests.support.servers.buckets import Bucket
 
 FILES = 5000 if IS_FULL else 100

@@ -187,9 +187,7 @@ def test_one_container_is_privileged_and_it_alone_shares_mounts(directory: Path)
 
 
 @each_kustomization
-def test_of_all_others_one_may_change_its_user_and_none_gains_a_capability(
-    directory: Path,
-) -> None:
+def test_of_all_others_one_may_change_its_user_and_none_gains_a_capability(directory: Path) -> None:
     for pod in pod_templates(render(directory)):
         assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for each in containers(pod):

@@ -235,8 +235,7 @@ def test_shipped_classes_keep_the_data_and_are_understood(directory: Path, tmp_p
         }
         assert parameters.pop("onDelete") == "retain"
         prefix = volumes.fill_in(
-            parameters["prefix"],
-            {"pvc.namespace": "team", "pvc.name": "data", "pv.name": "pvc-1"},
+            parameters["prefix"], {"pvc.namespace": "team", "pvc.name": "data", "pv.name": "pvc-1"}
         )
         location = {
             name: value for name, value in parameters.items() if name in volumes.LOCATION_KEYS

@@ -48,12 +48,7 @@ async def test_expired_credentials_are_looked_for_anew(
 
     async def get() -> None:
         await remote.get(
-            BLOCK.name,
-            0,
-            BLOCK.stored_size,
-            take,
-            sent=lambda: None,
-            priority=demanded,
+            BLOCK.name, 0, BLOCK.stored_size, take, sent=lambda: None, priority=demanded
         )
 
     await remote.open()

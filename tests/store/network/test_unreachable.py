@@ -212,8 +212,7 @@ async def test_a_redirect_that_comes_later_is_named_too(shared: Bucket, faulty: 
 
 
 @pytest.mark.parametrize(
-    "body",
-    [b"<html>Welcome</html>", b"<ListBucketResult><Contents><Key>one\x01x</Key></Contents>"],
+    "body", [b"<html>Welcome</html>", b"<ListBucketResult><Contents><Key>one\x01x</Key></Contents>"]
 )
 @states("A listing that cannot be parsed is EIO after a few seconds.")
 async def test_a_list_that_cannot_be_parsed_fails_soon(

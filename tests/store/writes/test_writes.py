@@ -23,17 +23,7 @@ from tests.support.store_writing import KEYS, METADATA, PART, digest, opened, pu
 
 pytestmark = pytest.mark.usefixtures("as_owner")
 
-SIZES = [
-    0,
-    1,
-    writing.SMALL,
-    writing.SMALL + 1,
-    PART - 1,
-    PART,
-    PART + 1,
-    2 * PART,
-    3 * PART + 17,
-]
+SIZES = [0, 1, writing.SMALL, writing.SMALL + 1, PART - 1, PART, PART + 1, 2 * PART, 3 * PART + 17]
 
 
 # --- contents ---------------------------------------------------------------------

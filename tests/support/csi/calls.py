@@ -59,8 +59,7 @@ def mount_capability(
 
 def block_capability() -> csi_pb2.VolumeCapability:
     return csi_pb2.VolumeCapability(
-        block=csi_pb2.VolumeCapability.BlockVolume(),
-        access_mode=Mode(mode=Mode.SINGLE_NODE_WRITER),
+        block=csi_pb2.VolumeCapability.BlockVolume(), access_mode=Mode(mode=Mode.SINGLE_NODE_WRITER)
     )
 
 

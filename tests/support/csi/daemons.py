@@ -12,12 +12,7 @@ from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
 # What the manifests give it.
-RIGHTS = [
-    "setpriv",
-    "--no-new-privs",
-    "--inh-caps=-all",
-    "--bounding-set=-all,+setuid,+setgid",
-]
+RIGHTS = ["setpriv", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all,+setuid,+setgid"]
 
 
 class DaemonsProcess:

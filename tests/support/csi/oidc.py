@@ -160,12 +160,7 @@ def _iam_config(issuer: Issuer, account: str) -> dict[str, Any]:
             }
         ],
         "policy": {"defaultEffect": "Deny"},
-        "policies": [
-            {
-                "name": "all",
-                "document": {"Version": "2012-10-17", "Statement": allowed},
-            }
-        ],
+        "policies": [{"name": "all", "document": {"Version": "2012-10-17", "Statement": allowed}}],
         "roles": [
             {
                 "roleName": ROLE.rpartition("/")[2],

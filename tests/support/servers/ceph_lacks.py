@@ -61,7 +61,7 @@ LACKS = {
         "tests/store/writes/test_copies.py::test_tags_go_with_a_copy*parts*",
     ],
     "it completes no upload of which parts are left out": [
-        "tests/store/writes/test_growing.py::test_a_file_that_was_cut_short_is_complete_*",
+        "tests/store/writes/test_growing.py::test_a_file_that_was_cut_short_is_complete_*"
     ],
     "the test changes the identities of SeaweedFS": [
         "tests/csi/identities/test_oidc.py::*",

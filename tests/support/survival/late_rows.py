@@ -184,14 +184,7 @@ ROWS = [
         {"a": V2},
         before=_write("a", 2 * LARGE),
     ),
-    Row(
-        "put-then-large",
-        "PUT",
-        "a",
-        _write("a", V1),
-        _write("a", LARGE),
-        {"a": LARGE},
-    ),
+    Row("put-then-large", "PUT", "a", _write("a", V1), _write("a", LARGE), {"a": LARGE}),
     Row(
         "chmod-then-chmod",
         "COPY",

@@ -150,11 +150,7 @@ def test_an_ordinary_users_mount_is_kept_as_well(kept: Kept) -> None:
     os.chown(kept.mountpoint, NOBODY, NOBODY)
     with public_python() as python:
         kept.start(
-            command=[python, str(STANDIN)],
-            user=NOBODY,
-            privileged=False,
-            uid=NOBODY,
-            gid=NOBODY,
+            command=[python, str(STANDIN)], user=NOBODY, privileged=False, uid=NOBODY, gid=NOBODY
         )
         assert read() == b"plain content"
         kept.served_by_another_than(kept.kill_daemon())

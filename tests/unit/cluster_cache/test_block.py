@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.cluster_cache.block import (
-    BLOCK,
-    FRAME,
-    TAG,
-    BadBlockError,
-    Block,
-    Domain,
-    FrameReader,
-)
+from fusefs.cluster_cache.block import BLOCK, FRAME, TAG, BadBlockError, Block, Domain, FrameReader
 from fusefs.store.interface import ObjectVersion
 
 DOMAIN = Domain("http://store:8333", "bucket", b"secret")

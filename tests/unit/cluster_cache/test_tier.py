@@ -266,8 +266,7 @@ async def test_a_late_answer_is_as_much_of_a_failure_as_it_has_cost(
 
 
 async def test_waiting_for_a_connection_counts_to_the_deadline_but_not_as_a_failure(
-    case: Case,
-    autojump_clock: MockClock,
+    case: Case, autojump_clock: MockClock
 ) -> None:
     case.blocks.connecting = slow(60)
     for _ in range(5):

@@ -11,15 +11,9 @@ import pytest
 
 from csi import main
 from csi.errors import FailedPreconditionError, InvalidArgumentError
-from csi.identities.cluster_caches import (
-    CacheSecrets,
-    ClusterCachesError,
-    read_cluster_caches,
-)
+from csi.identities.cluster_caches import CacheSecrets, ClusterCachesError, read_cluster_caches
 from csi.identities.credentials import CredentialFiles
-from csi.volume.options import (
-    read_options,
-)
+from csi.volume.options import read_options
 
 KEYS = "[default]\naws_access_key_id = the-access\naws_secret_access_key = the-secret\n"
 KEY = "a-key-of-the-domain"

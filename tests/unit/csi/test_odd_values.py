@@ -6,12 +6,7 @@ from csi.errors import InvalidArgumentError, event_text
 from csi.identities.credentials import choose
 from csi.volume import options
 from csi.volume.location import LOCATION_KEYS, Location, location_of
-from csi.volume.options import (
-    NodeShares,
-    finished,
-    mount_layer,
-    read_options,
-)
+from csi.volume.options import NodeShares, finished, mount_layer, read_options
 from csi.volume.stores import StoreSettings, read_stores
 from fusefs.settings.types import MIB, MinFree
 

@@ -20,11 +20,7 @@ from fusefs.settings.mount import SettingsError
 
 ANSWER: dict[str, Any] = {
     "metrics": {
-        "cache_bytes": {
-            "type": "gauge",
-            "help": "Bytes.",
-            "samples": [{"labels": {}, "value": 7}],
-        },
+        "cache_bytes": {"type": "gauge", "help": "Bytes.", "samples": [{"labels": {}, "value": 7}]},
         "opens_total": {
             "type": "counter",
             "help": "Opens.",

@@ -244,15 +244,7 @@ async def test_what_was_opened_is_on_record_before_other_tasks_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        "is_written",
-        "is_replaced",
-        "is_served",
-        "is_evicted",
-        "is_unchecked",
-        "is_shut",
-    ],
+    "change", ["is_written", "is_replaced", "is_served", "is_evicted", "is_unchecked", "is_shut"]
 )
 async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) -> None:
     async with one_side(tmp_path) as side:

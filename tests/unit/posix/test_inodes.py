@@ -13,11 +13,7 @@ from fusefs.posix.journal.journal import Journal, NoJournal
 from fusefs.posix.journal.replay import replay
 from fusefs.posix.journal.restore import restore_table
 from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode_table import (
-    ROOT_ID,
-    Inode,
-    InodeTable,
-)
+from fusefs.posix.nodes.inode_table import ROOT_ID, Inode, InodeTable
 from fusefs.store.interface import ObjectInfo
 
 

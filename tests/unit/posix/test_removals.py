@@ -518,9 +518,7 @@ async def test_attributes_that_were_to_be_sent_are_given_up(mount: MortalMount) 
     assert mount.store.count("COPY") == 0
 
 
-async def test_what_is_about_to_be_removed_has_no_head(
-    mount: MortalMount,
-) -> None:
+async def test_what_is_about_to_be_removed_has_no_head(mount: MortalMount) -> None:
     """Unless a program wants them, or it may be a symbolic link."""
     for name, size in (("large", LONGEST_TARGET + 1), ("small", LONGEST_TARGET)):
         mount.store.put(f"a/{name}", bytes(size), mode=str(stat.S_IFREG | 0o600))

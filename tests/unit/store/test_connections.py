@@ -139,9 +139,7 @@ async def test_cancelling_a_waiter_costs_no_other_a_turn(nursery: trio.Nursery) 
     assert budget.in_use == 0
 
 
-async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(
-    nursery: trio.Nursery,
-) -> None:
+async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(nursery: trio.Nursery) -> None:
     budget = ConnectionBudget(1)
     holders = Holders(budget, nursery)
     for name in "abc":

@@ -190,9 +190,7 @@ class _LargeFiles:
         return None
 
 
-async def test_many_folders_that_had_to_wait_are_not_looked_through_at_once(
-    tmp_path: Path,
-) -> None:
+async def test_many_folders_that_had_to_wait_are_not_looked_through_at_once(tmp_path: Path) -> None:
     async with held(tmp_path) as parts:
         folders = _LargeFiles()
         siblings = Siblings(parts.downloader, parts.cache, folders)

@@ -86,10 +86,7 @@ async def test_what_cannot_be_opened_or_has_gone_is_not_counted_as_compared(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     bucket = WideBucket(["a", "b"])
-    async with (
-        cache_in(tmp_path / "cache", bucket=bucket) as parts,
-        trio.open_nursery() as nursery,
-    ):
+    async with cache_in(tmp_path / "cache", bucket=bucket) as parts, trio.open_nursery() as nursery:
         for key in ("a", "b"):
             await parts.fetch(info(key).version)
         (gone,) = (
@@ -228,10 +225,7 @@ async def no_pins(_path: str) -> None:
 async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Path) -> None:
     bucket = WideBucket(["a"])
     bucket.before = faulty
-    async with (
-        cache_in(tmp_path / "cache", bucket=bucket) as parts,
-        trio.open_nursery() as nursery,
-    ):
+    async with cache_in(tmp_path / "cache", bucket=bucket) as parts, trio.open_nursery() as nursery:
         selector = Selector(bucket, "")
         copies = LocalCopies(
             parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins

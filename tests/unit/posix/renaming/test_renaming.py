@@ -11,11 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.daemon import status
 from fusefs.posix.late.request_log import DELETE, Change
 from fusefs.posix.late.uncertain_keys import UncertainKeys
-from fusefs.store.errors import (
-    AccessDeniedError,
-    ExistsError,
-    UnreachableError,
-)
+from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError
 from fusefs.store.interface import ObjectInfo, Write
 from fusefs.store.s3 import head
 from tests.support.memory_store import MemoryStore

@@ -60,10 +60,7 @@ class Case:
 
 CASES = {
     "mkdir": Case(
-        {},
-        lambda process, unique: process.mkdir("a", unique),
-        {},
-        listing={"": ["a"], "a": []},
+        {}, lambda process, unique: process.mkdir("a", unique), {}, listing={"": ["a"], "a": []}
     ),
     "symlink": Case(
         {},
@@ -91,11 +88,7 @@ CASES = {
         open="a",
     ),
     "unlink of a new file": Case(
-        {},
-        lambda process, unique: process.unlink("a", unique),
-        {},
-        listing={"": []},
-        new="a",
+        {}, lambda process, unique: process.unlink("a", unique), {}, listing={"": []}, new="a"
     ),
     "rmdir": Case(
         {"d/a/": b""},

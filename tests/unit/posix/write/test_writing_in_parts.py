@@ -103,9 +103,7 @@ async def test_what_was_cut_off_does_not_come_back_when_the_file_grows(mount: Mo
     assert mount.store.contents() == {"file": bytes(4 * PART)}
 
 
-async def test_a_hole_that_reaches_far_behind_the_file_is_in_the_object(
-    mount: MortalMount,
-) -> None:
+async def test_a_hole_that_reaches_far_behind_the_file_is_in_the_object(mount: MortalMount) -> None:
     async with mount.serving() as process:
         fh = await sent_and_not_completed(process)
         await process.writer.allocate(fh, 2 * PART, 8 << 30, PUNCH_HOLE | KEEP_SIZE)

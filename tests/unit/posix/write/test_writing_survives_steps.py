@@ -70,10 +70,7 @@ async def answered(answer: Any) -> Any:
 
 PROGRAMS: dict[str, tuple[list[str], dict[str, bytes]]] = {
     "a file is made": (["create a", "write new", "close"], {"a": b"new", "b": b"old"}),
-    "a lock comes and goes": (
-        ["exclusive a", "write new", "close", "unlink a"] * 2,
-        {"b": b"old"},
-    ),
+    "a lock comes and goes": (["exclusive a", "write new", "close", "unlink a"] * 2, {"b": b"old"}),
     "an open file is unlinked, and another made": (
         ["exclusive a", "unlink a", "write x", "close", "create a", "write new", "close"],
         {"a": b"new", "b": b"old"},
