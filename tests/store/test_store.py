@@ -22,12 +22,6 @@ async def test_a_range_arrives_as_it_is(shared: Bucket, faulty: FaultyS3) -> Non
         assert await download(store, info, 12345, 3 << 20) == BODY[12345 : 3 << 20]
 
 
-async def test_a_key_with_an_empty_segment_is_read(shared: Bucket, faulty: FaultyS3) -> None:
-    async with opened(shared, faulty) as store:
-        info = await store.head(ODD_KEY)
-        assert await download(store, info, 1) == BODY[1:]
-
-
 async def test_a_head_and_a_listing_tell_the_same(shared: Bucket, faulty: FaultyS3) -> None:
     async with opened(shared, faulty) as store:
         listed = {info.key: info for info in (await store.list_page("", delimiter="")).objects}
@@ -57,13 +51,6 @@ async def test_pages_follow_each_other(bucket: Bucket, faulty: FaultyS3) -> None
         second = await store.list_page("p/", start_after=first.last)
         assert [info.key for info in second.objects] == ["p/2+ x", "p/3+ x", "p/4+ x"]
         assert (first.next_token is None, second.next_token is None) == (False, True)
-
-
-async def test_common_prefixes_are_listed(bucket: Bucket, faulty: FaultyS3) -> None:
-    bucket.put("a b/c", b"")
-    bucket.put("d+/e", b"")
-    async with opened(bucket, faulty) as store:
-        assert (await store.list_page("")).prefixes == ["a b/", "d+/"]
 
 
 @pytest.mark.parametrize("is_plain", [True, False])

@@ -198,16 +198,6 @@ def test_the_floor_of_free_space_holds(bucket: Bucket, disk: Path, mounter: Moun
     assert one.status()["cache"]["evicted_files"] > 0
 
 
-def test_a_cache_in_memory_is_read_like_any_other(
-    bucket: Bucket, disk: Path, mounter: Mounter
-) -> None:
-    objects = put_many(bucket, 3, 2 * MIB)
-    one = mounter("--passthrough", "off", cache="disk/cache")
-    for _ in range(2):
-        check_all(one, objects)
-    assert one.status()["s3"]["bytes_fetched"] == sum(map(len, objects.values()))
-
-
 @states("A cache directory that can't take more is read past: programs see no error.")
 def test_a_disk_that_is_full_degrades_to_reading_without_a_cache(
     bucket: Bucket, disk: Path, mounter: Mounter

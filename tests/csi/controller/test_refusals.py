@@ -183,20 +183,6 @@ def test_the_id_of_a_denied_request_is_logged_and_in_no_event(
     assert "request FAULTY00" in caplog.text
 
 
-def test_a_bucket_that_is_not_there_is_named(
-    driver: Driver, shared: Bucket, faulty: FaultyS3
-) -> None:
-    faulty.add("PUT", code="NoSuchBucket")
-    message = request(shared.name, "pvc-refused", store="faulty")
-    code, sentence = refusal(driver.controller.CreateVolume, message)
-    assert (code, f"s3://{shared.name}/" in sentence) == (Code.INVALID_ARGUMENT, True)
-
-
-def test_a_store_that_is_away_is_a_reason_to_try_again(driver: Driver, shared: Bucket) -> None:
-    message = request(shared.name, "pvc-refused", store="gone")
-    assert refusal(driver.controller.CreateVolume, message)[0] is Code.UNAVAILABLE
-
-
 def test_a_volume_whose_answer_was_lost_is_created_by_the_next_call(
     driver: Driver, bucket: Bucket, faulty: FaultyS3
 ) -> None:

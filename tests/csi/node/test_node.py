@@ -16,7 +16,6 @@ from tests.support.csi.publishing import refused
 from tests.support.csi.publishing import running as running
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import ACCESS_KEY
 from tests.support.waiting import until
 
 Code = grpc.StatusCode
@@ -57,16 +56,6 @@ def test_a_reader_mode_makes_the_mount_itself_read_only(node: Node, data: Bucket
     )
     assert "ro" in node.roots()[0].options.split(",")
     node.unpublish("rox", target)
-
-
-def test_calls_may_be_repeated(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    for _ in range(2):
-        node.publish("twice", target, bucket=data.name)
-    assert len(node.mounted()) == 2
-    for _ in range(2):
-        node.unpublish("twice", target)
-    node.unpublish("never-was", node.target("other-pod"))
 
 
 def test_an_inline_volume_lives_with_its_pods_secret_alone(node: Node, data: Bucket) -> None:
@@ -176,12 +165,6 @@ def test_wrong_keys_are_reported_where_the_pods_events_show_it(node: Node, data:
     # Kubelet counts equal events, and writes another for each that differs.
     assert "(request" not in error.value.details()
     assert "(request " in node.log.read_text()
-
-
-def test_a_missing_right_is_reported(node: Node, data: Bucket, faulty: FaultyS3) -> None:
-    faulty.add("LIST", code="AccessDenied")
-    with refused(Code.PERMISSION_DENIED, "access denied", data.name, ACCESS_KEY):
-        node.publish("denied", node.target("pod"), store="faulty", bucket=data.name)
 
 
 def test_a_missing_bucket_is_reported(node: Node) -> None:
@@ -301,14 +284,6 @@ def test_nothing_is_published_where_no_volume_can_be(node: Node, path: str) -> N
         node.unpublish("volume", path)
     with refused(Code.NOT_FOUND, "volume_path"):
         node.stats("volume", path)
-
-
-def test_what_is_not_published_is_unpublished(node: Node) -> None:
-    """Kubelet repeats the call until it is answered with OK."""
-    for path in (node.target("pod"), node.pods / "no" / "such" / "pod", node.pods / "x"):
-        node.unpublish("volume", path)
-        with refused(Code.NOT_FOUND):
-            node.stats("volume", path)
 
 
 # --- statistics and capabilities ----------------------------------------------------

@@ -117,10 +117,6 @@ def test_an_object_shows_what_the_program_that_wrote_it_set(
     assert found.st_mtime_ns == mtime_ns
 
 
-def test_a_link_that_s3fs_made_is_followed(mount: Mount) -> None:
-    assert (mount.path / "s3fs-link").read_bytes() == b"hello\n"
-
-
 @states(
     "They are read as well as S3 Files, FSx for Lustre, DataSync and Storage Gateway write them "
     "(`file-permissions`, `file-owner`, `file-group`, `file-mtime`): an object keeps its form "
@@ -222,24 +218,12 @@ def test_what_changes_nothing_asks_the_bucket_nothing(mount: Mount, path: Path) 
     assert path.stat().st_mtime_ns == found.st_mtime_ns
 
 
-def test_the_content_stays_cached_when_attributes_change(mount: Mount, path: Path) -> None:
-    os.chmod(path, 0o600)
-    assert cost(mount, lambda: path.read_bytes()) == {}
-
-
 @states("An access time is accepted and not kept.")
 def test_an_access_time_is_accepted_and_not_kept(mount: Mount, path: Path) -> None:
     before = path.stat().st_mtime_ns
     touch = ["touch", "-a", "-d", "@12345", path]
     assert cost(mount, lambda: subprocess.run(touch, check=True)) == {}
     assert (path.stat().st_mtime_ns, path.stat().st_atime_ns) == (before, before)
-
-
-def test_a_modification_time_alone_is_kept(mount: Mount, path: Path, shared: Bucket) -> None:
-    subprocess.run(["touch", "-m", "-d", "@12345.5", path], check=True)
-    assert path.stat().st_mtime == 12345.5
-    all_sent(mount)
-    assert metadata(shared, path.name)["mtime"] == "12345.500000000"
 
 
 def test_attributes_of_an_open_file_go_up_with_its_content(
@@ -257,28 +241,6 @@ def test_attributes_of_an_open_file_go_up_with_its_content(
     assert (kept["mode"], kept["uid"], kept["gid"]) == (str(stat.S_IFREG | 0o640), "3", "4")
     assert kept["mtime"] == "1000000000.000000007"
     assert path.stat().st_mtime_ns == 10**18 + 7
-
-
-def test_a_write_after_a_set_time_has_a_time_of_its_own(path: Path) -> None:
-    with open(path, "r+b", buffering=0) as file:
-        os.utime(file.fileno(), (1, 1))
-        assert os.fstat(file.fileno()).st_mtime == 1
-        file.write(b"later")
-        written = os.fstat(file.fileno()).st_mtime_ns
-        assert written > 10**18
-    assert path.stat().st_mtime_ns == written
-
-
-def test_an_open_file_shows_the_size_and_blocks_that_it_has(path: Path) -> None:
-    with open(path, "r+b", buffering=0) as file:
-        file.write(bytes(70_000))
-        found = path.stat()
-        assert (found.st_size, found.st_blocks * 512 >= 65_536) == (70_000, True)
-        os.ftruncate(file.fileno(), 1 << 30)
-        assert os.fstat(file.fileno()).st_size == 1 << 30
-        assert os.fstat(file.fileno()).st_blocks * 512 < 1 << 20
-        os.ftruncate(file.fileno(), 3)
-    assert (path.stat().st_size, path.stat().st_blocks) == (3, 1)
 
 
 def test_a_symbolic_link_has_times_and_an_owner_of_its_own(mount: Mount, path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from fusefs.posix.metadata.head_policy import SAMPLE
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
-from tests.support.mounting import WRITABLE, Mount, all_sent, cost, fusefs, metadata, status
+from tests.support.mounting import WRITABLE, Mount, all_sent, cost, metadata, status
 from tests.support.programs import need
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
@@ -105,11 +105,6 @@ def test_what_is_no_users_attribute_is_hidden_and_kept(mount: Mount, shared: Buc
     assert "security.capability" in unquote(metadata(shared, "capability")["xattr"])
 
 
-@pytest.mark.parametrize("name", ["torn", "list", "deep"])
-def test_what_cannot_be_read_is_none(mount: Mount, name: str) -> None:
-    assert own(mount.path / name) == {}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "flags", "number"),
     [
@@ -149,17 +144,6 @@ def test_what_is_not_there_or_not_ours_cannot_be_removed(
         os.removexattr(path, name)
 
 
-def test_a_kilobyte_fits(path: Path) -> None:
-    os.setxattr(path, "user.large", os.urandom(1000))
-    assert len(os.getxattr(path, "user.large")) == 1000
-
-
-def test_setting_the_same_again_asks_the_bucket_nothing(mount: Mount, path: Path) -> None:
-    os.setxattr(path, "user.a", b"1")
-    fusefs("sync", mount.path)  # what the first one waits with, to be one request with others
-    assert cost(mount, lambda: os.setxattr(path, "user.a", b"1")) == {}
-
-
 def test_they_survive_all_that_happens_to_a_file(mount: Mount, path: Path, shared: Bucket) -> None:
     os.setxattr(path, "user.a", b"1")
     os.chmod(path, 0o600)
@@ -176,32 +160,11 @@ def test_they_survive_all_that_happens_to_a_file(mount: Mount, path: Path, share
     assert stored(shared, "renamed") == b"rewritten"
 
 
-def test_a_file_that_is_being_written_goes_up_with_them(
-    mount: Mount, path: Path, shared: Bucket
-) -> None:
-    def rewrite() -> None:
-        with open(path, "wb", buffering=0) as file:
-            file.write(b"new")
-            os.setxattr(file.fileno(), "user.open", b"o")
-            assert os.getxattr(path, "user.open") == b"o"
-
-    assert cost(mount, rewrite) == {"puts": 1}
-    assert "user.open" in unquote(metadata(shared, path.name)["xattr"])
-
-
 def test_a_file_that_is_in_no_bucket_yet_has_no_etag(mount: Mount) -> None:
     with open(mount.path / "new", "wb"):
         assert os.getxattr(mount.path / "new", "user.s3.key") == b"new"
         with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
             os.getxattr(mount.path / "new", "user.s3.content_type")
-
-
-def test_directories_have_them_and_the_root_too(mount: Mount) -> None:
-    directory = mount.path / "directory"
-    directory.mkdir()
-    for path in (directory, mount.path):
-        os.setxattr(path, "user.a", b"1")
-        assert own(path) == {"user.a": b"1"}
 
 
 @pytest.mark.parametrize(

@@ -192,23 +192,6 @@ def test_what_is_no_database_is_set_aside_with_one_line(
     assert known(rows_of(catalog(tmp_path))) == known(ROWS)
 
 
-def test_another_format_is_set_aside(tmp_path: Path) -> None:
-    catalog(tmp_path).close()
-    with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as db:
-        db.execute("PRAGMA user_version=99")
-    assert catalog(tmp_path).newest(1000) == []
-    assert len(aside(tmp_path)) == 1
-
-
-def test_a_damaged_row_is_damage(tmp_path: Path) -> None:
-    whole = filled(tmp_path)
-    assert whole.count(ROWS[3].ranges) == 1
-    changed = row("x", (0, 10), (20, 900)).ranges
-    (tmp_path / "catalog.sqlite3").write_bytes(whole.replace(ROWS[3].ranges, changed))
-    assert rows_of(catalog(tmp_path)) == []
-    assert len(aside(tmp_path)) == 1
-
-
 def test_a_name_that_no_file_can_have_is_damage(tmp_path: Path) -> None:
     filled(tmp_path)
     with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as db, db:

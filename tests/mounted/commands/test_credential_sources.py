@@ -5,9 +5,12 @@ import hashlib
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import trio
@@ -17,13 +20,13 @@ from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
 from fusefs.store import renewal
 from tests.support.machine.ordinary_user import runnable_by_all
-from tests.support.mounting import Mount
+from tests.support.mounting import FUSEFS, LIMIT_S, Mount
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket
+from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3, Request
 from tests.support.servers.identity_services import IdentityServices
-from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
-from tests.support.sharing import PATIENCE_S, skip_without_fuse
+from tests.support.servers.s3_server import ACCESS_KEY, DOMAIN, SECRET_KEY
+from tests.support.sharing import PATIENCE_S, content, skip_without_fuse
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import download, opened
 from tests.support.waiting import until
@@ -281,3 +284,61 @@ def test_keys_that_change_in_a_file_arrive_in_a_running_mount(
         return any(key_of(request) == "rotated" for request in faulty.requests("LIST"))
 
     until(has_used_others, "the new keys are used")
+
+
+# In a mount namespace of its own; what ends the script takes the mount away, and so the daemon.
+SCRIPT = """
+set -e
+mount --bind {hosts} /etc/hosts
+{fusefs} mount s3://{bucket} {here} --addressing virtual --endpoint-url {endpoint} --cache-dir \
+    {here}-cache --log-file {here}.log
+trap 'umount -l {here}' EXIT
+cd {here}
+sha256sum {names}
+cp large copy
+mv copy renamed
+cd /
+{fusefs} umount {here}
+trap - EXIT
+"""
+# The last one has a control character.
+OBJECTS = {
+    "small": content("s", 9_000),
+    "large": content("l", 20 << 20),
+    "odd\x01one": content("o", 9_000),
+}
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
+def test_a_bucket_is_read_and_written_under_a_host_name_of_its_own(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    skip_without_fuse()
+    for key, data in OBJECTS.items():
+        bucket.put(key, data)
+    (tmp_path / "mnt").mkdir()
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost {bucket.name}.{DOMAIN}\n")
+    port = urlsplit(bucket.server.endpoint_url).port
+    script = SCRIPT.format(
+        hosts=tmp_path / "hosts",
+        fusefs=FUSEFS,
+        bucket=bucket.name,
+        here=tmp_path / "mnt",
+        endpoint=f"http://{DOMAIN}:{port}",
+        names=shlex.join(OBJECTS),
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={**os.environ, **bucket.server.environment},
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    sums = [line.split()[0].lstrip("\\") for line in done.stdout.splitlines()]
+    assert sums == [hashlib.sha256(data).hexdigest() for data in OBJECTS.values()]
+    assert stored(bucket, "renamed") == OBJECTS["large"]

@@ -220,11 +220,3 @@ def test_the_drivers_records_are_hidden_at_the_root_of_the_bucket_alone(
         (mount.path / "data" / ".fusefs" / "new").write_bytes(b"new")
         assert "'.fusefs/': the CSI driver keeps its records there" in mount.log.read_text()
     recorded.delete("data/.fusefs/new")
-
-
-def test_a_mount_of_a_prefix_has_a_folder_of_that_name_like_any_other(
-    s3: S3Server, recorded: Bucket, tmp_path: Path
-) -> None:
-    with mounted(s3, f"s3://{recorded.name}/data", tmp_path) as mount:
-        assert sorted(os.listdir(mount.path)) == [".fusefs", "file"]
-        assert (mount.path / ".fusefs" / "own").read_bytes() == b"{}"

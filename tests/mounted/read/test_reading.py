@@ -121,20 +121,6 @@ def test_a_file_reads_whole(world: World, name: str) -> None:
     assert (world.path / name).read_bytes() == world.expected(name)
 
 
-@pytest.mark.parametrize("size", [1000, 4096, 128 << 10, 3 * MIB])
-def test_a_large_file_reads_whole_with_any_request_size(world: World, size: int) -> None:
-    world.mount.forget()
-    assert digest(read_all(world.big, size)) == digest(world.expected(BIG))
-
-
-def test_an_empty_file_reads_as_empty_without_a_request_to_the_bucket(world: World) -> None:
-    path = world.path / "empty"
-    assert path.stat().st_size == 0
-    before = world.counter("s3", "gets")
-    assert path.read_bytes() == b""
-    assert world.counter("s3", "gets") == before
-
-
 @states(
     "A read returns all bytes that it requests, fewer only at the end of the file, and none"
     " behind it."
@@ -171,14 +157,6 @@ def test_threads_pread_random_ranges_of_one_descriptor(world: World) -> None:
             list(threads.map(work, range(16)))
     finally:
         os.close(fd)
-
-
-def test_readv_fills_its_buffers_in_order(world: World) -> None:
-    data = world.expected("small.bin")
-    buffers = [bytearray(10), bytearray(50_000), bytearray(3)]
-    with (world.path / "small.bin").open("rb", buffering=0) as file:
-        assert os.readv(file.fileno(), buffers) == 50_013
-    assert b"".join(buffers) == data[:50_013]
 
 
 # Mappings
@@ -231,15 +209,6 @@ def test_a_mapping_of_a_cold_file_fetches_what_is_touched(world: World) -> None:
 
 
 # Ways past read(2)
-
-
-def test_sendfile_out_of_the_mount(world: World, tmp_path: Path) -> None:
-    target = tmp_path / "copy"
-    with world.big.open("rb") as source, target.open("wb") as sink:
-        done = 0
-        while sent := os.sendfile(sink.fileno(), source.fileno(), done, 4 * MIB):
-            done += sent
-    assert digest(target.read_bytes()) == digest(world.expected(BIG))
 
 
 def test_splice_out_of_the_mount(world: World) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -81,23 +80,6 @@ def test_parts_that_the_bucket_has_are_not_sent_again_by_the_next_daemon(
     assert stored(bucket, "big") == content
     assert status(mount)["s3"]["bytes_sent"] == 0
     assert uploads(bucket) == []
-
-
-def test_where_parts_may_not_be_listed_the_next_daemon_sends_the_file_anew(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
-) -> None:
-    mount = mounter("--no-read-only", endpoint_url=faulty.endpoint_url)
-    content = os.urandom(20 << 20)
-    faulty.add("PARTS", code="AccessDenied")
-    faulty.add("UPLOADS", code="AccessDenied")
-    with open(mount.path / "big", "wb", buffering=0) as file:
-        file.write(content)
-        until(lambda: uploads(bucket) == ["big"])
-        pid = serving_pid(mount)
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: serving_pid(mount) not in (0, pid))
-    assert stored(bucket, "big") == content
-    assert re.search("big: .* for want of s3:List", mount.log.read_text())
 
 
 @states(

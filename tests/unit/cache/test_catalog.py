@@ -36,13 +36,6 @@ def test_a_row_comes_back_after_a_restart(tmp_path: Path) -> None:
     assert catalog(tmp_path).newest(1000) == [row("a", (0, 10), (20, 30))]
 
 
-def test_rows_come_in_the_order_of_their_use(tmp_path: Path) -> None:
-    table = catalog(tmp_path)
-    table.record([row(name, (0, 1), at=at) for name, at in (("a", 3.0), ("b", 1.0), ("c", 2.0))])
-    table.touch([(9.0, "b", "g1"), (10.0, "c", "another")])
-    assert [one.name for one in table.newest(1000)] == ["c", "a", "b"]
-
-
 def test_ranges_are_merged_with_what_another_mount_recorded(tmp_path: Path) -> None:
     one, other = catalog(tmp_path), catalog(tmp_path)
     one.record([row("a", (0, 10))])

@@ -50,17 +50,6 @@ async def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
         assert kept(parts, "b") == []
 
 
-async def test_files_that_are_open_stay(tmp_path: Path) -> None:
-    async with cache_in(tmp_path, limit=2 * MIB) as parts:
-        file = parts.cache.pin(version("open", MIB))
-        await parts.fetch(version("open", MIB))
-        for key in "abc":
-            await parts.fetch(version(key, MIB))
-        assert file.is_complete
-        assert parts.quota.used <= 2 * MIB
-        parts.cache.unpin(file)
-
-
 async def test_when_open_files_fill_it_more_is_refused(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=2 * MIB) as parts:
         file = parts.cache.pin(version("open", 2 * MIB))
@@ -84,20 +73,6 @@ async def test_a_limit_that_the_disk_does_not_allow_says_so(tmp_path: Path) -> N
         async with cache_in(disk / "cache", limit=2 * MIB, floor=4 * MIB) as parts:
             assert (parts.quota.limit, parts.quota.limit_why) == (2 * MIB, None)
             assert parts.quota.allowed == 2 * MIB
-
-
-async def test_what_is_on_its_way_counts(tmp_path: Path) -> None:
-    async with cache_in(tmp_path, limit=3 * MIB) as parts:
-        parts.bucket.hold()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(parts.fetch, version("a", MIB))
-            nursery.start_soon(parts.fetch, version("b", MIB))
-            await eventually(lambda: parts.quota.reserved == 2 * MIB)
-            assert not await parts.evictor.reserve(2 * MIB)
-            assert await parts.evictor.reserve(MIB)
-            parts.quota.release(MIB)
-            parts.bucket.let_go()
-        assert (parts.quota.reserved, parts.quota.used) == (0, 2 * MIB)
 
 
 async def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:

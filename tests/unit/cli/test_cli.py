@@ -19,8 +19,6 @@ from fusefs import mount_helper
 from fusefs.cli import mount as mount_command
 from fusefs.cli import parser, polling
 from fusefs.cli.warm import shard
-from fusefs.diagnosis import doctor
-from fusefs.diagnosis.findings import ok
 from fusefs.launch import log_location, preflight
 from fusefs.mount_helper import OptionError, read_options
 from fusefs.settings.mount import RawValue, build
@@ -100,14 +98,6 @@ def test_what_is_cancelled_is_named_by_paths_alone(
     capsys.readouterr()
     assert run("warm", "--cancel", *option, "/data") == 2
     assert capsys.readouterr().err.startswith("fusefs: --cancel: ")
-
-
-def test_the_doctor_takes_the_urls_that_a_mount_takes(
-    runtime: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "check_source", lambda made, **_: [ok("list", str(made.source))])
-    assert run("doctor", "S3://bucket/some") == 0
-    assert "s3://bucket/some/" in capsys.readouterr().out
 
 
 def test_in_a_directory_that_is_gone_absolute_paths_can_be_named(

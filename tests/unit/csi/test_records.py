@@ -1,26 +1,34 @@
-"""Records of mounts and pods on a node, and of volumes in their buckets."""
+"""Records of mounts, pods and volumes, odd answers of daemons, and the driver's own limits."""
 
 import errno
+import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from csi import main
 from csi.controller.bucket_client import ListedObject
 from csi.controller.volume_record import FOLDER, VolumeRecord, VolumeRecords
-from csi.node import drain, record_files, warmup
+from csi.errors import event_text
+from csi.node import config, drain, listing, record_files, warmup
+from csi.node.config import MOUNT_RECORDS
 from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.pod_records import PodRecord, PodRecords
+from csi.node.stats import Stats
 from csi.node.warmup import Warmups
 from csi.volume.options import WarmOption
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
+from tests.support.waiting import until
 
 UNKNOWN = {"of_a_newer_driver": "auto"}
 
@@ -191,3 +199,118 @@ def test_a_record_is_listed_though_another_listing_was_made_before_it() -> None:
     records = VolumeRecords()
     found = keys(records, "one", "two", on_get=lambda: keys(records))
     assert found[:2] == ["one", "two"]
+
+
+GOOD: dict[str, Any] = {
+    "writing": {"pending_files": 1, "pending_bytes": 2},
+    "access": {"is_shut": False},
+    "cache": {"used_bytes": 3},
+}
+
+
+def record_of(key: str) -> MountRecord:
+    return MountRecord(key, "volume", f"/mounts/{key}", f"s3://{key}", "me", 1, "", "", 0.0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {**GOOD, "access": None},
+        {**GOOD, "cache": {"used_bytes": "3"}},
+        {**GOOD, "cache": {"used_bytes": 10**400}},
+        {**GOOD, "writing": {"pending_files": 1}},
+        {**GOOD, "writing": {"pending_files": [], "pending_bytes": -1}},
+        {**GOOD, "writing": 7},
+    ],
+)
+def test_a_daemon_without_a_status_keeps_no_other_volume_from_the_list(
+    answer: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    records = MountRecords(tmp_path / MOUNT_RECORDS)
+    for key in ("good", "odd"):
+        records.write(key, record_of(key))
+    table = SimpleNamespace(
+        top=lambda path: SimpleNamespace(device=path.name),
+        of_device=lambda name: [SimpleNamespace(mountpoint=Path(f"/pods/{name}/mount"))],
+    )
+    monkeypatch.setattr(listing, "MountTable", lambda: table)
+    monkeypatch.setattr(listing, "use_runtime_directory", lambda _path: None)
+    monkeypatch.setattr(listing, "_ask", lambda record: answer if record.key == "odd" else GOOD)
+    listing.run(SimpleNamespace(state_dir=tmp_path, json=False))  # type: ignore[arg-type]
+    _, good, odd = capsys.readouterr().out.splitlines()
+    assert good.split() == [
+        "-",
+        "-",
+        "volume",
+        "s3://good",
+        "me",
+        "0.0",
+        "MiB",
+        "1",
+        "(0.0",
+        "MiB)",
+        "ok",
+    ]
+    assert odd.split()[3:] == ["s3://odd", "me", *"--", "does", "not", "report", "its", "status"]
+    listing.run(SimpleNamespace(state_dir=tmp_path, json=True))  # type: ignore[arg-type]
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["pending_files"] for row in rows] == [1, None]
+
+
+@pytest.mark.parametrize("answer", [{}, {"bytes": -1, "files": 0}, {"bytes": 7, "files": 10**30}])
+def test_the_last_usage_counts_where_a_daemon_answers_none(answer: dict[str, Any]) -> None:
+    answers = [{"bytes": 5, "files": 6}, answer]
+    mounts: Any = SimpleNamespace(ask=lambda _record, command: answers.pop(0))
+    stats = Stats(mounts)
+    for _ in range(2):
+        usage = stats.of(record_of("key")).usage
+        assert [each.used for each in usage] == [5, 6]
+
+
+@pytest.mark.parametrize("value", ["x", "ü", "€", "😀"])
+def test_an_error_that_quotes_a_huge_value_is_short_and_says_what_is_wrong(value: str) -> None:
+    sentence = f"bucket: {value * 100_000} is no name of a bucket"
+    text = event_text(sentence)
+    assert len(text.encode()) <= 1024
+    assert text.startswith(f"bucket: {value}")
+    assert text.endswith(f"{value} is no name of a bucket")
+    assert event_text(sentence[:200]) == sentence[:200]
+
+
+def test_a_second_driver_of_a_node_waits_for_the_end_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = os.open(tmp_path / config.LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    second = threading.Thread(target=config.be_the_only_driver, args=(tmp_path,), daemon=True)
+    second.start()
+    until(lambda: "another driver serves this node" in caplog.text)
+    assert second.is_alive()
+    os.close(first)
+    second.join(30)
+    assert not second.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        ("--memory-limit=64MiB", "'64MiB' is too small; the least is 112MiB"),
+        ("--cache-size=50G", "'50G' is ambiguous; write 50GiB (units of 1024)"),
+        ("--max-connections=0", "'0' is not a whole number from 1 to 1024"),
+        ("--max-connections=5000", "'5000' is not a whole number from 1 to 1024"),
+        ("--min-free=a fifth", "'a fifth' is not"),
+        ("--metrics=9811", "'9811' is not like 127.0.0.1:9811"),
+    ],
+)
+def test_a_limit_that_no_mount_could_have_is_refused_at_the_start_with_what_is_wrong(
+    flag: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["node", "--endpoint", "unix:///csi.sock", "--node-id", "node-1", flag]
+    with pytest.raises(SystemExit) as ended:
+        main.make_parser().parse_args(line)
+    assert ended.value.code == 2
+    assert f"{flag.partition('=')[0]}: {sentence}" in capsys.readouterr().err

@@ -247,14 +247,6 @@ async def test_a_truncation_keeps_the_mode_that_an_earlier_process_knew(
     assert mount.store.objects["file"].data == b"con"
 
 
-async def test_a_link_is_read_that_an_earlier_process_knew(mount: MortalMount) -> None:
-    async with mount.serving() as process:
-        await process.symlink("link", b"target")
-        nodeid = (await process.node("link")).nodeid
-    async with mount.serving() as process:
-        assert await process.operations.readlink(nodeid) == b"target"
-
-
 @pytest.mark.parametrize("size", [4095, 4096])
 async def test_what_is_too_long_for_a_target_is_not_read(mount: MortalMount, size: int) -> None:
     """An object of any size may say that it is a link, and would be read into memory."""

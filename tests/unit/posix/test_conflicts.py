@@ -1,4 +1,4 @@
-"""Contents that are kept beside another client's object."""
+"""Contents that are kept apart, uploads that wait for closes, and tasks that end by themselves."""
 
 import errno
 import os
@@ -8,7 +8,10 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
+import trio
+import trio.lowlevel
 
+from fusefs.posix.namespace.uncancelled import UncancelledRunner
 from fusefs.store.errors import ExistsError
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
@@ -85,3 +88,57 @@ async def test_what_is_not_uploaded_yet_is_renamed_over_no_other_nodes_file(
         await process.rename("tmp", "other", flags=1)
         assert mount.store.contents() == {"file": b"theirs", "other": b"ours"}
         assert not staged.is_dirty
+
+
+def never() -> None:
+    raise AssertionError("somebody waited")
+
+
+async def test_what_no_task_waits_for_any_more_is_done_to_its_end() -> None:
+    gate = trio.Event()
+    done: list[str] = []
+
+    async def work() -> str:
+        await gate.wait()
+        done.append("worked")
+        return "result"
+
+    async with trio.open_nursery() as nursery:
+        with trio.move_on_after(0) as scope:
+            apart = UncancelledRunner(nursery, lambda: done.append("unseen"))
+            await apart.run(work(), unwanted=done.append)
+        assert scope.cancelled_caught
+        assert done == []
+        gate.set()
+    assert done == ["worked", "unseen", "result"]
+
+
+async def test_a_failure_that_no_task_waits_for_ends_nothing_else() -> None:
+    gate = trio.Event()
+    unseen: list[int] = []
+
+    async def work() -> None:
+        await gate.wait()
+        raise OSError(errno.EIO, "broken")
+
+    async with trio.open_nursery() as nursery:
+        with trio.move_on_after(0):
+            await UncancelledRunner(nursery, lambda: unseen.append(1)).run(work())
+        gate.set()
+    assert unseen == [1]
+
+
+async def test_a_fault_ends_who_waits_for_it_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail() -> None:
+        await trio.lowlevel.checkpoint()
+        raise ZeroDivisionError
+
+    async with trio.open_nursery() as nursery:
+        apart = UncancelledRunner(nursery, lambda: None)
+        with pytest.raises(ZeroDivisionError):
+            await apart.run(fail())
+        with trio.move_on_after(0):
+            await apart.run(fail())
+    assert "ZeroDivisionError" in caplog.text

@@ -101,22 +101,6 @@ async def test_a_prefetch_that_a_reader_has_joined_goes_as_a_demand(nursery: tri
     nursery.cancel_scope.cancel()
 
 
-async def test_a_prefetch_that_its_reader_has_left_goes_as_a_prefetch(
-    nursery: trio.Nursery,
-) -> None:
-    priority = Priority.DEMAND
-    holders = Holders(ConnectionBudget(1), nursery)
-    await holders.start("running", demand)
-    await holders.start("left", lambda: priority)
-    await holders.start("demand", demand)
-    priority = Priority.PREFETCH
-    await holders.end("running")
-    assert holders.holding == ["demand"]
-    await holders.end("demand")
-    assert holders.holding == ["left"]
-    nursery.cancel_scope.cancel()
-
-
 async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nursery) -> None:
     holders = Holders(ConnectionBudget(8), nursery)
     for number in range(8):
@@ -183,14 +167,6 @@ async def test_a_store_that_refuses_everything_is_soon_sent_little(
     # One at a time after a second; 64 at a time are 2,133 requests a second.
     assert sum(at - began < 1.0 for at in sent) < 400
     assert sum(at - began >= 1.0 for at in sent) <= 40
-
-
-def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
-    budget = ConnectionBudget(16, clock=lambda: clock[0])
-    budget.note_throttled()
-    for _ in range(9):
-        budget.note_success()
-    assert budget.allowed == 9
 
 
 async def test_who_waits_goes_on_when_more_are_allowed(

@@ -268,20 +268,6 @@ def test_long_runs_with_equal_steps_share_the_width_as_parts_do(run: int) -> Non
     assert run <= most <= WINDOW + max(run, WINDOW)
 
 
-def test_a_share_that_gets_smaller_brings_no_more_steps() -> None:
-    readahead, downloader = readahead_of(1 << 40)
-    step = 50 * MIB
-    for number in range(20):
-        readahead.reads(number * step, number * step + MIB)
-    others = [Readahead(downloader, downloader.file) for _ in range(7)]  # type: ignore[arg-type]
-    for other in others:
-        downloader.path.share(other)
-    before = len(downloader.ranges)
-    for number in range(20, 40):
-        readahead.reads(number * step, number * step + MIB)
-    assert len(downloader.ranges) < before + 40
-
-
 async def test_a_file_that_is_read_all_over_is_fetched_whole(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=1 << 30) as parts:
         big = version("big", 40 * MIB + 5)
@@ -384,18 +370,6 @@ async def test_little_is_fetched_of_the_next_file_before_a_guess_was_right(tmp_p
         next_files.go_on("d/", small[1], 2 * PART)
         await parts.quiet()
         assert (files[2].key, PART, 2 * PART) in parts.bucket.requested
-        next_files.close()
-
-
-async def test_a_shard_that_is_open_is_passed_over(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(5)
-        read = parts.cache.pin(files[1].version)
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        next_files.go_on("d/", files[0], PART)
-        await parts.quiet()
-        assert requested_keys(parts) == {files[2].key}
-        parts.cache.unpin(read)
         next_files.close()
 
 

@@ -350,21 +350,6 @@ async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: P
     pytest.fail("it was never done")
 
 
-async def test_a_record_of_another_bucket_is_left_alone(mount: MortalMount) -> None:
-    fill(mount.store, "old/")
-    record = mount.directory / "renames" / "1.json"
-    record.parent.mkdir()
-    text = (
-        '{"format": 2, "mount": "1", "until_ns": null, "is_switching": false,'
-        ' "source": "other", "old": "old/", "new": "new/", "phase": "copying",'
-        ' "has_replaced": false}'
-    )
-    record.write_text(text)
-    async with mount.serving() as process:
-        assert process.changes.describe_renames() == []
-    assert record.read_text() == text
-
-
 def die_at(store: MemoryStore, point: int) -> None:
     """Have the process killed at some point: before its first request, after it, and so on."""
     left = point

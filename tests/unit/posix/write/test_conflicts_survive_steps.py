@@ -21,7 +21,7 @@ from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 
 PART = 16 << 10
-MOST_POINTS = 200
+MOST_STEPS = 200
 SMALL, LARGE = b"old\n" * 10, b"old\n" * PART
 APPENDED, EDITED, THEIRS = b"ours\n", b"OURS", b"theirs\n"
 
@@ -70,7 +70,7 @@ async def uploaded(process: Process) -> None:
 async def test_nothing_of_both_nodes_is_lost_wherever_the_process_dies(
     tmp_path: Path, fate: Fate, old: bytes, change: Any, is_same_mount: bool
 ) -> None:
-    for point in range(MOST_POINTS):
+    for point in range(MOST_STEPS):
         mount = MortalMount(tmp_path / str(point))
         store = mount.store = UploadingStore(PART)
         store.put("file", old)
