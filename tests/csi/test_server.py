@@ -90,9 +90,6 @@ def fail_with(error: Exception) -> Callable[[], None]:
     return act
 
 
-# Identity
-
-
 def test_the_driver_says_who_it_is_and_what_it_has(served: tuple[StandIn, Driver]) -> None:
     identity = served[1].identity
     info = identity.GetPluginInfo(csi_pb2.GetPluginInfoRequest())
@@ -102,9 +99,6 @@ def test_the_driver_says_who_it_is_and_what_it_has(served: tuple[StandIn, Driver
     assert service.service.type == csi_pb2.PluginCapability.Service.CONTROLLER_SERVICE
     assert expansion.volume_expansion.type == csi_pb2.PluginCapability.VolumeExpansion.ONLINE
     assert not identity.Probe(csi_pb2.ProbeRequest()).HasField("ready")
-
-
-# Codes
 
 
 @pytest.mark.parametrize(
@@ -156,9 +150,6 @@ def test_a_key_makes_no_line_of_the_drivers_log() -> None:
     assert shown.endswith(r"INFO csi.x: retained: a\x0aERROR forged\x1b[2J" + "\n")
 
 
-# The log
-
-
 def test_a_log_shows_no_secret_and_no_token(
     served: tuple[StandIn, Driver], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,9 +181,6 @@ def test_a_caller_cannot_write_lines_of_its_own(
     refusal(driver.node.NodePublishVolume, PUBLISH(volume_id="v\nERROR forged"))
     assert not any(line.startswith("ERROR forged") for line in caplog.text.splitlines())
     assert "NodePublishVolume v?ERROR forged INVALID_ARGUMENT" in caplog.text
-
-
-# One call for a volume, and room for a probe
 
 
 class Waiting:
@@ -229,9 +217,6 @@ def test_a_probe_is_answered_while_all_calls_wait(served: tuple[StandIn, Driver]
         call.result()
 
 
-# The socket
-
-
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A directory with a short path."""
@@ -263,9 +248,6 @@ def test_what_is_no_socket_is_never_removed(short: Path) -> None:
     with pytest.raises(OSError, match="csi"):
         Server(f"unix://{path}", [IdentityService()]).start()
     assert path.read_text() == "precious"
-
-
-# The command
 
 
 def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:

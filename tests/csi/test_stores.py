@@ -32,9 +32,6 @@ def stores() -> Stores:
     return Stores({"aws": StoreSettings("aws"), **{store.name: store for store in made}})
 
 
-# The file
-
-
 def test_a_stores_sts_gets_no_token_that_aws_would_take(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,9 +140,6 @@ def test_a_name_that_stands_for_such_an_address_is_refused_when_it_is_looked_up(
         StoreSettings("x", **urls).check_address()
 
 
-# The choice
-
-
 @pytest.mark.parametrize(
     ("attributes", "name"),
     [
@@ -183,9 +177,6 @@ def test_a_volume_names_its_store(stores: Stores, attributes: dict[str, str], na
 def test_no_other_address_can_be_chosen(stores: Stores, attributes: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"store|endpoint"):
         stores.choose(attributes)
-
-
-# Where requests go
 
 
 @pytest.fixture
@@ -250,9 +241,6 @@ def test_an_empty_answer_to_deletes_is_no_success(bucket: servers.Bucket, faulty
     faulty.clear()
 
 
-# Keys
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -280,9 +268,6 @@ def test_a_secret_without_keys_is_refused_without_showing_it(secret: dict[str, s
     with pytest.raises(InvalidArgumentError) as caught:
         keys_from(secret)
     assert "hidden" not in str(caught.value)
-
-
-# Prefixes and ids
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,6 @@ def _no_faults(faulty: FaultyS3) -> Iterator[None]:
     faulty.clear()
 
 
-# Reading
-
-
 def test_a_walk_finds_the_buckets_keys_with_their_inode_numbers(mount: Mount) -> None:
     root = mount.path / "d"
     found = {str(path.relative_to(mount.path)) for path in root.rglob("*") if path.is_file()}
@@ -177,9 +174,6 @@ def test_a_killed_reader_waits_for_the_server(mount: Mount, faulty: FaultyS3) ->
     assert reader.wait(timeout=PATIENCE_S) == -signal.SIGKILL
 
 
-# Writing
-
-
 @pytest.mark.parametrize("size", [0, 1, 100_000, 9 * MIB])
 def test_a_closed_file_is_in_the_bucket(mount: Mount, shared: Bucket, size: int) -> None:
     path = mount.path / f"new-{size}"
@@ -206,10 +200,6 @@ def test_a_file_is_synced_edited_appended_to_and_cut(mount: Mount, shared: Bucke
     assert stored(shared, "log") == path.read_bytes() == b"ONEt"
 
 
-@states(
-    "`fallocate` extends, punches and zeroes; under pyfuse3 it is EOPNOTSUPP beyond extending, "
-    "and in a large object that is edited zeros are written."
-)
 def test_space_is_allocated_by_writing_zeros_and_nothing_is_punched(
     mount: Mount, shared: Bucket
 ) -> None:
@@ -242,9 +232,6 @@ def test_a_lock_keeps_other_processes_out(mount: Mount) -> None:
         fcntl.flock(mine, fcntl.LOCK_EX)
         assert "BlockingIOError" in python(LOCKER, path).communicate()[1]
     assert python(LOCKER, path).communicate()[1] == ""
-
-
-# Names
 
 
 def test_directories_are_made_filled_renamed_and_removed(mount: Mount, shared: Bucket) -> None:
@@ -347,9 +334,6 @@ def test_what_cannot_be_done_is_reported(
 ) -> None:
     with pytest.raises(OSError, match=os.strerror(number)):
         call(mount.path / "d")
-
-
-# The mount's end
 
 
 @states("A mount of the pyfuse3 session ends with its daemon.")

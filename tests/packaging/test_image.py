@@ -198,9 +198,6 @@ def pinned() -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-# --- both architectures -----------------------------------------------------------
-
-
 def test_the_bake_file_builds_both_with_attestations() -> None:
     found: Any = hcl2.loads((PROJECT / "image/docker-bake.hcl").read_text())
 
@@ -231,9 +228,6 @@ def test_the_bake_file_builds_both_with_attestations() -> None:
 
 def last_stage() -> Any:
     return stages((PROJECT / "Dockerfile").read_text())[-1]
-
-
-# --- labels and versions ----------------------------------------------------------
 
 
 def test_labels_say_what_was_built_and_no_time() -> None:
@@ -267,9 +261,6 @@ def test_everything_names_the_same_version() -> None:
         image.rpartition(":")[2],
     ):
         assert other == __version__
-
-
-# --- the list of packages, and the size -------------------------------------------
 
 
 def test_the_sbom_names_every_pinned_package(tmp_path: Path) -> None:

@@ -93,9 +93,6 @@ def values_of(*files: Path) -> dict[str, Any]:
     return values
 
 
-# --- what it names ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("directory", KUSTOMIZATIONS, ids=lambda path: path.name)
 def test_every_kustomization_is_valid(directory: Path) -> None:
     parser: argparse.ArgumentParser = main.make_parser()
@@ -135,9 +132,6 @@ def own_parameters(storage_class: Object) -> dict[str, str]:
         for name, value in storage_class["parameters"].items()
         if not name.startswith("csi.storage.k8s.io/")
     }
-
-
-# --- EKS and on premises ----------------------------------------------------------
 
 
 def test_the_pods_role_may_what_a_volume_does() -> None:
@@ -223,9 +217,6 @@ def test_a_command_in_a_pod_gets_a_secret_that_is_not_among_its_words(tmp_path: 
     called, *variables = done.stdout.splitlines()
     assert called.startswith("doctor s3://training --endpoint-url https://")
     assert {"AWS_ACCESS_KEY_ID=fusefs-key", "AWS_SECRET_ACCESS_KEY=hidden"} <= {*variables}
-
-
-# --- kind, as it is written -------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -187,9 +187,6 @@ async def test_changed_attributes_whose_answer_was_lost_are_known_again(
         assert (await store.head("file")).token == changed.token
 
 
-# Deletes
-
-
 @pytest.mark.parametrize("adopts", [False, True])
 async def test_a_repeated_delete_removes_nothing_of_anothers(
     bucket: Bucket, faulty: FaultyS3, adopts: bool

@@ -51,9 +51,6 @@ def ceph_bucket(ceph: S3Server) -> Bucket:
     return new_bucket(ceph)
 
 
-# --- with the proxy ---------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("as_owner")
 async def test_a_completion_without_an_etag_is_done_also_where_others_replace_the_object(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
@@ -158,9 +155,6 @@ async def test_a_body_goes_with_its_md5_unless_checksums_are_compared(
     sent = faulty.requests(operation)
     assert len(sent) >= len(KEYS)
     assert all(("content-md5" in request.headers) == (not compares) for request in sent)
-
-
-# --- with the gateway -------------------------------------------------------------
 
 
 @pytest.fixture

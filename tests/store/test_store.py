@@ -13,8 +13,6 @@ from tests.support.store_reading import BODY, ODD_KEY, Collector, download, open
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
 
-# --- what it does ------------------------------------------------------------------
-
 
 async def test_a_range_arrives_as_it_is(shared: Bucket, faulty: FaultyS3) -> None:
     async with opened(shared, faulty) as store:
@@ -105,9 +103,6 @@ async def test_a_public_bucket_gets_requests_without_a_signature(
         for _ in range(2):
             assert [info.key for info in (await store.list_page("")).objects] == ["k"]
         assert not any("authorization" in request.headers for request in faulty.requests())
-
-
-# --- downloads that break -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["body", ODD_KEY])

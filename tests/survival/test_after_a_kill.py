@@ -88,10 +88,6 @@ def test_what_was_not_on_record_is_read_again_or_stale(
         assert found == stamped(1, LARGE) or (is_replaced and found is None)
 
 
-@states(
-    "Open files go on with the version that they were opened with, and an open directory goes on"
-    " where it was."
-)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
 def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, share: float) -> None:
     names = [f"object-{number:05d}" for number in range(5000)]
@@ -117,10 +113,6 @@ def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, sh
     assert set(shown) - {"object-00000-new", "object-04998-new"} == {".", "..", *names}
 
 
-@states(
-    "A directory's times are those of the last change that this mount made to its entries,"
-    " else what was set, else the time of the mount, for S3 keeps none."
-)
 def test_a_directory_is_not_younger_under_the_next_daemon(mounter: Mounter, bucket: Bucket) -> None:
     for name in ("d", "e"):
         bucket.put(f"{name}/file", b"")

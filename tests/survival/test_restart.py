@@ -20,7 +20,6 @@ from fusefs.launch import registry
 from fusefs.linux import mountinfo
 from tests.support.machine.disks import fill, small_disk
 from tests.support.mounting import LIMIT_S, Mount, Mounter
-from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.waiting import until
 
@@ -136,9 +135,6 @@ def test_two_mounts_share_a_cache(bucket: Bucket, mounter: Mounter) -> None:
     check_all(both[0], objects)
 
 
-# Disks
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """The cache of `mounter`, on a small tmpfs; tests name it before, so that it goes after."""
@@ -198,7 +194,6 @@ def test_the_floor_of_free_space_holds(bucket: Bucket, disk: Path, mounter: Moun
     assert one.status()["cache"]["evicted_files"] > 0
 
 
-@states("A cache directory that can't take more is read past: programs see no error.")
 def test_a_disk_that_is_full_degrades_to_reading_without_a_cache(
     bucket: Bucket, disk: Path, mounter: Mounter
 ) -> None:

@@ -33,9 +33,6 @@ def deletion(volume_id: str, secret: dict[str, str]) -> csi_pb2.DeleteVolumeRequ
     return csi_pb2.DeleteVolumeRequest(volume_id=volume_id, secrets=secret)
 
 
-# --- a customer's key ---------------------------------------------------------------
-
-
 def test_a_record_is_encrypted_with_the_key_of_the_secret(driver: Driver, bucket: Bucket) -> None:
     message = with_secret(request(bucket.name, onDelete="delete"), WITH_KEY)
     volume = driver.controller.CreateVolume(message, timeout=PATIENCE_S).volume
@@ -79,9 +76,6 @@ def test_no_key_is_refused_and_none_is_shown(driver: Driver, bucket: Bucket) -> 
     assert set(keys(bucket)) == set()
 
 
-# --- who pays -----------------------------------------------------------------------
-
-
 @pytest.fixture
 def paid(faulty: FaultyS3) -> FaultyS3:
     """Refuses all whose sender does not agree to pay."""
@@ -101,9 +95,6 @@ def test_requests_are_paid_for_where_the_class_says_so(
     payers = {each.headers.get("x-amz-request-payer") for each in paid.requests()[-8:]}
     assert payers <= {None, "requester"}
     assert "requester" in payers
-
-
-# --- an access point ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,6 @@ def with_role(data: Bucket) -> dict[str, str]:
     return {"store": "door", "bucket": data.name, "prefix": "a", "roleArn": ROLE, **POD}
 
 
-# --- the pod's own token ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", ["secrets", "context"])
 def test_a_pods_token_is_exchanged_and_never_shown(
     node: Node, data: Bucket, sts: FakeSts, place: str
@@ -116,9 +113,6 @@ def test_reads_wait_while_keys_are_renewed_with_the_latest_token(
     assert (target / "hello").read_bytes() == b"hello"
     assert sts.exchanged[-1][2] == latest
     node.unpublish("role", target)
-
-
-# --- two identities -----------------------------------------------------------------
 
 
 # Tells what of its arguments it could read or connect to.

@@ -123,9 +123,6 @@ def test_all_mounts_of_one_volume_have_their_turn() -> None:
     assert mounts.most_at_work == 1
 
 
-# --- with real mounts -----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def node(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
     stores = {"main": s3.endpoint_url, "faulty": faulty.endpoint_url}

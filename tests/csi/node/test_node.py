@@ -22,9 +22,6 @@ Code = grpc.StatusCode
 BLOCK = csi_pb2.VolumeCapability(block={}, access_mode={"mode": Mode.SINGLE_NODE_WRITER})
 
 
-# --- the life of a volume -----------------------------------------------------------
-
-
 def test_a_volume_is_read_and_written_and_leaves_nothing(node: Node, data: Bucket) -> None:
     target = node.target("pod")
     node.publish("static", target, bucket=data.name, prefix="a")
@@ -79,9 +76,6 @@ def test_files_belong_to_the_pods_group(node: Node, data: Bucket) -> None:
     found = (target / "hello").stat()
     assert (found.st_gid, found.st_mode & 0o777) == (2345, 0o664)
     node.unpublish("grouped", target)
-
-
-# --- publishing again ---------------------------------------------------------------
 
 
 def test_publishing_again_brings_fresh_keys_and_asks_neither_bucket_nor_mount(
@@ -153,9 +147,6 @@ def test_a_dead_mount_is_unpublished(node: Node, data: Bucket) -> None:
     node.publish("dead", target, bucket=data.name)
     node.kill_all()
     node.unpublish("dead", target)
-
-
-# --- what is refused ----------------------------------------------------------------
 
 
 def test_wrong_keys_are_reported_where_the_pods_events_show_it(node: Node, data: Bucket) -> None:
@@ -284,9 +275,6 @@ def test_nothing_is_published_where_no_volume_can_be(node: Node, path: str) -> N
         node.unpublish("volume", path)
     with refused(Code.NOT_FOUND, "volume_path"):
         node.stats("volume", path)
-
-
-# --- statistics and capabilities ----------------------------------------------------
 
 
 def test_a_volumes_numbers_come_from_its_daemon_or_are_the_last_ones(

@@ -94,9 +94,6 @@ def read_cold(node: Node, faulty: FaultyS3, target: Any) -> None:
     faulty.remove(rule)
 
 
-# --- which attributes are allowed ---------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "paths"),
     [
@@ -133,9 +130,6 @@ def test_paths_are_relative_to_the_volume(text: str, paths: tuple[str, ...]) -> 
 def test_what_cannot_be_warmed_is_refused_by_name(attributes: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{list(attributes)[-1]}: "):
         read_options(attributes, (), is_inline=False)
-
-
-# --- before the pod starts ----------------------------------------------------------
 
 
 def test_a_pod_starts_when_its_volume_is_warm(
@@ -198,16 +192,6 @@ def test_a_restarted_driver_goes_on_counting_and_keeps_the_mount(
     node.unpublish("restarted", target)
 
 
-def test_a_pod_that_gives_up_waiting_leaves_nothing(
-    node: Node, volume: dict[str, str], faulty: FaultyS3
-) -> None:
-    target = node.target("pod")
-    faulty.add("GET", stall=True)
-    publish_until("warming", node, "left", target, warm="set", warmBeforePublish="true", **volume)
-    until_final(node.unpublish, "left", target)
-    until(lambda: not node.leftovers(), "nothing is left")
-
-
 def test_what_is_not_there_does_not_keep_a_pod_from_starting(
     node: Node, volume: dict[str, str]
 ) -> None:
@@ -215,9 +199,6 @@ def test_what_is_not_there_does_not_keep_a_pod_from_starting(
     node.publish("missing", target, warm="no-such", warmBeforePublish="true", **volume)
     assert "no such file or directory" in job(node)["why"]
     node.unpublish("missing", target)
-
-
-# --- a part for each pod -------------------------------------------------------------
 
 
 def parts_of(count: int) -> list[set[str]]:
@@ -294,9 +275,6 @@ def test_a_pod_without_a_number_starts_and_has_nothing_fetched(
     assert "no part is fetched" in node.log.read_text()
     assert "\nforged" not in node.log.read_text()
     node.unpublish("whole", target)
-
-
-# --- beside the pod -----------------------------------------------------------------
 
 
 def test_without_waiting_a_pod_starts_at_once_and_its_volume_is_warmed(

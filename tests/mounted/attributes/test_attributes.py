@@ -88,9 +88,6 @@ def path(mount: Mount, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-# --- as other programs write them -----------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "mode", "owner", "mtime_ns"),
     [
@@ -190,9 +187,6 @@ def test_other_metadata_stays_when_attributes_change_and_goes_with_the_content(
         file.write(b"more")
     assert stored(shared, "foreign") == b"xmore"
     assert "md5chksum" not in metadata(shared, "foreign")
-
-
-# --- setting them ----------------------------------------------------------------
 
 
 @states("Set-id bits are never kept, whoever sets them.")

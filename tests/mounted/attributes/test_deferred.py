@@ -31,9 +31,6 @@ TIME_NS = 10**18 + 7
 MODE = str(stat.S_IFREG | 0o600)
 
 
-# --- a process that may die ----------------------------------------------------------
-
-
 @pytest.fixture
 def mount(tmp_path: Path) -> MortalMount:
     made = MortalMount(tmp_path)
@@ -530,8 +527,6 @@ async def test_a_mount_of_another_prefix_leaves_them_to_one_of_theirs(mount: Mor
 def is_full(_log: AttributeLog, _line: bytes) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-
-# --- mounted -------------------------------------------------------------------------
 
 root = pytest.mark.root
 

@@ -86,9 +86,6 @@ def test_the_object_keeps_them_as_s3fs_does(mount: Mount, path: Path, shared: Bu
     assert json.loads(unquote(kept)) == {"user.größe": base64.b64encode(b"\xff\xfb\xf0").decode()}
 
 
-@states(
-    "Extended attributes `user.*` are kept in the object's metadata (`xattr`), as s3fs writes them."
-)
 def test_what_s3fs_has_written_is_read(mount: Mount) -> None:
     assert own(mount.path / "s3fs") == {
         "user.bin": bytes(range(40)) + b"\xff\xfb\xf0",

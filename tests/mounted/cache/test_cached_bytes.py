@@ -74,16 +74,6 @@ def test_a_flipped_byte_is_not_read_after_the_next_start(bucket: Bucket, mounter
     assert "fetched again" in made.log.read_text()
 
 
-def test_what_did_not_change_is_not_fetched_again(bucket: Bucket, mounter: Mounter) -> None:
-    bucket.put("small", SMALL)
-    made = mounter()
-    assert (made.path / "small").read_bytes() == SMALL
-    made.end()
-    made.start()
-    assert (made.path / "small").read_bytes() == SMALL
-    assert made.status()["s3"]["gets"] == 0
-
-
 @pytest.mark.parametrize("size", [50_000, 20 * MIB + 77])
 def test_a_flipped_byte_does_not_reach_the_bucket_through_an_edit(
     bucket: Bucket, mounter: Mounter, size: int

@@ -202,8 +202,6 @@ def test_a_name_that_no_file_can_have_is_damage(tmp_path: Path) -> None:
     table.close()
 
 
-# --- with mounts -----------------------------------------------------------------------------
-
 OBJECTS = {f"o{number}": random.Random(number).randbytes(300_000 + number) for number in range(6)}
 
 

@@ -80,19 +80,6 @@ def test_a_warmed_directory_is_read_without_the_bucket(here: Mount, faulty: Faul
         assert read_all(here.path / key) == data
 
 
-def test_a_large_file_is_fetched_in_parts_and_then_passed_through(
-    kept: Mount, faulty: FaultyS3
-) -> None:
-    assert warm(kept.path / "large", "--wait").returncode == 0
-    assert len(faulty.requests("GET", "large")) == 3
-    with open(kept.path / "large", "rb") as file:
-        requests = kept.status()["requests"]["total"]
-        assert file.read() == LARGE
-        # None of them a read.
-        assert kept.status()["requests"]["total"] - requests < 10
-    assert fetched(kept) == len(LARGE)
-
-
 @states("Warming passes over what is in the cache.")
 def test_what_is_in_the_cache_is_passed_over(here: Mount) -> None:
     assert warm(here.path / "tree/d0", "--wait").returncode == 0
@@ -165,14 +152,6 @@ def test_a_job_that_is_cancelled_fetches_no_more(here: Mount, faulty: FaultyS3) 
     assert here.status()["requests"]["downloads"] == 0
     result = warm("--cancel", here.path)
     assert "is not being warmed" in result.stderr
-
-
-def test_a_job_that_was_just_cancelled_can_be_started_again(here: Mount, faulty: FaultyS3) -> None:
-    stalled = faulty.add("GET", stall=True)
-    assert warm(here.path / "tree").returncode == 0
-    assert warm("--cancel", here.path / "tree").returncode == 0
-    faulty.remove(stalled)
-    assert warm("--wait", here.path / "tree").returncode == 0
 
 
 def test_interrupting_who_waits_leaves_it_going_on(here: Mount, faulty: FaultyS3) -> None:

@@ -99,9 +99,6 @@ def attempts(shared: Bucket, tmp_path: Path) -> Iterator[Attempts]:
         fusefs("umount", "--force", made.mountpoint, check=False)
 
 
-# --- the bucket -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "keys", "part"),
     [
@@ -196,9 +193,6 @@ def test_a_command_line_that_cannot_be_read(
     assert (source or options[0]) in attempts.refused(*options, source=source)
 
 
-# --- the mountpoint -------------------------------------------------------------------
-
-
 def test_a_mountpoint_that_is_not_an_empty_directory(attempts: Attempts) -> None:
     (attempts.mountpoint / "file").write_text("")
     assert "is not empty" in attempts.refused()
@@ -222,9 +216,6 @@ def test_a_directory_inside_a_mount(attempts: Attempts, mounter: Mounter, by_lin
     assert attempts.refused("--cache-dir", inside) == f"--cache-dir: {inside} {why_not}"
     attempts.environment["FUSEFS_RUNTIME_DIRECTORY"] = str(inside)
     assert attempts.refused() == f"FUSEFS_RUNTIME_DIRECTORY: {inside} {why_not}"
-
-
-# --- the cache directory ------------------------------------------------------------------
 
 
 def test_a_cache_directory_that_is_none(attempts: Attempts) -> None:
@@ -260,9 +251,6 @@ def test_a_cache_that_cannot_be_used(attempts: Attempts, spoil: Callable[[Path],
     line = attempts.refused()
     assert str(attempts.cache) in line
     assert why in line
-
-
-# --- the machine -----------------------------------------------------------------------------
 
 
 def _in_namespace(command: str) -> tuple[str, ...]:

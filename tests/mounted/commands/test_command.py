@@ -51,9 +51,6 @@ def reading(path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate(timeout=LIMIT_S)
 
 
-# The ends of a mount
-
-
 @pytest.mark.parametrize(
     "end",
     [
@@ -221,9 +218,6 @@ def test_a_mount_in_the_foreground_outlives_its_keeper(bucket: Bucket, tmp_path:
         end_with(signal.SIGTERM, process, path)
 
 
-# What status and log show
-
-
 def test_status_and_log_tell_what_waits_while_the_bucket_does_not_answer(
     bucket: Bucket, mounter: Mounter, gate: Gate
 ) -> None:
@@ -282,22 +276,6 @@ def test_status_counts_what_was_read_and_tells_about_the_daemon(
     registration = registry.registration_of(one.path)
     assert registration.directory.stat().st_mode & 0o777 == 0o700
     assert registration.socket.stat().st_mode & 0o777 == 0o600
-
-
-def test_status_lists_all_mounts(mounter: Mounter) -> None:
-    several = [mounter(cache=f"cache{number}") for number in range(2)]
-
-    def listed() -> dict[str, int]:
-        statuses = json.loads(fusefs("status", "--json").stdout)
-        # Other tests of this machine have mounts as well, which may just be ending.
-        return {one["mountpoint"]: one["daemon"]["pid"] for one in statuses if "daemon" in one}
-
-    assert listed().items() >= {str(one.path): one.pid for one in several}.items()
-    text = fusefs("status").stdout
-    assert all(str(one.path) in text for one in several)
-    several[0].end()
-    assert str(several[0].path) not in listed()
-    assert str(several[1].path) in listed()
 
 
 def test_status_of_a_stopped_daemon_says_so(mounter: Mounter) -> None:

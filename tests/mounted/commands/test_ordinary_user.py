@@ -123,7 +123,6 @@ def test_root_may_not_use_an_ordinary_users_mount(
     assert result.stderr.count("Permission denied") == 3, result.stderr
 
 
-@states("Only the user who mounted may use the mount, not even root, unless `--allow-other`.")
 def test_root_may_use_a_mount_that_allows_other_users(
     mounted_by_nobody: Runner, bucket: Bucket
 ) -> None:

@@ -61,7 +61,6 @@ def test_a_change_is_seen_when_the_ttl_has_passed(mounter: Mounter, bucket: Buck
     assert (root / "changes").stat().st_size == 5
 
 
-@states("A change in the bucket is seen when `--metadata-ttl` has passed, at the latest.")
 def test_listing_a_directory_again_renews_no_attributes(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("d/file", b"old")
     root = mounter("--metadata-ttl", f"{TTL_S}s").path / "d"

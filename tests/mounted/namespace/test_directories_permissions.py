@@ -42,7 +42,6 @@ needs_root = pytest.mark.skipif(
 
 
 @needs_root
-@states("Only the user who mounted may use the mount, not even root, unless `--allow-other`.")
 def test_another_user_is_refused(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("file", b"secret")
     here = mounter("--file-mode", "0666", "--dir-mode", "0777")
@@ -112,7 +111,6 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@states("On a read-only mount every change is refused with EROFS.")
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_erofs(tree: Mount, change: str) -> None:
     with pytest.raises(OSError, match="Read-only file system") as caught:
@@ -133,7 +131,6 @@ def flags_of(path: Path) -> set[str]:
     return set(next(fields[5] for fields in lines if fields[4] == str(path)).split(","))
 
 
-@states("The mount is `nosuid` and `nodev`, and `ro` if it is made with `--read-only`.")
 def test_the_mount_has_the_flags_that_keep_it_harmless(tree: Mount) -> None:
     assert {"ro", "nosuid", "nodev"} <= flags_of(tree.path)
 

@@ -84,10 +84,6 @@ def test_two_listings_at_once_and_one_that_is_left_are_complete(mount: Mount) ->
     assert found == [NAMES, NAMES]
 
 
-@states(
-    "`telldir` and `seekdir` go back to any place in an open directory; if somebody else has"
-    " removed the entry there, up to a page of names is shown again."
-)
 def test_any_place_of_a_large_directory_is_found_again(mount: Mount) -> None:
     with DirectoryStream(mount.path / "flat") as stream:
         places = []

@@ -145,10 +145,6 @@ def test_a_directory_is_renamed_while_daemons_are_killed(
     assert len(made) < 1.8 * len(expected), "what was copied was copied again"
 
 
-@states(
-    "The rename of a directory that a daemon or a machine died over is finished; at every "
-    "moment each file is there under its old name or its new one."
-)
 def test_the_next_mount_finishes_a_rename(
     mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
 ) -> None:

@@ -13,9 +13,6 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.fuse.passthrough import PassthroughFiles
-from tests.support.mounting import Mounter
-from tests.support.servers.buckets import Bucket
-from tests.support.sharing import stamped
 
 
 class CountingRegistrar:
@@ -150,21 +147,3 @@ async def test_a_mount_that_is_taken_over_on_a_full_disk_keeps_passthrough(
     monkeypatch.setattr(tempfile, "TemporaryFile", is_full)
     await ids.turn_on(True, tmp_path)
     assert ids.is_on == has_ids
-
-
-def test_many_handles_of_many_files_share_their_backing_ids(
-    passthrough: Mounter, bucket: Bucket
-) -> None:
-    for n in range(40):
-        bucket.put(f"d/f{n:02d}", stamped(n, 9_000))
-    mount = passthrough()
-    directory = mount.path / "d"
-    for _ in range(3):
-        fds = [os.open(directory / f"f{n // 2:02d}", os.O_RDONLY) for n in range(80)]
-        try:
-            for index, fd in enumerate(fds):
-                assert os.pread(fd, 9_000, 0) == stamped(index // 2, 9_000)
-        finally:
-            for fd in fds:
-                os.close(fd)
-    assert "refused" not in mount.log.read_text()

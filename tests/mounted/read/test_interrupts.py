@@ -18,7 +18,6 @@ from fusefs.linux import callers
 from fusefs.linux.callers import EXITS, IS_KILLED, LIVES, UNKNOWN, WAS_KILLED
 from fusefs.posix.types import Caller
 from tests.support.machine.ordinary_user import NOBODY, public_python
-from tests.support.semantics import states
 from tests.support.survival.keeping import STANDIN, Kept, needs_fuse, needs_root
 
 PID = 4321
@@ -95,10 +94,6 @@ async def test_who_is_killed_after_another_signal_is_noticed(autojump_clock: Moc
         nursery.cancel_scope.cancel()
 
 
-@states(
-    "Where the mount cannot see whose a call is (its PID namespace has no number for the"
-    " process), a signal ends the call after another second, a close or an fsync after 30 s."
-)
 @pytest.mark.parametrize(
     ("opcode", "after_s"),
     [
@@ -144,9 +139,6 @@ async def test_a_request_that_was_answered_is_looked_at_no_more(autojump_clock: 
         await trio.sleep(100)
         assert not request.scope.cancel_called
         nursery.cancel_scope.cancel()
-
-
-# Who looks
 
 
 def ended_child(how: str) -> int:

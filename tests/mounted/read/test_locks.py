@@ -70,10 +70,6 @@ def test_a_flock_keeps_other_processes_out(steady: Path, *, is_whole: bool) -> N
         assert as_another_sees(path)[0] == "free"
 
 
-@states(
-    "`flock` locks hold between the programs of one machine, among handles of one version that"
-    " were all opened before it was whole in the cache, or all after."
-)
 def test_a_flock_of_a_handle_from_before_the_fetch_does_not_hold_for_later_ones(
     passthrough: Mounter, bucket: Bucket
 ) -> None:
@@ -86,10 +82,6 @@ def test_a_flock_of_a_handle_from_before_the_fetch_does_not_hold_for_later_ones(
         assert as_another_sees(path)[0] == "free"
 
 
-@states(
-    "`flock` locks hold between the programs of one machine, among handles of one version that"
-    " were all opened before it was whole in the cache, or all after."
-)
 def test_a_flock_of_one_version_does_not_hold_for_another(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("file", stamped(1, SMALL))
     path = mounter("--metadata-ttl", "0s").path / "file"
@@ -172,10 +164,6 @@ def test_signals_that_a_program_handles_do_not_fail_its_calls(
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@states(
-    "A signal that a program handles fails none of its calls with EINTR;"
-    " a process that is being killed does not wait for the bucket."
-)
 def test_a_killed_reader_does_not_wait_for_a_server_that_is_silent(
     mounter: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:

@@ -131,9 +131,6 @@ def use_all(mount: Mount, names: list[str]) -> dict[str, Any]:
     return facts if facts["pruned_nodes"] or not facts["can_prune_nodes"] else {}
 
 
-# --- the parts ---------------------------------------------------------------------
-
-
 class OneReader:
     def __init__(self) -> None:
         self.unkept = (0, bytearray())

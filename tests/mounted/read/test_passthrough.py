@@ -212,9 +212,6 @@ def test_a_cache_on_an_overlay_of_several_file_systems_is_read_through_the_daemo
         mount.end()
 
 
-# Without the daemon
-
-
 @states("Reading a passthrough file or its mapping needs no daemon.")
 def test_reads_go_on_while_the_daemon_is_stopped(passthrough: Mounter, bucket: Bucket) -> None:
     data = stamped(1, LARGE)

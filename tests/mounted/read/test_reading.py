@@ -92,9 +92,6 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-# Whole files and parts of them
-
-
 def test_many_readers_of_small_and_large_files_get_the_objects_bytes(world: World) -> None:
     """First, so that everything is still to be fetched."""
     names = [name for name in SIZES if name.startswith(("mixed/", "cold/"))] * 2
@@ -121,10 +118,6 @@ def test_a_file_reads_whole(world: World, name: str) -> None:
     assert (world.path / name).read_bytes() == world.expected(name)
 
 
-@states(
-    "A read returns all bytes that it requests, fewer only at the end of the file, and none"
-    " behind it."
-)
 def test_a_read_across_the_end_returns_what_is_there(world: World) -> None:
     with world.big.open("rb", buffering=0) as file:
         got = os.pread(file.fileno(), 4096, SIZES[BIG] - 100)
@@ -159,9 +152,6 @@ def test_threads_pread_random_ranges_of_one_descriptor(world: World) -> None:
         os.close(fd)
 
 
-# Mappings
-
-
 @states(
     "Mappings, shared and private, show the object's bytes, also after the descriptor has been"
     " closed."
@@ -188,10 +178,6 @@ def test_a_private_mapping_can_be_written_without_touching_the_file(world: World
     assert path.read_bytes() == world.expected("small.bin")
 
 
-@states(
-    "Mappings, shared and private, show the object's bytes, also after the descriptor has been"
-    " closed."
-)
 def test_a_mapping_outlives_its_descriptor_as_in_c(world: World) -> None:
     data = world.expected(BIG)
     with mapped(world.big) as mapping:
@@ -206,9 +192,6 @@ def test_a_mapping_of_a_cold_file_fetches_what_is_touched(world: World) -> None:
     with mapped(world.path / name) as mapping:
         for start in (11 * MIB, 3 * MIB, 0):
             assert mapping.read(start, start + 10_000) == data[start : start + 10_000]
-
-
-# Ways past read(2)
 
 
 def test_splice_out_of_the_mount(world: World) -> None:
@@ -253,20 +236,12 @@ def _direct(path: Path, offset: int, size: int, memory_offset: int = 0) -> bytes
         os.close(fd)
 
 
-@states(
-    "A read returns all bytes that it requests, fewer only at the end of the file, and none"
-    " behind it."
-)
 def test_aligned_direct_reads(world: World) -> None:
     data = world.expected(BIG)
     for offset, size in ((0, 4096), (8 * MIB, MIB), (8192, 3 * MIB)):
         assert _direct(world.big, offset, size) == data[offset : offset + size]
 
 
-@states(
-    "A read returns all bytes that it requests, fewer only at the end of the file, and none"
-    " behind it."
-)
 def test_a_direct_read_across_the_end_returns_what_is_there(world: World) -> None:
     start = SIZES[BIG] // 4096 * 4096
     assert _direct(world.big, start, 8192) == world.expected(BIG)[start:]

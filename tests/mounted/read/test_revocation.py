@@ -133,9 +133,6 @@ async def test_without_the_setting_no_store_is_probed(
     assert one.probe.calls == 0
 
 
-# --- through a mount ------------------------------------------------------------------
-
-
 @pytest.fixture
 def failing(faulty: FaultyS3) -> Iterator[FaultyS3]:
     yield faulty
@@ -202,7 +199,6 @@ def test_an_open_file_stops_and_a_new_daemon_is_not_let_in_either(
     assert here.pid != daemon
 
 
-@states("A denied prefix shuts nothing else, and a new daemon does not start with trust.")
 def test_a_prefix_that_is_denied_shuts_nothing_else(
     bucket: Bucket, failing: FaultyS3, mounter: Callable[..., Mount]
 ) -> None:

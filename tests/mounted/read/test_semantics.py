@@ -20,9 +20,6 @@ MIB = 1 << 20
 DATA = content("file", 100_003)
 
 
-# Attributes
-
-
 @pytest.fixture(scope="module")
 def objects(s3: S3Server) -> Bucket:
     bucket = new_bucket(s3)
@@ -169,9 +166,6 @@ def test_statfs_shows_an_endless_disk(still: Mount) -> None:
     assert shown.f_namemax == 255
 
 
-# Reading
-
-
 @states("A file has no holes: SEEK_DATA finds data anywhere, SEEK_HOLE the end.")
 def test_a_file_has_no_holes_however_little_is_cached(still: Mount) -> None:
     size = 3 * MIB
@@ -181,9 +175,6 @@ def test_a_file_has_no_holes_however_little_is_cached(still: Mount) -> None:
             assert os.lseek(file.fileno(), offset, os.SEEK_HOLE) == size
         with pytest.raises(OSError, match="No such device or address"):
             os.lseek(file.fileno(), size, os.SEEK_DATA)
-
-
-# Errors
 
 
 @contextmanager
@@ -233,9 +224,6 @@ def test_what_s3_answers_becomes_an_errno(s3: S3Server, tmp_path: Path) -> None:
                 del server.objects["d/one"]
             got[refusal] = outcome(path)
         assert got == cases
-
-
-# The cache
 
 
 @states(

@@ -164,10 +164,6 @@ def test_a_version_that_proved_outdated_is_not_valid_until_the_ttl(
     assert read_all(mount.path / "file") == stamped(2, LARGE)
 
 
-@states(
-    "An open by name finds the current version by itself; it fails with ESTALE only if the object"
-    " is replaced twice during that one open."
-)
 def test_an_outdated_listing_does_not_make_an_open_fail(
     make: Callable[..., Place], bucket: Folder
 ) -> None:

@@ -49,7 +49,6 @@ def mapped_in_c(fd: int, size: int) -> int:
     return address
 
 
-@states("What is stored through a shared mapping is uploaded at close, or after munmap.")
 def test_what_is_stored_through_a_mapping_is_there_at_close(
     mount: Mount, path: Path, shared: Bucket
 ) -> None:
@@ -109,10 +108,6 @@ def test_space_is_allocated_and_the_file_is_longer(
         (ZERO_RANGE, b"x" * 100 + bytes(10_000) + b"x" * 9_900),
     ],
     ids=["kept size", "punched", "zeroed"],
-)
-@states(
-    "`fallocate` extends, punches and zeroes; under pyfuse3 it is EOPNOTSUPP beyond extending, "
-    "and in a large object that is edited zeros are written."
 )
 def test_a_range_is_allocated_punched_or_zeroed(
     mount: Mount, path: Path, shared: Bucket, mode: int, expected: bytes

@@ -139,9 +139,6 @@ def test_a_log_that_is_appended_to_again_and_again_is_not_sent_each_time(
         assert stored(shared, "events") == path.read_bytes()
 
 
-# --- durability by path ---------------------------------------------------------
-
-
 @pytest.fixture
 def by_path(mounter: Mounter) -> Mount:
     rules = "local:runs/**,bucket:strict/**"

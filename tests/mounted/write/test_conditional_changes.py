@@ -137,9 +137,6 @@ def test_the_token_of_a_change_is_no_attribute(mount: Callable[..., Mount]) -> N
     assert not [name for name in os.listxattr(file) if "change" in name]
 
 
-# Trying what the store honours
-
-
 @states(
     "A writable mount tries once a day what the store honours, with a few requests for an"
     " object below `.fusefs-probe`, a name that no mount shows and that cannot be created;"

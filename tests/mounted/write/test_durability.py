@@ -37,8 +37,6 @@ def local(mounter: Mounter) -> Mount:
     return mounter("--no-read-only", "--durability", "local")
 
 
-# --- local durability ---------------------------------------------------------------
-
 uploaded_later = states(
     "With `--durability local`, `close` and `fsync` return when the file and the record "
     "of its upload are safe on the local disk; it is uploaded a moment later, once, under "
@@ -72,9 +70,6 @@ def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, bucket:
     assert keys(bucket) == ["model"]
     assert after["puts"] - before["puts"] == 1
     assert after["copies"] == before["copies"]
-
-
-# --- fusefs sync --------------------------------------------------------------------
 
 
 @states(
@@ -125,9 +120,6 @@ def test_sync_and_umount_wait_for_the_next_daemon_where_the_last_one_dies(
         kill_serving(mount)
         ended.result()
     assert stored(bucket, "a") == b"content"
-
-
-# --- uploads that fail --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -218,10 +210,6 @@ def test_umount_fails_where_a_daemon_that_did_not_end_by_itself_left_files(
     assert str(left.parent) in result.stderr
 
 
-@states(
-    "What an earlier mount left is uploaded beside what somebody else has written since, "
-    "as NAME.conflict-HOST-TIME, but for what was only appended, which goes behind it."
-)
 def test_what_was_left_is_uploaded_beside_what_somebody_else_has_written(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -247,9 +235,6 @@ def test_credentials_that_are_refused_make_a_close_wait(
     assert stored(bucket, "a") == b"content"
 
 
-# --- writers that are killed --------------------------------------------------------
-
-
 @states(
     "A program that is killed in its `close` does not wait for the bucket, and its file "
     "is uploaded all the same."
@@ -262,9 +247,6 @@ def test_a_program_that_is_killed_in_its_close_does_not_wait_and_its_file_is_upl
         assert writer.wait(30) == -signal.SIGKILL
     faulty.clear()
     until(lambda: keys(bucket) == ["a"] and stored(bucket, "a") == b"content")
-
-
-# --- conflicts, limits --------------------------------------------------------------
 
 
 @states(

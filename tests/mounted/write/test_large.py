@@ -22,8 +22,6 @@ MIB = 1 << 20
 
 pytestmark = pytest.mark.root
 
-# --- large files --------------------------------------------------------------------
-
 
 @states("A large file is sent while it is written, and seen in the bucket after its close.")
 def test_a_large_file_is_sent_while_it_is_written(mounter: Mounter, bucket: Bucket) -> None:
@@ -107,9 +105,6 @@ def test_what_was_never_closed_is_kept_and_its_upload_aborted(
     assert str(kept.parent) in mount.log.read_text()
 
 
-# --- editing large objects ----------------------------------------------------------
-
-
 @states(
     "Editing a large object downloads and sends the parts that change, and no others, where the "
     "cache disk tells of holes of 4 KiB."
@@ -190,8 +185,6 @@ def test_a_large_object_is_extended_shortened_and_edited_over_a_kill(
     assert stored(bucket, "big") == content
     assert (mount.path / "big").read_bytes() == content
 
-
-# --- S3 that fails --------------------------------------------------------------------
 
 FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("PUT", {"code": "SlowDown"}),

@@ -149,8 +149,6 @@ class Disks(RuleBasedStateMachine):
         assert len(set(found)) == len(dict(found))
         return dict(found)
 
-    # Contents, by name
-
     @rule(path=PATHS, content=CONTENTS)
     def write(self, path: str, content: bytes) -> None:
         self.both(lambda root: (root / path).write_bytes(content), path)
@@ -201,8 +199,6 @@ class Disks(RuleBasedStateMachine):
 
         self.both(act, path)
 
-    # Names
-
     @rule(path=PATHS, mode=st.sampled_from([0o700, 0o755]))
     def make_directory(self, path: str, mode: int) -> None:
         self.both(lambda root: os.mkdir(root / path, mode), path)
@@ -226,8 +222,6 @@ class Disks(RuleBasedStateMachine):
     @rule(path=PATHS, to=PATHS)
     def make_link(self, path: str, to: str) -> None:
         self.both(lambda root: os.symlink(to, root / path), path)
-
-    # Attributes
 
     @rule(path=PATHS, mode=MODES)
     def change_mode(self, path: str, mode: int) -> None:
@@ -264,8 +258,6 @@ class Disks(RuleBasedStateMachine):
             return {name: os.getxattr(root / path, name) for name in names}
 
         self.both(act)
-
-    # Open files
 
     @precondition(lambda self: len(self.open) < OPEN_AT_MOST)
     @rule(
@@ -379,8 +371,6 @@ class Disks(RuleBasedStateMachine):
         one = self.open.pop(number % len(self.open))
         os.close(one.plain)
         os.close(one.mounted)
-
-    # All of it
 
     @rule()
     def compare_everything(self) -> None:

@@ -91,14 +91,6 @@ def test_a_temporary_file_that_is_linked_and_removed_costs_one_put(
     assert stored(shared, "new/object") == b"object"
 
 
-def test_a_temporary_file_that_is_removed_costs_nothing(mount: Mount) -> None:
-    def come_and_go() -> None:
-        make(mount.path / "new/tmpk2_xw9qz", b"scratch")
-        (mount.path / "new/tmpk2_xw9qz").unlink()
-
-    assert cost(mount, come_and_go) == {}
-
-
 @sent_by_its_rename
 def test_fsync_of_a_temporary_file_waits_for_the_bucket(mount: Mount, shared: Bucket) -> None:
     """Its object is copied then: a second PUT would take a large file as long again."""
@@ -149,9 +141,6 @@ def test_a_temporary_directory_that_is_renamed_copies_no_file(mount: Mount, shar
     assert all(stored(shared, f"new/package/{n}.py") == b"%d" % n for n in range(10))
 
 
-# --- several nodes ------------------------------------------------------------------
-
-
 @states(
     "A lock that is renamed to its file, as git's are, is reserved in the bucket until the file"
     " is there."
@@ -196,9 +185,6 @@ def test_a_rename_that_is_to_replace_nothing_replaces_no_other_nodes_file(
     moved = subprocess.run(["mv", "--no-clobber", "file.tmp", "file"], cwd=mount.path, check=False)
     assert stored(bucket, "file") == b"theirs", moved
     assert (mount.path / "file.tmp").read_bytes() == b"ours"
-
-
-# --- what fails ---------------------------------------------------------------------
 
 
 @refused

@@ -37,12 +37,6 @@ def writable(mounter: Mounter) -> Mount:
     return mounter(WRITABLE)
 
 
-@states(
-    "`close` and `fsync` return when the bucket has what was written, apart from closes of"
-    " temporary files, and of files that are appended to again and again; an object appears whole"
-    " or not at all, but for the empty one by which O_EXCL reserves a name, and files that stay"
-    " open for long."
-)
 @pytest.mark.parametrize("size", [0, 1, 100_000, 9 << 20, 20_000_001])
 def test_a_closed_file_is_in_the_bucket(steady: tuple[Path, Bucket], size: int) -> None:
     root, bucket = steady

@@ -404,17 +404,6 @@ def cluster_cache_files(pod: Object) -> tuple[str, list[str]]:
     return mount["mountPath"], [item["path"] for each in secrets for item in each["items"]]
 
 
-def test_another_cluster_cache_rolls_the_pods_that_read_it() -> None:
-    for name, is_rolled in (("fusefs-csi-node", True), ("fusefs-csi-daemons", False)):
-        one, other = (
-            template(chart(clusterCaches=given), name)["metadata"]["annotations"]
-            for given in ({"a": CACHE}, {"b": CACHE})
-        )
-        assert (
-            one.get("checksum/configuration") != other.get("checksum/configuration")
-        ) == is_rolled
-
-
 @pytest.mark.parametrize("kind", ["kubernetes", "cilium"])
 def test_the_policy_lets_out_every_store(kind: str) -> None:
     values = copy.deepcopy(EVERYTHING)

@@ -68,9 +68,6 @@ def commands(documents: list[Object]) -> dict[str, list[str]]:
     return found
 
 
-# --- the driver's side ------------------------------------------------------------
-
-
 def test_the_driver_finds_the_files_that_its_cluster_cache_names(tmp_path: Path) -> None:
     documents = render_with(tmp_path, "cluster-cache")
     pod = template(documents, "fusefs-csi-node")
@@ -149,9 +146,6 @@ def test_the_commands_that_are_shown_make_secrets_that_both_sides_take(tmp_path:
     assert f"= {keys['secretKey']}\n" in held
 
 
-# --- SeaweedFS --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_its_objects_are_valid(seaweedfs: list[Object], version: str) -> None:
     for document in seaweedfs:
@@ -186,9 +180,6 @@ def test_its_pods_have_few_rights(seaweedfs: list[Object]) -> None:
             assert context["readOnlyRootFilesystem"]
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
-
-
-# --- its programs -----------------------------------------------------------------
 
 
 def test_weed_has_each_flag_that_is_used(seaweedfs: list[Object]) -> None:

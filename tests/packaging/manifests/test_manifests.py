@@ -33,8 +33,6 @@ from tests.support.packaging.manifests import (
 
 PINNED = re.compile(r"[\w.-]+(:\d+)?/[\w./-]+:v?\d+\.\d+\.\d+")
 
-# --- valid ------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("version", VERSIONS)
 @each_kustomization
@@ -102,9 +100,6 @@ def test_stores_of_ones_own_stay_beside_every_component(tmp_path: Path) -> None:
     assert "# mine\n" in texts
 
 
-# --- consistent with itself -------------------------------------------------------
-
-
 @each_kustomization
 def test_selectors_select_the_pods_of_their_workload(directory: Path) -> None:
     documents = render(directory)
@@ -167,9 +162,6 @@ def test_images_are_named_in_one_place_and_pinned(base: list[Object]) -> None:
         for line in path.read_text().splitlines():
             if found := re.match(r"\s*(?:- )?image: (.*)", line):
                 assert found[1] in declared, path
-
-
-# --- what each pod may do ---------------------------------------------------------
 
 
 @each_kustomization

@@ -50,8 +50,6 @@ from tests.support.packaging.manifests import (
     template,
 )
 
-# --- consistent with the program --------------------------------------------------
-
 
 @pytest.fixture
 def parser() -> argparse.ArgumentParser:
@@ -220,9 +218,6 @@ def test_a_pod_is_given_the_time_that_its_end_takes(
     assert grace(daemons_pod) > supervisor.LINGER_S + reconciler.EVERY_S + calls
 
 
-# --- classes and stores -----------------------------------------------------------
-
-
 @each_kustomization
 def test_shipped_classes_keep_the_data_and_are_understood(directory: Path, tmp_path: Path) -> None:
     documents = render(directory)
@@ -253,9 +248,6 @@ def test_the_file_of_stores_shows_a_store_that_can_be_read(tmp_path: Path) -> No
     example = re.sub(r"^# ?", "", example, flags=re.MULTILINE)
     path.write_text(example.replace("/etc/fusefs-csi/minio-ca.pem", str(certificates)))
     assert stores.read_stores(path).named("minio").endpoint_url
-
-
-# --- components -------------------------------------------------------------------
 
 
 def test_tokens_are_for_the_audience_that_aws_expects() -> None:

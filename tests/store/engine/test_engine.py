@@ -396,19 +396,6 @@ async def test_an_engine_that_ends_cancels_what_is_under_way() -> None:
         await engine.send(Request("GET", "http://127.0.0.1:1"))
 
 
-async def test_many_requests_at_a_time(engine: Engine) -> None:
-    results: list[Completion] = []
-
-    async def send(url: str) -> None:
-        results.append(await engine.send(Request("GET", url, [("range", "bytes=5-104")])))
-
-    with scripted_server(ranged) as server:
-        async with trio.open_nursery() as nursery:
-            for _ in range(200):
-                nursery.start_soon(send, f"{server.url}/k")
-    assert [one.body for one in results] == [BODY[5:105]] * 200
-
-
 def test_an_engine_ends_with_the_event_loop_and_starts_again_in_another_one() -> None:
     engine = Engine(4)
 

@@ -17,9 +17,6 @@ from tests.support.store_writing import PART, digest, each_way, opened, put
 pytestmark = pytest.mark.usefixtures("as_owner")
 
 
-# --- answers that were lost ---------------------------------------------------------
-
-
 @each_way
 @pytest.mark.parametrize("is_new", [True, False])
 async def test_an_object_whose_answer_was_lost_is_ones_own(
@@ -79,9 +76,6 @@ async def test_an_upload_that_was_not_completed_is_no_success(
             await put(store, "file", file)
         assert await store.list_uploads("") == []
     assert stored(bucket, "file") == b"old"
-
-
-# --- answers that say 200 and are none ------------------------------------------------
 
 
 @pytest.mark.parametrize("body", [None, b"", b"\n\n"], ids=["error", "empty", "blank"])

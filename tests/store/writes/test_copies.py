@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, UnsupportedError
+from fusefs.store.errors import ExistsError, StaleVersionError, UnsupportedError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion, Write
 from fusefs.store.s3 import copy, multipart
@@ -86,19 +86,6 @@ async def test_a_copy_with_other_metadata_keeps_the_rest(
     assert {name: answer[name] for name in kept} == kept
 
 
-async def test_the_metadata_of_an_object_are_replaced_in_place(
-    bucket: Bucket, make_file: MakeFile
-) -> None:
-    file = make_file(100)
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        info = await put(store, "same", file)
-        changed = await store.copy(info.version, "same", Write(metadata={"mode": "33152"}))
-        seen = await store.head("same")
-    assert changed.version == seen.version
-    assert without_token(seen.metadata or {}) == {"mode": "33152"}
-    assert stored(bucket, "same") == file.data
-
-
 @pytest.mark.usefixtures("copied_in_parts")
 async def test_tags_go_with_a_copy(bucket: Bucket, make_file: MakeFile) -> None:
     file = make_file(2 * PART)
@@ -171,10 +158,3 @@ async def test_a_store_without_conditions_of_copies_copies(
         faulty.add("COPY", code="NotImplemented", times=1)
         await store.copy(ObjectInfo("source", 1, etag, 0), "copy", Write(condition=IF_ABSENT))
     assert stored(bucket, "copy") == b"x"
-
-
-async def test_what_is_missing_is_not_copied(bucket: Bucket) -> None:
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        for source in (ObjectVersion("missing", '"00"', 1), ObjectInfo("missing", 1, '"00"', 0)):
-            with pytest.raises(NotFoundError):
-                await store.copy(source, "copy")

@@ -22,9 +22,6 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.usefixtures("as_owner")
 
 
-# --- what is tried again ------------------------------------------------------------
-
-
 @each_way
 @pytest.mark.parametrize(
     "fault",
@@ -106,9 +103,6 @@ async def test_what_is_forbidden_is_not_tried_again(
         assert store.counters()["retries"] == 0
 
 
-# --- conditions -----------------------------------------------------------------------
-
-
 @each_way
 async def test_writes_that_collide_are_tried_again(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
@@ -134,9 +128,6 @@ async def test_a_store_without_conditions_says_so(
     assert caught.value.errno == errno.EOPNOTSUPP
 
 
-# --- credentials ----------------------------------------------------------------------
-
-
 @each_way
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
 async def test_an_upload_waits_for_credentials(
@@ -159,16 +150,6 @@ async def test_an_upload_waits_for_credentials(
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 
-async def test_credentials_that_stay_rejected_are_an_error_of_their_own(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
-) -> None:
-    faulty.add("PUT", code="InvalidAccessKeyId")
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
-        with pytest.raises(CredentialsError):
-            await put(store, "file", make_file(10))
-        assert store.counters()["awaiting_credentials"] == 0
-
-
 async def test_a_read_does_not_wait_for_rejected_credentials(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -181,20 +162,9 @@ async def test_a_read_does_not_wait_for_rejected_credentials(
         assert store.counters()["retries"] == 0
 
 
-# --- deletes --------------------------------------------------------------------------
-
-
 def refusal(code: str, key: str) -> bytes:
     error = f"<Error><Key>{key}</Key><Code>{code}</Code><Message>no</Message></Error>"
     return f"<DeleteResult>{error}</DeleteResult>".encode()
-
-
-async def test_a_delete_is_tried_again(bucket: Bucket, faulty: FaultyS3) -> None:
-    bucket.put("one", b"1")
-    faulty.add("DELETE", times=2, code="SlowDown")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await store.delete("one")
-    assert keys(bucket) == []
 
 
 async def test_what_is_gone_already_is_deleted(bucket: Bucket, faulty: FaultyS3) -> None:
@@ -262,9 +232,6 @@ async def test_many_deletes_that_fail_together_are_reported_one_by_one(
         failures = await store.delete_many(["a", "b\x01", "c"])
     assert sorted(failure.key for failure in failures) == ["a", "b\x01", "c"]
     assert all(isinstance(failure.error, ThrottledError) for failure in failures)
-
-
-# --- the cost -------------------------------------------------------------------------
 
 
 class Log:

@@ -108,9 +108,6 @@ async def test_a_part_that_somebody_else_has_sent_is_not_sent_again(
     assert len(faulty.requests("PART")) == 1
 
 
-# --- what another process has sent ---------------------------------------------------
-
-
 async def test_what_has_not_been_verified_is_missing(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:

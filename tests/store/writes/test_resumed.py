@@ -135,9 +135,6 @@ async def test_a_cancelled_file_leaves_nothing_behind(
     assert keys(bucket) == []
 
 
-# --- objects of which a part has changed ------------------------------------------------
-
-
 async def test_unchanged_parts_are_copied_on_the_server(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
@@ -186,8 +183,6 @@ async def test_parts_of_another_version_are_not_copied(
         await store.abort_upload("file", upload.state.upload_id)
     assert stored(bucket, "file") == b"another"
 
-
-# --- listings that make no sense --------------------------------------------------------
 
 MORE = "<IsTruncated>true</IsTruncated>"
 

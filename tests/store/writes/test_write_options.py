@@ -56,10 +56,6 @@ async def test_each_way_of_writing_asks_for_it(
     assert made["COPY"] == HEADERS
 
 
-@states(
-    "What a mount makes has the storage class, encryption and ACL of `--storage-class`,"
-    " `--encryption` and `--acl`; a rename keeps the storage class."
-)
 async def test_a_rename_keeps_the_class_of_the_object(bucket: Bucket, faulty: FaultyS3) -> None:
     bucket.put("old", b"x", StorageClass="ONEZONE_IA")
     before = len(faulty.requests())

@@ -26,9 +26,6 @@ pytestmark = pytest.mark.usefixtures("as_owner")
 SIZES = [0, 1, writing.SMALL, writing.SMALL + 1, PART - 1, PART, PART + 1, 2 * PART, 3 * PART + 17]
 
 
-# --- contents ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("key", KEYS)
 async def test_a_file_arrives_as_it_is(bucket: Bucket, make_file: MakeFile, key: str) -> None:
     async with opened(bucket, bucket.server.endpoint_url) as store:
@@ -159,9 +156,6 @@ def test_a_body_with_a_checksum_is_not_hashed_for_its_signature() -> None:
         assert "x-amz-checksum-crc32" in sent["authorization"]
 
 
-# --- conditions -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("size", [10, 2 * PART])
 async def test_a_new_object_is_made_only_where_there_is_none(
@@ -190,9 +184,6 @@ async def test_only_the_named_version_is_replaced(
             await put(store, key, third, IfMatch(old.etag))
     assert caught.value.errno == errno.ESTALE
     assert stored(bucket, key) == second.data
-
-
-# --- deletes ----------------------------------------------------------------------
 
 
 async def test_an_object_is_deleted_and_a_missing_one_is_no_error(bucket: Bucket) -> None:

@@ -89,8 +89,6 @@ class Node:
         self.process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
 
-    # --- the driver ---
-
     def start(self, *options: str) -> None:
         clean = {
             name: value
@@ -143,8 +141,6 @@ class Node:
         if self._channel is not None:
             self._channel.close()
 
-    # --- kubelet ---
-
     def target(self, pod: str, volume: str = "data") -> Path:
         path = self.pods / pod / "volumes" / "kubernetes.io~csi" / volume / "mount"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,8 +184,6 @@ class Node:
             request, timeout=PATIENCE_S
         )
         return answer
-
-    # --- what is there ---
 
     def mounted(self) -> list[mountinfo.KernelMount]:
         """The mounts below kubelet's directory."""

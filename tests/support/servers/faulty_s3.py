@@ -333,8 +333,6 @@ class FaultyS3:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
-    # --- for the serving threads ---
-
     @contextlib.contextmanager
     def connected(self, client: socket.socket) -> Iterator[http.client.HTTPConnection]:
         with self._lock:

@@ -176,8 +176,6 @@ class SeaweedCluster(S3Server):
         )
         return path
 
-    # --- damage ---
-
     def keys(self, bucket: str) -> list[str]:
         """The keys of all objects of a bucket."""
         pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket)
@@ -249,8 +247,6 @@ class SeaweedCluster(S3Server):
 
     def _volume_files(self, number: int, bucket: str) -> list[Path]:
         return list(self.disk(number).glob(f"{bucket}_*.dat"))
-
-    # --- the processes ---
 
     def _has_ended(self) -> bool:
         return any(one.has_ended for one in self._processes())

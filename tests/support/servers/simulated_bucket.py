@@ -163,8 +163,6 @@ def body_of(key: str) -> bytes:
     return (line * (SIZE // len(line) + 1))[:SIZE]
 
 
-# --- over HTTP ----------------------------------------------------------------------
-
 _TYPE = "Content-Type: application/xml\r\n"
 
 

@@ -97,8 +97,6 @@ class Program:
     def content(self, *sizes: int) -> Content:
         return Content(self.dice.getrandbits(40), self.dice.choice(sizes or SIZES))
 
-    # What it does
-
     def write(self, path: str, content: Content, *, sync: bool = False) -> None:
         """Write a file from its start."""
         self.tell(changing={path: content})

@@ -70,8 +70,6 @@ class Kept:
         self.settings: dict[str, Any] = {}
         self.configuration: dict[str, Any] = {}
 
-    # --- starting ---
-
     def start(
         self,
         behaviour: dict[str, Any] | None = None,
@@ -144,8 +142,6 @@ class Kept:
         with self.process.stdout as stdout:
             return stdout.read().decode()
 
-    # --- asking ---
-
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(LIMIT_S)
@@ -210,8 +206,6 @@ class Kept:
         # The daemon says that it is ready a moment before its keeper knows that it serves.
         until(lambda: self.status()["is_serving"])
         return self.ask(request)
-
-    # --- ending ---
 
     def kill_daemon(self) -> int:
         pid: int = self.status()["daemon"]

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 FLOOD_S = 2.0
 
 
-# --- descriptors ----------------------------------------------------------------
-
-
 def _offer(standin: Standin, path: str, flags: int) -> int:
     """The errno with which a descriptor is refused, 0 if it is not."""
     error, _ = standin.register(os.open(path, flags))
@@ -93,9 +90,6 @@ def ids_of_nobody(standin: Standin) -> list[int]:
     return errors
 
 
-# --- messages -------------------------------------------------------------------
-
-
 def _send(standin: Standin, data: bytes, *fds: int) -> None:
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     standin.channel.sendmsg([data], rights)
@@ -141,9 +135,6 @@ def flood_without_listening(standin: Standin) -> int:
     return _flood(standin, protocol.pack(protocol.BACKING_CLOSE, 1, 1))
 
 
-# --- what hangs -----------------------------------------------------------------
-
-
 def hostile_file(standin: Standin) -> None:
     """No process that looks at the descriptor, or closes it, gets away."""
     path = os.path.join(standin.settings["hostile"], "file")
@@ -174,8 +165,6 @@ def child_that_keeps_the_socket(standin: Standin) -> None:
             except OSError:
                 time.sleep(0.01)
 
-
-# --- other ways to get at the keeper ----------------------------------------------
 
 _PIDFD_GETFD = 438
 _PTRACE_ATTACH = 16
@@ -241,9 +230,6 @@ _ATTEMPTS: dict[str, Callable[[int], None]] = {
     "environ": _open("environ"),
     "fd": _list_descriptors,
 }
-
-
-# --- looks at processes -----------------------------------------------------------
 
 
 def look(standin: Standin) -> dict[str, Any]:

@@ -45,8 +45,6 @@ class Standin:
         self.held: list[tuple[int, bytes]] = []
         self.is_to_end = False
 
-    # --- with the keeper ---
-
     def say(self, kind: int, *numbers: int, fd: int = -1) -> None:
         protocol.send(self.channel, protocol.pack(kind, *numbers), fd)
 
@@ -195,8 +193,6 @@ class Standin:
         self.channel.close()
         self.channel = ours
         self.say(protocol.SERVING, 1)
-
-    # --- with the kernel ---
 
     def write(self, unique: int, error: int, data: bytes = b"") -> None:
         header = wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(data), error, unique)

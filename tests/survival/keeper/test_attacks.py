@@ -59,9 +59,6 @@ def serves(kept: Kept) -> bool:
     return (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
 
-# --- files that are not to be read or written by the kernel -----------------------
-
-
 def test_only_so_many_files_are_registered(kept: Kept) -> None:
     assert attack(kept, "more_than_allowed", most_backing_ids=50) == [errno.ENOSPC, 50]
     assert kept.status()["backing_ids"] == 50
@@ -90,9 +87,6 @@ def test_a_registered_file_is_used_with_the_daemons_ids_and_no_capability(kept: 
     assert int(capabilities[1], 16) == 1 << 21
 
 
-# --- messages that the protocol does not have -------------------------------------
-
-
 def test_a_breach_of_the_protocol_ends_the_daemon(kept: Kept) -> None:
     start(kept, "two_descriptors")
     status = kept.served_by_another_than(kept.process_of(FRESH))
@@ -116,9 +110,6 @@ def test_a_daemon_that_does_not_listen_is_not_listened_to(kept: Kept) -> None:
     pid = kept.process_of(FRESH)
     kept.served_by_another_than(pid)
     assert serves(kept)
-
-
-# --- what hangs whoever touches it --------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -174,9 +165,6 @@ def test_a_child_that_goes_on_talking_is_not_heard(kept: Kept) -> None:
     status = kept.served_by_another_than(kept.kill_daemon())
     assert status["restarts"] == 1
     assert serves(kept)
-
-
-# --- other ways to get at the keeper ------------------------------------------------
 
 
 def test_the_daemon_can_neither_signal_nor_trace_nor_rob_keeper_and_broker(kept: Kept) -> None:

@@ -21,13 +21,6 @@ MIB = 1 << 20
 BIG = version("big", 20 * MIB + 123)
 
 
-async def test_many_readers_of_a_range_cost_one_request(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
-        for _ in range(20):
-            nursery.start_soon(parts.fetch, version("a", MIB))
-    assert parts.bucket.requested == [("a", 0, MIB)]
-
-
 async def test_a_reader_is_woken_when_its_bytes_are_there(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         stopped = trio.Event()

@@ -120,9 +120,6 @@ def test_in_a_directory_that_is_gone_absolute_paths_can_be_named(
     assert "the working" in refusal(capsys, "s3://bucket", "/", "--cache-dir", "here", status=2)
 
 
-# The daemon's answer
-
-
 @pytest.fixture
 def start_with(
     mountpoint: Path, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,16 +144,6 @@ def start_with(
         )
 
     return start
-
-
-def test_mount_returns_when_the_daemon_is_ready(start_with: Callable[[str], int]) -> None:
-    script = (
-        "import json, sys\n"
-        "settings = json.loads(json.load(sys.stdin)['settings'])\n"
-        "assert settings['source'] == 's3://bucket/'\n"
-        "print('{\"ready\": true}', flush=True)\n"
-    )
-    assert start_with(script) == 0
 
 
 def test_mount_shows_the_daemon_s_error(

@@ -178,9 +178,6 @@ def test_a_mounts_copies_are_its_users_alone_and_go_with_it(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-# --- what a volume says -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("option", ["", "-endpoint", "-credentials", "-key", "-of-the-future"])
 @pytest.mark.parametrize("is_inline", [False, True])
 def test_no_volume_chooses_its_cluster_cache(option: str, is_inline: bool) -> None:

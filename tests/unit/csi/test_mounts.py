@@ -121,9 +121,6 @@ def test_a_held_mount_that_cannot_be_resumed_is_dropped_after_long(
     assert node.done == ["start"]
 
 
-# --- the descriptor store --------------------------------------------------------
-
-
 @pytest.fixture
 def listening(tmp_path: Path) -> Iterator[Path]:
     """A socket that never answers."""

@@ -179,9 +179,6 @@ async def test_a_kernel_that_cannot_resend_is_taken_over_where_nothing_is_left_u
         kernel.session.adopt(kernel.log[0], is_all_answered=False)
 
 
-# Faults of ours
-
-
 def fail_at_once(*_: object) -> None:
     raise ValueError("so it goes")
 

@@ -169,16 +169,6 @@ async def test_an_attribute_that_was_set_is_not_refused_when_that_is_requested_a
         assert kept(process, await process.node("file")) == after
 
 
-async def test_what_was_refused_is_refused_when_it_is_requested_again(mount: MortalMount) -> None:
-    mount.store.put("file", b"x", xattr="%7B%22user.a%22%3A%22MQ%3D%3D%22%7D")
-    caller = Caller(mount.new_unique(), 0, 0, 1)
-    for _ in range(2):
-        async with mount.serving() as process:
-            inode = await process.node("file")
-            with pytest.raises(FileExistsError):
-                await mutations(process).setxattr(inode.nodeid, b"user.a", b"2", CREATE, caller)
-
-
 async def test_attributes_beside_much_other_metadata_have_no_room(mount: MortalMount) -> None:
     mount.store.put("full", b"x", note="n" * 1990)
     async with mount.serving() as process:
@@ -199,9 +189,6 @@ async def test_what_another_node_has_set_is_requested_when_a_listing_shows_it(
         directories = process.writer.directories
         directories.correct(directories.get(""), "file", mount.store.objects["file"].info)
         assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o640
-
-
-# --- a process that knows less than the kernel --------------------------------------
 
 
 XATTR = "%7B%22user.a%22%3A%22MQ%3D%3D%22%7D"
@@ -261,8 +248,6 @@ async def test_what_is_too_long_for_a_target_is_not_read(mount: MortalMount, siz
         assert mount.store.count("GET") == 0
 
 
-# --- sent ahead ------------------------------------------------------------------
-
 NAMES = [f"{number:03}" for number in range(100)]
 
 
@@ -288,21 +273,6 @@ async def test_heads_are_sent_ahead_of_who_goes_through_a_directory_in_order(
     assert heads[30] > 45, heads
     assert max(ahead - done for done, ahead in enumerate(heads)) <= 2 * 32
     assert heads[-1] == len(NAMES)
-
-
-async def test_a_failed_head_is_sent_again(mount: MortalMount) -> None:
-    mount.store.put("file", b"x")
-
-    def fail(what: str, _key: str) -> None:
-        if what == "HEAD":
-            raise StoreError("not now")
-
-    async with mount.serving() as process:
-        mount.store.before = fail
-        with pytest.raises(OSError, match="not now"):
-            await process.node("file")
-        mount.store.before = lambda _what, _key: None
-        assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o644
 
 
 async def test_a_listing_asks_a_few_files_and_looking_up_names_the_others_once(

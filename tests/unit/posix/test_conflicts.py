@@ -55,10 +55,6 @@ async def test_a_content_that_is_kept_apart_has_a_name_that_is_shown(mount: Mort
     assert mount.store.contents() == {name: b"theirs", ours: b"ours"}
 
 
-@states(
-    "Otherwise the content is put alone, on the condition that there is no object: `close` and"
-    " `fsync` fail with EEXIST if there is, and the content is kept as NAME.conflict-HOST-TIME."
-)
 async def test_contents_of_one_machine_and_one_second_are_kept_apart_from_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,7 +208,6 @@ def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
     trio.run(check)
 
 
-@states("Listings that are kept take a bounded memory: 200,000 entries of all directories at most.")
 def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         folders = [f"p{number}/" for number in range(5)]

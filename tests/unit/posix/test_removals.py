@@ -79,9 +79,6 @@ async def killed_after_removing(mount: MortalMount, count: int = COUNT) -> Async
     yield [f"a/{name}" for name in NAMES[MANY:count]]
 
 
-# --- what is removed ------------------------------------------------------------------
-
-
 async def test_many_files_are_deleted_together(mount: MortalMount) -> None:
     held = Held(mount)
     async with mount.serving() as process:
@@ -329,9 +326,6 @@ async def test_a_full_disk_delays_nothing(
     async with mount.serving() as process:
         await remove(process)
         assert mount.store.contents() == {}
-
-
-# --- a process that dies --------------------------------------------------------------
 
 
 @states(

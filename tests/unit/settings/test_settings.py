@@ -55,9 +55,6 @@ def config_file(directory: Path, text: str) -> Path:
     return path
 
 
-# --- units --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -84,9 +81,6 @@ def test_a_size_that_is_none_is_refused_with_an_example(text: str) -> None:
 def test_a_size_with_half_a_unit_is_refused_with_both_readings(text: str) -> None:
     with pytest.raises(ValueError, match=r"is ambiguous; write 50GiB .* or 50GB"):
         parse_size(text)
-
-
-# --- durability by path ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,9 +177,6 @@ def test_a_duration_is_shown_as_text_that_reads_the_same(seconds: float) -> None
     assert parse_duration(format_duration(seconds)) == seconds
 
 
-# --- single settings ----------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("url", "prefix"),
     [
@@ -268,9 +259,6 @@ def test_a_prefix_that_no_key_can_have_is_refused(prefix: str) -> None:
         parse_source(f"s3://bucket/{prefix}")
 
 
-# --- what excludes each other -------------------------------------------------
-
-
 def test_an_anonymous_mount_uses_no_profile() -> None:
     with pytest.raises(SettingsError, match=r"^--profile: an anonymous mount"):
         settings_with(anonymous="true", profile="work")
@@ -280,9 +268,6 @@ def test_an_anonymous_mount_uses_no_profile() -> None:
 def test_the_cache_cannot_be_below_the_mountpoint(path: str) -> None:
     with pytest.raises(SettingsError, match="below the mountpoint"):
         settings_with(cache_dir=path)
-
-
-# --- where settings come from -------------------------------------------------
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -448,9 +433,6 @@ def test_a_file_that_is_missing_or_broken_is_an_error(tmp_path: Path) -> None:
         from_config(tmp_path / "none.toml")
     with pytest.raises(SettingsError, match="is not TOML"):
         from_config(config_file(tmp_path, "cache-size"))
-
-
-# --- JSON for the daemon ------------------------------------------------------
 
 
 def test_settings_survive_json() -> None:

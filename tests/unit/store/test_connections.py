@@ -111,18 +111,6 @@ async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nu
     nursery.cancel_scope.cancel()
 
 
-async def test_cancelling_a_waiter_costs_no_other_a_turn(nursery: trio.Nursery) -> None:
-    budget = ConnectionBudget(1)
-    holders = Holders(budget, nursery)
-    for name in "abc":
-        await holders.start(name, demand)
-    await holders.cancel("b")
-    await holders.end("a")
-    assert holders.holding == ["c"]
-    await holders.end("c")
-    assert budget.in_use == 0
-
-
 async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(nursery: trio.Nursery) -> None:
     budget = ConnectionBudget(1)
     holders = Holders(budget, nursery)
@@ -167,21 +155,6 @@ async def test_a_store_that_refuses_everything_is_soon_sent_little(
     # One at a time after a second; 64 at a time are 2,133 requests a second.
     assert sum(at - began < 1.0 for at in sent) < 400
     assert sum(at - began >= 1.0 for at in sent) <= 40
-
-
-async def test_who_waits_goes_on_when_more_are_allowed(
-    nursery: trio.Nursery, clock: list[float]
-) -> None:
-    budget = ConnectionBudget(2, clock=lambda: clock[0])
-    budget.note_throttled()
-    holders = Holders(budget, nursery)
-    await holders.start("a", demand)
-    await holders.start("b", demand)
-    assert holders.holding == ["a"]
-    budget.note_success()
-    await trio.testing.wait_all_tasks_blocked()
-    assert holders.holding == ["a", "b"]
-    nursery.cancel_scope.cancel()
 
 
 async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(

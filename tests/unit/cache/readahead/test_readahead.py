@@ -117,22 +117,6 @@ def test_random_reads_ask_for_nothing_ahead() -> None:
     assert downloader.ranges == []
 
 
-def test_reads_slightly_out_of_order_count_as_in_order() -> None:
-    window, downloader = readahead_of(1 << 30)
-    step = 128 << 10
-    for at in range(0, 64 * MIB, 4 * step):
-        for shift in (2, 0, 3, 1):
-            window.reads(at + shift * step, at + (shift + 1) * step)
-    assert max(stop for _, stop in downloader.ranges) > 64 * MIB + 8 * MIB
-
-
-def test_a_complete_file_needs_nothing_ahead() -> None:
-    window, downloader = readahead_of(10 * MIB)
-    downloader.file.present.add(0, 10 * MIB)
-    read_all(window, 0, 10 * MIB)
-    assert downloader.ranges == []
-
-
 def test_closing_loses_interest_in_everything_under_way() -> None:
     window, downloader = readahead_of(1 << 30)
     read_all(window, 0, 32 * MIB)
@@ -418,17 +402,3 @@ async def test_opening_a_shard_goes_on_with_what_is_under_way(tmp_path: Path) ->
         next_files.close()
         await wait_all_tasks_blocked()
         assert parts.bucket.running == [(files[2].key, 0, PART)]
-
-
-async def test_guesses_that_were_wrong_are_tried_again_after_a_while(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(60)
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        next_files.go_on("d/", files[1], PART)
-        for info in files[50:53]:
-            next_files.opened("d/", info.key, was_there=False)
-        for info in files[5:30]:
-            next_files.go_on("d/", info, PART)
-        await parts.quiet()
-        assert 2 <= len(requested_keys(parts)) <= 5
-        next_files.close()

@@ -231,9 +231,6 @@ def test_a_log_that_can_not_be_rewritten_stays(
     log.close(remove=True)
 
 
-# --- two mounts at one mountpoint -----------------------------------------------------
-
-
 def two_mounts(directory: Path) -> tuple[Journal, Journal]:
     """The log of a mount that was detached, and that of the next one."""
     old, young = (Journal(journal.path_of(directory, number)) for number in (41, 52))

@@ -96,7 +96,6 @@ async def test_open_files_are_read_on_under_the_new_name(mount: MortalMount) -> 
         assert await process.read(again, 0, 100) == data[:100]
 
 
-@states("Files that are open, also for writing, go on under the new name.")
 async def test_a_file_that_is_written_goes_on_under_the_new_name(mount: MortalMount) -> None:
     mount.store.put("old/log", b"one")
     async with mount.serving() as process:
@@ -136,7 +135,6 @@ async def test_copies_that_cannot_be_made_are_taken_back(
         assert below(mount.store, "new/") == tree
 
 
-@states("If the rename of a directory fails its copies are removed.")
 async def test_copies_whose_answers_are_not_there_are_taken_back(mount: MortalMount) -> None:
     """That of the request that fails, and those of requests that are under way then."""
     tree = fill(mount.store, "old/")
@@ -381,7 +379,6 @@ async def test_what_is_not_one_step_is_refused(mount: MortalMount, flags: int) -
         assert mount.store.contents() == {"b": b"b", "c": b"a"}
 
 
-@states("Where the store has conditional copies, RENAME_NOREPLACE replaces no other node's file.")
 async def test_what_another_node_has_just_made_is_not_replaced(mount: MortalMount) -> None:
     """If that is what the program wants, as `mv` does."""
     mount.store.put("a", b"a")

@@ -268,7 +268,6 @@ async def test_what_another_client_replaces_while_it_is_copied_is_copied_again(
     assert mount.store.contents() == XYZ | {"b/x": b"2"}
 
 
-@states("If the rename of a directory fails its copies are removed.")
 async def test_the_copies_of_all_processes_are_removed_if_the_last_one_fails(
     mount: MortalMount,
 ) -> None:
@@ -294,9 +293,6 @@ async def test_the_copies_of_all_processes_are_removed_if_the_last_one_fails(
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-@states(
-    "A path that is longer than a key may be (1,024 bytes) is ENAMETOOLONG for whoever makes it."
-)
 async def test_a_directory_whose_files_would_have_too_long_keys_is_not_renamed(
     mount: MortalMount, *, is_open: bool
 ) -> None:

@@ -16,7 +16,6 @@ from fusefs.posix.write import sparse_edit, upload_steps, uploader, writer
 from fusefs.posix.write.recovery import adopt
 from fusefs.posix.write.staging import Staging
 from tests.support.memory_uploads import UploadingStore
-from tests.support.semantics import states
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 
@@ -60,10 +59,6 @@ async def uploaded(process: Process) -> None:
             await process.writer.uploads.wait(staged)
 
 
-@states(
-    "What was closed before the daemon or the mount died is treated likewise: appended bytes go"
-    " behind the object that is there by then, and an edit is kept beside it."
-)
 @pytest.mark.parametrize("old", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("change", [append, edit])
 @pytest.mark.parametrize("is_same_mount", [True, False], ids=["daemon", "mount"])
