@@ -23,10 +23,10 @@ from pathlib import Path
 
 from bench.processes import usage_of
 from bench.scale.objects import PER_FOLDER, Memory, mounted
+from bench.scale.simulated_bucket import SIZE, Shape, serving
 from fusefs.cache import catalog
 from fusefs.cache.ranges import RangeMap
 from tests.support.mounting import Mount
-from tests.support.servers.simulated_bucket import SIZE, Shape, serving
 
 ROWS = 10_000_000
 AT_ONCE = 100_000

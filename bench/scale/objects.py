@@ -1,6 +1,6 @@
 """One mount of a bucket of 50 million objects: walked, listed, and looked up at random.
 
-The bucket is computed and stored nowhere (tests/support/servers/simulated_bucket.py):
+The bucket is computed and stored nowhere (bench/scale/simulated_bucket.py):
 49,999 folders of 900 objects, and one of 5,000,900. What is measured is the mount: how
 many names a second it lists and looks up, in windows, so that a table that grows shows;
 and what its daemon takes of memory, once a second. The programs are this process and ls.
@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.processes import proportional_size, usage_of
+from bench.scale.simulated_bucket import Shape, body_of, serving
 from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount
-from tests.support.servers.simulated_bucket import Shape, body_of, serving
 
 MIB = 1 << 20
 WINDOWS = 10

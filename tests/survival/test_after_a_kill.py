@@ -113,15 +113,6 @@ def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, sh
     assert set(shown) - {"object-00000-new", "object-04998-new"} == {".", "..", *names}
 
 
-def test_a_directory_is_not_younger_under_the_next_daemon(mounter: Mounter, bucket: Bucket) -> None:
-    for name in ("d", "e"):
-        bucket.put(f"{name}/file", b"")
-    mount = mounter("--session", "kernel")
-    before = (mount.path / "d").stat().st_mtime_ns
-    kill_daemon(mount)
-    assert (mount.path / "e").stat().st_mtime_ns == before
-
-
 @pytest.mark.parametrize("mark", [b"\xff\x00garbage", b"fusefs cache 99\n"])
 def test_a_damaged_mark_of_the_cache_directory_ends_no_mount(
     mounter: Mounter, bucket: Bucket, mark: bytes

@@ -24,7 +24,6 @@ from tests.support.csi.calls import (
 from tests.support.csi.volumes import KEYS, NAME, Code, changed, create, record_key, request
 from tests.support.servers.buckets import Bucket, keys
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import SECRET_KEY
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
@@ -144,15 +143,6 @@ def test_an_impossible_size_is_out_of_range(
     message.capacity_range.required_bytes = required
     message.capacity_range.limit_bytes = limit
     assert refusal(driver.controller.CreateVolume, message)[0] is Code.OUT_OF_RANGE
-
-
-def test_rejected_keys_are_unauthenticated(driver: Driver, shared: Bucket) -> None:
-    message = request(shared.name, "pvc-refused")
-    message.secrets["accessKeyId"] = "nobody"
-    code, sentence = refusal(driver.controller.CreateVolume, message)
-    assert code is Code.UNAUTHENTICATED
-    assert f"s3://{shared.name}/" in sentence
-    assert SECRET_KEY not in sentence
 
 
 def test_without_any_keys_it_says_what_is_missing(

@@ -142,13 +142,6 @@ def test_a_dead_mount_gets_a_new_one_on_top(node: Node, data: Bucket) -> None:
     node.unpublish("dying", target)
 
 
-def test_a_dead_mount_is_unpublished(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("dead", target, bucket=data.name)
-    node.kill_all()
-    node.unpublish("dead", target)
-
-
 def test_wrong_keys_are_reported_where_the_pods_events_show_it(node: Node, data: Bucket) -> None:
     wrong = {"accessKeyId": "NOBODY", "secretAccessKey": "x"}
     with refused(Code.UNAUTHENTICATED, f"s3://{data.name}/a/", "NOBODY") as error:
@@ -156,11 +149,6 @@ def test_wrong_keys_are_reported_where_the_pods_events_show_it(node: Node, data:
     # Kubelet counts equal events, and writes another for each that differs.
     assert "(request" not in error.value.details()
     assert "(request " in node.log.read_text()
-
-
-def test_a_missing_bucket_is_reported(node: Node) -> None:
-    with refused(Code.INVALID_ARGUMENT, "no such bucket"):
-        node.publish("none", node.target("pod"), bucket="there-is-none")
 
 
 @pytest.mark.parametrize(

@@ -250,16 +250,6 @@ def test_a_symbolic_link_has_times_and_an_owner_of_its_own(mount: Mount, path: P
     assert path.stat() == before
 
 
-def test_the_root_of_a_bucket_takes_attributes_while_it_is_mounted(
-    mount: Mount, shared: Bucket
-) -> None:
-    before = mount.path.stat()
-    os.utime(mount.path, (1, 2))
-    os.chmod(mount.path, 0o711)
-    assert (mount.path.stat().st_mtime, stat.S_IMODE(mount.path.stat().st_mode)) == (2, 0o711)
-    os.chmod(mount.path, stat.S_IMODE(before.st_mode))
-
-
 @states(
     "If somebody else replaces or removes the object before that, the attributes are given up, "
     "and the log says so."

@@ -212,15 +212,6 @@ def test_the_command_shows_it_and_removes_what_it_holds_of_the_bucket(
     read(mount)
 
 
-def test_a_mount_without_one_says_so(mounter: Mounter) -> None:
-    mount = mounter()
-    assert mount.status()["cluster_cache"] is None
-    for action in ("status", "clear"):
-        result = fusefs("cluster-cache", action, mount.path, check=False)
-        assert result.returncode == 1
-        assert "no cluster cache" in result.stderr
-
-
 @states(
     "Names, sizes and ETags always come from the bucket itself: what a cluster cache has is as old "
     "as what the local disk has, for which the metadata TTL is the bound."
@@ -257,26 +248,6 @@ def test_a_large_object_that_was_replaced_since_it_was_listed_is_read_as_it_is(
     assert (second.path / "a").stat().st_size == size
     bucket.put("a", stamped(2, size))
     assert version_of((second.path / "a").read_bytes()) == 2
-
-
-def test_what_another_key_has_signed_is_not_found(join: Join, full: Domain, tmp_path: Path) -> None:
-    secret = tmp_path / "another"
-    secret.write_text("the secret of another domain")
-    mount = join(Domain(full.near, secret))
-    read(mount)
-    assert of(mount)["lookups"]["hits"] == 0
-
-
-def test_a_job_says_how_much_the_cluster_cache_did_not_take(
-    join: Join, empty: Domain, faulty: FaultyS3
-) -> None:
-    faulty.clear()
-    mount = join(empty, endpoint_url=faulty.endpoint_url)
-    faulty.add("PUT", "blocks/*", code="InsufficientStorage", status=507)
-    result = fusefs("warm", "--wait", mount.path)
-    assert re.search(r"the cluster cache did not take \d+ blocks", result.stdout)
-    assert of(mount)["fills"]["stored"] == 0
-    faulty.clear()
 
 
 def test_without_a_key_a_mount_warns(mounter: Mounter, empty: Domain) -> None:

@@ -177,22 +177,6 @@ def test_a_lock_that_gets_its_file_s_name_is_not_taken_for_another(place: Path) 
     assert (place / "file").read_text() == "36"
 
 
-def test_tail_follows_a_log_that_is_replaced(place: Path) -> None:
-    (place / "log").write_text("first\n")
-    (place / "log.tmp").write_text("second\n")
-    command = ["tail", "-F", "-s", "0.05", place / "log"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
-        try:
-            assert tail.stdout.readline() == b"first\n"
-            os.replace(place / "log.tmp", place / "log")
-            assert tail.stdout.readline() == b"second\n"
-            (place / "log.tmp").write_text("third\n")
-            os.replace(place / "log.tmp", place / "log")
-            assert tail.stdout.readline() == b"third\n"
-        finally:
-            tail.kill()
-
-
 @states(
     "A file that another node has replaced keeps its number; one that another node has renamed has"
     " that of its new name."

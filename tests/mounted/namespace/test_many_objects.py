@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.scale.simulated_bucket import SIZE, Shape, body_of, serving
 from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import Mount, cost
 from tests.support.semantics import states
 from tests.support.servers.s3_server import S3Server
-from tests.support.servers.simulated_bucket import SIZE, Shape, body_of, serving
 from tests.support.sharing import mounted
 from tests.support.survival.surviving import serving_pid
 from tests.support.waiting import until

@@ -13,7 +13,6 @@ from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, allocate
 from tests.support.mounting import WRITABLE, Mounter, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
-from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import content
 from tests.support.survival.surviving import keeper_status, kill_serving, serving_pid
 from tests.support.waiting import until
@@ -199,23 +198,6 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("COMPLETE", {"code": "InternalError", "status": 200}),
     ("COMPLETE", {"lose_answer": True}),
 ]
-
-
-def test_whatever_fails_once_on_the_way_into_the_bucket_is_made_good(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
-) -> None:
-    mount = mounter("--no-read-only", "--passthrough", "off", endpoint_url=faulty.endpoint_url)
-    try:
-        for number, (operation, fault) in enumerate(FAULTS):
-            content = os.urandom(50_000 if operation == "PUT" else 20 << 20)
-            rule = faulty.add(operation, times=1, **fault)
-            (mount.path / f"file{number}").write_bytes(content)
-            assert rule.used == 1, (operation, fault)
-            assert stored(bucket, f"file{number}") == content, (operation, fault)
-            faulty.clear()
-    finally:
-        faulty.clear()
-    assert uploads(bucket) == []
 
 
 @states(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.store.engine.engine import Completion, Engine, FileSink, Request, Route
+from fusefs.store.engine.engine import Completion, Engine, Request, Route
 from tests.support.servers.forward_proxy import forward_proxy
 from tests.support.servers.scripted import ScriptedServer, answer, scripted_server
 
@@ -57,18 +57,6 @@ def is_refused(completion: Completion, server: ScriptedServer, error: str, text:
     assert text in completion.detail
     assert not completion.may_have_been_executed
     assert server.requests == []
-
-
-async def test_large_answers_come_over_tls(engine: Engine, authority: Path, tmp_path: Path) -> None:
-    fd = os.open(tmp_path / "sink", os.O_RDWR | os.O_CREAT)
-    with scripted_server(lambda _: [answer(BODY)], context(authority)) as server:
-        request = trusting(server, authority)._replace(method="GET")
-        for at in (0, len(BODY)):
-            sink = FileSink(fd, at, 0, len(BODY))
-            assert (await engine.send(request._replace(sink=sink))).error is None
-        assert server.connections == 1
-    assert os.pread(fd, 9 << 20, 0) == BODY * 2
-    os.close(fd)
 
 
 async def test_sessions_are_resumed(engine: Engine, authority: Path) -> None:

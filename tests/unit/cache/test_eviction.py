@@ -334,14 +334,3 @@ async def test_a_job_that_joins_what_is_fetched_ahead_has_the_room_of_a_job(tmp_
         assert kept(parts, "a") == []
         for used in (held, file):
             parts.cache.unpin(used)
-
-
-async def test_a_cancelled_wait_for_room_takes_none(tmp_path: Path) -> None:
-    async with cache_in(tmp_path, limit=2 * MIB) as parts:
-        await parts.fetch(version("a", MIB))
-        async with parts.evictor._evicting, trio.open_nursery() as nursery:
-            nursery.start_soon(parts.evictor.reserve, 2 * MIB)
-            await wait_all_tasks_blocked()
-            nursery.cancel_scope.cancel()
-        assert parts.quota.reserved == 0
-        assert kept(parts, "a") == ["a"]

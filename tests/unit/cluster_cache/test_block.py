@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fusefs.cluster_cache import access, policy
 from fusefs.cluster_cache.block import BLOCK, FRAME, TAG, BadBlockError, Block, Domain, FrameReader
 from fusefs.cluster_cache.cluster_cache import ClearJob
-from fusefs.cluster_cache.policy import Breaker, Deadline, Sampling
+from fusefs.cluster_cache.policy import Deadline, Sampling
 from fusefs.settings.mount import MountSettings, RawValue, build
 from fusefs.store.interface import ObjectVersion
 
@@ -250,19 +250,6 @@ def test_late_answers_lengthen_the_deadline_while_all_are_slow() -> None:
         deadline.note_first_byte(0.005)
         deadline.note_late(0.09)
     assert deadline.wait_s < 0.06, "one of three servers that hangs lengthens nothing"
-
-
-def test_useless_answers_open_the_breaker_only_where_nothing_else_comes() -> None:
-    breaker = Breaker(Time())
-    for _ in range(30):  # one of three volumes is lost
-        breaker.note_failure(policy.USELESS)
-        breaker.note_success()
-        breaker.note_success()
-    for _ in range(11):
-        breaker.note_failure(policy.USELESS)
-    assert breaker.is_closed
-    breaker.note_failure(policy.USELESS)
-    assert not breaker.is_closed
 
 
 def test_while_nothing_is_found_some_lookups_are_made_and_all_after_a_hit() -> None:

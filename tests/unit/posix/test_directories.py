@@ -141,18 +141,6 @@ def test_a_walk_through_small_folders_costs_a_request_for_many_of_them() -> None
     trio.run(check)
 
 
-def test_a_walk_lists_no_key_twice() -> None:
-    async def check() -> None:
-        bucket = Bucket((f"p/{n:03}/{name:02}" for n in range(100) for name in range(60)), 100)
-        async with listings(bucket) as directories:
-            for name, _ in await stream(directories, "p/"):
-                assert len(await stream(directories, f"p/{name}/")) == 60
-        # All folders, the first one by itself, and 99 * 60 keys.
-        assert bucket.lists <= 1 + 1 + 60
-
-    trio.run(check)
-
-
 def test_a_folder_that_two_pages_list_is_valid_as_long_as_the_first() -> None:
     async def check() -> None:
         bucket = Bucket((f"p/{n:03}/{name:02}" for n in range(9) for name in range(60)), 100)
@@ -194,18 +182,6 @@ async def test_what_is_beside_the_mounted_prefix_is_not_listed() -> None:
             for prefix in ("p/", "p/b/"):
                 await directories.segment_behind(directories.get(prefix), "", time.monotonic())
     assert {prefix for _, prefix in bucket.requests} == {"p/", "p/b/"}
-
-
-def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
-    async def check() -> None:
-        bucket = Bucket(f"p/{number:05}.jpg" for number in range(5000))
-        async with listings(bucket) as directories:
-            for number in sorted(range(5000), key=lambda number: hash((number, "shuffled"))):
-                entry, _ = await directories.lookup(directories.get("p/"), f"{number:05}.jpg")
-                assert isinstance(entry, ObjectInfo)
-        assert bucket.lists + bucket.heads <= 40
-
-    trio.run(check)
 
 
 def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:

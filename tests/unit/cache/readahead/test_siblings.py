@@ -90,19 +90,6 @@ async def test_siblings_are_bounded_by_how_many_were_opened(tmp_path: Path) -> N
         siblings.close()
 
 
-async def test_siblings_that_are_opened_bring_more(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = infos(200)
-        siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
-        for info in files[:20]:
-            siblings.opened("d/", info, was_there=False)
-            await parts.quiet()
-        useful = 20 - FOLDER_AFTER
-        expected = useful + UNREAD_EACH * 20
-        await eventually(lambda: len(requested_keys(parts)) == expected)
-        siblings.close()
-
-
 async def test_siblings_behind_the_reader_come_first(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         files = infos(200)
@@ -162,17 +149,6 @@ async def test_files_without_room_are_next_without_a_chain_of_them(tmp_path: Pat
         folder = siblings._folders["d/"]
         assert inspect.isgenerator(folder.order)
         assert folder.refused in order[300:]
-        siblings.close()
-
-
-async def test_large_and_empty_files_are_no_siblings(tmp_path: Path) -> None:
-    async with held(tmp_path) as parts:
-        order = infos(10, SMALL + 1) + infos(10, 0)
-        siblings = Siblings(parts.downloader, parts.cache, OneFolder(order))
-        for number in range(10):
-            siblings.opened("d/", ObjectInfo(f"other{number}", 10, '"1"', 0), was_there=False)
-        await wait_all_tasks_blocked()
-        assert requested_keys(parts) == set()
         siblings.close()
 
 

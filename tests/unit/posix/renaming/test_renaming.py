@@ -11,7 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.daemon import status
 from fusefs.posix.late.request_log import DELETE, Change
 from fusefs.posix.late.uncertain_keys import UncertainKeys
-from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError
+from fusefs.store.errors import ExistsError, UnreachableError
 from fusefs.store.interface import ObjectInfo, Write
 from fusefs.store.s3 import head
 from tests.support.memory_store import MemoryStore
@@ -226,23 +226,6 @@ async def test_a_fault_in_one_rename_ends_no_mount(
         process.changes.pending_renames("", hurry=True)
         await wait_all_tasks_blocked(0.01)
         assert process.changes.describe_renames() == []
-
-
-async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(mount: MortalMount) -> None:
-    tree = fill(mount.store, "old/")
-
-    def refuse(what: str, key: str) -> None:
-        if what in ("DELETE", "DELETED") and key.startswith("old"):
-            raise AccessDeniedError(key)
-
-    mount.store.before = refuse
-    async with mount.serving() as process:
-        with pytest.raises(AccessDeniedError):
-            await process.rename("old", "new")
-        with pytest.raises(AccessDeniedError):
-            await process.rename("old/1", "one")
-        assert below(mount.store, "old/") == tree
-        assert mount.store.contents().keys() == {f"old/{path}" for path in tree}
 
 
 async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -> None:

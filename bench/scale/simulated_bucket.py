@@ -245,7 +245,7 @@ def serving(shape: Shape) -> Iterator[str]:
             str(shape.per_folder),
             str(shape.flat),
         ],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
