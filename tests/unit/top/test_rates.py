@@ -215,7 +215,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    with pytest.raises(CommandError, match=r"fusefs\[top\]"):
+    with pytest.raises(CommandError, match=r"\[top\]"):
         main.run(is_plain=False, is_json=False, count=1)
 
 
