@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mounted.write.test_programs_training import (
+from tests.mounted.write.test_programs import (
     REPOSITORY,
     save_rank,
     save_safetensors,

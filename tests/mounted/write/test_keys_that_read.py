@@ -6,11 +6,10 @@ import os
 
 import pytest
 
-from tests.support.mounting import Mounter, fusefs
+from tests.support.mounting import Mounter, fusefs, pending
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.writing import pending
 
 pytestmark = pytest.mark.root
 

@@ -30,6 +30,15 @@ def small_disk(path: Path, size_mib: int, inodes: int = 0) -> Iterator[Path]:
         subprocess.run(["umount", "-l", os.fspath(path)], check=True)
 
 
+def taken_by(cache: Path) -> int:
+    """The bytes that the files of a cache directory take."""
+    taken = 0
+    for path in cache.glob("*/objects/*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            taken += path.stat().st_blocks * 512
+    return taken
+
+
 def recorded_by(cache: Path) -> int:
     """The bytes of which the catalogs of a cache directory know."""
     recorded = 0
