@@ -13,6 +13,9 @@
 #              installed in .venv), and torch where it is there
 # make docs    the documents as a site, in build/site; strict: no dead link, no missing page
 # make test-docs  that site in headless Chromium
+# make test-cluster  a real Kubernetes on this machine (root): Kubernetes' own storage suite, csi-sanity and
+#              scenarios of ours as pods. KUBERNETES=1.31 for the oldest one; KUBECONFIG=… for a cluster
+#              that exists (see tests/cluster/__main__.py); ARGUMENTS="--only scenarios" for a part
 # make sbom    what the image has of Python, as CycloneDX, in build/sbom.json
 # make test-wheel  the wheel in a fresh virtual environment, from the package index
 # make scale   a bucket of 50 million objects in one mount, and a thousand nodes (simulated)
@@ -27,7 +30,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--config-settings editable_mode=compat
 SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
-.PHONY: setup share deb test-deb test-wheel test-cluster-cache test-fsspec sbom docs test-docs demo test test-ceph lint storm scale bench clean
+.PHONY: setup share deb test-deb test-wheel test-cluster test-cluster-cache test-fsspec sbom docs test-docs demo test test-ceph lint storm scale bench clean
 
 setup: $(STAMP)
 
@@ -66,6 +69,10 @@ sbom: $(STAMP)
 
 test-wheel: $(STAMP)
 	$(BIN)/python -m pytest tests/packaging/in_venv.py
+
+test-cluster: $(STAMP)
+	.ci/system-packages --cluster
+	$(BIN)/python -m tests.cluster $(KUBERNETES:%=--kubernetes %) $(ARGUMENTS)
 
 test-cluster-cache: $(STAMP)
 	$(BIN)/python -m pytest -rP tests/mounted/cluster_cache/whole_cluster.py
