@@ -186,15 +186,6 @@ async def test_only_the_named_version_is_replaced(
     assert stored(bucket, key) == second.data
 
 
-async def test_an_object_is_deleted_and_a_missing_one_is_no_error(bucket: Bucket) -> None:
-    bucket.put("one", b"1")
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        await store.delete("one")
-        await store.delete("one")
-        assert store.counters()["deletes"] == 2
-    assert keys(bucket) == []
-
-
 async def test_many_objects_are_deleted_and_missing_ones_are_no_errors(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

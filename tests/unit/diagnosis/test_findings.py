@@ -188,11 +188,6 @@ def test_keys_of_the_environment_that_expire_are_not_said_to_be_renewed(
     assert "not renewed" in finding.text
 
 
-def test_the_longest_name_of_a_check_stays_apart_from_what_was_found() -> None:
-    found = findings.ok("may list uploads", "allowed")
-    assert found.as_text() == "ok       may list uploads allowed"
-
-
 def test_only_a_problem_makes_the_command_fail() -> None:
     good = [
         findings.ok("a", "fine"),

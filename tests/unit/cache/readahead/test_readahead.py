@@ -210,13 +210,6 @@ def test_several_stretches_of_one_handle_have_windows_of_their_own() -> None:
     assert all(download.wanted for download in downloader.downloads[-4 * len(starts) :])
 
 
-def test_a_reader_that_goes_on_elsewhere_leaves_nothing_under_way() -> None:
-    readahead, downloader = readahead_of(1 << 40)
-    read_all(readahead, 0, 32 * MIB)
-    readahead.reads(1 << 33, (1 << 33) + 4096)
-    assert not any(download.wanted for download in downloader.downloads)
-
-
 def test_reading_backwards_brings_what_comes_before() -> None:
     readahead, downloader = readahead_of(1 << 30)
     for at in range(1 << 29, (1 << 29) - 32 * MIB, -MIB):
