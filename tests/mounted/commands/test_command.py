@@ -270,7 +270,9 @@ def test_status_counts_what_was_read_and_tells_about_the_daemon(
     assert title_of(daemon["pid"]) == title
     settings = fusefs("status", "--settings", one.path).stdout
     assert tomllib.loads(settings)[str(one.path)]["passthrough"] == "off"
-    assert title_of(after["keeper"]["pid"]) == title.replace("daemon", "keeper")
+    keeper = title_of(after["keeper"]["pid"])  # a long path is cut off: its command line is short
+    assert title.replace("daemon", "keeper").startswith(keeper)
+    assert bucket.name in keeper
     assert 10 * MIB < daemon["rss_bytes"] <= daemon["peak_rss_bytes"] < 250 * MIB
     assert daemon["cpu_s"] > 0
     registration = registry.registration_of(one.path)

@@ -93,7 +93,7 @@ def test_a_file_that_is_read_by_passthrough_is_opened_again_after_a_rename(writa
 
 def test_names_cost_few_requests(writable: Mount) -> None:
     top = writable.path / "few"
-    assert cost(writable, top.mkdir) == {"puts": 1}
+    top.mkdir()  # in a directory of others' a name that is new takes a LIST, or not
     inner = top / "inner"
     assert cost(writable, inner.mkdir) == {"puts": 1}
     assert cost(writable, lambda: (inner / "a").write_bytes(b"a")) == {"puts": 1}
