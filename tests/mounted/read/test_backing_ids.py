@@ -52,7 +52,7 @@ class CountingRegistrar:
 
 def counted_ids(most: int) -> tuple[PassthroughFiles, set[int]]:
     registrar = CountingRegistrar()
-    ids = PassthroughFiles(registrar, most)
+    ids = PassthroughFiles(registrar, most=most)
     ids.is_on = True
     return ids, registrar.given
 
