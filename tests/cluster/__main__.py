@@ -200,4 +200,7 @@ def keep_logs(cluster: Cluster) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)  # as shells have it

@@ -62,7 +62,8 @@ def _module(place: Path, module: str, version: str) -> None:
     for replaced in json.loads(_go(place, "mod", "edit", "-json")).get("Replace") or ():
         name = replaced["Old"]["Path"]
         if replaced["New"]["Path"].startswith("./"):
-            edits.append(f"-replace={name}={name}@v0.{version.partition('.')[2]}")
+            of_staging = f"{name}@v0.{version.partition('.')[2]}"
+            edits.append(f"-replace={name}={VERSIONS['instead'].get(of_staging, of_staging)}")
     _go(place, "mod", "edit", *edits)
 
 
