@@ -16,6 +16,7 @@ from fusefs.store.interface import IF_ABSENT
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.store_reading import download
 from tests.support.store_writing import PART, digest, each_way, opened, put
 from tests.support.waiting import eventually
 
@@ -158,7 +159,7 @@ async def test_a_read_does_not_wait_for_rejected_credentials(
     async with opened(bucket, faulty.endpoint_url) as store:
         info = await store.head("file")
         with pytest.raises(CredentialsError):
-            await store.download(info.version, 0, 5, lambda *_: None)
+            await download(store, info.version, 0, 5)
         assert store.counters()["retries"] == 0
 
 
