@@ -32,7 +32,7 @@ READY = "ready"
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Where the objects are, and what gives a program access to them.
+    """The place of the objects, and what gives a program access to them.
 
     With a `proxy`, what is measured goes through that.
     """
@@ -62,7 +62,7 @@ class Bucket:
         return ours | self.server.environment
 
     def reader_options(self) -> dict[str, str]:
-        """What the readers need to reach it, without the keys."""
+        """The options with which readers reach it, without the keys."""
         options = {"bucket": self.name, "endpoint": self.endpoint_url, "region": REGION}
         return options if self.authority is None else {**options, "authority": str(self.authority)}
 

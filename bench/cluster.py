@@ -51,7 +51,7 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is compared; `floors` are the least ratios to S3 alone, by the name of the way."""
+    """One row's comparison; `floors` are the least ratios to S3 alone, by the name of the way."""
 
     name: str
     unit: str

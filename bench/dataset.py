@@ -1,4 +1,4 @@
-"""What is read: the same files in a directory of the local disk and in the bucket.
+"""The data that is read: the same files in a directory of the local disk and in the bucket.
 
 `large/object.bin` is one big object, `shards/` four of a quarter of its size,
 `small/` a training set of small files in folders of a hundred, `tree/` many
@@ -33,7 +33,7 @@ TREE_FOLDERS = 100
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything; the defaults are the full run's."""
+    """The size of everything; the defaults are the full run's."""
 
     large: int = 1024 * MIB
     small: int = 2_000

@@ -33,7 +33,7 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a daemon and its descendants have used since they started."""
+    """The resources that a daemon and its descendants have used since they started."""
 
     peak_rss_bytes: int
     cpu_s: float

@@ -1,4 +1,4 @@
-"""What came out: a table of medians, the targets with their ratios, and JSON.
+"""The results: a table of medians, the targets with their ratios, and JSON.
 
 A target compares the median of one contender with the median of another of
 the same run; beside it stand the lowest and the highest ratio of the single
@@ -262,7 +262,7 @@ def _targets(results: Results) -> str:
 
 
 def _versions(results: Results) -> str:
-    """What fusefs has become since the version it is compared with, if it was measured."""
+    """The rows of fusefs beside those of the version it is compared with, if it was measured."""
     lines = [
         _line(["row", "unit", "before", "now", "times", "rounds"]),
         _line(["---", "---", "---:", "---:", "---:", "---"]),
@@ -318,7 +318,7 @@ def profile_as_json(
 
 
 def _command(contender: Contender) -> str:
-    """How it is started, without the paths that only this run had."""
+    """The command that starts it, without the paths that only this run had."""
     command = contender.command().replace(str(contender.place.scratch), "SCRATCH")
     return command.replace(f"{sys.prefix}/bin/", "")
 

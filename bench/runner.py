@@ -33,7 +33,7 @@ FAILURES = (BenchError, OSError, subprocess.SubprocessError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one mount's daemon used, and which requests it sent.
+    """The costs of one mount: what its daemon used, and which requests it sent.
 
     `connections` is the most that were open to the proxy, if there is one.
     """
@@ -81,7 +81,7 @@ class Runner:
         return [workload for workload in self._workloads if contender.row_name in workload.who]
 
     def _is_right(self, contender: Contender, expected: dict[str, str]) -> bool:
-        """Whether first and second reads give the right bytes; on record if not."""
+        """True if first and second reads give the right bytes; on record if not."""
         parts = self._parts(self._of(contender))
         if not parts:
             return True

@@ -101,7 +101,7 @@ class Session:
 
     @property
     def proxy(self) -> Proxy | None:
-        """What stands before the server, if anything does."""
+        """The proxy before the server, if there is one."""
         return self.contender.place.bucket.proxy
 
     @property
@@ -249,7 +249,7 @@ def _read_once_begun(reader: subprocess.Popen[str], begin: Callable[[], None]) -
 
 
 def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a reader tells that goes on living afterwards."""
+    """The next line of a reader that goes on living afterwards."""
     assert process.stdout is not None
     assert process.stderr is not None
     readable, _, _ = select.select([process.stdout], [], [], READER_WAIT_S)

@@ -76,7 +76,7 @@ def _digest(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What is measured against which server; sizes in bytes."""
+    """The measurements against one server; sizes in bytes."""
 
     is_distant: bool
     small: int

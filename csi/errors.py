@@ -1,4 +1,4 @@
-"""What goes wrong in a call, as a gRPC status code and a sentence.
+"""The errors of calls, as a gRPC status code and a sentence.
 
 The code decides what the caller does next. After ABORTED, UNAVAILABLE,
 CANCELLED and DEADLINE_EXCEEDED kubelet and the provisioner take the operation
@@ -44,7 +44,7 @@ class VolumeNotFoundError(CsiError):
 
 
 class AlreadyExistsError(CsiError):
-    """What was made earlier under this name or path is something else."""
+    """Something else was made earlier under this name or path."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 

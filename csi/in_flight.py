@@ -15,7 +15,7 @@ from csi.errors import AbortedError
 
 
 class Claims:
-    """Which volumes have a call under way. Any thread may claim."""
+    """The volumes that have a call under way. Any thread may claim."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -115,7 +115,7 @@ class Server:
 
 
 def end_of(context: grpc.ServicerContext) -> float:
-    """When a call has to be answered, of the monotonic clock."""
+    """The time by which a call has to be answered, of the monotonic clock."""
     remaining_s = time_left(context)
     if remaining_s is None:
         remaining_s = LONGEST_CALL_S

@@ -26,7 +26,7 @@ STOP_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far away the server seems; zero means no delay and no limit.
+    """The distance at which the server seems to be; zero means no delay and no limit.
 
     `first_ms` pass from the end of a request to the first byte of its answer at
     least, for `tail_share` of the answers `tail_ms`. `mb_s` (MB = 10^6 bytes)
@@ -46,7 +46,7 @@ NEAR = Distance(first_ms=0, tail_share=0, tail_ms=0, mb_s=0)
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What has passed since the start; `most_open` connections since the counts before.
+    """The counts since the start; `most_open` connections since the counts before.
 
     `sent_bytes` are of answers, heads included and encryption not.
     """
@@ -135,7 +135,7 @@ class Proxy:
         return self._order({})
 
     def usage(self) -> Usage:
-        """What it has used since its start."""
+        """The resources that it has used since its start."""
         assert self._process is not None
         return processes.usage_of(self._process.pid)
 

@@ -1,1 +1,1 @@
-"""Who is measured: the bare disk, the bare client, fusefs in its variants, other mounts."""
+"""The contenders: the bare disk, the bare client, fusefs in its variants, other mounts."""

@@ -1,4 +1,4 @@
-"""What a contender is, and those that need no program: the bare disk and the bare client.
+"""The contender's interface, and those that need no program: the bare disk and the bare client.
 
 A contender that is mounted shows the whole bucket below `root`. `start`
 begins with an empty cache of its own, `stop` leaves nothing behind; both can
@@ -21,7 +21,7 @@ from bench.processes import Usage
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What contenders share: the bucket, the local copy of its files, room for mounts."""
+    """The place that contenders share: the bucket, the local copy of its files, room for mounts."""
 
     bucket: Bucket
     native_root: Path
@@ -50,14 +50,14 @@ class Contender:
         return other
 
     def missing(self) -> str | None:
-        """Why it cannot be measured here; None if it can."""
+        """The reason why it cannot be measured here; None if it can."""
         return None
 
     def version(self) -> str:
         return ""
 
     def command(self) -> str:
-        """How it is started, for the record."""
+        """The command that starts it, for the record."""
         return ""
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class Contender:
         """Have in the bucket what was written, where close did not wait for that."""
 
     def usage(self) -> Usage | None:
-        """What its processes have used since `start`."""
+        """The resources that its processes have used since `start`."""
         return None
 
     def requests(self) -> dict[str, int]:

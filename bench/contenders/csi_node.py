@@ -79,7 +79,7 @@ class CsiNode(Contender):
     # --- kubelet ---
 
     def target(self, volume: str, pod: str) -> Path:
-        """Where a pod sees a volume."""
+        """The path where a pod sees a volume."""
         path = self._kubelet / "pods" / pod / "volumes/kubernetes.io~csi" / volume / "mount"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path

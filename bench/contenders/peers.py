@@ -33,7 +33,7 @@ def find(program: str) -> str | None:
 
 
 def rclone_environment(bucket: Bucket) -> dict[str, str]:
-    """What makes rclone know the bucket's server as the remote `bench`, and nothing else."""
+    """The variables that make rclone know the bucket's server as the remote `bench` alone."""
     return {
         **bucket.environment(),
         "RCLONE_CONFIG": os.devnull,

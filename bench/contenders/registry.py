@@ -1,4 +1,4 @@
-"""Who is measured: the bare disk, the bare client, fusefs in its variants, the peers."""
+"""The contenders: the bare disk, the bare client, fusefs in its variants, the peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pictures a result gives, as plain data: panels of bars or lines, with their numbers.
+"""The pictures of a result, as plain data: panels of bars or lines, with their numbers.
 
 A result is what `bench.report.as_json` has written. A bar is the median of the rounds;
 its range is the lowest and the highest of them. Where rows of several units stand in one
@@ -191,7 +191,7 @@ class Picture:
 
 
 def name_of(contender: str) -> str:
-    """What a contender is called in a picture."""
+    """The name of a contender in a picture."""
     return NAMES.get(contender, contender)
 
 
@@ -249,7 +249,7 @@ def pictures(result: Mapping[str, Any], profile: str) -> list[Picture]:
 
 
 def _note(result: Mapping[str, Any], profile: str) -> str:
-    """What a reader has to know of the run."""
+    """The note on the run for its readers."""
     machine, options = result["machine"], result["options"]
     where = {
         "local": "SeaweedFS on the same machine as S3",

@@ -1,1 +1,1 @@
-"""What runs in processes of its own and does the timed reading and writing."""
+"""The programs that do the timed reading and writing, in processes of their own."""

@@ -67,7 +67,7 @@ def scattered(path: str, size: int, readers: int, reads: int) -> Result:
 def scattered_ranges(
     store: dict[str, str], key: str, size: int, readers: int, reads: int
 ) -> Result:
-    """What `scattered` does, with obstore in place of a file system, by threads."""
+    """Read as `scattered` does, with obstore in place of a file system, by threads."""
     import obstore
 
     s3 = open_store(store)

@@ -360,7 +360,7 @@ def get_objects(
 
 
 def digest_object(store: dict[str, str], key: str) -> Result:
-    """What `digest_file` gives, from an object read with obstore."""
+    """Digest as `digest_file` does, an object read with obstore."""
     import obstore
 
     digest = hashlib.sha256()
@@ -370,7 +370,7 @@ def digest_object(store: dict[str, str], key: str) -> Result:
 
 
 def digest_objects(store: dict[str, str], prefix: str, names_file: str, threads: int) -> Result:
-    """What `digest_files` gives, from objects read with obstore."""
+    """Digest as `digest_files` does, objects read with obstore."""
     import obstore
 
     s3 = open_store(store)

@@ -97,7 +97,7 @@ def _sum(file: Any) -> bytes:
 
 
 def _work(way: Files | Urls, operation: str, names: list[str], large: str, size: int) -> Any:
-    """What is timed: all of one operation."""
+    """The timed part: all of one operation."""
     if operation == "cat":
         return way.cat(names)
     if operation == "open":

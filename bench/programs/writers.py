@@ -126,7 +126,7 @@ def put_objects(
     seed: int,
     metadata: dict[str, str] | None = None,
 ) -> Result:
-    """What `write_files` does, with obstore in place of a file system."""
+    """Write as `write_files` does, with obstore in place of a file system."""
     import obstore
 
     s3 = open_store(store)

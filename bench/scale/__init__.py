@@ -1,1 +1,1 @@
-"""How fusefs scales: a bucket of 50 million objects, and a thousand nodes that start together."""
+"""The scale of fusefs: a bucket of 50 million objects, and a thousand nodes that start together."""

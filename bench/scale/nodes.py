@@ -70,7 +70,7 @@ class Link:
         self._free_at = 0.0
 
     def carry(self, size: int, longest_s: float = 0.0) -> float:
-        """When so many bytes are through that also take `longest_s` for other reasons."""
+        """The time when so many bytes are through that also take `longest_s` for other reasons."""
         now = trio.current_time()
         self._free_at = max(now, self._free_at) + size / self._rate
         return max(self._free_at, now + longest_s)
@@ -274,7 +274,7 @@ class CachedNode(Node):
 
 @dataclass
 class Run:
-    """What one start of all nodes came to; `series` by seconds."""
+    """The result of one start of all nodes; `series` by seconds."""
 
     name: str
     figures: dict[str, float] = field(default_factory=dict)
@@ -296,7 +296,7 @@ def rotated(node: int, _nodes: int) -> list[int]:
 
 
 def sharded(node: int, nodes: int) -> list[int]:
-    """What `fusefs warm --shard` gives a node: each part to one of them."""
+    """The parts that `fusefs warm --shard` gives a node: each part to one of them."""
     return [part for part in range(PARTS) if part % nodes == node]
 
 
@@ -362,7 +362,7 @@ RUNS: dict[str, tuple[tuple[Order, ...], int, bool]] = {
 
 
 def is_simulation(path: Path) -> bool:
-    """Whether a file is what bench.scale.nodes has written."""
+    """True if a file is what bench.scale.nodes has written."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -40,7 +40,7 @@ READ = 2000
 
 @dataclass
 class Memory:
-    """What the daemon takes of memory."""
+    """The memory that the daemon takes."""
 
     pid: int
     peak_pss: int = 0

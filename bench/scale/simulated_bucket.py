@@ -35,7 +35,7 @@ _MODIFIED = "2026-01-02T03:04:05.000Z"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many objects a bucket has; of `flat` there are 10 million at most."""
+    """The number of a bucket's objects; of `flat` there are 10 million at most."""
 
     folders: int
     per_folder: int
@@ -55,7 +55,7 @@ class Shape:
         return stem + FOLDER_ROW % row
 
     def parts(self, number: int) -> tuple[str, int]:
-        """What a key has in common with others, and its number among these."""
+        """The part that a key shares with others, and its number among these."""
         if number < self.flat:
             return FLAT_NAME % (number // 1000), number % 1000
         folder, row = divmod(number - self.flat, self.per_folder)

@@ -1,1 +1,1 @@
-"""What is measured: the rows of the table and the functions that measure them."""
+"""The workloads: the rows of the table and the functions that measure them."""

@@ -1,4 +1,4 @@
-"""What is measured, in the order in which it is run against one contender.
+"""The workloads, in the order in which it is run against one contender.
 
 A workload is a function of a `Session` that returns a `Sample`. Workloads of
 one group share a mount that began with an empty cache: "data" reads the large

@@ -257,7 +257,7 @@ class OtherKeyError(StoreError):
 
 
 def _lacks_key(error: Exception, code: str) -> bool:
-    """Whether a GET was refused because it came without the key that an object needs.
+    """True if a GET was refused because it came without the key that an object needs.
 
     To one with another key AWS answers with AccessDenied, as to one without rights.
     """

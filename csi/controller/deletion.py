@@ -64,7 +64,7 @@ def delete(
 
 
 def _why_retained(record: VolumeRecord, volume: VolumeId, cluster: str) -> str:
-    """Why the record itself forbids to delete the data; "" if it does not."""
+    """The reason for which the record forbids to delete the data; "" if it does not."""
     if not record.deletes:
         return "its class says onDelete: retain"
     if not cluster:

@@ -347,12 +347,12 @@ def _create(
 
 
 def _is_of_claim(template: str) -> bool:
-    """Whether the claim's name alone makes a prefix, so that equal claims have equal ones."""
+    """True if the claim's name alone makes a prefix, so that equal claims have equal ones."""
     return "${pvc." in template and "${pv.name}" not in template
 
 
 def _claim(parameters: Mapping[str, str]) -> dict[str, str]:
-    """Which claim a volume is made for, as the provisioner says; nodes list it."""
+    """The claim that a volume is made for, as the provisioner says; nodes list it."""
     return {name: parameters[name] for name in _CLAIM if name in parameters}
 
 
@@ -389,7 +389,7 @@ def _check_settings(
 def _write_parameters(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
 ) -> dict[str, Any]:
-    """What the volume's record is written with: as the volume's mounts write."""
+    """The parameters that the volume's record is written with: as the volume's mounts write."""
     flags = [flag for capability in capabilities for flag in capability.mount.mount_flags]
     return write_parameters(_settings(attributes), flags)
 

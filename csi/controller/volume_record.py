@@ -56,7 +56,7 @@ class VolumeRecord:
 
     @classmethod
     def from_json(cls, body: bytes) -> VolumeRecord:
-        """What `to_json` wrote.
+        """The record that `to_json` wrote.
 
         Raises:
             VolumeRecordError: it is something else.
@@ -86,7 +86,7 @@ class VolumeRecord:
 
     @property
     def has_own_prefix(self) -> bool:
-        """Whether a segment of the prefix is the volume's name, which makes the prefix unique."""
+        """True if a segment of the prefix is the volume's name, which makes the prefix unique."""
         return has_segment(self.prefix, self.name)
 
 

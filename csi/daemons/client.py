@@ -29,7 +29,7 @@ class FdStoreClient:
         self._path = path
 
     def names(self) -> frozenset[str]:
-        """What it holds; nothing if no process listens.
+        """The names of what it holds; none if no process listens.
 
         Raises:
             ControlError: one listens, and does not answer, or has not yet all that it will hold.
@@ -43,7 +43,7 @@ class FdStoreClient:
         return frozenset(answer["names"])
 
     def has(self, root: KernelMount) -> bool:
-        """Whether it holds a mount's connection; raises as `names`."""
+        """True if it holds a mount's connection; raises as `names`."""
         return not self.lacks([root])
 
     def lacks(self, roots: Sequence[KernelMount]) -> list[KernelMount]:
@@ -76,7 +76,7 @@ class FdStoreClient:
 
     @property
     def is_there(self) -> bool:
-        """Whether a process listens on the socket, answering or not."""
+        """True if a process listens on the socket, answering or not."""
         return control.peer(self._path) is not None
 
 

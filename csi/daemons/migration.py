@@ -52,7 +52,7 @@ class Migration:
                 time.sleep(EVERY_S)
 
     def _left(self) -> int:
-        """How many daemons the old supervisor has; at least one where it does not answer in time.
+        """The count of the old supervisor's daemons; at least one where it does not answer in time.
 
         On a busy node that may take long, and its daemons would end with it, unmoved.
         """

@@ -155,7 +155,7 @@ class CacheDomains:
             yield
 
     def is_unchanged(self, domain: UnusedDomain) -> bool:
-        """Whether no mount has used a domain since `unused` returned it."""
+        """True if no mount has used a domain since `unused` returned it."""
         return domain.directory.lstat().st_mtime_ns == domain.mtime_ns
 
     def set_aside(self, domain: UnusedDomain, *, keeps_state: bool = False) -> Path:

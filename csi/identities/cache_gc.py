@@ -81,7 +81,7 @@ class CacheCollector(threading.Thread):
                     self._remove_unused(domain)
 
     def _is_scarce(self) -> bool:
-        """Whether the disk has less free than the caches must leave, or no uid is free."""
+        """True if the disk has less free than the caches must leave, or no uid is free."""
         status = os.statvfs(self._domains.directory)
         free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
         return (

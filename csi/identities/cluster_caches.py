@@ -60,7 +60,7 @@ class CacheSecrets:
 
     @property
     def proof(self) -> str:
-        """What differs if either differs; a secret's digest, so only for a keyed hash."""
+        """The proof that differs if either differs; a secret's digest, so only for a keyed hash."""
         lengths = len(self.credentials).to_bytes(8)
         return hashlib.sha256(lengths + self.credentials + self.key).hexdigest()
 
@@ -97,7 +97,7 @@ class ClusterCacheConfig:
         check_cluster_cache(build(layer, anywhere()))
 
     def secrets(self) -> CacheSecrets:
-        """What the files hold now. Blocks.
+        """The secrets that the files hold now. Blocks.
 
         Raises:
             FailedPreconditionError: one of them cannot be used.

@@ -69,7 +69,7 @@ _MAX_SESSION = 64
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who reads. Two with the same `proof` are the same, whatever their keys and tokens are now.
+    """The identity that reads. Two of one `proof` are the same, whatever their keys and tokens are.
 
     `who` is for people. Neither `repr` nor `str` shows a secret.
     """
@@ -85,7 +85,7 @@ class Identity:
 
     @property
     def key_proof(self) -> tuple[str, ...]:
-        """What those that share a cache have in common, whoever they are; for a keyed hash."""
+        """The proof that those who share a cache have in common; for a keyed hash."""
         return ("customer key", self.customer_key.text) if self.customer_key else ()
 
 
@@ -225,7 +225,7 @@ class _OwnKeys:
         self._last: AccessKeys | None = None
 
     def keys(self) -> AccessKeys:
-        """What is valid now.
+        """The keys that are valid now.
 
         Raises:
             UnauthenticatedError: there is nothing.

@@ -1,4 +1,4 @@
-"""What a Secret holds: access keys, and a key of server-side encryption (SSE-C).
+"""The keys in a Secret: access keys, and a key of server-side encryption (SSE-C).
 
 Its fields are `access_key_id`, `secret_access_key` and, for temporary keys, `session_token`;
 `accessKeyId` and `AWS_ACCESS_KEY_ID` are the same name. `customer_key` is the key with which S3
@@ -24,7 +24,7 @@ _BY_SPELLING = {name.replace("_", ""): name for name in _ALL}
 
 @dataclass(frozen=True, slots=True)
 class AccessKeys:
-    """What requests are signed with. Neither `repr` nor `str` shows it."""
+    """The keys that requests are signed with. Neither `repr` nor `str` shows it."""
 
     access_key_id: str = field(repr=False)
     secret_access_key: str = field(repr=False)

@@ -54,17 +54,17 @@ class _MountAttributes(ctypes.Structure):
 
 
 class MountTable:
-    """What was mounted in this process' namespace at one moment."""
+    """The mounts of this process' namespace at one moment."""
 
     def __init__(self) -> None:
         self._mounts = kernel_mounts()
 
     def stack(self, path: Path) -> list[KernelMount]:
-        """What is mounted at exactly `path`, the topmost last."""
+        """The mounts at exactly `path`, the topmost last."""
         return [mount for mount in self._mounts if mount.mountpoint == path]
 
     def top(self, path: Path) -> KernelMount | None:
-        """What is mounted on top at a path; None if nothing is."""
+        """The topmost mount at a path; None if there is none."""
         stack = self.stack(path)
         return stack[-1] if stack else None
 

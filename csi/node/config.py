@@ -1,4 +1,4 @@
-"""What an administrator decides about a node: directories, users, and each mount's share.
+"""The administrator's decisions about a node: directories, users, and each mount's share.
 
 The node's budget of memory and connections is the share of a mount times the
 most mounts that there may be; that of the disk is what caches have to leave free.
@@ -70,12 +70,12 @@ class NodeConfiguration:
 
     @property
     def descriptor_store(self) -> Path:
-        """Where `fusefs-csi daemons` holds descriptors."""
+        """The socket where `fusefs-csi daemons` holds descriptors."""
         return self.state_directory / DESCRIPTOR_STORE
 
     @property
     def supervisor(self) -> SupervisorAddress | None:
-        """Where `fusefs-csi daemons` starts daemons."""
+        """The socket where `fusefs-csi daemons` starts daemons."""
         if self.daemons == "here":
             return None
         return SupervisorAddress(self.state_directory / SUPERVISOR, self.daemons == "there")
@@ -142,7 +142,7 @@ def check_disk(directory: Path, host_path: Path) -> None:
 
 
 def kernel_warning(release: str) -> str | None:
-    """What this kernel, as `uname -r` names it, means for roll-outs; None if nothing."""
+    """The warning that this kernel, as `uname -r` names it, gives for roll-outs; None if none."""
     found = re.match(r"(\d+)\.(\d+)", release)
     if found is None or (int(found[1]), int(found[2])) >= RESEND_SINCE:
         return None
@@ -228,7 +228,7 @@ def _add_places(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    """What a mount, a pod, a namespace and the caches may take."""
+    """Add the limits of a mount, a pod, a namespace and the caches."""
     add = partial(_add, group)
     add(
         "--max-volumes",
@@ -310,7 +310,7 @@ def _value_of(kind: SettingType[Any]) -> Callable[[str], Any]:
 
 
 def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
-    """What the command line says.
+    """The configuration of a command line.
 
     Raises:
         ClusterCachesError: a cluster cache cannot be used as it is configured.

@@ -98,7 +98,7 @@ class Mounts:
         return self.records.read(key) if key is not None else None
 
     def is_used(self, key: str, table: MountTable) -> bool:
-        """Whether a mount is bound to any path."""
+        """True if a mount is bound to any path."""
         top = table.top(self.root_of(key))
         return top is not None and any(
             one.mountpoint.name != key for one in table.of_device(top.device)
@@ -114,7 +114,7 @@ class Mounts:
         return [path for path in found if path.name != record.key]
 
     def is_alive(self, record: MountRecord, table: MountTable) -> bool:
-        """Whether the mount has a keeper, or will have one; the mount is not touched."""
+        """True if the mount has a keeper, or will have one; the mount is not touched."""
         root = Path(record.root)
         top = table.top(root)
         if top is None or not top.is_fusefs:
@@ -128,7 +128,7 @@ class Mounts:
             return daemon_pid(root) is not None and not self._daemons.serve(root)
 
     def may_be_served(self, record: MountRecord) -> bool:
-        """Whether a supervisor's daemon may go on with the mount, with a keeper or without."""
+        """True if a supervisor's daemon may go on with the mount, with a keeper or without."""
         return self._daemons.may_serve(Path(record.root))
 
     def ask(

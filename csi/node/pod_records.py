@@ -1,4 +1,4 @@
-"""Which pod has a volume at a target path, and whose claim it is: for `fusefs-csi list`, for the
+"""The pod that has a volume at a target path, and its claim: for `fusefs-csi list`, for the
 metrics, and for the bounds of inline volumes.
 
 The scheduler counts PersistentVolumes, but no inline ones, of which the author of one pod
@@ -44,7 +44,7 @@ class PodRecord:
 
     @classmethod
     def of(cls, target: Path, context: Mapping[str, str], *, is_inline: bool) -> PodRecord:
-        """What the context of a publish call says."""
+        """The record from the context of a publish call."""
         # An inline volume's author may write any key but kubelet's.
         claim = "" if is_inline else context.get(CLAIM_NAME, "")
         namespace, name = context.get(POD_NAMESPACE, ""), context.get(POD_NAME, "")
@@ -59,7 +59,7 @@ class PodRecord:
 
 @dataclass(frozen=True, slots=True)
 class InlineBounds:
-    """How many inline volumes a pod, and all pods of a namespace, may have on a node."""
+    """The numbers of inline volumes that a pod, and a namespace's pods, may have on a node."""
 
     of_pod: int
     of_namespace: int

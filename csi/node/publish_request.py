@@ -1,4 +1,4 @@
-"""What one NodePublishVolume asks for, read and checked, without asking anybody.
+"""The request of one NodePublishVolume, read and checked, without asking anybody.
 
 Kubelet puts what it knows of the pod into the volume's context, under names of
 its own; the rest is what the volume's author wrote.
@@ -89,7 +89,7 @@ class PublishRequest:
 def read_request(
     request: csi_pb2.NodePublishVolumeRequest, kubelet_directory: Path, own_directory: Path
 ) -> PublishRequest:
-    """What `request` asks for.
+    """Read what `request` asks for.
 
     Raises:
         InvalidArgumentError: a field is missing or cannot be used.
@@ -124,7 +124,7 @@ def read_request(
 
 
 def _is_inline(volume_id: str, context: Mapping[str, str]) -> bool:
-    """Whether a pod's author wrote the volume.
+    """True if a pod's author wrote the volume.
 
     Kubelet says so while the CSIDriver object has podInfoOnMount; it always shows in the id.
     """

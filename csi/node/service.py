@@ -204,7 +204,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _refresh_if_published(
         self, request: Request, publish: PublishRequest, table: MountTable, ends: float
     ) -> bool:
-        """Whether the volume is published there and alive; then its credentials are renewed.
+        """True if the volume is published there and alive; then its credentials are renewed.
 
         A mount without a keeper is gone on with: with rotated keys or other mount options the
         volume would get another mount, on top of one that lives.
@@ -450,7 +450,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 self._mounts.end_key(key, ends)
 
     def _is_needed(self, record: MountRecord) -> bool:
-        """Whether a target uses the mount, or waits for its warm-up."""
+        """True if a target uses the mount, or waits for its warm-up."""
         is_used = bool(self._mounts.references(record, MountTable()))
         return is_used or self._warmups.is_awaited(record.key)
 

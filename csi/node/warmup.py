@@ -76,7 +76,7 @@ class Warmups:
                 log.warning("%s cannot be warmed: %s", record.source, error)
 
     def blocks_publish(self, record: MountRecord, warm: WarmOption) -> bool:
-        """Whether a pod has to wait for the warm-up before it starts."""
+        """True if a pod has to wait for the warm-up before it starts."""
         if not warm.is_first:
             return False
         known = self._files.read(_name(record.key, warm))
@@ -132,7 +132,7 @@ class Warmups:
         self._change(_name(record.key, warm), lambda known: replace(known, is_over=True))
 
     def is_awaited(self, key: str) -> bool:
-        """Whether a publish call waits for a mount that is not bound to a target yet."""
+        """True if a publish call waits for a mount that is not bound to a target yet."""
         records = filter(None, map(self._files.read, self._names(key)))
         since = max((when for record in records for when in record.waiting.values()), default=0.0)
         return bool(since) and time.monotonic() - since < PATIENCE_S
@@ -163,7 +163,7 @@ class Warmups:
             return record
 
     def _names(self, key: str) -> list[str]:
-        """What a mount's records are called: one for the whole of it, one for each part."""
+        """The names of a mount's records: one for the whole of it, one for each part."""
         return [name for name in self._files.names() if name.partition(".")[0] == key]
 
 
@@ -178,7 +178,7 @@ def _without(known: _Record, target: Path) -> _Record:
 
 
 def _describe(jobs: list[Message]) -> str:
-    """How far jobs of warming are, or how they ended."""
+    """The progress of warming jobs, or their end."""
     if all(map(warm_jobs.has_ended, jobs)):
         return "; ".join(
             f"{job['path'] or '.'}: {status_report.warm_progress(job)}" for job in jobs
@@ -198,7 +198,7 @@ def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
 
 
 def job_id(path: str, warm: WarmOption) -> str:
-    """What the daemon calls the job of a path (JobSpec.id in fusefs/daemon/jobs)."""
+    """The daemon's id for the job of a path (JobSpec.id in fusefs/daemon/jobs)."""
     return path if warm.part is None else f"{path}\0shard {warm.part}/{warm.shards}"
 
 

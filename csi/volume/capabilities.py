@@ -1,4 +1,4 @@
-"""How a volume may be used: what is refused, of the controller's and the node's calls alike.
+"""The allowed uses of a volume: what is refused, of the controller's and the node's calls alike.
 
 Every access mode is served but the unknown one. Several writers on several
 nodes are served as S3 serves them: each object is one writer's, whole.
@@ -44,5 +44,5 @@ def check_capabilities(capabilities: Iterable[csi_pb2.VolumeCapability]) -> None
 
 
 def is_read_only(capability: csi_pb2.VolumeCapability) -> bool:
-    """Whether its access mode is one of readers only."""
+    """True if its access mode is one of readers only."""
     return capability.access_mode.mode in READ_ONLY_MODES

@@ -50,7 +50,7 @@ class VolumeId:
 
     @classmethod
     def parse(cls, text: str) -> VolumeId | None:
-        """What `text` names; None if no volume of CreateVolume can have that id."""
+        """The volume that `text` names; None if no volume of CreateVolume can have that id."""
         parts = text.split("/")
         if len(parts) != 3 or len(text.encode()) > MAX_ID:
             return None
@@ -94,7 +94,7 @@ def _short(bucket: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a volume's data are. `prefix` is "" or ends with its only trailing slash."""
+    """The place of a volume's data. `prefix` is "" or ends with its only trailing slash."""
 
     store: StoreSettings
     bucket: str
@@ -106,7 +106,7 @@ class Location:
 
 
 def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
-    """Where the volume with these attributes is.
+    """The place of the volume with these attributes.
 
     Raises:
         InvalidArgumentError: they don't say it, or say what is refused; the
@@ -131,12 +131,12 @@ def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
 
 
 def is_bucket(text: str) -> bool:
-    """Whether a bucket may be called so. What may not could be another host, or an ARN."""
+    """True if a bucket may be called so. What may not could be another host, or an ARN."""
     return bool(_BUCKET.fullmatch(text)) and ".." not in text and not _ADDRESS.fullmatch(text)
 
 
 def is_access_point(text: str) -> bool:
-    """Whether `text` is the ARN of an access point of one region, whole."""
+    """True if `text` is the ARN of an access point of one region, whole."""
     try:
         source = parse_source(f"s3://{text}")
     except ValueError:
@@ -212,10 +212,10 @@ def fill_in(template: str, values: Mapping[str, str]) -> str:
 
 
 def has_segment(template: str, segment: str) -> bool:
-    """Whether one whole segment of a prefix or template is `segment`."""
+    """True if one whole segment of a prefix or template is `segment`."""
     return segment in template.split("/")
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two normal prefixes are equal, or one lies within the other."""
+    """True if two normal prefixes are equal, or one lies within the other."""
     return one.startswith(other) or other.startswith(one)

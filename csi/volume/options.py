@@ -1,4 +1,4 @@
-"""What a volume's attributes and mount options say about its mounts.
+"""The options for a volume's mounts, from its attributes and mount options.
 
 Both take the settings of `fusefs mount` that a user of a node may choose, under
 the setting's own name (`cache-size`) or, as Kubernetes spells, `cacheSize`.
@@ -93,7 +93,7 @@ REVOKE_AFTER = "120s"
 
 @dataclass(frozen=True, slots=True)
 class WarmOption:
-    """What of a volume is fetched before it is read, relative to it; "" is all.
+    """The part of a volume that is fetched before it is read, relative to it; "" is all.
 
     With `is_first` a pod starts when that is done, or after `timeout_s`. With `shards` each pod
     has one of so many parts fetched, `part`, counting from 0.
@@ -106,7 +106,7 @@ class WarmOption:
     part: int | None = None
 
     def of_pod(self, name: str) -> WarmOption:
-        """What is fetched for the pod of this name; of a pod without a number no part is.
+        """The part that is fetched for the pod of this name; of a pod without a number no part is.
 
         Kubelet sends a driver the pod's name and neither its labels nor its annotations, and to
         read these from the API server every node would need the right to read all pods. The
@@ -120,7 +120,7 @@ class WarmOption:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a volume's attributes and mount options ask for.
+    """The options that a volume's attributes and mount options ask for.
 
     `settings` are texts of `fusefs mount`'s settings, by field, and `wanted` their values, for a
     mount anywhere. Times are in seconds.
@@ -138,7 +138,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class NodeShares:
-    """What one mount may have of its node. Sizes are in bytes; None is no limit."""
+    """The shares of its node that one mount may have. Sizes are in bytes; None is no limit."""
 
     memory_limit: int
     max_connections: int
@@ -159,7 +159,7 @@ def write_parameters(attributes: Mapping[str, str], mount_flags: Sequence[str]) 
 
 
 def pays_requests(attributes: Mapping[str, str]) -> bool:
-    """Whether a volume's author agrees to pay for its requests (Requester Pays).
+    """True if a volume's author agrees to pay for its requests (Requester Pays).
 
     Raises:
         InvalidArgumentError: the sentence names the attribute.
@@ -279,7 +279,7 @@ def _role(text: str | None) -> str | None:
 
 
 def is_cache_domain(text: str) -> bool:
-    """Whether a volume can have this `cacheDomain`."""
+    """True if a volume can have this `cacheDomain`."""
     return _DOMAIN.fullmatch(text) is not None
 
 

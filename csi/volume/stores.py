@@ -58,7 +58,7 @@ class StoresError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """Where a store is. `endpoint_url` is None for AWS, and the URLs have no path.
+    """The place of a store. `endpoint_url` is None for AWS, and the URLs have no path.
 
     `sts_url` is where tokens are exchanged; None is AWS' own for the region if
     there is no `endpoint_url` either, else that the store takes no tokens. `audience` is
@@ -154,12 +154,12 @@ def read_tables(path: Path, name: str) -> dict[str, Any]:
 
 
 def is_region(text: str) -> bool:
-    """Whether `text` may stand for a region."""
+    """True if `text` may stand for a region."""
     return _REGION.fullmatch(text) is not None
 
 
 def is_forbidden(address: str) -> bool:
-    """Whether nothing is ever sent to this IP address."""
+    """True if nothing is ever sent to this IP address."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped:
         found = found.ipv4_mapped
@@ -258,7 +258,7 @@ def _addresses(url: str) -> set[str]:
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:
-    """What two URLs of one endpoint have in common; equal only to itself if there is none."""
+    """The common part of two URLs of one endpoint; equal only to itself if there is none."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -20,7 +20,7 @@ CHECKED_AT_OPEN = 16 << 20
 
 # Numbers, for another Enum's hash, which each open takes four times, is a function in Python.
 class Rank(enum.IntEnum):
-    """Where a file is in the order of eviction (eviction_order.py)."""
+    """The place of a file in the order of eviction (eviction_order.py)."""
 
     KEPT = enum.auto()
     PASSING = enum.auto()
@@ -148,22 +148,22 @@ class CacheFile:
 
     @property
     def needs_check(self) -> bool:
-        """Whether it is to be compared with its checksums when it is opened."""
+        """True if it is to be compared with its checksums when it is opened."""
         return not self.is_checked and self.size <= CHECKED_AT_OPEN
 
     @property
     def unrecorded(self) -> int:
-        """How many bytes are present and not in the catalog."""
+        """The number of bytes that are present and not in the catalog."""
         return self.present.total - self.recorded
 
     @property
     def unread(self) -> int:
-        """How many bytes were not read since their fetch."""
+        """The number of bytes that were not read since their fetch."""
         return self.present.total - self.read.total if self.read is not None else 0
 
     @property
     def is_opening(self) -> bool:
-        """Whether it is being opened, created or evicted."""
+        """True if it is being opened, created or evicted."""
         return self._opening is not None and self._opening.locked()
 
     @property

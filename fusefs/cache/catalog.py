@@ -466,7 +466,7 @@ class Catalog:
         return Total(sum(sizes), len(sizes)), (rows[-1][0] + "\0", keys[1]) if is_more else None
 
     def is_retained(self, name: str) -> bool:
-        """Whether a file is not evicted."""
+        """True if a file is not evicted."""
         with self._lock, readable_errors():
             found = self._db.execute("SELECT 1 FROM retained WHERE name = ?", (name,)).fetchone()
         return found is not None
@@ -491,7 +491,7 @@ class Catalog:
         )
 
     def has_changed(self) -> bool:
-        """Whether another mount has written since the last call."""
+        """True if another mount has written since the last call."""
         before, self._data_version = self._data_version, self._read_data_version()
         return self._data_version != before
 

@@ -213,14 +213,14 @@ class Disk:
         return True
 
     def has_inode(self, name: str, generation: str, st_ino: int) -> bool:
-        """Whether a file is there and is this one."""
+        """True if a file is there and is this one."""
         try:
             return os.stat(self._path(name, generation)).st_ino == st_ino
         except OSError:
             return False
 
     def lacks(self, name: str, generation: str, st_ino: int) -> bool:
-        """Whether a file is not there, or is another one; False if the disk does not tell."""
+        """True if a file is not there, or is another one; False if the disk does not tell."""
         try:
             return os.stat(self._path(name, generation)).st_ino != st_ino
         except FileNotFoundError:
@@ -269,7 +269,7 @@ class Disk:
             os.close(fd)
 
     def _with_folder(self, name: str, make_file: Callable[[], T]) -> T:
-        """What `make_file` returns, which makes a file of this name; the folder may be missing."""
+        """Return what `make_file` returns, for a file of this name; its folder may be missing."""
         try:
             return make_file()
         except FileNotFoundError:
@@ -292,7 +292,7 @@ def _lock(fd: int, kind: int) -> None:
 
 
 def is_unused(fd: int) -> bool:
-    """Whether no other open or mapping of the file is left, as the kernel knows it.
+    """True if no other open or mapping of the file is left, as the kernel knows it.
 
     A write lease is granted to the only user alone (tried on ext4).
     """
@@ -381,7 +381,7 @@ class DiskLatency:
 
     @property
     def is_quick(self) -> bool:
-        """Whether no access of late was slow, so that the event loop may make small ones."""
+        """True if no access of late was slow, so that the event loop may make small ones."""
         return time.monotonic() >= self._slow_until
 
     def begin(self) -> tuple[int, float]:
@@ -485,11 +485,11 @@ def _not_a_cache(directory: Path) -> CacheDirectoryError:
 
 
 def _is_harmless(name: str) -> bool:
-    """Whether this may be in an empty cache directory."""
+    """True if this may be in an empty cache directory."""
     return name == "lost+found" or name.startswith("format.")
 
 
 def _is_ours(name: str) -> bool:
-    """Whether this may be in a cache directory that is in use."""
+    """True if this may be in a cache directory that is in use."""
     is_known = name in ("format", STATE) or _PRINCIPAL.fullmatch(name) is not None
     return is_known or _is_harmless(name)

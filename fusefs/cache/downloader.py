@@ -109,7 +109,7 @@ class Download:
         self.keep_used_since = max(keep_used_since, self._kept_since())
 
     def kept_since(self) -> float:
-        """What was used since this time is not evicted for it, in seconds since the epoch.
+        """The time since when used files are not evicted for it, in seconds since the epoch.
 
         -inf: it is fetched ahead, and has the room that there is for that alone.
         """
@@ -242,12 +242,12 @@ class Downloader:
 
     @property
     def under_way(self) -> int:
-        """How many downloads have been begun and have not ended."""
+        """The number of downloads under way."""
         return len(self._running)
 
     @property
     def room(self) -> int:
-        """How many bytes the cache may use now."""
+        """The number of bytes that the cache may use now."""
         return self._cache.quota.limit
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -393,7 +393,7 @@ class Downloader:
         return self._start(file, start, self._free_until(file, *gap))
 
     def _free_until(self, file: CacheFile, start: int, stop: int) -> int:
-        """Where the next download that is under way begins, `stop` at most."""
+        """The offset where the next download that is under way begins, `stop` at most."""
         return min(
             [stop, *(other.start for other in self._of.get(file, ()) if other.start > start)]
         )

@@ -1,4 +1,4 @@
-"""Which file is evicted next.
+"""The order of eviction.
 
 Training reads a data set again and again. Where it is larger than the cache, an
 order by last use alone evicts each file just before its next use; it is best to
@@ -72,7 +72,7 @@ REMEMBERED = 16
 
 
 class Room(Protocol):
-    """What the cache holds and may hold, in bytes."""
+    """The size and the limit of the cache, in bytes."""
 
     @property
     def used(self) -> int: ...
@@ -267,11 +267,11 @@ class EvictionOrder:
             file.rank = None
 
     def _age(self, file: CacheFile) -> int:
-        """How long ago a file was used, in bytes fetched since."""
+        """The time since a file's last use, in bytes fetched since."""
         return self._fetched - (file.last_use or 0)
 
     def _is_stale(self, oldest: CacheFile) -> bool:
-        """Whether the kept file that was not used for longest is stale."""
+        """True if the kept file that was not used for longest is stale."""
         since = self._fetched - RECENT * self._room.limit
         while self._intervals and self._intervals[0][0] < since:
             self._intervals.popleft()
@@ -288,7 +288,7 @@ class EvictionOrder:
         return self._age(oldest) > (long if self._has_moved else STALE * long)
 
     def _is_mostly_older(self, interval: int) -> bool:
-        """Whether most of the cache has files that were not used for an interval."""
+        """True if most of the cache has files that were not used for an interval."""
         size = 0
         for file in self._kept:
             size += file.present.total
@@ -300,7 +300,7 @@ class EvictionOrder:
 
 
 class EvictedFiles:
-    """When evicted files were last used: of all, or of a random sample of all if they are many."""
+    """The last uses of evicted files: of all, or of a random sample of all if they are many."""
 
     def __init__(self) -> None:
         self._last_use: dict[int, int] = {}

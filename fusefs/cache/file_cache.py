@@ -324,11 +324,11 @@ class FileCache:
 
     @property
     def has_neighbours(self) -> bool:
-        """Whether another mount has written in the directory since this one began."""
+        """True if another mount has written in the directory since this one began."""
         return self._catalog_writer.has_neighbours
 
     def is_new(self, file: CacheFile) -> bool:
-        """Whether nothing of a file is on the disk, so that its download may create it."""
+        """True if nothing of a file is on the disk, so that its download may create it."""
         return file.is_kept and not file.generation and self.residency.lacks(file.name)
 
     async def ensure_open(self, file: CacheFile) -> bool:

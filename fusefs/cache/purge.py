@@ -30,7 +30,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 
 
 def find_obstacles(directory: Path) -> dict[str, object]:
-    """What forbids the removal of a cache directory. Blocks.
+    """The obstacles to the removal of a cache directory. Blocks.
 
     Raises:
         OSError: it can't be read.
@@ -57,7 +57,7 @@ def _is_locked(path: Path, flags: int) -> bool:
 
 
 def _has_changes(path: Path) -> bool:
-    """Whether a file in a staging directory is more than what describes others."""
+    """True if a file in a staging directory is more than what describes others."""
     if path.name.isdecimal():
         return True
     is_about_others = path.name == "source" or path.suffix in (".json", ".new", ".safe")

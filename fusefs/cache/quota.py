@@ -1,4 +1,4 @@
-"""How much room the cache may take.
+"""The room that the cache may take.
 
 Room is reserved before a download starts, and the reservation shrinks as
 bytes arrive, so that thirty streams at once can't overshoot. Three limits hold
@@ -71,19 +71,19 @@ class Quota:
 
     @property
     def limit(self) -> int:
-        """How many bytes the cache may use now: its size limit, or what the disk leaves it."""
+        """The number of bytes the cache may use now: its size limit, or what the disk leaves it."""
         room = max(0, self.used + self._headroom())
         return room if self._limit is None else min(self._limit, room)
 
     @property
     def allowed(self) -> int:
-        """How many bytes the cache could use if nothing else filled its disk."""
+        """The number of bytes that the cache could use if nothing else filled its disk."""
         self._headroom()
         return self._capacity if self._limit is None else min(self._limit, self._capacity)
 
     @property
     def limit_why(self) -> str | None:
-        """Why the limit is less than the cache's size limit; None if it is not."""
+        """The reason for a limit below the cache's size limit; None if it is not below."""
         if self._limit is None or self.limit >= self._limit:
             return None
         return (
@@ -92,7 +92,7 @@ class Quota:
         )
 
     def excess(self, wanted: int) -> int:
-        """How many bytes have to go before `wanted` more fit."""
+        """The number of bytes that have to go before `wanted` more fit."""
         excess = self.reserved + wanted - self._headroom()
         if self._limit is not None:
             excess = max(excess, self.used + self.reserved + wanted - self._limit)

@@ -1,4 +1,4 @@
-"""Which bytes of a file are present: a set of disjoint, ordered ranges [start, stop)."""
+"""The present bytes of a file: a set of disjoint, ordered ranges [start, stop)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RangeMap:
         return new
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether every byte of [start, stop) is present."""
+        """True if every byte of [start, stop) is present."""
         if start >= stop:
             return True
         index = bisect_right(self._starts, start) - 1

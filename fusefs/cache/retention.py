@@ -1,4 +1,4 @@
-"""Which cached files are never evicted: those at or below the paths of `fusefs pin`.
+"""The cached files that are never evicted: those at or below the paths of `fusefs pin`.
 
 A pin names a key of a bucket, or the prefix before a slash, and so every version
 of the objects there. The pins of all mounts that share a directory are in its catalog, and
@@ -98,7 +98,7 @@ def above(key: str) -> Iterator[str]:
 
 
 def covers(pins: Container[str], key: str) -> bool:
-    """Whether a key is one of the pins, or below one; "" pins everything."""
+    """True if a key is one of the pins, or below one; "" pins everything."""
     return any(pin in pins for pin in above(key))
 
 
@@ -121,7 +121,7 @@ class Retention:
         self._counted: tuple[object, int] = None, 0
 
     def covers(self, key: str) -> bool:
-        """Whether the files of a key are retained."""
+        """True if the files of a key are retained."""
         return len(self._pins) > 0 and covers(self._pins, key)
 
     def pins_above(self, key: str) -> list[str]:
@@ -138,7 +138,7 @@ class Retention:
         return bool(await self._in_catalog(self.refresh_now))
 
     async def count(self, path: str) -> int:
-        """How many pins are at or below a path ("": all); 0 if they can't be read."""
+        """The number of pins at or below a path ("": all); 0 if they can't be read."""
         if not path or not self._pins:
             return len(self._pins)
         return await self._in_catalog(lambda: self._count(path)) or 0

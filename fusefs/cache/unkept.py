@@ -45,7 +45,7 @@ class UnkeptBuffers:
         return self._under_way + self._kept
 
     def ahead(self, reader: UnkeptReader) -> int:
-        """How many bytes to download at least for a read of `reader`."""
+        """The least number of bytes to download for a read of `reader`."""
         readers = len(self._readers) + (id(reader) not in self._readers)
         return min(AHEAD, self.limit // readers)
 

@@ -18,7 +18,7 @@ _LOGS = {"attributes": "changed attributes", "removals": "removals"}
 
 
 def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the bucket lacks of a staging directory, each with `key`, `state` and `error`.
+    """The files of a staging directory that the bucket lacks, each with `key`, `state` and `error`.
 
     `errors` are files that the daemon could not upload, by key. Where the record of a file does
     not name its key (a program had it open when the daemon was killed) its path stands for it.

@@ -88,7 +88,7 @@ def give_up(path: Path) -> bool:
 
 
 def status(mountpoint: Path, below: str) -> Job:
-    """How much of a path of a mount is in its cache; sizes in bytes.
+    """The share of a mount's path that is in its cache; sizes in bytes.
 
     Raises:
         CommandError: there is no such file.

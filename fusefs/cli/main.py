@@ -150,7 +150,7 @@ def _prepare_streams() -> None:
 
 
 def _written(error: UnicodeError) -> tuple[str | bytes, int]:
-    """What is written for a character that the stream's encoding lacks."""
+    """The text for a character that the stream's encoding lacks."""
     assert isinstance(error, UnicodeEncodeError)
     error.end = error.start + 1  # of several in a row each is judged by itself
     try:

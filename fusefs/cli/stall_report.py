@@ -1,4 +1,4 @@
-"""What programs waited for, in sentences, and what may be changed about it.
+"""The waits of programs in sentences, and what may be changed about them.
 
 The shares are those of time in which at least one request waited for something; of
 several things at once each counts, so the shares may add up to more than the whole.
@@ -81,7 +81,7 @@ def sentence(shares: Shares, span: str) -> str | None:
 
 
 def hint(stalls: Mapping[str, Any], *, has_room: bool = True) -> str | None:
-    """What may be changed about the cause that was waited for most, in the latest such span.
+    """A change that helps against the cause of most waits, in the latest such span.
 
     Without `has_room` in the cache nothing is to be fetched ahead.
     """

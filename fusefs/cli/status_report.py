@@ -126,7 +126,7 @@ def _hits(cache: Status) -> str:
 
 
 def _integrity(integrity: Status) -> str:
-    """How many cached files were compared with their checksums, and which differed."""
+    """The number of cached files that were compared with their checksums, and which differed."""
     differed, unreadable = integrity["differed_files"], integrity["unreadable_files"]
     faults = [f"{_count(differed, 'file')} differed"] if differed else []
     if unreadable:
@@ -261,7 +261,7 @@ def _has_room(cache: Status) -> bool:
 
 
 def _waits(stalls: Status, *, has_room: bool) -> Iterable[tuple[str, str]]:
-    """What programs waited for of late, a hint, and the requests that waited longest."""
+    """The waits of programs of late, a hint, and the requests that waited longest."""
     for sentence in stall_report.sentences(stalls):
         yield "waits", sentence
     hint = stall_report.hint(stalls, has_room=has_room)
@@ -353,7 +353,7 @@ def progress(job: Status) -> str:
 
 
 def warming_troubles(job: Status) -> list[str]:
-    """Why a job of `fusefs warm` left files out of the cache."""
+    """The reasons why a job of `fusefs warm` left files out of the cache."""
     troubles = [job["why"]] if job["why"] else []
     if job["left_out_files"]:
         left_out = f"{human_size(job['left_out_bytes'])} of {_count(job['left_out_files'], 'file')}"

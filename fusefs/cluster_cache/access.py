@@ -33,7 +33,7 @@ class AccessError(ValueError):
 
 
 def read(settings: MountSettings) -> dict[str, str]:
-    """What to hand over to a daemon, as texts by the variables that are to name them. Blocks.
+    """The files to hand over to a daemon, as texts by the variables that are to name them. Blocks.
 
     In a daemon, which starts another keeper, that is what was handed over to it.
 

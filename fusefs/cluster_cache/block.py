@@ -34,7 +34,7 @@ _NUMBER = struct.Struct(">I")
 
 
 class BadBlockError(Exception):
-    """What arrived is not what was stored, or was not stored by this domain."""
+    """A block that is not as it was stored, or was not stored by this domain."""
 
 
 # A tuple: each small file that is fetched makes some of these.
@@ -111,7 +111,7 @@ class Domain:
         return Block(name, block.start, block.stop)
 
     def tag(self, block: Block, number: int, data: bytes | memoryview) -> bytes:
-        """What stands behind a frame."""
+        """The tag behind a frame."""
         return self._crc(block, number, data) + self._mac(block, number, data)
 
     def verify(

@@ -48,7 +48,7 @@ SIGNED_HERE = 128 << 10
 
 
 def rest_after(took_s: float, size: int, processors: int) -> float:
-    """How long one of the workers rests after `size` bytes were stored in `took_s`, in seconds."""
+    """The rest of a worker after `size` bytes were stored in `took_s`, in seconds."""
     least_s = SMALL_REST_S if size <= SMALL else REST_S
     share = SHARE * processors / AT_A_TIME
     return min(max(least_s, took_s * (1 / share - 1)), MOST_REST_S)
@@ -68,7 +68,7 @@ class _Fill:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the cluster cache has the block, once it is `done`."""
+        """True if the cluster cache has the block, once it is `done`."""
         return self.outcome in ("stored", "present")
 
     async def ended(self) -> bool:
@@ -111,7 +111,7 @@ class Filler:
 
     @property
     def queued(self) -> int:
-        """How many blocks are to be stored."""
+        """The number of blocks that are to be stored."""
         return len(self._queue) + len(self._under_way)
 
     def fetched(self, file: CacheFile, start: int, stop: int) -> None:

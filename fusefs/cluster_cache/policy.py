@@ -1,4 +1,4 @@
-"""When requests go to the cluster cache, and for how long their answers are waited for.
+"""The rules for requests to the cluster cache, and for the wait for their answers.
 
 It may cost a reader next to nothing, whatever becomes of it: a request has a deadline
 for its first byte, after which S3 is requested as well; after some failures no request
@@ -37,7 +37,7 @@ Clock = Callable[[], float]
 
 
 class Deadline:
-    """How long to wait for a first byte before S3 is requested as well; in seconds."""
+    """The wait for a first byte before S3 is requested as well; in seconds."""
 
     def __init__(self) -> None:
         self._mean_s: float | None = None
@@ -73,7 +73,7 @@ class BreakerState(enum.StrEnum):
 
 
 class Breaker:
-    """Whether requests are sent. Belongs to the event loop; times are those of `clock`."""
+    """The breaker that stops requests. Belongs to the event loop; times are those of `clock`."""
 
     def __init__(self, clock: Clock = trio.current_time) -> None:
         self._clock = clock
@@ -85,11 +85,11 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether requests are sent as they come."""
+        """True if requests are sent as they come."""
         return self.state is BreakerState.CLOSED
 
     def take_probe(self) -> bool:
-        """Whether to send a request for which no reader waits, and to note how it ends."""
+        """True if to send a request for which no reader waits, and to note how it ends."""
         if self.state is not BreakerState.OPEN or self._clock() < self._probe_at:
             return False
         self.state = BreakerState.PROBED
@@ -111,7 +111,7 @@ class Breaker:
 
 
 class Sampling:
-    """Which lookups are made. Belongs to the event loop; times are those of `clock`."""
+    """The choice of lookups to make. Belongs to the event loop; times are those of `clock`."""
 
     def __init__(self, clock: Clock = trio.current_time) -> None:
         self._clock = clock
@@ -120,7 +120,7 @@ class Sampling:
         self._looked = 0.0
 
     def wants_lookup(self) -> bool:
-        """Whether to look for the next block."""
+        """True if to look for the next block."""
         now = self._clock()
         if self._misses >= MISSES:
             self._skipped += 1

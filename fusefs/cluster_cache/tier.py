@@ -57,7 +57,7 @@ LINE_EVERY_S = 60.0
 
 
 class LookupOutcome(enum.StrEnum):
-    """How a lookup in the cluster cache ended, as `status` and metrics count it."""
+    """The end of a lookup in the cluster cache, as `status` and metrics count it."""
 
     HIT = "hits"
     MISS = "misses"
@@ -75,7 +75,7 @@ _DOUBTFUL = (LookupOutcome.LATE, LookupOutcome.FAILED, LookupOutcome.REFUSED)
 
 
 class StoredState(enum.IntEnum):
-    """What a lookup has shown of a block that S3 then had to send.
+    """The finding of a lookup about a block that S3 then had to send.
 
     `UNKNOWN`: the block was not there, or no request was sent. `DOUBTFUL`: there was no answer in
     time, or not all of it: the block's fault, or the server's load. `CORRUPT`: other bytes than
@@ -211,7 +211,7 @@ class _Lookup:
             self.outcome, self.why = LookupOutcome.FAILED, "its answer is too slow"
 
     def _judge(self, error: Exception) -> None:
-        """What an error says of how it ended."""
+        """Take from an error how the lookup ended."""
         if isinstance(error, _LostError):
             self._note_lost()
         elif isinstance(error, BadBlockError):
@@ -297,12 +297,12 @@ class _Lookup:
 
     @property
     def written(self) -> int:
-        """How many bytes it has written."""
+        """The number of bytes that it has written."""
         return self.position - self._start
 
     @property
     def stored_state(self) -> StoredState:
-        """What it has shown of its block, once it has ended."""
+        """The state of its block that it has shown, once it has ended."""
         if self.outcome is LookupOutcome.BAD:
             return StoredState.CORRUPT
         is_doubtful = self.is_sent and self.outcome in _DOUBTFUL
@@ -473,7 +473,7 @@ class ClusterTier:
             raise error
 
     def _wants(self, version: ObjectVersion, position: int) -> bool:
-        """Whether a reader is to wait for what the cluster cache may have of the block there."""
+        """True if a reader is to wait for what the cluster cache may have of the block there."""
         if not self.is_open:
             self._wanted.set()
             return False

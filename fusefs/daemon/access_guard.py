@@ -1,4 +1,4 @@
-"""Whether S3 still grants access to the mount's identity; if not, the cache is not served either.
+"""The guard of cached data: when S3 refuses the mount's identity, the cache is not served either.
 
 What is in the cache is read without a request, so an identity whose rights
 were taken away would read on for as long as the cache lasts. Where

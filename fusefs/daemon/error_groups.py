@@ -1,4 +1,4 @@
-"""What nurseries raise, for people to read."""
+"""The errors that nurseries raise, for people to read."""
 
 from __future__ import annotations
 

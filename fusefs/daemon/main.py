@@ -238,7 +238,7 @@ class Daemon:
         return writer.backlog.files(key) if writer is not None else []
 
     def _pending(self, key: str) -> tuple[int, int]:
-        """How many files and bytes at or below a key are not in the bucket."""
+        """The number of files and bytes at or below a key that are not in the bucket."""
         staged = self._unsent(key)
         return len(staged), sum(file.size() for file in staged)
 
@@ -256,7 +256,7 @@ class Daemon:
 
     @property
     def _identity(self) -> str:
-        """What tells the mount's bucket from others."""
+        """The text that tells the mount's bucket from others."""
         return f"{self.settings.endpoint_url or 'aws'}/{self.settings.source.bucket}"
 
     @property

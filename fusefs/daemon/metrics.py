@@ -169,7 +169,7 @@ def _process(parts: MountParts) -> Samples:
 
 
 async def _keeper(mountpoint: Path) -> Samples:
-    """What the keeper counts, since it outlives daemons; nothing if it does not answer."""
+    """The counts of the keeper, since it outlives daemons; nothing if it does not answer."""
     look = partial(keeper_status, mountpoint, KEEPER_TIMEOUT_S)
     try:
         # Of its own: a slow disk may hold all threads of the default limiter, which files are

@@ -93,7 +93,7 @@ def s3_settings(settings: MountSettings) -> S3Settings:
 
 
 def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
-    """How the bucket of the cluster cache is reached, and the key of its domain. Blocks.
+    """The settings of the cluster cache's bucket, and the key of its domain. Blocks.
 
     Raises:
         SettingsError: a file of a secret does not hold it.

@@ -188,7 +188,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
 
 
 def _stalls(session: RunningSession) -> dict[str, Any]:
-    """How much of the last seconds requests waited, by cause, and which waited longest."""
+    """The share of the last seconds that requests waited, by cause, and the longest waits."""
     return {
         "shares": {
             str(seconds): dict(zip(CAUSES, STALLS.shares(seconds), strict=True))
@@ -207,7 +207,7 @@ def _warming(daemon: MountParts) -> list[dict[str, Any]]:
 
 
 def _writing(daemon: MountParts) -> dict[str, Any] | None:
-    """What is written and not in the bucket yet; None on a read-only mount."""
+    """The written files that are not in the bucket yet; None on a read-only mount."""
     writer = daemon.operations.writer
     mutations = daemon.operations.mutations
     if writer is None or mutations is None:

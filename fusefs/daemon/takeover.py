@@ -1,4 +1,4 @@
-"""How a daemon gets its mount, and what it leaves to the next one.
+"""The takeover: a daemon gets its mount, and leaves it to the next one.
 
 A mount under the kernel session outlives its daemons. The keeper
 (keeper/main.py) starts each of them and says what there is to do:
@@ -52,26 +52,26 @@ class TakeoverError(Exception):
 
 
 def state_directory(settings: MountSettings) -> Path:
-    """What a mount leaves to the next daemon, or to the next mount, is below this."""
+    """The directory for all that a mount leaves to the next daemon, or to the next mount."""
     return settings.cache_dir / STATE / registry.mount_directory(settings.mountpoint).name
 
 
 def staging_directory(settings: MountSettings, mounted_ns: int) -> Path:
-    """Where a mount keeps what is written, by when it was mounted; made if need be."""
+    """The directory of a mount's written files, by when it was mounted; made if need be."""
     directory = state_directory(settings) / "staging" / str(mounted_ns)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 
 
 def renames_directory(settings: MountSettings) -> Path:
-    """Where renames of directories are on record; made if need be."""
+    """The directory for records of renamed directories; made if need be."""
     directory = state_directory(settings) / "renames"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 
 
 def late_requests_directory(settings: MountSettings, mounted_ns: int) -> Path:
-    """Where requests that are under way, or got no answer, are on record."""
+    """The directory for records of requests that are under way, or got no answer."""
     return state_directory(settings) / "late" / str(mounted_ns)
 
 
@@ -228,7 +228,7 @@ class Takeover:
         return self.keeper.namespace
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """What becomes of a process, by its number there; see linux/callers.py."""
+        """The fate of a process, by its number there; see linux/callers.py."""
         return await self.keeper.look_at_process(pid, ino)
 
     @property

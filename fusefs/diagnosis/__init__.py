@@ -1,1 +1,1 @@
-"""What is wrong with a machine, a mount or a bucket (`doctor`), and all about it (`report`)."""
+"""The diagnosis of a machine, a mount or a bucket (`doctor`), and all about it (`report`)."""

@@ -144,7 +144,7 @@ def _refused(what: str, error: StoreError) -> Finding:
 
 
 def _remedy(what: str, error: StoreError) -> str:
-    """What to do about a refusal, which has other causes than what the identity may do."""
+    """The remedy for a refusal that has other causes than the identity's permissions."""
     match error:
         case CredentialsError():
             return "renew or correct the credentials: above is where they are from"

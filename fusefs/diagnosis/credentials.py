@@ -83,7 +83,7 @@ def remaining_s(credentials: Any) -> int | None:
 
 
 def _age_s(method: str) -> float | None:
-    """When the file with the keys was last changed, in seconds before now."""
+    """The time since the last change of the file with the keys, in seconds."""
     if method not in _FILES:
         return None
     variable, default = _FILES[method]

@@ -14,7 +14,7 @@ _LEVEL_WIDTH = 9
 
 
 class Level(enum.StrEnum):
-    """How bad a finding is. Only a problem makes `fusefs doctor` fail."""
+    """The severity of a finding. Only a problem makes `fusefs doctor` fail."""
 
     OK = "ok"
     ADVICE = "advice"  # it works, and could work better
@@ -24,7 +24,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found. `advice` is what to do; `figures` are for programs.
+    """The finding of one check. `advice` is what to do; `figures` are for programs.
 
     Figures are in bytes, seconds and bytes per second.
     """

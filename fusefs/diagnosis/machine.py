@@ -1,4 +1,4 @@
-"""What this machine offers to mounts: the kernel's features, /dev/fuse, privileges, limits.
+"""The machine's offers to mounts: the kernel's features, /dev/fuse, privileges, limits.
 
 Nothing here needs a mount, a bucket or the network.
 """
@@ -35,7 +35,7 @@ def check(mountpoint: Path | None, *, allow_other: bool) -> Iterator[Finding]:
 
 
 def kernel(release: str) -> Finding:
-    """Which features a kernel of this release has."""
+    """The features of a kernel of this release."""
     version = _version(release)
     lacking = [
         name

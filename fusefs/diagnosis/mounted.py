@@ -64,7 +64,7 @@ def _check(subject: MountSubject) -> Iterator[Finding]:
 
 
 def _features(status: dict[str, Any]) -> Iterator[Finding]:
-    """What the kernel agreed to in INIT."""
+    """The features that the kernel agreed to in INIT."""
     passthrough, survival = status.get("passthrough", {}), status.get("survival", {})
     session = f"session {status.get('session', '?')}"
     if passthrough.get("on"):

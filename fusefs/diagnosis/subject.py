@@ -1,4 +1,4 @@
-"""What `fusefs doctor` and `fusefs report` look at: a mount, a bucket, or the machine alone.
+"""The subject of `fusefs doctor` and `fusefs report`: a mount, a bucket, or the machine alone.
 
 Of a mount the settings come from its keeper, with what the daemon was given of
 the AWS configuration; what the daemon has in its environment is read from the
@@ -98,7 +98,7 @@ def _read_settings(subject: MountSubject) -> None:
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
-    """What decides about requests in the environment of a process; None if that is not readable."""
+    """The variables of a process that decide about requests; None if they are not readable."""
     try:
         content = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

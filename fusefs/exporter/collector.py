@@ -161,7 +161,7 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
 def _samples(
     name: str, kind: str, sample: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    """What Prometheus has of one sample: of a histogram one for each bucket, sum and count."""
+    """Prometheus' samples for one of ours: for a histogram one for each bucket, sum and count."""
     full, labels = f"{PREFIX}{name}", sample["labels"]
     if kind != "histogram":
         yield full, labels, float(sample["value"])

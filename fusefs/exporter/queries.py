@@ -39,7 +39,7 @@ class Target:
 
 @dataclass(slots=True)
 class MountAnswer:
-    """What a mount answered; `metrics` is None where it did not, for which `why` is the reason.
+    """The answer of a mount; `metrics` is None where it did not, for which `why` is the reason.
 
     There is a reason as well where the daemon has no metrics.
     """

@@ -107,7 +107,7 @@ class BucketMounts:
 
 
 def _mounted() -> list[BucketMount]:
-    """What the kernel's table shows, as far as this user may use it and nothing covers it."""
+    """The mounts in the kernel's table, as far as this user may use it and nothing covers it."""
     table = mountinfo.kernel_mounts()
     trusted = _trusted_owners()
     places = []
@@ -136,7 +136,7 @@ def _endpoint_of(place: BucketMount) -> str:
 
 
 def _trusted_owners() -> set[int]:
-    """Whose mounts are believed beside this user's own: root's.
+    """The users whose mounts are believed beside this user's own: root.
 
     In a container with a user namespace of its own these are shown as an unknown user's, and
     nobody in there can have made them.

@@ -77,5 +77,5 @@ class BusyPoll:
 
 
 def _preemptions() -> int:
-    """How often this thread had to give its processor up."""
+    """The number of times that this thread had to give its processor up."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw

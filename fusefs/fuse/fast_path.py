@@ -118,12 +118,12 @@ class FastPathReader:
 
     @property
     def requests(self) -> int:
-        """How many requests the compiled part has answered."""
+        """The number of requests that the compiled part has answered."""
         return self._compiled.requests
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may be answered without Python at this moment."""
+        """True if requests may be answered without Python at this moment."""
         return self._log.plain_log is not None
 
     @property

@@ -70,7 +70,7 @@ class Callers:
         return callers.fate(pid) if self._sees else UNKNOWN
 
     async def find_fate(self, pid: int) -> int:
-        """What this process or the keeper can see."""
+        """The fate of a process as this process or the keeper can see it."""
         seen = self.fate(pid)
         keeper = self.keeper
         if not pid or keeper is None or not keeper.namespace or seen not in (UNKNOWN, EXITS):
@@ -89,7 +89,7 @@ class Callers:
         return {HOLDS: True, HOLDS_NOT: False}.get(seen)
 
     async def was_killed(self, pid: int) -> bool:
-        """Whether a process closes its files because a signal ends it."""
+        """True if a process closes its files because a signal ends it."""
         return await self.find_fate(pid) == WAS_KILLED
 
 

@@ -39,7 +39,7 @@ _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Registrar(Protocol):
-    """Who may register files: the keeper (see keeper/client.py)."""
+    """The process that may register files: the keeper (see keeper/client.py)."""
 
     async def open_backing(self, fd: int) -> int: ...
     def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None: ...
@@ -148,7 +148,7 @@ class PassthroughFiles:
         self.ids[file] = backing_id
 
     def table(self) -> list[tuple[int, int]]:
-        """What is registered, as (id, st_ino)."""
+        """The registered files, as (id, st_ino)."""
         used = [(backing_id, file.st_ino) for file, backing_id in self.ids.items()]
         return [*used, *self._leaving.items()]
 

@@ -31,7 +31,7 @@ class Layout:
         self.unpack_from = packed.unpack_from
 
     def offsets(self) -> dict[str, int]:
-        """Where each field starts, in bytes."""
+        """The offset of each field, in bytes."""
         result, at = {}, 0
         for field, code in self.fields:
             result[field] = at
@@ -153,7 +153,7 @@ class Opcode(enum.IntEnum):
 
 
 class Init(enum.IntFlag):
-    """What INIT negotiates: `flags` in the low 32 bits, `flags2` above."""
+    """The flags that INIT negotiates: `flags` in the low 32 bits, `flags2` above."""
 
     ASYNC_READ = 1 << 0
     ATOMIC_O_TRUNC = 1 << 3
@@ -171,7 +171,7 @@ class Init(enum.IntFlag):
 
 
 class Setattr(enum.IntFlag):
-    """Which fields of a SETATTR count."""
+    """The fields of a SETATTR that count."""
 
     MODE = 1 << 0
     UID = 1 << 1
@@ -183,7 +183,7 @@ class Setattr(enum.IntFlag):
 
 
 class Fopen(enum.IntFlag):
-    """How the kernel treats an open file."""
+    """The kernel's treatment of an open file."""
 
     DIRECT_IO = 1 << 0
     KEEP_CACHE = 1 << 1

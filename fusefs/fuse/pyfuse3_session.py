@@ -82,7 +82,7 @@ class PyfuseSession(KernelNotifications):
 
     @property
     def survival(self) -> tuple[bool, str]:
-        """Whether the mount outlives this process, and why."""
+        """The mount's survival of this process: true or false, and why."""
         return False, "a mount of the pyfuse3 session ends with its daemon"
 
     def invalidate_attributes(self, nodeid: int) -> None:
@@ -382,7 +382,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
 
 class _Pyfuse3Entries:
-    """Where pyfuse3 collects the entries of one reply; always with their inodes."""
+    """The buffer in which pyfuse3 collects the entries of one reply; always with their inodes."""
 
     is_plus = True
     is_empty = True

@@ -51,7 +51,7 @@ Answered = TypeVar("Answered")
 
 
 class ReadHandlers:
-    """What a session answers with; `table` has the handlers by opcode."""
+    """The answers of a session; `table` has the handlers by opcode."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -325,7 +325,7 @@ def open_out(opened: OpenResult) -> bytes:
 
 
 def drops_pages(release: str) -> bool:
-    """Whether a kernel keeps no pages that differ from what was written past them.
+    """True if a kernel keeps no pages that differ from what was written past them.
 
     Before Linux 6.6 it keeps them: who appends to a file that another program has read
     shows it zeros, and goes on to after both have closed it. Before 6.18.3 a read that
@@ -355,7 +355,7 @@ def _sized(value: bytes, size: int) -> bytes:
 
 
 def _valid(seconds: float) -> tuple[int, int]:
-    """How long something holds, as whole seconds and nanoseconds."""
+    """The time for which something holds, as whole seconds and nanoseconds."""
     if seconds >= FOREVER_S:
         return FOREVER_S, 0
     whole = int(seconds)

@@ -128,7 +128,7 @@ def name_request(operations: Operations, opcode: int, nodeid: int) -> tuple[str,
 
 
 class RunningSession(Protocol):
-    """What a daemon needs of a session, whichever of the two it is.
+    """The interface of a session to its daemon, whichever of the two it is.
 
     `run` answers requests until the mount ends. `survival` says whether and why
     the mount outlives this process.
@@ -212,12 +212,12 @@ class Session(KernelNotifications):
 
     @property
     def requests(self) -> int:
-        """How many requests were answered."""
+        """The number of requests that were answered."""
         return self._requests + (self.compiled_requests or 0)
 
     @property
     def compiled_requests(self) -> int | None:
-        """How many of them by compiled code; None where there is none."""
+        """The number of those that compiled code answered; None where there is none."""
         return self._warm.requests if self._warm is not None else None
 
     @property
@@ -235,12 +235,12 @@ class Session(KernelNotifications):
 
     @property
     def has_resend(self) -> bool:
-        """Whether another process could go on: Linux 6.9 and later."""
+        """True if another process could go on: Linux 6.9 and later."""
         return Init.HAS_RESEND in self.negotiated
 
     @property
     def survival(self) -> tuple[bool, str]:
-        """Whether the mount outlives this process, and why."""
+        """The mount's survival of this process: true or false, and why."""
         if self.has_resend:
             return True, "a keeper holds the mount"
         return False, (
@@ -475,7 +475,7 @@ class Session(KernelNotifications):
             logger.warning("the kernel refused a reply: %s", error.strerror)
 
     async def was_killed(self, pid: int) -> bool:
-        """Whether a thread closes its files because its process is being killed."""
+        """True if a thread closes its files because its process is being killed."""
         return await self.callers.was_killed(pid)
 
     async def will_close(self, pid: int, ino: int) -> bool | None:

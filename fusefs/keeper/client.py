@@ -51,7 +51,7 @@ class Welcome:
 
 @dataclass(slots=True)
 class TakenMount:
-    """What the last daemon leaves: the /dev/fuse descriptor, and {id: (st_dev, st_ino)}.
+    """The mount as the last daemon leaves it: the /dev/fuse descriptor, and {id: (st_dev, st_ino)}.
 
     `is_all_answered`: it has left no request unanswered.
     """
@@ -241,7 +241,7 @@ class KeeperClient:
             self.open_gathered()
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """What becomes of a process, by its number in `namespace`; see linux/callers.py.
+        """The fate of a process, by its number in `namespace`; see linux/callers.py.
 
         With the number of a file, whether it has that open.
         """

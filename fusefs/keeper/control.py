@@ -85,7 +85,7 @@ class Listener:
 
     @property
     def has_name(self) -> bool:
-        """Whether its name is still there, and not another process's by now."""
+        """True if its name is still there, and not another process's by now."""
         try:
             return self._find_identity() == self._identity
         except OSError:
@@ -179,7 +179,7 @@ class ControlSocket:
             loop.watch(listener.socket.fileno(), select.POLLIN, self._accept)
 
     def deadline(self) -> float:
-        """When the next client has to be sent away; monotonic seconds."""
+        """The time at which the next client has to be sent away; monotonic seconds."""
         return min((client.deadline for client in self._clients), default=float("inf"))
 
     def dismiss_late(self, now: float) -> None:

@@ -47,7 +47,7 @@ LOOK_S = 1.0
 
 
 def name_of(mountpoint: str, connection: int) -> str:
-    """What a mount's descriptor is held as."""
+    """The name under which a mount's descriptor is held."""
     return f"{mountpoint}#{connection}"
 
 

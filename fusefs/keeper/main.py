@@ -108,7 +108,7 @@ def _find_adoptee(given: dict[str, Any], program: Program) -> DaemonProcess | No
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
-    """What a broker becomes whose keeper is dead: the keeper, or an exit status.
+    """The successor that a broker becomes when its keeper is dead, or an exit status.
 
     Raises:
         BecomeBroker: in the child, with the same broker.

@@ -1,4 +1,4 @@
-"""What the keeper decides: when a daemon is started, replaced or given up.
+"""The decisions of the keeper: when a daemon is started, replaced or given up.
 
 A death is followed by a new daemon at once, unless the mount is gone, the
 kernel cannot send its requests again, or daemon after daemon died by itself
@@ -281,13 +281,13 @@ class Keeper:
             self._replace(daemon, end)
 
     def _is_over(self, daemon: DaemonProcess) -> bool:
-        """Whether the mount is gone; one that was detached is, once its daemon has left it."""
+        """True if the mount is gone; one that was detached is, once its daemon has left it."""
         if fuse_connection.is_disconnected(self._state.fuse_fd):
             return True
         return daemon.is_ending and not mountinfo.is_connection_mounted(self._state.connection)
 
     def _has_made_way(self, daemon: DaemonProcess) -> bool:
-        """Whether the daemon of an upgrade can go on where this one has ended.
+        """True if the daemon of an upgrade can go on where this one has ended.
 
         One that says ENDING has answered all that it read. One that had to be killed
         may not have, and then it takes a kernel that sends requests again.

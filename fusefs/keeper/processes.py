@@ -95,7 +95,7 @@ class DaemonProcess:
 
     @property
     def name(self) -> str:
-        """What the log calls it. In another PID namespace it has no number here."""
+        """The name that the log has for it. In another PID namespace it has no number here."""
         return f"the daemon {self.pid}" if self.pid else "the daemon in the other container"
 
     def close(self) -> None:
@@ -333,7 +333,7 @@ class ProcessTable:
     # --- time ---
 
     def deadlines(self) -> Iterator[float]:
-        """When something has to be done about a process; monotonic seconds."""
+        """The times at which something has to be done about a process; monotonic seconds."""
         for daemon in (self.current, self.incoming):
             if daemon is not None:
                 yield daemon.deadline
@@ -348,7 +348,7 @@ class ProcessTable:
                 self._overdue(daemon, now)
 
     def count_lingering(self, now: float) -> int:
-        """How many processes hang in the kernel although they were killed."""
+        """The number of processes that hang in the kernel although they were killed."""
         return sum(now - since > LINGER_S for since in self._unreaped.values())
 
     def _overdue(self, daemon: DaemonProcess, now: float) -> None:
@@ -515,7 +515,7 @@ class ProcessTable:
 def describe(
     configuration: Configuration, state: KeeperState, daemon: DaemonProcess | None
 ) -> dict[str, Any]:
-    """What a keeper tells about itself, its daemon and its mount."""
+    """The status of a keeper, its daemon and its mount."""
     since = state.pause_since
     return {
         "pid": os.getpid(),

@@ -1,4 +1,4 @@
-"""What a keeper knows about its mount: the part that outlives daemons and keepers.
+"""The state of a keeper's mount: the part that outlives daemons and keepers.
 
 The keeper has one state; each broker is forked with a copy and keeps it up to
 date from the messages that it passes on, so that it can go on as the keeper. Both
@@ -44,7 +44,7 @@ def log(sentence: str, level: str = "WARNING") -> None:
 
 
 class Configuration:
-    """What does not change, from the JSON object on the keeper's standard input."""
+    """The constants of a keeper, from the JSON object on its standard input."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.mountpoint: str = given["mountpoint"]
@@ -164,7 +164,7 @@ class KeeperState:
         self.doubtful_id = backing_id
 
     def unaccounted_ids(self) -> list[int]:
-        """What a broker that was killed may have left open.
+        """The ids that a broker which was killed may have left open.
 
         The kernel numbers them in order, so it is the next ones, or the one
         that was being closed.
@@ -203,7 +203,7 @@ class KeeperState:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another daemon could answer all requests that are unanswered."""
+        """True if another daemon could answer all requests that are unanswered."""
         return self.has_resend or self.is_all_answered
 
     def died(self, reason: str) -> None:
@@ -241,12 +241,12 @@ def describe_end(status: int | None) -> str:
 
 
 def was_killed(status: int | None) -> bool:
-    """Whether it was killed by another process: SIGKILL, or unknown."""
+    """True if it was killed by another process: SIGKILL, or unknown."""
     return status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
 
 
 def cannot_take_over(status: int | None) -> bool:
-    """Whether it reported that another daemon would fail as well."""
+    """True if it reported that another daemon would fail as well."""
     return status is not None and os.waitstatus_to_exitcode(status) == CANNOT_TAKE_OVER
 
 

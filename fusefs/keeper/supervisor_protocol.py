@@ -204,7 +204,7 @@ def adopt(path: str, mount: int, channel: int) -> ProcessHandle:
 
 
 def count(path: str, mount: int = 0) -> int:
-    """How many daemons of the mount, or of all mounts, the supervisor has.
+    """The number of the supervisor's daemons for the mount, or for all mounts.
 
     Raises:
         OSError: no process listens there.

@@ -1,4 +1,4 @@
-"""What the keeper asks of Linux for itself: its privileges, and the end of its mount.
+"""The keeper's requests of Linux for itself: its privileges, and the end of its mount.
 
 Credentials are those of the calling thread; keeper and broker have one each.
 Only the effective set of capabilities moves: what a process may do is lowered

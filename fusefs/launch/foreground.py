@@ -83,7 +83,7 @@ class Foreground:
             unmount.umount_path(self._mountpoint, is_lazy=True)
 
     def _has_successor(self) -> bool:
-        """Whether another process goes on with the mount, which has not ended: `_pidfd` is its."""
+        """True if another process goes on with the mount, which has not ended: `_pidfd` is its."""
         until = time.monotonic() + SUCCESSOR_S
         while self._has_keeper and mountinfo.is_mountpoint(self._mountpoint):
             # Who answers: the socket may be one that the keeper before has made.

@@ -360,7 +360,7 @@ def daemon_input(
 
 
 def mount_number(mountpoint: Path) -> int:
-    """What a mount is called by its supervisor."""
+    """The number of a mount at its supervisor."""
     return int(registry.keeper_socket(mountpoint).stem, 16)
 
 

@@ -1,4 +1,4 @@
-"""Where a mount's log is, for whoever starts it; daemon/log_handlers.py writes it."""
+"""The place of a mount's log, for whoever starts it; daemon/log_handlers.py writes it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LONGEST_NAME = 200
 
 
 def path_of(settings: MountSettings) -> Path | None:
-    """Where the log goes; None is standard error."""
+    """The path of the log; None is standard error."""
     if settings.log_file is None and not settings.foreground:
         return _default(settings.mountpoint)
     return settings.log_file
 
 
 def _default(mountpoint: Path) -> Path:
-    """Where the log of a background mount goes: one file per mountpoint."""
+    """The path of a background mount's log: one file per mountpoint."""
     if os.geteuid() == 0:
         directory = Path("/var/log/fusefs")
     else:

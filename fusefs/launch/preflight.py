@@ -41,7 +41,7 @@ SHORTEST_REQUEST_TIMEOUT_S = 600
 
 
 def warnings() -> list[str]:
-    """What will work, and not as well as it could."""
+    """The warnings about what will work, and not as well as it could."""
     found = []
     for name in ("default_request_timeout", "max_request_timeout"):
         try:
@@ -202,7 +202,7 @@ def _clear_dead_mount(mountpoint: Path) -> None:
 
 
 def _is_dead(mountpoint: Path) -> bool:
-    """Whether no process holds the mount any more, so that every call on it fails.
+    """True if no process holds the mount any more, so that every call on it fails.
 
     Looked up in a child, since the call waits for ever while a process holds the
     mount and does not answer.

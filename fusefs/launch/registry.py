@@ -81,7 +81,7 @@ def _link_target(path: Path) -> Path | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When `pid` started, in clock ticks since boot; None if there is no such process.
+    """The start of the process `pid`, in clock ticks since boot; None if there is no such process.
 
     A zombie has ended and counts as gone.
     """
@@ -115,7 +115,7 @@ class Registration(NamedTuple):
     started: int
 
     def is_alive(self) -> bool:
-        """Whether the daemon is there, and of the user whose directory has the record.
+        """True if the daemon is there, and of the user whose directory has the record.
 
         That user may write any pid into it, and root ends what the record names.
         """
@@ -165,7 +165,7 @@ def _runtime_paths() -> list[str]:
 
 
 def _paths_of(uid: int) -> list[str]:
-    """Where an ordinary user's mounts are without an environment that says otherwise."""
+    """The places of an ordinary user's mounts, unless an environment says otherwise."""
     return [f"{TEMPORARY}/fusefs-{uid}", f"{SESSIONS}/{uid}/fusefs"]
 
 
@@ -180,7 +180,7 @@ def socket_of(mountpoint: Path, uid: int) -> Path | None:
 
 
 def _places() -> Iterator[Path]:
-    """Where this user's mounts may be on record."""
+    """The directories in which this user's mounts may be on record."""
     first, *others = map(Path, _runtime_paths())
     yield first
     for place in others:
@@ -238,12 +238,12 @@ def server_of(mountpoint: Path) -> int | None:
 
 
 def keeper_socket(mountpoint: Path) -> Path:
-    """Where the mount's keeper listens: beside the directory, which is the daemon's."""
+    """The socket of the mount's keeper: beside the directory, which is the daemon's."""
     return _place_of(mountpoint) / f"{_hashed(mountpoint)}.keeper"
 
 
 def new_keeper_socket(mountpoint: Path) -> Path:
-    """Where the keeper of a new mount is to listen."""
+    """The socket on which the keeper of a new mount is to listen."""
     return runtime_directory() / f"{_hashed(mountpoint)}.keeper"
 
 
@@ -330,7 +330,7 @@ def all_mounts() -> list[Registration]:
 
 
 def records() -> Iterator[Registration]:
-    """What is on record, whether its daemon lives or not; nothing is removed."""
+    """The records of all mounts, whether their daemons live or not; nothing is removed."""
     for place in _places():
         try:
             directories = list(place.iterdir())

@@ -1,4 +1,4 @@
-"""Whom a daemon runs as: an ordinary user where that is possible, so that it has no privilege.
+"""The user of a daemon: an ordinary one where that is possible, so that it has no privilege.
 
 What the daemon needs must be readable for that user: the program, the CA
 bundle, a web identity token. Where there is no user `fusefs`, it is a number without a name
@@ -49,7 +49,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Whom a daemon runs as; `why` says why it is not an ordinary user, or not one of its own."""
+    """The user of a daemon; `why` says why it is not an ordinary one, or not one of its own."""
 
     name: str
     uid: int
@@ -88,7 +88,7 @@ def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ)
 
 
 def daemon_user(mountpoint: Path) -> User | None:
-    """Whom the daemon of a mount runs as, if that is on record."""
+    """The user of a mount's daemon, if that is on record."""
     uid = registry.server_of(mountpoint)
     return None if uid is None else _look_up(str(uid))
 
@@ -140,7 +140,7 @@ def _is_mapped(number: int, table: str) -> bool:
 
 
 def _obstacle(user: User, settings: MountSettings, environment: Mapping[str, str]) -> str:
-    """What keeps a user from serving this mount, or nothing."""
+    """The obstacle that keeps a user from serving this mount, or ""."""
     owner = _owner_of_content(settings.cache_dir)
     if owner not in (None, user.uid):
         return f"the cache directory {settings.cache_dir} belongs to user {owner}"
@@ -154,7 +154,7 @@ def _obstacle(user: User, settings: MountSettings, environment: Mapping[str, str
 
 
 def _program() -> Iterator[tuple[Path, int]]:
-    """What a daemon has to get at to be started, and how; by the paths that it would use."""
+    """The files that a daemon needs to start, by the paths that it would use, and the modes."""
     link = Path(sys.executable)
     while link.is_symlink():  # a virtual environment's
         yield link.parent, os.X_OK
@@ -190,7 +190,7 @@ def aws_files(environment: Mapping[str, str] = os.environ) -> list[tuple[str, Pa
 
 
 def _owner_of_content(directory: Path) -> int | None:
-    """Who owns a directory that is in use."""
+    """The owner of a directory that is in use."""
     try:
         return directory.stat().st_uid if any(directory.iterdir()) else None
     except OSError:
@@ -204,7 +204,7 @@ def _existing(path: Path) -> Path:
 
 
 def may_use(user: User, path: Path, mode: int) -> bool:
-    """Whether a user may get at a path; judged by its modes, as the kernel would."""
+    """True if a user may get at a path; judged by its modes, as the kernel would."""
     resolved = path.resolve()
     for directory in resolved.parents:
         if not _grants(user, directory, os.X_OK):

@@ -70,7 +70,7 @@ def namespace() -> int:
 
 
 def fate(pid: int) -> int:
-    """What is becoming of a thread's process, by its number in this PID namespace."""
+    """The fate of a thread's process, by its number in this PID namespace."""
     if not pid:
         return UNKNOWN
     try:

@@ -21,6 +21,6 @@ def steady_time() -> float:
 
 
 def boot_id() -> str:
-    """What Linux calls this boot of the machine (random(4)). Blocks shortly."""
+    """The id that Linux gives to this boot of the machine (random(4)). Blocks shortly."""
     with open(_BOOT_ID) as file:
         return file.read().strip()

@@ -1,4 +1,4 @@
-"""What can be done with a FUSE connection by its number, or its descriptor of /dev/fuse.
+"""Operations on a FUSE connection, by its number or its descriptor of /dev/fuse.
 
 `abort` ends a mount whose daemon will never answer: it writes to the connection's
 `abort` file in fusectl, upon which every waiting program gets ECONNABORTED and can

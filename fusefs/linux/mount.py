@@ -1,4 +1,4 @@
-"""Where a /dev/fuse descriptor comes from, and what the mount behind it is like.
+"""The making of a mount: its /dev/fuse descriptor, and what it is like.
 
 For root, the keeper opens /dev/fuse and calls mount(2) (keeper/main.py). Anybody
 else asks fusermount3, the setuid helper of libfuse, which does the same and
@@ -34,7 +34,7 @@ class MountError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MountRequest:
-    """What to mount where: `source` is what `mount` shows as the device."""
+    """The mount to make: `source` is what `mount` shows as the device."""
 
     source: str
     mountpoint: Path

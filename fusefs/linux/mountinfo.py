@@ -113,7 +113,7 @@ def kernel_mounts() -> list[KernelMount]:
 
 
 def find_mount(mountpoint: Path | str) -> KernelMount | None:
-    """What is mounted at exactly `mountpoint`: the topmost, if several are.
+    """The mount at exactly `mountpoint`: the topmost, if several are.
 
     An automounter's own mount there (autofs) only waits for the one that is meant.
     """

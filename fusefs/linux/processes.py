@@ -22,7 +22,7 @@ CGROUPS = "/sys/fs/cgroup"
 
 
 class Credentials:
-    """Whom a daemon runs as. Nothing is dropped for a uid that is our own."""
+    """The user and groups that a daemon runs as. Nothing is dropped for a uid that is our own."""
 
     __slots__ = ("gid", "groups", "uid")
 

@@ -1,4 +1,4 @@
-"""How a mount ends: unmounted, detached, or with its connection aborted.
+"""The end of a mount: unmounted, detached, or with its connection aborted.
 
 Root calls umount2(2) itself; others go through fusermount3, which is setuid.
 Neither waits for the daemon, and no path here is stat'ed or opened: the mount

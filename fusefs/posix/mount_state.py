@@ -1,4 +1,4 @@
-"""What the parts of one mount's file system share: built once, before any of them."""
+"""The state that the parts of one mount's file system share: built once, before any of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WriteRules:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What a writable mount has beside a read-only one.
+    """The parts that a writable mount has beside those of a read-only one.
 
     Uploads, and changes whose caller was killed, run in `nursery`. Renames of
     directories are on record in the directory `renames`. `make_room` has the
@@ -87,7 +87,7 @@ class MountState:
     counters: ReadCounters = field(default_factory=ReadCounters)
 
     def attributes(self, inode: Inode) -> Attributes:
-        """What stat shows of an inode."""
+        """The attributes that stat shows of an inode."""
         return inode.attributes(self.owner, self.mounted_ns)
 
     def mark_stale(self, inode: Inode, info: ObjectInfo | None = None) -> None:

@@ -125,7 +125,7 @@ class Operations:
     # Names
 
     def lookup(self, parent_id: int, name: bytes, caller: Caller) -> Answer[LookupResult]:
-        """What a name stands for."""
+        """Look up the inode that a name stands for."""
         self._refuse_if_shut()
         parent = self.inodes.directory(parent_id)
         text = names.decode(name)
@@ -152,7 +152,7 @@ class Operations:
         return self._found(inode, expires, has_attributes, was_asked=was_asked)
 
     def _is_leaving(self, parent: Inode, entry: Entry) -> bool:
-        """Whether a name is probably looked up to be removed, which takes no attributes.
+        """True if a name is probably looked up to be removed, which takes no attributes.
 
         A program is removing many files there, it is no symbolic link for sure, and
         its owner does not matter to who may remove it.
@@ -186,7 +186,7 @@ class Operations:
         return self._found(inode, expires, was_asked=was_sent or expires >= began)
 
     def _is_of(self, directory: Directory, inode: Inode) -> bool:
-        """Whether these are the listings of a directory as it is called now."""
+        """True if these are the listings of a directory as it is called now."""
         return self.inodes.key(inode) == directory.prefix
 
     def _found(

@@ -38,7 +38,7 @@ class Caller:
 
     @property
     def program(self) -> int:
-        """What tells programs apart, as far as that can be: the thread, else the user."""
+        """The number that tells programs apart as far as can be: the thread, else the user."""
         return self.pid or _USERS | self.uid
 
 
@@ -84,14 +84,14 @@ class NewAttributes:
 
 
 class BackingFiles(Protocol):
-    """What the kernel reads by itself; see fuse/passthrough.py."""
+    """The files that the kernel reads by itself; see fuse/passthrough.py."""
 
     @property
     def is_on(self) -> bool: ...
 
     @property
     def ids(self) -> OrderedDict[CacheFile, int]:
-        """What is registered, least recently used first: always the same dict."""
+        """The registered files, least recently used first: always the same dict."""
 
     def find(self, file: CacheFile) -> int:
         """The id under which a file is registered, or 0."""
@@ -107,7 +107,7 @@ class BackingFiles(Protocol):
 
 
 class NameKind(enum.Enum):
-    """What is known of the type of a name that is shown alone."""
+    """The known type of a name that is shown alone."""
 
     DIRECTORY = enum.auto()
     FILE = enum.auto()
@@ -116,15 +116,15 @@ class NameKind(enum.Enum):
 
 
 class DirectoryBuffer(Protocol):
-    """Where a session collects the entries of one reply."""
+    """The buffer in which a session collects the entries of one reply."""
 
     @property
     def is_plus(self) -> bool:
-        """Whether an entry also hands out a reference to its inode."""
+        """True if an entry also hands out a reference to its inode."""
 
     @property
     def takes_names(self) -> bool:
-        """Whether an entry may be a name alone, without attributes and reference."""
+        """True if an entry may be a name alone, without attributes and reference."""
 
     @property
     def is_empty(self) -> bool: ...

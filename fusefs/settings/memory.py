@@ -1,4 +1,4 @@
-"""How one mount's daemon divides the memory that it may take (`--memory-limit`).
+"""The division of the memory that one mount's daemon may take (`--memory-limit`).
 
 What the process takes before it does anything (the interpreter, boto3,
 the buffers of the session) comes first. The rest is divided among
@@ -35,7 +35,7 @@ _MOST_ENTRIES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What each part may take of `limit` bytes.
+    """The shares of the parts in `limit` bytes.
 
     `requests` may be on their way to S3 at a time, and `streams` of these may have
     bodies of more than 256 KiB; `unkept` are bytes that are

@@ -500,7 +500,7 @@ def _refuse_cluster_cache(settings: MountSettings, layer: Layer) -> None:
 
 
 def _is_same_place(place: MountSource, settings: MountSettings) -> bool:
-    """Whether a cluster cache and what is mounted have keys in common."""
+    """True if a cluster cache and what is mounted have keys in common."""
     prefixes = place.prefix, settings.source.prefix
     return (
         place.bucket == settings.source.bucket

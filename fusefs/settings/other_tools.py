@@ -87,7 +87,7 @@ _TOOL = re.compile(r"(gcsfuse|goofys|geesefs) ")
 
 
 def hint(option: str) -> str:
-    """What another tool's option is here, to be appended to an error message; "" if it is none."""
+    """The hint for an error message that another tool's option gives; "" if it is none."""
     wanted = _plain(option)
     for tool, rows in ROWS.items():
         for row in rows:

@@ -120,7 +120,7 @@ class MountSource:
 
     @property
     def is_access_point(self) -> bool:
-        """Whether `bucket` is the ARN of an access point."""
+        """True if `bucket` is the ARN of an access point."""
         return self.bucket.startswith("arn:")
 
 
@@ -147,7 +147,7 @@ FREE_INODES = MinFree(percent=10.0)
 
 
 class Addressing(enum.StrEnum):
-    """How the bucket's name goes into a URL."""
+    """The place of the bucket's name in a URL."""
 
     AUTO = "auto"
     PATH = "path"
@@ -155,7 +155,7 @@ class Addressing(enum.StrEnum):
 
 
 class SessionKind(enum.StrEnum):
-    """Which implementation of the FUSE protocol talks to the kernel."""
+    """The implementation of the FUSE protocol that talks to the kernel."""
 
     AUTO = "auto"
     KERNEL = "kernel"
@@ -163,14 +163,14 @@ class SessionKind(enum.StrEnum):
 
 
 class PassthroughMode(enum.StrEnum):
-    """Whether the kernel may read cached files without the daemon."""
+    """The permission for the kernel to read cached files without the daemon."""
 
     AUTO = "auto"
     OFF = "off"
 
 
 class Encryption(enum.StrEnum):
-    """How S3 encrypts an object: with its own keys, KMS', or KMS' twice."""
+    """The encryption of an object by S3: with its own keys, KMS', or KMS' twice."""
 
     S3 = "AES256"
     KMS = "aws:kms"
@@ -188,7 +188,7 @@ class Acl(enum.StrEnum):
 
 
 class Conflict(enum.StrEnum):
-    """What happens to an upload over an object that another writer has replaced meanwhile."""
+    """The fate of an upload over an object that another writer has replaced meanwhile."""
 
     OVERWRITE = "overwrite"
     FAIL = "fail"
@@ -369,7 +369,7 @@ def _parse_kms_key(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SettingType(Generic[T]):
-    """How values of one type are read from text, and shown as the same text.
+    """The reading of one type's values from text, and their form as text.
 
     `read` raises ValueError. With `takes_numbers` a TOML file may hold a bare number.
     `further` matches what follows a comma within the value, where a list of options has commas

@@ -1,4 +1,4 @@
-"""What one store honours of the conditions and checksums that changes rely on.
+"""The conditions and checksums that one store honours, of those that changes rely on.
 
 S3 stores differ: a condition may be honoured, refused with an error, or
 ignored, which no answer tells. So it is tried (probing.py), and what was found
@@ -33,7 +33,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store honours; None is what is not known.
+    """The capabilities of a store; None is what is not known.
 
     `conditions` are those about the object that a PUT replaces. `checksums` says that the
     store compares `x-amz-checksum-crc32` with the body.
@@ -49,7 +49,7 @@ class Capabilities:
 
     @property
     def missing(self) -> list[str]:
-        """What the store is known not to honour, by name."""
+        """The names of what the store is known not to honour."""
         return [name for name, value in asdict(self).items() if value is False]
 
 
@@ -59,7 +59,7 @@ def _path(directory: Path, identity: str) -> Path:
 
 
 def load(directory: Path, identity: str) -> Capabilities | None:
-    """What was found of a bucket in the last day; None if nothing was. Blocks."""
+    """The findings about a bucket of the last day; None if there are none. Blocks."""
     try:
         record = json.loads(_path(directory, identity).read_text())
         age_ns = time.time_ns() - int(record["probed_ns"])

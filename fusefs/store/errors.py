@@ -1,4 +1,4 @@
-"""What can go wrong with the bucket, as an errno and a sentence.
+"""The errors of the bucket, as an errno and a sentence.
 
 `from_body` reads the answers of S3, `translate` the exceptions of boto3, which finds credentials.
 Only an answer with status 404 is ever taken for a missing object: to a
@@ -134,7 +134,7 @@ class Failure:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether S3 or the source of the credentials refuses this identity."""
+        """True if S3 or the source of the credentials refuses this identity."""
         is_about_time = self.code in _EXPIRED or self.code == "RequestTimeTooSkewed"
         is_no = self.status in (401, 403) or self.code in _REJECTED
         return is_no and issubclass(self.kind, AccessDeniedError) and not is_about_time
@@ -201,7 +201,7 @@ _SENTENCES = {
 
 
 def from_status(status: int, code: str, request_id: str) -> Failure:
-    """What an answer with this HTTP status and S3 error code means."""
+    """The failure behind an answer with this HTTP status and S3 error code."""
 
     def failure(kind: type[StoreError], sentence: str, *, is_retryable: bool = False) -> Failure:
         sentence = _SENTENCES.get(code, sentence)
@@ -250,7 +250,7 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
 
 
 def from_code(code: str) -> Failure:
-    """What an error code for one of many keys means."""
+    """The failure behind an error code for one of many keys."""
     return from_status(_STATUSES.get(code, 400), code, "")
 
 
@@ -321,7 +321,7 @@ def _from_botocore(error: Exception) -> Failure | None:
 
 
 def _from_answer(response: Mapping[str, Any]) -> Failure:
-    """What botocore has read from an answer that is an error."""
+    """The failure in an answer that botocore has read."""
     answer = response.get("ResponseMetadata", {})
     code = str(response.get("Error", {}).get("Code") or "")
     if code.isdigit():  # botocore's substitute where the answer has no body
@@ -344,7 +344,7 @@ _REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
 
 
 def from_body(status: int, text: str, request_id: str = "") -> Failure:
-    """What an answer with this status means, and with S3's error document somewhere in `text`."""
+    """The failure behind an answer with this status and S3's error document in `text`."""
     code, document_id = (
         match[1] if (match := p.search(text)) else "" for p in (_CODE, _REQUEST_ID)
     )

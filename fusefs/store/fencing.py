@@ -1,4 +1,4 @@
-"""What keeps a request that the server executes late from undoing a later change.
+"""Fences that keep a request which the server executes late from undoing a later change.
 
 A request whose sender has timed out or died may still be executed, seconds
 later. Two things fence it off:

@@ -60,7 +60,7 @@ class ObjectVersion(NamedTuple):
 # and a page of a listing has a thousand.
 @dataclass(slots=True, unsafe_hash=True)
 class ObjectInfo:
-    """What a listing or a HEAD tells about an object; never changed once it is made.
+    """The facts of an object from a listing or a HEAD; never changed once it is made.
 
     `mtime_ns` is nanoseconds since the epoch. `content_type`, `version_id` and
     `metadata` (the user's, with keys in lower case) are None where the source
@@ -302,7 +302,7 @@ class Upload(Protocol):
 
     @property
     def state(self) -> UploadState:
-        """What to put on record; it changes with each part."""
+        """The state to put on record; it changes with each part."""
 
     def part_at(self, offset: int) -> int:
         """The number of the part that has this byte; a ValueError if no object is as large."""
@@ -311,10 +311,10 @@ class Upload(Protocol):
         """The bytes [start, stop) of a part of a file; a ValueError if it has no such part."""
 
     def part_count(self, size: int) -> int:
-        """How many parts a file of `size` bytes has."""
+        """The number of parts of a file of `size` bytes."""
 
     def has(self, number: int) -> bool:
-        """Whether the part has been sent or copied, and not been dropped since."""
+        """True if the part has been sent or copied, and not been dropped since."""
 
     def missing(self, size: int) -> list[int]:
         """The parts to be sent or copied before a file of `size` bytes is complete.
@@ -411,7 +411,7 @@ class WholeFileSink:
 
 
 class Source(Protocol):
-    """Where the bytes of objects come from."""
+    """The source of the bytes of objects."""
 
     async def download(
         self,

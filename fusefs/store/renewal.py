@@ -27,7 +27,7 @@ AGAIN_S = 30.0
 
 
 def is_due(credentials: Any) -> bool:
-    """Whether a signature by these waits for other ones; those of no end never do."""
+    """True if a signature by these waits for other ones; those of no end never do."""
     return getattr(credentials, "is_due", False)
 
 
@@ -46,11 +46,11 @@ class RenewedCredentials:
 
     @property
     def is_due(self) -> bool:
-        """Whether `get_frozen_credentials` waits for other ones."""
+        """True if `get_frozen_credentials` waits for other ones."""
         return self._known is None or bool(self._inner.refresh_needed(LAST_S))
 
     def get_frozen_credentials(self) -> ReadOnlyCredentials:
-        """What to sign with now. Blocks if it `is_due`.
+        """The credentials to sign with now. Blocks if it `is_due`.
 
         Raises:
             Exception: whatever botocore raises where it gets no others.

@@ -1,4 +1,4 @@
-"""Why a connection to S3 did not come about: the cause, and whether waiting may help.
+"""The reasons why a connection to S3 did not come about: the cause, and whether waiting may help.
 
 The causes are in what the libraries say: OpenSSL's texts, as the engine and as urllib3
 within botocore's exceptions hand them on. A certificate that is not trusted
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UnreachableCause:
-    """Why there is no connection; `may_pass` if another attempt may find it otherwise."""
+    """The reason for no connection; `may_pass` if another attempt may find it otherwise."""
 
     sentence: str
     may_pass: bool = True

@@ -1,4 +1,4 @@
-"""Whether a mount is in use, so that an idle one wakes up for nothing.
+"""The use of a mount, so that an idle one wakes up for nothing.
 
 What has to be looked at again and again (the catalog, the limits of the cache, the number of
 names) changes with requests of programs, requests to S3 and commands, which are noted here.
@@ -20,7 +20,7 @@ IDLE_S = 10.0
 
 
 class Activity:
-    """When a mount was last in use. Belongs to the event loop."""
+    """The last use of a mount. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

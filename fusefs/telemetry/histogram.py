@@ -25,7 +25,7 @@ MOST_NEW = 256
 
 
 class Histogram:
-    """How many observations fell below each of `bounds`, and their sum, in seconds."""
+    """The numbers of observations below each of `bounds`, and their sum, in seconds."""
 
     __slots__ = ("_bounds", "_counts", "_new", "_sum", "_weighed", "_weight")
 

@@ -34,7 +34,7 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a name of the table stands for."""
+    """The metric that a name of the table stands for."""
 
     type: str
     help: str

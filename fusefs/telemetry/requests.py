@@ -1,4 +1,4 @@
-"""How long the requests of programs took, by operation and outcome.
+"""The times of programs' requests, by operation and outcome.
 
 Outcomes: `ok`; `interrupted`, its process was killed or got a signal; `error`, something went
 wrong at S3, in the cache or here (EIO and its like); `refused`, any other error, which is an

@@ -1,4 +1,4 @@
-"""How long requests to S3 take, and what programs that wait for them wait for.
+"""The times of requests to S3, and the waits of programs for them.
 
 A `RequestClock` accompanies one attempt of a request from being sent to its end.
 """

@@ -1,4 +1,4 @@
-"""What the requests of programs wait for, as the kernel's pressure stall information counts it.
+"""The waits of programs' requests, as the kernel's pressure stall information counts it.
 
 For each cause there is a count of the requests that wait for it, the time in which there was
 at least one (*stalled*) and the time of all of them added up (*wait*). `any` is their union:
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 
 class WaitCause:
-    """What a request may wait for, by number; the last one is the union of all others.
+    """The causes for which a request may wait, by number; the last one is the union of all others.
 
     `CONNECTION`: one of the budget's connections to be free. `THROTTLED`: S3 to take more
     requests than it has refused. `S3_FIRST_BYTE`, `S3_TRANSFER`: the start and the rest of an
@@ -185,7 +185,7 @@ class Work:
             self._stalls.change(changing, self._waiters, at)
 
     def leave(self, cause: int, at: float | None = None) -> None:
-        """What was entered is done."""
+        """End what was entered."""
         causes = self._causes
         if causes[cause] > 1:
             causes[cause] -= 1
@@ -196,7 +196,7 @@ class Work:
             self._stalls.change(changing, -self._waiters, at)
 
     def move(self, cause: int, to: int, at: float | None = None) -> None:
-        """What was entered is done, and something else begins."""
+        """End what was entered, and begin something else."""
         self.enter(to, at)
         self.leave(cause, at)
 
@@ -208,7 +208,7 @@ class Work:
 
     @property
     def waiters(self) -> int:
-        """How many requests wait for it now."""
+        """The number of requests that wait for it now."""
         return self._waiters
 
     def begin(self) -> None:
@@ -288,12 +288,12 @@ class served:
 
 
 def unattended() -> _Doing:
-    """What this task, and those that it starts, do meanwhile is what no request waits for."""
+    """Mark the work of this task, and of those that it starts, as what no request waits for."""
     return _UNATTENDED.doing()
 
 
 class waiting_for:
-    """What this task's work waits for meanwhile is another one (`with waiting_for(work)`).
+    """Mark this task's work as waiting for another one (`with waiting_for(work)`).
 
     So the requests that wait for the one wait for the other as well: none, if this task's
     work is unattended. Requests that come to wait for it later are not counted.
@@ -317,7 +317,7 @@ class waiting_for:
 
 
 class stage:
-    """What this task spends its time on meanwhile (`with stage(WaitCause.CACHE_DISK)`)."""
+    """Mark the cause for which this task waits meanwhile (`with stage(WaitCause.CACHE_DISK)`)."""
 
     __slots__ = ("_cause", "_work")
 

@@ -41,7 +41,7 @@ def line(mount: Rates) -> str:
 
 
 def trouble(mount: Rates) -> str:
-    """What is wrong with a mount of which there are no rates."""
+    """The trouble of a mount of which there are no rates."""
     return "its metrics can't be read" if mount.is_malformed else "does not answer"
 
 

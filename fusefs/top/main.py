@@ -48,7 +48,7 @@ class Sampler:
     _before: dict[str, MountAnswer] = field(default_factory=dict)
 
     def sample(self) -> list[Rates]:
-        """What happened since the last call. Blocks for as long as a silent mount may take."""
+        """The rates since the last call. Blocks for as long as a silent mount may take."""
         answers = query_all(mounts_of_user())
         found = [rates(self._before.get(one.target.volume), one) for one in answers]
         # A mount that misses one answer goes on from the last that it gave and that can be read.
@@ -138,7 +138,7 @@ class Background:
 
 @dataclass(slots=True)
 class View:
-    """What the user looks at: the number of the chosen mount, and whether in detail."""
+    """The view of the user: the number of the chosen mount, and whether in detail."""
 
     chosen: int = 0
     is_detailed: bool = False

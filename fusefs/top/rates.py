@@ -1,4 +1,4 @@
-"""What a mount did between two answers of its daemon: rates and shares, from its metrics.
+"""The work of a mount between two answers of its daemon: rates and shares, from its metrics.
 
 A counter that is less than before belongs to another daemon: it began at 0. All
 rates are per second, sizes in bytes, times in seconds, shares from 0 to 1.
@@ -77,7 +77,7 @@ class Rates:
 
     @property
     def causes(self) -> list[tuple[str, float]]:
-        """What was waited for, and in which share of the time, the longest first."""
+        """The causes of waits and their shares of the time, the longest first."""
         found = [(cause, share) for cause, share in self.stalled.items() if cause != "any"]
         return sorted(found, key=lambda pair: -pair[1])
 
@@ -94,7 +94,7 @@ class Rates:
 
 
 def rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
-    """What happened between two answers of one mount; of the first there are no rates yet.
+    """The rates between two answers of one mount; of the first there are no rates yet.
 
     What can't be read in an answer concerns that mount alone. `before` has been read.
     """

@@ -202,7 +202,7 @@ def short(volume: str) -> str:
 
 
 def origins(mount: Rates) -> Text:
-    """Where bytes come from, as a bar of coloured parts, and the largest part's name."""
+    """The origins of bytes, as a bar of coloured parts, and the largest part's name."""
     if not mount.read_s:
         return Text("")
     text = Text()

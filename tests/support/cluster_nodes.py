@@ -124,7 +124,7 @@ class Nodes:
         until(self._are_repaired, "all blocks can be read")
 
     def _are_repaired(self) -> bool:
-        """Whether the cluster answers for each block once one more node has read everything.
+        """True if the cluster answers for each block once one more node has read everything.
 
         What is damaged at rest is answered with an error until a node has stored it again, and
         those before may have left too early for that.
@@ -135,7 +135,7 @@ class Nodes:
         return self._are_readable()
 
     def _are_readable(self) -> bool:
-        """Whether the cluster answers for each block."""
+        """True if the cluster answers for each block."""
         client = self.cluster.client(retries={"total_max_attempts": 1}, read_timeout=2)
 
         def is_readable(key: str) -> bool:

@@ -113,7 +113,7 @@ class Mount:
         return result
 
     def is_recorded(self) -> bool:
-        """Whether all that has arrived would be found after a kill."""
+        """True if all that has arrived would be found after a kill."""
         used: int = self.status()["cache"]["used_bytes"]
         return recorded_by(self.cache) == used
 

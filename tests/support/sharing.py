@@ -141,7 +141,7 @@ def read_by_page(fd: int) -> bytes:
 
 
 def is_passthrough(mount: Mount, fd: int) -> bool:
-    """Whether reads through a descriptor don't reach the daemon. Reads all of the file."""
+    """True if reads through a descriptor don't reach the daemon. Reads all of the file."""
     pages = os.fstat(fd).st_size // PAGE
     assert pages > 10 * FEW, "too small to tell"
     before = requests(mount)

@@ -149,7 +149,7 @@ def test_without_resend_the_death_of_the_daemon_is_an_error_and_no_hang(
 
 
 def waits_for_answer(pid: int) -> bool:
-    """Whether a process waits in the kernel for a FUSE request, as far as the kernel says."""
+    """True if a process waits in the kernel for a FUSE request, as far as the kernel says."""
     return Path(f"/proc/{pid}/wchan").read_text() in ("request_wait_answer", "0")
 
 

@@ -100,7 +100,7 @@ def unsummed(present: RangeMap, sums: Iterable[Sum]) -> Iterator[tuple[int, int]
 
 
 def is_within(sum_: Sum, start: int, stop: int) -> bool:
-    """Whether a sum covers some of the bytes [start, stop)."""
+    """True if a sum covers some of the bytes [start, stop)."""
     return sum_.start < stop and start < sum_.stop
 
 

@@ -49,7 +49,7 @@ class DamagedCatalogError(sqlite3.DatabaseError):
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error is about the content of the database, and not about disk or processes."""
+    """True if an error is about the content of the database, and not about disk or processes."""
     if isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)):
         return False  # a wrong call: of a closed database, for example
     # Python's own errors, about text that is no UTF-8 for example, carry no code.

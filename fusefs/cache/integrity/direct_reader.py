@@ -88,7 +88,7 @@ class DirectReader:
 
 
 def is_lost(error: OSError) -> bool:
-    """Whether an error says that a disk can't read what was written to it."""
+    """True if an error says that a disk can't read what was written to it."""
     return error.errno in _LOST
 
 

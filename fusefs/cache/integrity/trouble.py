@@ -1,4 +1,4 @@
-"""What a cache does not manage: for the log when it begins, for `fusefs status` while it is recent.
+"""The troubles of a cache: for the log when it begins, for `fusefs status` while it is recent.
 
 A disk that was full for a minute, or a data set that once did not fit, is no news for the rest
 of a mount's months; and what fails later for another reason is news again.

@@ -44,7 +44,7 @@ MOST_NAMED = 10
 
 
 class Examination(NamedTuple):
-    """How many bytes of a file were compared, what is wrong, and whether all were compared."""
+    """The result for one file: the bytes compared, what is wrong, and whether all were compared."""
 
     size: int
     fault: OSError | Sum | None
@@ -177,7 +177,7 @@ class Integrity:
             file.close()
 
     async def is_on_disk(self, file: CacheFile) -> bool:
-        """Whether a file is still there: another mount may have evicted it."""
+        """True if a file is still there: another mount may have evicted it."""
         place = (file.name, file.generation, file.st_ino)
         return await trio.to_thread.run_sync(self._disk.has_inode, *place, limiter=self._threads)
 

@@ -1,4 +1,4 @@
-"""How many downloads readers wait for, now and of late.
+"""The number of downloads that readers wait for, now and of late.
 
 A daemon that is busy sees few of its readers wait at any one moment: the requests
 of the others have not come to it yet. The most of the last moments tells how many

@@ -1,4 +1,4 @@
-"""What the path to the bucket carries, measured: how many downloads side by side pay.
+"""The measured capacity of the path to the bucket: how many downloads side by side pay.
 
 A connection brings its first byte after a *latency* and then so many bytes a
 second. The number of parts that fill a path is the bandwidth of the path times
@@ -72,16 +72,16 @@ class PathMeter:
 
     @property
     def width(self) -> int:
-        """How many parts are to be under way at a time, of all readers together."""
+        """The number of parts to have under way at a time, of all readers together."""
         return min(self._most, self._width or self._first_width())
 
     @property
     def bandwidth(self) -> float:
-        """What all connections together bring, as far as is known, in bytes a second."""
+        """The bandwidth of all connections together, as far as is known, in bytes a second."""
         return self._base[1] or (self.rate or self._least_rate) * LEAST_WIDTH
 
     def describe(self) -> dict[str, float]:
-        """What has been measured, for `fusefs status --json`."""
+        """The measurements, for `fusefs status --json`."""
         return {
             "latency_ms": round(1000 * self.latency_s, 1),
             "connection_mb_s": round(self.rate / 1e6, 1),
@@ -89,7 +89,7 @@ class PathMeter:
         }
 
     def share(self, reader: LargeFileReader) -> int:
-        """How many parts may be under way for a reader, which reads now."""
+        """The number of parts that may be under way for a reader, which reads now."""
         now = self._clock()
         reader.last_read = now
         self._readers[reader] = None
@@ -103,7 +103,7 @@ class PathMeter:
         self._readers.pop(reader, None)
 
     def download(self, size: int) -> DownloadMeter:
-        """What measures a download of `size` bytes that begins now (`with`)."""
+        """The meter of a download of `size` bytes that begins now (`with`)."""
         return DownloadMeter(self, self._clock, size)
 
     def began(self, size: int) -> None:

@@ -56,14 +56,14 @@ FOLDERS_TURN = 8
 
 
 class Files(Protocol):
-    """What is known of the files in folders."""
+    """The known files of folders."""
 
     def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
         """The files of a folder: those behind a key, then those before it."""
 
 
 class Listing(Files, Protocol):
-    """What is known of the folders as well."""
+    """The known files, and the known folders as well."""
 
     def next_folder(self, prefix: str) -> str | None:
         """The prefix of the folder that follows in the parent's listing, if that is known."""
@@ -109,7 +109,7 @@ class Siblings:
 
     @property
     def width(self) -> int:
-        """How many are to be under way at a time."""
+        """The number of downloads to have under way at a time."""
         wanted = round(FILES_PER_SECOND * self._downloader.path.latency_s)
         return min(self._downloader.most_small, max(LEAST_WIDTH, wanted))
 

@@ -52,7 +52,7 @@ LONG = 1 << 20
 
 
 class Readahead:
-    """What one open file will read next. Belongs to the event loop.
+    """The readahead of one open file. Belongs to the event loop.
 
     `go_on` is called when a reader in order comes near the file's end, with the
     bytes by which its window reaches behind it. `last_read` is in seconds of the
@@ -145,7 +145,7 @@ class DownloadsAhead:
         self._downloads: list[Download] = []
 
     def parts(self) -> int:
-        """How many parts the reader may have under way now."""
+        """The number of parts that the reader may have under way now."""
         room = int(LARGEST_SHARE_OF_CACHE * self._downloader.room) // PART
         return max(1, min(self._downloader.path.share(self._reader), room))
 
@@ -179,11 +179,11 @@ class Window:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether a second read has followed the first."""
+        """True if a second read has followed the first."""
         return self._size > 0
 
     def is_next(self, start: int) -> bool:
-        """Whether a read that begins at `start` is in order, or slightly out of it."""
+        """True if a read that begins at `start` is in order, or slightly out of it."""
         tolerance = TOLERANCE if self._size else NEAR
         return -tolerance <= start - self._expected <= tolerance
 
@@ -244,7 +244,7 @@ class StridedReads:
 
     @property
     def is_on(self) -> bool:
-        """Whether the last reads say where the next one begins."""
+        """True if the last reads say where the next one begins."""
         is_known = self._step < 0 or self._step > TOLERANCE
         return is_known and self._repeats >= STEPS_AFTER
 

@@ -87,7 +87,7 @@ _LIST_NAME = re.compile(r"[0-9a-f]{16,64}")
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What a job fetches.
+    """The paths and limits of a job.
 
     `path` is a path or pattern of the mount, "" being its root, or the title of the list
     whose file is named `list_name`. Of what is selected a `shard` is fetched, and all of
@@ -138,7 +138,7 @@ class JobSpec:
 
 @dataclass
 class WarmCounts(Job):
-    """How far a job is; `files` and `bytes` count what has been listed so far.
+    """The progress of a job; `files` and `bytes` count what has been listed so far.
 
     `unshared_blocks` are those that the cluster cache did not take.
     """

@@ -1,4 +1,4 @@
-"""How much of a path is in the cache, and dropping it: `fusefs status PATH`, `fusefs drop`.
+"""The share of a path that is in the cache, and dropping it: `fusefs status PATH`, `fusefs drop`.
 
 A job lists a path or pattern as `fusefs warm` does (selection.py), and looks for the
 cached copy of each version that the listing names. What programs have open, what is
@@ -145,7 +145,7 @@ class LocalCopies:
             self._count_at = -math.inf
 
     async def describe_pins(self) -> dict[str, int]:
-        """How many paths of this mount are pinned, and how many files and bytes are retained.
+        """The number of pinned paths of this mount, and of files and bytes that are retained.
 
         Does not wait for a slow disk, nor count very many each time: then that is of before.
         """

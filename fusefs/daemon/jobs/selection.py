@@ -1,4 +1,4 @@
-"""Which objects a path, a pattern or a list of paths stands for: for `fusefs warm` and the like.
+"""The objects that a path, a pattern or a list of paths stands for: for `fusefs warm` and the like.
 
 Everything is found by listings, so no node is made for the kernel. A path is a file or
 all below a directory, which is listed flat: a thousand keys a page, however many
@@ -299,7 +299,7 @@ def _runs(keys: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _common(one: str, other: str) -> str:
-    """What two keys begin with."""
+    """The common beginning of two keys."""
     size = 0
     for mine, its in zip(one, other, strict=False):
         if mine != its:

@@ -1,4 +1,4 @@
-"""What is known of one directory: segments (segment.py), in order and disjoint."""
+"""The known part of one directory: segments (segment.py), in order and disjoint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Directory:
         return None
 
     def carried_to(self, position: str, now: float) -> Carried | None:
-        """What the segment in front of a position left over; None if there is none of late."""
+        """The remainder of the segment in front of a position; None if there is none of late."""
         for segment in self.segments:
             if segment.stop == position:
                 is_of_late = now < max(segment.expires, segment.fetched + CARRIED_S)
@@ -78,7 +78,7 @@ class Directory:
         return None
 
     def doubt_carried(self, name: str) -> None:
-        """What a segment left over for the next one may say something old of a name."""
+        """Doubt a name in what a segment left over for the next one: that may be old."""
         position = names.position(name)
         for segment in self.segments:
             if segment.pending is None or segment.stop is None:
@@ -139,7 +139,7 @@ class Directory:
         return at is None
 
     def has_other(self, name: str, now: float) -> bool:
-        """Whether the bucket has something beside one name, as far as is known and valid."""
+        """True if the bucket has something beside one name, as far as is known and valid."""
         return any(
             other != name and is_stored(entry)
             for segment in self.segments

@@ -1,4 +1,4 @@
-"""How the entries of one segment are added to a reply: with their inodes, or as names alone."""
+"""Adding the entries of one segment to a reply: with their inodes, or as names alone."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ _SEGMENT_SIZE = 2
 
 
 def _size_of(segment: Segment) -> int:
-    """What a segment takes of the memory, in entries."""
+    """The memory that a segment takes, in entries."""
     return len(segment.entries) + len(segment.hidden) + _SEGMENT_SIZE
 
 
@@ -80,7 +80,7 @@ class PageStore(Protocol):
 
 
 class Directories:
-    """What is known of all directories; see the module's text.
+    """The known part of all directories; see the module's text.
 
     `ttl_s` is how long a listing is relied on at most (`math.inf`: for ever); what is
     fetched ahead runs in `nursery`. `top` is the mount's own prefix; `ttl_of` tells the
@@ -282,7 +282,7 @@ class Directories:
         self.pending_changes.settle(prefix, name)
 
     def has_other(self, prefix: str, name: str) -> bool:
-        """Whether the bucket is known to have something in a directory beside one name."""
+        """True if the bucket is known to have something in a directory beside one name."""
         directory = self._known.get(prefix)
         if directory is not None and directory.has_other(name, time.monotonic()):
             return True
@@ -313,7 +313,7 @@ class Directories:
             self.nursery.start_soon(run_ahead, self._load, directory, stop)
 
     async def _walk_to(self, directory: Directory) -> bool:
-        """Whether a walk that leads to a directory had anything of it."""
+        """True if a walk that leads to a directory had anything of it."""
         known = directory.additions
         await self._walks.step(directory.prefix)
         return directory.additions != known

@@ -108,17 +108,17 @@ class PendingChanges:
             self._moves.popleft()
 
     def has_forgotten(self, prefix: str, since: float) -> bool:
-        """Whether something in a directory was changed since a time that is not known by name."""
+        """True if something in a directory was changed since a time that is not known by name."""
         return self._former.get(prefix, self._former_others) >= since
 
     def get(self, prefix: str, name: str) -> Entry | Absent | None:
-        """What is only here under a name: ABSENT, or the entry, or None for nothing."""
+        """The change of a name that is only here: ABSENT, or the entry, or None for nothing."""
         return self._lasting.get(prefix, {}).get(name)
 
     def changed_since(
         self, prefix: str, name: str, since: float
     ) -> tuple[Entry | Absent, float] | None:
-        """What a name was changed to since a `listing` was begun, and when; None: it was not."""
+        """The change of a name since a `listing` was begun, and its time; None for none."""
         found = self._recent.get(prefix, {}).get(name)
         return found if found is not None and found[1] >= since else None
 
@@ -131,7 +131,7 @@ class PendingChanges:
         ]
 
     def has_lasting(self, prefix: str) -> bool:
-        """Whether something below a prefix is only here."""
+        """True if something below a prefix is only here."""
         return any(
             not isinstance(entry, Absent)
             for known, entries in self._lasting.items()
@@ -140,7 +140,7 @@ class PendingChanges:
         )
 
     def has_replacements(self, prefix: str, *, without: str) -> bool:
-        """Whether what is only here below a prefix replaces an object, but for one name in it."""
+        """True if what is only here below a prefix replaces an object, but for one name in it."""
         return any(
             is_stored(entry) and (known, name) != (prefix, without)
             for known, entries in self._lasting.items()

@@ -130,11 +130,11 @@ class DirectoryStreams:
                 self._inodes.drop_unknown(inode)
 
     def _is_of(self, directory: Directory, handle: DirectoryHandle) -> bool:
-        """Whether these are the listings of a directory as it is called now."""
+        """True if these are the listings of a directory as it is called now."""
         return self._inodes.key(handle.inode) == directory.prefix
 
     def _asks(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
-        """Whether attributes may take a HEAD before entries are added."""
+        """True if attributes may take a HEAD before entries are added."""
         if not buffer.is_plus:
             return False
         return not buffer.takes_names or self._head_cache.wants_sample(handle.inode)

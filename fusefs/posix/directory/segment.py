@@ -1,4 +1,4 @@
-"""What one LIST page tells of a directory.
+"""The part of a directory that one LIST page shows.
 
 A *segment* lies between two positions of a directory and names everything
 there is between them, so it answers for the names in it and, just as well, for
@@ -47,7 +47,7 @@ UNCOVERED = Absent()
 
 
 def is_stored(entry: Entry | Absent) -> bool:
-    """Whether what a name stands for is more than a new file that is only here yet."""
+    """True if what a name stands for is more than a new file that is only here yet."""
     return entry is None or (isinstance(entry, ObjectInfo) and bool(entry.etag))
 
 
@@ -94,7 +94,7 @@ class Segment:
         return self.start < other.start
 
     def holds(self, position: str) -> bool:
-        """Whether an entry at this position would be in the segment."""
+        """True if an entry at this position would be in the segment."""
         return self.start < position and (self.stop is None or position <= self.stop)
 
     def answer(self, name: str) -> tuple[Entry | Absent, float] | None:
@@ -153,7 +153,7 @@ class Segment:
         self.expires = self.sure_until = 0.0
 
     def part(self, start: str, stop: str | None) -> Segment:
-        """What this segment tells of a smaller stretch."""
+        """This segment's part of a smaller stretch."""
         low = self.after(start)
         high = len(self.ordered) if stop is None else self.after(stop)
         part = Segment(start, stop, {name: self.entries[name] for name in self.ordered[low:high]})
@@ -191,7 +191,7 @@ class HiddenKeys:
 def segment_from(
     page: ListPage, prefix: str, start: str, carried: Carried | None, hidden: HiddenKeys
 ) -> Segment:
-    """What a page tells of the directory `prefix`, listed from the position `start` on.
+    """The segment that a page shows of the directory `prefix`, listed from the position `start` on.
 
     `carried` is what the segment before left over, None if there is none.
     Keys that no file name can express are noted in `hidden`, and so are entries that are not
@@ -245,7 +245,7 @@ def segment_from(
 
 
 def _why_hidden(prefix: str, name: str) -> str:
-    """Why a name in a directory is not shown, "" if it is."""
+    """The reason for which a name in a directory is hidden, "" if it is shown."""
     if names.is_private(prefix, name):
         return "the CSI driver keeps its records there"
     if len(prefix) + len(name) > names.SURELY_SHORT and not names.is_short(prefix + name):

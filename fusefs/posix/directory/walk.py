@@ -41,7 +41,7 @@ def _parent_of(prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a flat page is to begin: behind the key `after`.
+    """The place where a flat page is to begin: behind the key `after`.
 
     `begun` are the folders that the page before ended in, with what it had of
     them; `fetched` is when, in monotonic seconds.

@@ -1,4 +1,4 @@
-"""What the kernel believes, on record: an append-only log of nodes and handles.
+"""The journal of the kernel's beliefs: an append-only log of nodes and handles.
 
 A mount can outlive the process that serves it only if the next process knows
 what the kernel still holds: which node id stands for which name and version,
@@ -136,7 +136,7 @@ class _Log:
             self.memory.madvise(mmap.MADV_DONTNEED, mmap.PAGESIZE, written - mmap.PAGESIZE)
 
     def is_at(self, path: Path) -> bool:
-        """Whether a name stands for this very file."""
+        """True if a name stands for this very file."""
         try:
             return os.path.samestat(path.stat(), os.fstat(self._fd))
         except OSError:
@@ -247,7 +247,7 @@ class Journal(NodeLog):
 
     @property
     def is_compacting(self) -> bool:
-        """Whether what is written goes to a new log as well."""
+        """True if what is written goes to a new log as well."""
         return self._next is not None
 
     def begin_compaction(self) -> bool:

@@ -30,7 +30,7 @@ from fusefs.posix.nodes.inode import FIRST_ID
 
 @dataclass(slots=True)
 class KernelState:
-    """What the kernel held when the last record was written.
+    """The nodes and handles of the kernel when the last record was written.
 
     `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown.
     `replaced` are nodes that their names no longer stand for, and `removed` those of them

@@ -107,7 +107,7 @@ class Repairer:
             await self._store.fetch_content(entry)
 
     async def _is_right(self, entry: UncertainKey) -> bool:
-        """Whether nothing is left to be done about a key; False if it is to be checked anew."""
+        """True if nothing is left to be done about a key; False if it is to be checked anew."""
         found = await self._store.current_state(entry.key)
         result = entry.check(found)
         if result == CheckResult.FOREIGN:
@@ -132,7 +132,7 @@ class Repairer:
         return True
 
     async def _has_more(self, key: str) -> bool:
-        """Whether a directory's marker that should be gone has something below it by now."""
+        """True if a directory's marker that should be gone has something below it by now."""
         if not key.endswith("/"):
             return False
         page = await self._store.list_page(key, delimiter="", max_keys=2)
@@ -176,7 +176,7 @@ class Repairer:
         content: str | None,
         change: Change,
     ) -> None:
-        """What was `expected` has been put back; a repeated request may have ended meanwhile.
+        """Note that the `expected` object was put back; a repeated request may have ended.
 
         Raises:
             ConflictError: it has, and something else is expected.

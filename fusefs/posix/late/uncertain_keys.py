@@ -64,7 +64,7 @@ def boottime() -> float:
 
 
 class CheckResult(enum.Enum):
-    """What a check has found under an uncertain key.
+    """The finding of a check under an uncertain key.
 
     `UNDONE`: a late request has undone the last acknowledged change. `FOREIGN`: another
     client has made it since.
@@ -83,7 +83,7 @@ class UnansweredRequest:
     is_newer: bool = True
 
     def has_made(self, found: ObjectInfo) -> bool:
-        """Whether an object may be this request's work."""
+        """True if an object may be this request's work."""
         change = self.change
         if change.kind == DELETE:
             return False
@@ -119,12 +119,12 @@ class UncertainKey:
 
     @property
     def is_known(self) -> bool:
-        """Whether no request was sent after the change that was acknowledged last."""
+        """True if no request was sent after the change that was acknowledged last."""
         return not any(one.is_newer for one in self.unanswered)
 
     @property
     def is_harmless(self) -> bool:
-        """Whether no request without an answer can undo anything."""
+        """True if no request without an answer can undo anything."""
         return self.expected is None or all(map(self._does_no_harm, self.unanswered))
 
     def _does_no_harm(self, one: UnansweredRequest) -> bool:
@@ -205,7 +205,7 @@ def _plain(expected: ObjectInfo | None) -> dict[str, Any] | None:
 
 
 def _is_of(directory: Path, source: str) -> bool:
-    """Whether a directory of records belongs to this bucket."""
+    """True if a directory of records belongs to this bucket."""
     try:
         return (directory / "source").read_bytes() == source.encode()
     except OSError:  # a new one, or nothing of ours
@@ -213,7 +213,7 @@ def _is_of(directory: Path, source: str) -> bool:
 
 
 def matches_expected(found: KeyState, expected: KeyState) -> bool:
-    """Whether an object, or none, is what is expected."""
+    """True if an object, or none, is what is expected."""
     if isinstance(found, Absent) or isinstance(expected, Absent):
         return isinstance(found, Absent) and isinstance(expected, Absent)
     if found.key.endswith("/") and found.token is None:
@@ -342,7 +342,7 @@ class UncertainKeys(UnansweredChanges):
             logger.info("%s is kept: %s", self.directory / name, error.strerror)
 
     def due_at(self, entry: UncertainKey) -> float:
-        """When a key is to be checked next, in seconds of boottime()."""
+        """The time of a key's next check, in seconds of boottime()."""
         if entry.wanted is not None:
             return 0.0
         return entry.since + self._checks_s[min(entry.checks_done, len(self._checks_s) - 1)]

@@ -252,7 +252,7 @@ class WatchedStore:
                 return
 
     def _covers(self, key: str, condition: Condition) -> bool:
-        """Whether a condition keeps a request of a killed process from undoing a change."""
+        """True if a condition keeps a request of a killed process from undoing a change."""
         if isinstance(condition, Expect):
             condition = strict(condition.etag)
         return self.inner.fence.relies_on("PUT", condition) and not key.endswith("/")
@@ -265,7 +265,7 @@ class WatchedStore:
             self.uncertain_keys.remove(content)
 
     async def current_state(self, key: str) -> KeyState:
-        """What is under a key.
+        """The state of a key in the bucket.
 
         Raises:
             StoreError: the bucket could not tell.

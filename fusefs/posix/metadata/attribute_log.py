@@ -23,7 +23,7 @@ NAME = "attributes"
 
 @dataclass(frozen=True, slots=True)
 class RecordedAttributes:
-    """What an object is to say: `info` is its version, `metadata` all of its user metadata.
+    """The attributes an object is to have: `info` is its version, `metadata` its user metadata.
 
     `tokens` are those of requests that may have made another version of it.
     """
@@ -58,7 +58,7 @@ class AttributeLog(LineLog):
 
 
 def load(directory: Path) -> list[RecordedAttributes]:
-    """What is on record in a staging directory. Blocks."""
+    """The records of a staging directory. Blocks."""
     records: list[RecordedAttributes] = []
     for key, fields in load_lines(directory / NAME).items():
         try:

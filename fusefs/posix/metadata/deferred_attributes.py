@@ -49,7 +49,7 @@ MOST_TOKENS = 8
 
 
 class DeferredChange:
-    """What one object is to say; `info` is the version that it is about.
+    """The attributes that one object is to have; `info` is the version that it is about.
 
     `since` and `due` are in trio's seconds. `sending` is set while a request is
     under way, which is a part of `work`, and `error` is what the last one failed
@@ -96,7 +96,7 @@ class DeferredChange:
 
 
 class OwnObjects:
-    """What this mount has just put into the bucket, as it was put.
+    """The objects that this mount has just put into the bucket, as they were put.
 
     Such an object has no tags and headers beside its content type, so that a
     copy of it with other metadata needs no HEAD before.
@@ -163,7 +163,7 @@ class DeferredAttributes:
         return len(self._by_key)
 
     def get(self, info: ObjectInfo) -> Meta | None:
-        """What a version is to say; None if that is what its object says."""
+        """The attributes that a version is to have; None if its object has them."""
         found = self._by_key.get(info.key)
         return found.meta if found is not None and found.info.etag == info.etag else None
 
@@ -171,7 +171,7 @@ class DeferredAttributes:
         return key in self._by_key
 
     def pending(self, key: str) -> list[DeferredChange]:
-        """What waits of a file, or of what is below a prefix ("": of everything)."""
+        """The waiting changes of a file, or of all below a prefix ("": of everything)."""
         if not self._by_key:
             return []
         below = key if not key or key.endswith("/") else key + "/"
@@ -185,7 +185,7 @@ class DeferredAttributes:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many changes wait that others have to wait for them."""
+        """True if so many changes wait that others have to wait for them."""
         return len(self._by_key) >= MOST
 
     async def wait_for_room(self) -> None:
@@ -239,7 +239,7 @@ class DeferredAttributes:
             self._nursery.start_soon(self._run)
 
     def renamed(self, key: str, info: ObjectInfo | None) -> None:
-        """What was changed while an object got another key is the new object's."""
+        """Hand over to the new object what was changed while the object got another key."""
         entry = self._by_key.pop(key, None)
         if entry is not None:
             if info is not None:
@@ -250,7 +250,7 @@ class DeferredAttributes:
             self._note_done(key)
 
     def drop(self, key: str) -> None:
-        """What an object was to say is of no meaning any more."""
+        """Give up the changes of an object."""
         if self._by_key.pop(key, None) is not None:
             self._note_done(key)
 
@@ -417,7 +417,7 @@ class DeferredAttributes:
             self._sent(entry, changes, info)
 
     async def _is_lost_for_now(self, entry: DeferredChange, error: StoreError) -> bool:
-        """Whether a version that is gone may come back, or that can't be known now."""
+        """True if a version that is gone may come back, or that can't be known now."""
         try:
             if not await self._may_come_back(entry.info):
                 return False
@@ -466,7 +466,7 @@ class DeferredAttributes:
         return entry.token
 
     async def is_about(self, entry: DeferredChange, info: ObjectInfo) -> bool:
-        """Whether a change is about a version, or an earlier request has made that one of it.
+        """True if a change is about a version, or an earlier request has made that one of it.
 
         Raises:
             StoreError: the bucket could not tell.

@@ -120,7 +120,7 @@ class HeadCache:
         self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
 
     def needs_head(self, inode: Inode) -> bool:
-        """Whether an inode's attributes take a HEAD before they are shown."""
+        """True if an inode's attributes take a HEAD before they are shown."""
         if inode.meta is not None:
             return False
         if inode.parent is None:
@@ -151,7 +151,7 @@ class HeadCache:
         return self.lacks(inode)
 
     def lacks(self, inode: Inode) -> bool:
-        """Whether the attributes of an inode's object are not known."""
+        """True if the attributes of an inode's object are not known."""
         if inode.meta is not None or inode.staged is not None:
             return False
         if inode.is_removed:
@@ -292,7 +292,7 @@ class HeadCache:
             self._sampled.pop(prefix).done.set()
 
     def lacks_version(self, info: ObjectInfo) -> bool:
-        """Whether `learn_version` would send a HEAD."""
+        """True if `learn_version` would send a HEAD."""
         has_room = len(self._remembered) < MOST_REMEMBERED
         if not has_room or _version(info) in self._remembered:
             return False
@@ -359,7 +359,7 @@ class HeadCache:
             self._remembered.popitem(last=False)
 
     def _is_about(self, head: PendingHead, inode: Inode) -> bool:
-        """Whether a HEAD is of the version that an inode stands for, and not too old."""
+        """True if a HEAD is of the version that an inode stands for, and not too old."""
         prefix = self._inodes.key(inode.parent) if inode.parent is not None else ""
         if time.monotonic() - head.sent > self._directories.get(prefix).most_s or head.error:
             return False
@@ -484,7 +484,7 @@ def _version(info: ObjectInfo) -> int:
 
 
 def _is_settled(info: ObjectInfo) -> bool:
-    """Whether a further change of its metadata would show in its time."""
+    """True if a further change of its metadata would show in its time."""
     return time.time_ns() - info.mtime_ns > SETTLED_NS
 
 

@@ -71,7 +71,7 @@ class Assumed(NamedTuple):
 
 
 class HeadPolicy:
-    """What is assumed of the objects of one bucket. Belongs to the event loop.
+    """The assumptions about the objects of one bucket. Belongs to the event loop.
 
     The directories that were changed are on `record`, a file of the cache that is read
     once, by the next mounts; without one they are known to this mount alone.
@@ -90,7 +90,7 @@ class HeadPolicy:
         self._assumes_nothing = len(self._changed) > MOST_CHANGED
 
     def has_no_attributes(self, prefix: str, modified_ns: int) -> bool:
-        """Whether an object of a directory is assumed to have no attributes.
+        """True if an object of a directory is assumed to have no attributes.
 
         `modified_ns` is its Last-Modified, 0 for a marker, of which none is listed.
         """

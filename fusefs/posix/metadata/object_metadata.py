@@ -57,7 +57,7 @@ class Form(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What POSIX keeps with a file; `mode` has the type, `mtime_ns` None is the object's own.
+    """The attributes of POSIX; `mode` has the type, `mtime_ns` None is the object's own.
 
     `xattrs` are names and values in the order of their setting; `other` is
     metadata of the object that means nothing here; `form` is how the rest is written. `unset`
@@ -104,7 +104,7 @@ class Meta:
 
     @property
     def fits(self) -> bool:
-        """Whether S3 takes that much."""
+        """True if S3 takes that much."""
         metadata = self.changed(
             mtime_ns=0 if self.mtime_ns is None else self.mtime_ns
         ).as_metadata()
@@ -113,12 +113,12 @@ class Meta:
 
 
 def has_attributes_in(metadata: Mapping[str, str]) -> bool:
-    """Whether an object's metadata says anything of what POSIX keeps with a file."""
+    """True if an object's metadata says anything of what POSIX keeps with a file."""
     return not _READ.isdisjoint(metadata)
 
 
 def read(metadata: Mapping[str, str], default: Meta) -> Meta:
-    """What an object's metadata says, and the default for the rest."""
+    """The attributes in an object's metadata, and the default for the rest."""
     kind = stat.S_IFMT(default.mode)
     mode = _mode(metadata.get("mode"), kind)
     if mode is None:
@@ -231,5 +231,5 @@ def _read_xattrs(text: str | None) -> tuple[tuple[str, bytes], ...]:
 
 
 def _is_header(value: str) -> bool:
-    """Whether a value can be sent again; what was decoded to something else cannot."""
+    """True if a value can be sent again; what was decoded to something else cannot."""
     return bool(value) and value.isascii() and value.isprintable() and value == value.strip()

@@ -91,7 +91,7 @@ class CreateRemove:
             self._inherited = {staged.inode.nodeid for staged in self._writer.staging}
 
     def _may_be_there(self, staged: StagedFile) -> bool:
-        """Whether the bucket may have an object under a staged file's key.
+        """True if the bucket may have an object under a staged file's key.
 
         The last upload of a process that was killed may have taken effect, and a
         request without an answer may do so yet.
@@ -106,7 +106,7 @@ class CreateRemove:
         self._under_way.add(caller.unique)
 
     def _is_repeated(self, caller: Caller) -> bool:
-        """Whether a request may have been done before."""
+        """True if a request may have been done before."""
         return caller.unique in self.begun
 
     async def _find(self, parent: Inode, name: str) -> Entry | Absent:

@@ -339,7 +339,7 @@ class Mutations:
 
 
 def _is_left_behind(inode: Inode) -> bool:
-    """Whether a node has neither a name nor a content of its own any more."""
+    """True if a node has neither a name nor a content of its own any more."""
     return not inode.is_current and inode.staged is None
 
 

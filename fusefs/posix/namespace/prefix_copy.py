@@ -72,7 +72,7 @@ class PrefixCopy:
         return {source.version: self.made[key] for key, source in self.sources.items()}
 
     def newest_source_ns(self) -> int:
-        """When the youngest of what was copied was made, by the bucket's clock; 0 for nothing."""
+        """The Last-Modified of the youngest object that was copied; 0 for none."""
         return max((info.mtime_ns for info in self.sources.values()), default=0)
 
     def newest_copy_ns(self) -> int:
@@ -368,20 +368,20 @@ def _batches(keys: list[str]) -> list[list[str]]:
 
 
 def _is_copy(copy: ObjectInfo, source: ObjectInfo) -> bool:
-    """Whether an object may have been copied from another as that is now."""
+    """True if an object may have been copied from another as that is now."""
     if copy.size != source.size or copy.mtime_ns < source.mtime_ns:
         return False
     return copy.etag == source.etag or copy.mtime_ns > source.mtime_ns
 
 
 def _is_unchanged(found: ObjectInfo, known: ObjectInfo) -> bool:
-    """Whether an object is the one that was known: not every answer tells fractions of seconds."""
+    """True if an object is the one that was known: not every answer tells fractions of seconds."""
     is_as_old = found.mtime_ns // SECOND_NS == known.mtime_ns // SECOND_NS
     return is_as_old and found.version == known.version
 
 
 def _is_until(info: ObjectInfo, until_ns: int | None) -> bool:
-    """Whether an object is not younger than this, to the second; None for no limit."""
+    """True if an object is not younger than this, to the second; None for no limit."""
     return until_ns is None or info.mtime_ns // SECOND_NS <= until_ns // SECOND_NS
 
 

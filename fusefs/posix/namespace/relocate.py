@@ -1,4 +1,4 @@
-"""What goes along on this mount when an object gets another key.
+"""The moves on this mount that go along when an object gets another key.
 
 The bucket has copies under the new keys by then. The cached copies become
 theirs, nodes and open handles go on with them, files that are being written
@@ -38,7 +38,7 @@ class Relocator:
         self._handles = state.handles
 
     def is_dated(self, info: ObjectInfo) -> bool:
-        """Whether an object is known to say in its metadata when it was modified."""
+        """True if an object is known to say in its metadata when it was modified."""
         parent = self._inodes.at(_parent(info.key))
         inode = (parent.children or {}).get(_name(info.key)) if parent is not None else None
         if inode is None or inode.info is None or inode.info.version != info.version:
@@ -109,7 +109,7 @@ class Relocator:
             self._inodes.replace_version(inode, inode.info)
 
     def _stand_for(self, inode: Inode, copy: ObjectInfo) -> None:
-        """What was copied is not the version that the node stands for."""
+        """Settle with a copy that is not of the version that the node stands for."""
         if inode.is_open:
             self._inodes.mark_replaced(inode)
         else:

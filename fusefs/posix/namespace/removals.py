@@ -115,7 +115,7 @@ class Removals:
         return key in self._by_key
 
     def pending(self, key: str) -> list[Removal]:
-        """What waits to be deleted, at a key or below it ("": everything)."""
+        """The waiting removals at a key or below it ("": all)."""
         if not self._by_key:
             return []
         below = key if not key or key.endswith("/") else key + "/"
@@ -157,7 +157,7 @@ class Removals:
         return True
 
     def may_defer(self, key: str) -> bool:
-        """Whether `try_defer` would put a removal on record, if the object's ETag is known."""
+        """True if `try_defer` would put a removal on record, if the object's ETag is known."""
         return (
             self.is_removing_from(split_key(key)[0])
             and self._has_batches
@@ -167,7 +167,7 @@ class Removals:
         )
 
     def is_removing_from(self, prefix: str) -> bool:
-        """Whether a program is removing many files, and has removed one in this directory."""
+        """True if a program is removing many files, and has removed one in this directory."""
         now = trio.current_time()
         is_removing = self._row >= MANY and now < self._last + PAUSE_S
         return is_removing and self._allowed.get(prefix, -math.inf) > now
@@ -309,7 +309,7 @@ class Removals:
             logger.warning("%s was removed, and replaced by somebody else: it stays", removal.key)
 
     def _judged(self, error: Exception) -> Exception:
-        """What a request failed with; the next process would meet a fault of ours as well."""
+        """The failure of a request; the next process would meet a fault of ours as well."""
         if not isinstance(error, StoreError | OSError):
             logger.error("a fault in removing files", exc_info=error)
             return OSError(errno.EIO, f"a fault of fusefs: {error!r}")
@@ -371,7 +371,7 @@ class Removals:
 
 
 def load(directory: Path) -> list[tuple[str, str, int]]:
-    """What is to be deleted, from a staging directory: keys, ETags, when. Blocks."""
+    """The removals in a staging directory's record: keys, ETags, times. Blocks."""
     loaded: list[tuple[str, str, int]] = []
     for key, fields in load_lines(directory / NAME).items():
         try:

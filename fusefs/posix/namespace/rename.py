@@ -383,7 +383,7 @@ class NameChanges(LinkChanges):
         return await put(condition)
 
     async def _copied_before(self, source: ObjectInfo, key: str) -> ObjectInfo:
-        """What an object has become that was renamed by a process that has died over it.
+        """The copy of an object that a process which has died was renaming.
 
         Raises:
             StoreError: it may be gone for another reason.
@@ -503,7 +503,7 @@ class NameChanges(LinkChanges):
             raise
 
     async def _is_there(self, key: str, etag: str | None) -> bool | None:
-        """Whether an object is there still, whose DELETE got no answer; None: that is not known."""
+        """True if an object whose DELETE got no answer is there still; None if unknown."""
         try:
             return (await self._store.head(key)).etag == etag
         except NotFoundError:
@@ -581,7 +581,7 @@ def _etag_under(
     rival: StagedFile | None,
     target: ObjectInfo | Absent,
 ) -> str | None:
-    """What the bucket has under the new key of a staged file."""
+    """The ETag of the object under the new key of a staged file."""
     if made is not None:
         # What somebody else has put there meanwhile is for the upload to find.
         return made[1].etag if made[0].etag == staged.etag else staged.etag
@@ -589,7 +589,7 @@ def _etag_under(
 
 
 def _known_etag(rival: StagedFile | None, target: ObjectInfo | Absent) -> str | None:
-    """What the bucket has under a name that is to be replaced; None for nothing."""
+    """The ETag of the object that is to be replaced; None for no object."""
     if rival is not None:
         return rival.etag
     return None if isinstance(target, Absent) else target.etag or None

@@ -48,19 +48,19 @@ class EditBase:
         self.changed.add(first, last)
 
     def lacks(self, start: int, stop: int) -> bool:
-        """Whether some of the bytes [start, stop) are the object's and not in the file."""
+        """True if some of the bytes [start, stop) are the object's and not in the file."""
         return not self.filled.covers(start, min(stop, self.size))
 
     def lacks_edges(self, start: int, stop: int) -> bool:
-        """Whether a write to [start, stop) would leave a page partly the object's."""
+        """True if a write to [start, stop) would leave a page partly the object's."""
         return any(self.lacks(first, last) for first, last in page_edges(start, stop))
 
     def keeps(self, start: int, stop: int) -> bool:
-        """Whether the object has the bytes [start, stop), and no program wrote to them."""
+        """True if the object has the bytes [start, stop), and no program wrote to them."""
         return stop <= self.size and self.changed.first_missing(start, stop) == (start, stop)
 
     def own(self, size: int) -> RangeMap:
-        """What of a file of `size` bytes is in it."""
+        """The ranges of a file of `size` bytes that are in the file itself."""
         own = RangeMap((start, min(stop, size)) for start, stop in self.filled)
         own.add(self.size, size)
         return own
@@ -74,7 +74,7 @@ class EditBase:
 
 
 def has_small_holes(fd: int) -> bool:
-    """Whether a file's holes tell which of its pages were written, as `recover` needs it.
+    """True if a file's holes tell which of its pages were written, as `recover` needs it.
 
     ZFS and tmpfs with huge pages count whole blocks, 128 KiB or 2 MiB, as written.
     """
@@ -91,7 +91,7 @@ def page_edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """What of a file is no hole."""
+    """The ranges of a file that are no holes."""
     at = 0
     while at < size:
         try:

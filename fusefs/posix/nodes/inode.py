@@ -72,7 +72,7 @@ class Ownership:
 
 @dataclass(slots=True)
 class Attributes:
-    """What stat shows. `size` is in bytes, `blocks` are of 512, `mtime_ns` since the epoch."""
+    """The attributes of stat: `size` in bytes, `blocks` of 512, `mtime_ns` since the epoch."""
 
     ino: int
     size: int
@@ -203,7 +203,7 @@ class Inode:
         return owner.directory if self.info is None else owner.file
 
     def attributes(self, owner: Ownership, mounted_ns: int) -> Attributes:
-        """What stat shows; a directory is as old as the mount, for S3 keeps no time of it."""
+        """The attributes of stat; a directory is as old as the mount: S3 keeps no time of it."""
         if self.lead is not None and self.info is not None:
             size = self.info.size
             shown = self.lead.attributes(owner, mounted_ns)
@@ -301,7 +301,7 @@ class LinkedNames:
 
 
 class FileState(enum.Enum):
-    """Where a staged file is in its life; what of it the bucket lacks is counted apart.
+    """The stage of a staged file's life; what the bucket lacks of it is counted apart.
 
     OPEN       no program was promised yet that its content is kept
     ABANDONED  as OPEN, and the last program that stopped writing to it was killed
@@ -416,7 +416,7 @@ class StagedFile:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its content is uploaded whatever happens to the mount."""
+        """True if its content is uploaded whatever happens to the mount."""
         return self.state in (FileState.CLOSED, FileState.LEFTOVER)
 
     @property
@@ -486,7 +486,7 @@ class StagedFile:
         return os.fstat(self.fd).st_size
 
     def stamp(self) -> tuple[int, int]:
-        """What tells this content from later ones: its size, and its time in ns."""
+        """The stamp that tells this content from later ones: its size, and its time in ns."""
         found = os.fstat(self.fd)
         return found.st_size, found.st_mtime_ns
 
@@ -498,17 +498,17 @@ class StagedFile:
             self.touch()
 
     def metadata(self) -> dict[str, str]:
-        """What the object's metadata is to say, with the content's time."""
+        """The metadata that the object is to have, with the content's time."""
         return self.described().as_metadata()
 
     def described(self) -> Meta:
-        """What belongs to the content as it is now, with its time."""
+        """The attributes of the content as it is now, with its time."""
         # What others have noted there, a digest say, is about another content.
         other = () if self.is_content_dirty else self.meta.other
         return replace(self.meta, mtime_ns=os.fstat(self.fd).st_mtime_ns, other=other)
 
     def attributes_alone(self) -> tuple[int, int] | None:
-        """Whether the object lacks attributes that were changed, whatever becomes of the content.
+        """The stamp of changed attributes that the object lacks whatever becomes of the content.
 
         The object's size in bytes, and the time in ns that it is to have; None if it lacks none.
         """
@@ -534,7 +534,7 @@ class StagedFile:
         self.sum = None
 
     def touch_meta(self) -> None:
-        """What belongs to the content has changed."""
+        """Note a change of the content's attributes."""
         if self.inode.links is not None:
             self.inode.part_names()
         self.described_at = trio.current_time()

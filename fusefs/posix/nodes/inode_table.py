@@ -134,7 +134,7 @@ class InodeTable:
 
     @property
     def is_full(self) -> bool:
-        """Whether listings hand out no more nodes, where the session can do that."""
+        """True if listings hand out no more nodes, where the session can do that."""
         return len(self.by_id) > self._most
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 def is_expressible(name: str) -> bool:
-    """Whether a file name can stand for this segment of a key."""
+    """True if a file name can stand for this segment of a key."""
     if not name or name in (".", ".."):
         return False
     if "\0" in name or "/" in name:
@@ -49,7 +49,7 @@ def is_short(key: str) -> bool:
 
 
 def is_private(prefix: str, name: str) -> bool:
-    """Whether a name in the directory of this prefix is not for the users of the bucket."""
+    """True if a name in the directory of this prefix is not for the users of the bucket."""
     return name == PROBE_NAME or (not prefix and name == PRIVATE)
 
 
@@ -62,5 +62,5 @@ def decode(name: bytes) -> str | None:
 
 
 def position(name: str) -> str:
-    """Where an entry stands in its directory."""
+    """The position of an entry in its directory."""
     return name + "/"

@@ -1,4 +1,4 @@
-"""What the file system asks of the kernel by itself, through whichever session serves the mount.
+"""The file system's own requests to the kernel, through whichever session serves the mount.
 
 The file system is built before its session. So its parts are given a
 `Notifier`, which a session is connected to; until then, and where a session
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class KernelNotifications:
-    """What a session may be able to do; as it stands, nothing."""
+    """The notifications that a session may be able to send; as it stands, none."""
 
     def invalidate_attributes(self, nodeid: int) -> None:
         """Have the kernel ask for a node's attributes again."""
@@ -24,7 +24,7 @@ class KernelNotifications:
         return False
 
     async def was_killed(self, pid: int) -> bool:
-        """Whether a thread closes its files because its process is being killed."""
+        """True if a thread closes its files because its process is being killed."""
         return False
 
     async def will_close(self, pid: int, ino: int) -> bool | None:

@@ -20,7 +20,7 @@ MOST_MARKS = (1 << 22) - 1
 
 
 def base_of(mark: int) -> int:
-    """What the offsets behind a mark have in common."""
+    """The common base of the offsets behind a mark."""
     return _IS_OFFSET | mark << _CODE_BITS
 
 

@@ -1,4 +1,4 @@
-"""How an open is decided.
+"""The decision about an open.
 
 1. Is the node id still what its name stands for? What is not relied on any more
    (directory/freshness.py) is looked at again first, before cached bytes are
@@ -97,7 +97,7 @@ class Opener:
         return waiting(self._open_later(inode, flags, caller, is_valid))
 
     def _needs_no_descriptor(self, inode: Inode, file: CacheFile) -> bool:
-        """Whether a whole file can be opened without a look at the disk: reads open it.
+        """True if a whole file can be opened without a look at the disk: reads open it.
 
         What the kernel has in its page cache it does not even read. For passthrough the
         file is opened first, and where another mount could evict it: an open one it leaves.
@@ -114,7 +114,7 @@ class Opener:
         return OpenResult(fh, keep_cache=bool(backing_id), backing_id=backing_id)
 
     def _is_valid(self, inode: Inode) -> bool:
-        """Whether the node may be opened without asking the bucket what its name stands for."""
+        """True if the node may be opened without asking the bucket what its name stands for."""
         if inode.looked_up:
             inode.looked_up = False
             return True
@@ -251,7 +251,7 @@ class Opener:
             self._cache.unpin(file)
 
     async def _current_info(self, inode: Inode) -> ObjectInfo | None:
-        """What the bucket has under the inode's key, None if nothing."""
+        """The object under the inode's key, None if there is none."""
         assert inode.info is not None
         try:
             return await self._store.head(inode.info.key)
@@ -301,7 +301,7 @@ class Opener:
         return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
 
     def _is_read(self, inode: Inode, file: CacheFile) -> bool:
-        """Whether the kernel reads this file for an old node, and not one that was dropped."""
+        """True if the kernel reads this file for an old node, and not one that was dropped."""
         handles = self._handles.files.values()
         return all(handle.file is file for handle in handles if handle.inode is inode)
 
@@ -415,7 +415,7 @@ def _is_version(entry: Entry | Absent, version: ObjectVersion) -> bool:
 
 
 def _version(inode: Inode, file: CacheFile) -> ObjectVersion:
-    """What a handle of a whole file reads: the object may have another key by now."""
+    """The version that a handle of a whole file reads: the object may have another key by now."""
     assert inode.info is not None
     return file.version or inode.info.version
 

@@ -105,6 +105,6 @@ class PendingAborts(UploadLog):
 
 
 def load(directory: Path) -> list[tuple[str, str]]:
-    """What is on record in a staging directory: keys and ids. Blocks."""
+    """The uploads on record in a staging directory: keys and ids. Blocks."""
     loaded = load_lines(directory / NAME).items()
     return [(str(fields[0]), upload_id) for upload_id, fields in loaded]

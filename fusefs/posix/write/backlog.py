@@ -1,4 +1,4 @@
-"""What the bucket lacks of a mount's changes: described, hurried, tried again, sent at its end."""
+"""The changes that the bucket lacks: described, hurried, tried again, sent at a mount's end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Backlog:
         self._removals = flusher.removals
 
     def files(self, key: str) -> list[StagedFile]:
-        """What is staged and not in the bucket of a file or of what is below a prefix.
+        """The staged files at a key, or below a prefix, that are not in the bucket.
 
         That of everything for "".
         """
@@ -59,7 +59,7 @@ class Backlog:
         return [*self.files(key), *self._deferred.pending(key), *self._removals.pending(key)]
 
     def state(self, staged: StagedFile | DeferredChange | Removal) -> str:
-        """What happens to a file that is not in the bucket, for people to read."""
+        """The state of a file that is not in the bucket, for people to read."""
         if isinstance(staged, DeferredChange | Removal):
             return UPLOADING if staged.error is None else "failed"
         if self._uploads.is_under_way(staged):

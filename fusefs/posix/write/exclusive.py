@@ -99,7 +99,7 @@ class EmptyObjects:
 
 
 class ExclusiveCreates:
-    """What decides about the exclusive creations of one mount. Belongs to the event loop.
+    """The decisions about the exclusive creations of one mount. Belongs to the event loop.
 
     `reserve` sends the reservation of a file that is open, and raises nothing.
     """
@@ -131,7 +131,7 @@ class ExclusiveCreates:
         self._made.pop(prefix, None)
 
     def is_reserved(self, prefix: str, name: str, pid: int) -> bool:
-        """Whether a process's creation of a name is to be decided at once.
+        """True if a process's creation of a name is to be decided at once.
 
         `pid` is 0 where the process is not known.
         """
@@ -183,5 +183,5 @@ class ExclusiveCreates:
 
 
 def is_undecided(staged: StagedFile) -> bool:
-    """Whether a file is to be new and the bucket has not decided yet that it is."""
+    """True if a file is to be new and the bucket has not decided yet that it is."""
     return staged.exclusive is not None and not staged.is_unlinked and staged.inode.staged is staged

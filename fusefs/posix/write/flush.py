@@ -1,4 +1,4 @@
-"""What is staged on its way to being kept: FLUSH, FSYNC, the last close, the end of the mount.
+"""The way of staged files to being kept: FLUSH, FSYNC, the last close, the end of the mount.
 
 FLUSH (close) and FSYNC of a file that has changed return when the bucket has
 it, or where its path has local durability when it and the record of its upload are safe
@@ -63,7 +63,7 @@ UNDO_S = 2.0
 
 
 class Flusher:
-    """What is staged of one mount, and what becomes of it. Belongs to the event loop."""
+    """The flushes of one mount's staged files. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -200,12 +200,12 @@ class Flusher:
         return None
 
     def _can_be_undone(self, staged: StagedFile) -> bool:
-        """Whether nothing was written to a file but what no program has closed yet."""
+        """True if nothing was written to a file but what no program has closed yet."""
         is_known = staged.is_closed or self.uploads.is_under_way(staged)
         return staged.is_content_dirty and not is_known
 
     def is_given_up(self, staged: StagedFile) -> bool:
-        """Whether a killed program alone has written to a file, which is about to be undone."""
+        """True if a killed program alone has written to a file, which is about to be undone."""
         return staged.state is FileState.ABANDONED and not self.may_be_written(staged.inode)
 
     async def _undo(self, staged: StagedFile) -> None:
@@ -372,7 +372,7 @@ class Flusher:
         return await self._store.copy(own or info.version, info.key, write)
 
     async def _may_come_back(self, info: ObjectInfo) -> bool:
-        """Whether a version that is gone may be put back, as a late request has undone it.
+        """True if a version that is gone may be put back, as a late request has undone it.
 
         Raises:
             StoreError: the bucket could not tell what is there now.
@@ -424,7 +424,7 @@ class Flusher:
         return inode if is_it else None
 
     def may_be_written(self, inode: Inode) -> bool:
-        """Whether a program has a staged file open for writing, and so will close it."""
+        """True if a program has a staged file open for writing, and so will close it."""
         return inode.is_open and any(
             handle.inode is inode and handle.flags & WRITING
             for handle in self._handles.files.values()

@@ -1,4 +1,4 @@
-"""What earlier mounts have left to be uploaded: found at the start, and brought to its end.
+"""The uploads that earlier mounts have left: found at the start, and brought to their end.
 
 A mount that ended before the bucket had everything leaves its staging
 directory behind (posix/write/staging.py). A file that a program had
@@ -171,7 +171,7 @@ def restore(writer: Writer, inode: Inode) -> None:
 
 
 def _was_replaced(writer: Writer, inode: Inode) -> bool:
-    """Whether a rename that was under way has given a node's name to another staged file."""
+    """True if a rename that was under way has given a node's name to another staged file."""
     siblings = inode.parent.children if inode.parent is not None else None
     now = (siblings or {}).get(inode.name)
     if now is None or now is inode:
@@ -323,7 +323,7 @@ def _unlink(path: Path) -> None:
 
 
 def _younger(writer: Writer, key: str) -> StagedFile | None:
-    """What is staged under a key already: the youngest is taken up first."""
+    """The file that is staged under a key already: the youngest is taken up first."""
     prefix, name = split_key(key)
     parent = writer.inodes.at(prefix)
     inode = (parent.children or {}).get(name) if parent is not None else None

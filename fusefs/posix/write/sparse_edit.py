@@ -35,7 +35,7 @@ COPY_CHUNK = 8 << 20
 
 
 class BaseLostError(StaleVersionError):
-    """What an edited file lacks is nowhere any more: somebody has replaced the object."""
+    """The bytes that an edited file lacks are nowhere any more: the object was replaced."""
 
 
 class SparseEditor:

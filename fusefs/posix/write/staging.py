@@ -128,7 +128,7 @@ class Staging:
 
     @property
     def is_filling(self) -> bool:
-        """Whether more than half of what may be held is."""
+        """True if more than half of what may be held is."""
         return self._limit is not None and 2 * self.charged > self._limit
 
     def prepare(self, inode: Inode) -> int:
@@ -407,7 +407,7 @@ class Staging:
             self.record(now)
 
     def mark(self, inode: Inode) -> str:
-        """What tells the reservation of a file from another node's."""
+        """The mark that tells the reservation of a file from another node's."""
         return f"{self.directory.name}-{inode.nodeid}"
 
     def _path(self, inode: Inode) -> str:

@@ -1,4 +1,4 @@
-"""What is on record of a staged file: in an attribute of its content, or in a file beside it.
+"""The record of a staged file: in an attribute of its content, or in a file beside it.
 
 Most files are small, new, and soon closed. What there is to say of them fits
 into an attribute: to make a file for it, and to remove it, would take longer
@@ -93,7 +93,7 @@ def brief(staged: StagedFile) -> bytes | None:
 
 
 def _attribute_of(fd: int) -> dict[str, Any] | None:
-    """What the attribute of an open file tells, as a record does; None if it has none.
+    """The record in the attribute of an open file; None if it has none.
 
     The key is None where it tells only the rest.
     """
@@ -120,7 +120,7 @@ def _attribute_of(fd: int) -> dict[str, Any] | None:
 
 
 def may_tell_uploaded(record: bytes) -> bool:
-    """Whether a content may be the bucket's by a record; one that is not known may tell that."""
+    """True if a content may be the bucket's by a record; one that is not known may tell that."""
     if record.startswith(b"{") or not record:
         return b'"uploaded": null' not in record
     return bool(_BRIEF.unpack_from(record)[-1])
@@ -132,7 +132,7 @@ def may_tell_appended(record: bytes) -> bool:
 
 
 def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
-    """What tells the content from later ones, if the bucket has it."""
+    """The stamp that tells the content from later ones, if the bucket has it."""
     if staged.is_content_dirty:
         return None
     stamp = staged.stamp()
@@ -308,5 +308,5 @@ def load(path: Path) -> tuple[int, dict[str, Any]] | None:
 
 
 def _is_past(stamp: tuple[int, int]) -> bool:
-    """Whether a change from now on will show in a file's time."""
+    """True if a change from now on will show in a file's time."""
     return time.time_ns() - stamp[1] > TICK_NS

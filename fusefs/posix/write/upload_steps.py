@@ -1,4 +1,4 @@
-"""How a staged file gets into the bucket: in one request, in parts, or as a copy on the server.
+"""The ways of a staged file into the bucket: in one request, in parts, or as a copy on the server.
 
 Attributes that changed alone are a copy of the object onto itself. A large
 file goes up in parts; its upload is on record before its first part, and
@@ -427,7 +427,7 @@ def _keys_apart(key: str) -> Iterator[str]:
 
 
 def _want_of(permission: str, error: StoreError) -> str:
-    """What is missing where a request is refused, for a message."""
+    """The permission or quota that a refused request lacks, for a message."""
     return f", for want of {permission}" if isinstance(error, AccessDeniedError) else ""
 
 
@@ -441,7 +441,7 @@ def _database_of(fd: int) -> str:
 
 
 def content_type(key: str) -> str | None:
-    """What a browser would take an object for, by its name."""
+    """The media type of an object, by its name, for browsers."""
     import mimetypes  # it reads the system's tables, too: the first upload's time, not a start's
 
     name = key.rpartition("/")[2]

@@ -67,7 +67,7 @@ class AppendRuns:
 
 
 class RecentCloses:
-    """When programs last closed files of one mount; its task lives in `nursery`."""
+    """The times at which programs last closed files of one mount; its task lives in `nursery`."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
@@ -82,7 +82,7 @@ class RecentCloses:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a file was closed within QUIET_S."""
+        """True if a file was closed within QUIET_S."""
         return trio.current_time() < self._quiet_at
 
     async def wait_for_pause(self, hurry: trio.Event, deadline: float) -> None:

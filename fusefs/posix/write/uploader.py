@@ -70,7 +70,7 @@ class UploadAttempt:
         self.is_cancellable = True
 
     def commit(self) -> None:
-        """What is done from now on may come to pass even if it is cancelled."""
+        """Note that what is done from now on may come to pass even if it is cancelled."""
         self.is_cancellable = False
         self.scope.deadline = math.inf
 
@@ -188,7 +188,7 @@ class Uploader:
             staged.lock.release()
 
     def is_under_way(self, staged: StagedFile) -> bool:
-        """Whether a file has an upload that has not ended."""
+        """True if a file has an upload that has not ended."""
         return staged in self._attempts
 
     @asynccontextmanager

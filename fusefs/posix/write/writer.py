@@ -85,7 +85,7 @@ class Writer:
 
     @property
     def may_delete(self) -> bool:
-        """Whether the mount may remove objects (`--no-delete` forbids it)."""
+        """True if the mount may remove objects (`--no-delete` forbids it)."""
         return self._rules.may_delete
 
     # Opening
@@ -119,7 +119,7 @@ class Writer:
         return self._created(parent, name, info, meta, flags, caller)
 
     def _is_reserved(self, parent: Inode, name: str, caller: Caller) -> bool:
-        """Whether the bucket is to decide now whether a file is new."""
+        """True if the bucket is to decide now whether a file is new."""
         prefix = self.inodes.key(parent)
         known = self.directories.lookup_now(self.directories.get(prefix), name)
         if known is None or not isinstance(known[0], Absent):

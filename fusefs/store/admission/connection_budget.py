@@ -1,4 +1,4 @@
-"""How many requests run at once, and which goes first: a budget with priorities.
+"""The budget of requests that run at once, with priorities.
 
 At most `maximum` requests run at once. When S3 throttles, the number that is
 allowed halves, at most every 0.1 s; each request that succeeds raises it
@@ -107,7 +107,7 @@ class ConnectionBudget:
 
     @property
     def allowed(self) -> int:
-        """How many requests may run at once now."""
+        """The number of requests that may run at once now."""
         return max(1, int(self._allowed))
 
     @property
@@ -116,7 +116,7 @@ class ConnectionBudget:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a connection, or for their turn."""
+        """The number of requests that wait for a connection, or for their turn."""
         return self._waiting
 
     def lease(self, priority: Urgency, key: str = "") -> _Lease:
@@ -194,7 +194,7 @@ class ConnectionBudget:
 
     @property
     def _is_throttled(self) -> bool:
-        """Whether the store has refused requests of late as too many."""
+        """True if the store has refused requests of late as too many."""
         if self.rate.limit is not None or self.allowed < self.maximum:
             return True
         return self._next_budget is not None and self._next_budget._is_throttled

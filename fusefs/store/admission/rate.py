@@ -1,4 +1,4 @@
-"""How many requests a second a store is sent once it has refused some (503 SlowDown).
+"""The rate of requests to a store that has refused some (503 SlowDown).
 
 A budget of connections does not bound the rate: four connections to a server
 that answers in a millisecond are 4,000 requests a second, however many of them
@@ -66,11 +66,11 @@ class Rate:
 
     @property
     def due(self) -> float:
-        """When the next request may be sent, while there is a limit; in trio's seconds."""
+        """The time when the next request may be sent, while there is a limit; in trio's seconds."""
         return self._next
 
     def is_due(self) -> bool:
-        """Whether a request may be sent now."""
+        """True if a request may be sent now."""
         if self.limit is None:
             return True
         now = trio.current_time()

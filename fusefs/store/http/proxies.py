@@ -1,4 +1,4 @@
-"""Which proxy a connection to S3 goes through: one answer for every library.
+"""The proxy of a connection to S3: one answer for every library.
 
 The variables are those of curl and of most programs: `HTTPS_PROXY` for https,
 `HTTP_PROXY` for http, `ALL_PROXY` for what has none of these, and `NO_PROXY`
@@ -32,7 +32,7 @@ class ProxyError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Proxies:
-    """What the environment says. A URL of a proxy may have a password: not for the log."""
+    """The proxies of the environment. A URL of a proxy may have a password: not for the log."""
 
     http: str
     https: str
@@ -40,7 +40,7 @@ class Proxies:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Proxies:
-        """What the variables of an environment say; those in lower case win, as for curl."""
+        """The proxies in the variables of an environment; those in lower case win, as for curl."""
 
         def value(name: str) -> str:
             lower = name.lower()
@@ -95,7 +95,7 @@ def _usable(proxy: str) -> str:
 
 
 def _fits(element: str, host: str, port: int) -> bool:
-    """Whether an element of NO_PROXY is about this host."""
+    """True if an element of NO_PROXY is about this host."""
     if element == "*":
         return True
     if (network := _network(element)) is not None:

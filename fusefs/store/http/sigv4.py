@@ -38,7 +38,7 @@ def _order(names: tuple[str, ...]) -> tuple[list[str], str]:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What signs the requests of one day, and what it was made from.
+    """The key that signs the requests of one day, and what it was made from.
 
     `mac` is copied for each: `hmac.digest` would give up the interpreter's
     lock, and getting that back takes longer than the rest.

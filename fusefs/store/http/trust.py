@@ -1,4 +1,4 @@
-"""Which certificates are trusted for S3: one answer for every library that opens a connection.
+"""The certificates that are trusted for S3: one answer for every library that opens a connection.
 
 botocore trusts a list that it brings along, libcurl the system's, and each has
 variables of its own for another. Here they are looked up once, in this order:

@@ -49,7 +49,7 @@ def condition_headers(condition: Strict) -> dict[str, str]:
 
 
 def for_condition(failure: Failure, condition: Strict) -> Failure:
-    """What a failure means to a request with this condition."""
+    """The meaning of a failure for a request with this condition."""
     is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
     if condition is None or not (failure.status == 412 or is_gone):
         return failure

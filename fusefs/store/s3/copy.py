@@ -167,7 +167,7 @@ def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
 
 
 def _has_room(metadata: Mapping[str, str]) -> bool:
-    """Whether S3 takes a token beside this, which another client may have filled."""
+    """True if S3 takes a token beside this, which another client may have filled."""
     size = sum(len(head.META) + len(name) + len(value) for name, value in metadata.items())
     return size + len(head.META) + CHANGE_SIZE <= METADATA_LIMIT
 

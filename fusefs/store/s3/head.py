@@ -42,7 +42,7 @@ def check(metadata: Mapping[str, str], content_type: str | None = None) -> None:
 
 
 def sendable(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What can be sent again of an object's metadata: other clients write what can't."""
+    """The part of an object's metadata that can be sent again: other clients write what can't."""
     return {name: value for name, value in metadata.items() if _is_sendable(name, value)}
 
 

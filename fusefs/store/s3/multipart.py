@@ -70,7 +70,7 @@ _MD5 = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a file is cut into parts, counted from 1; the first have `first` bytes.
+    """The schedule of a file's parts, counted from 1; the first have `first` bytes.
 
     It is the same whatever the file's size turns out to be: a file that is sent
     while it is written has no size yet. So after each thousand parts they are
@@ -81,7 +81,7 @@ class Schedule:
     first: int
 
     def size_of(self, number: int) -> int:
-        """How many bytes a part has, unless it is the last.
+        """The size of a part in bytes, unless it is the last.
 
         Raises:
             ValueError: S3 takes no part with this number.
@@ -91,7 +91,7 @@ class Schedule:
         return self._size_in((number - 1) // ALIKE)
 
     def start_of(self, number: int) -> int:
-        """Where a part begins."""
+        """The offset of a part."""
         group, behind = divmod(number - 1, ALIKE)
         size = self.size_of(number)
         return sum(ALIKE * self._size_in(one) for one in range(group)) + behind * size
@@ -112,7 +112,7 @@ class Schedule:
         raise ValueError("the file is too large for S3")
 
     def count(self, size: int) -> int:
-        """How many parts a file of `size` bytes has."""
+        """The number of parts of a file of `size` bytes."""
         return self.part_at(size - 1) if size else 0
 
     def range_of(self, number: int, size: int) -> tuple[int, int]:
@@ -301,7 +301,7 @@ class S3Upload:
             return None
 
     def _unseen(self, size: int, etag: str) -> ObjectInfo:
-        """What is known of the object if it can't be seen, being replaced already, say."""
+        """The known facts of an object that can't be seen, being replaced already, say."""
         state = self._state
         return ObjectInfo(
             state.key,
@@ -356,7 +356,7 @@ class S3Upload:
         self._unverified = {part.number: part for part in used}
 
     async def _list_parts(self) -> list[Part]:
-        """What the bucket has of the upload."""
+        """The parts that the bucket has of the upload."""
         parts: list[Part] = []
         start: dict[str, str] | None = {}
         while start is not None:
@@ -403,7 +403,7 @@ class S3Upload:
                 self._parts[number] = part
 
     def _fits(self, part: Part | None, size: int) -> bool:
-        """Whether it is all of the part that a file of `size` bytes has there."""
+        """True if it is all of the part that a file of `size` bytes has there."""
         if part is None or part.number > self.part_count(size):
             return False
         start, stop = self.part_range(part.number, size)
@@ -440,7 +440,7 @@ class S3Upload:
 
 
 def is_mistakable(key: str) -> bool:
-    """Whether a key is another one when it is decoded once more.
+    """True if a key is another one when it is decoded once more.
 
     Ceph's gateway does that with the source of a copied part, and ignores the condition that
     goes with it: it copies what is under that other key.

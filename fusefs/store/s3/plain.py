@@ -1,4 +1,4 @@
-"""What requests of S3 need, where that is known without botocore.
+"""The needs of requests to S3, where they are known without botocore.
 
 Importing botocore and making its client of S3 takes longer than all else of a mount's start.
 Where the endpoint is named, no configuration of AWS's is there and nothing in the environment
@@ -71,7 +71,7 @@ class EnvironmentKeys:
 
 
 def is_plain_endpoint(url: str | None, addressing: str, environment: Mapping[str, str]) -> bool:
-    """Whether requests go to this endpoint with the bucket in the path, as far as is seen here."""
+    """True if requests go to this endpoint with the bucket in the path, as far as is seen here."""
     if url is None or addressing == "virtual" or redirects.is_aws(url):
         return False
     address = urlsplit(url)
@@ -82,12 +82,12 @@ def is_plain_endpoint(url: str | None, addressing: str, environment: Mapping[str
 
 
 def is_plain_profile(profile: Mapping[str, Any]) -> bool:
-    """Whether what botocore has read of AWS's files says nothing about how requests are made."""
+    """True if what botocore has read of AWS's files says nothing about how requests are made."""
     return profile.keys() <= _KNOWN_IN_PROFILE
 
 
 def has_files(environment: Mapping[str, str]) -> bool:
-    """Whether there is one of AWS's files, which botocore would read."""
+    """True if there is one of AWS's files, which botocore would read."""
     for variable, usual in _FILES.items():
         path = environment.get(variable) or os.path.expanduser(usual)
         if path != os.devnull and os.path.exists(path):
@@ -96,5 +96,5 @@ def has_files(environment: Mapping[str, str]) -> bool:
 
 
 def has_keys(environment: Mapping[str, str]) -> bool:
-    """Whether the environment has keys, which botocore takes before all others."""
+    """True if the environment has keys, which botocore takes before all others."""
     return all(environment.get(one) for one in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))

@@ -96,7 +96,7 @@ _NO_ANSWERS = frozenset((0, 500, 502, 504, *range(520, 528)))
 
 
 class RetryBudget:
-    """How long to retry a request (`time_s` seconds without progress), and how long to pause."""
+    """The time for retries of a request (`time_s` seconds without progress), and for pauses."""
 
     def __init__(self, time_s: float, clock: Callable[[], float] = trio.current_time) -> None:
         self._time_s = time_s
@@ -115,7 +115,7 @@ class RetryBudget:
             self.restart()
 
     def has_time(self, longest_s: float = math.inf) -> bool:
-        """Whether to retry; `longest_s` is for how long this failure is worth a retry.
+        """True if to retry; `longest_s` is for how long this failure is worth a retry.
 
         However long the first attempt took, there is a second.
         """
@@ -457,7 +457,7 @@ def _cause_of_pause(operation: str, failure: Failure) -> int:
 
 
 def classify(operation: str, failure: Failure) -> Failure:
-    """What a failure means to a certain operation."""
+    """The meaning of a failure for a certain operation."""
     if operation == "LIST" and failure.kind is NotFoundError:
         # A LIST asks for no object.
         return replace(failure, kind=MisconfiguredError, sentence="there is no such bucket")

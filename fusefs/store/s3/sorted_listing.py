@@ -166,5 +166,5 @@ class SortedListings:
 
 
 def _folder(prefix: str) -> str:
-    """What is listed for a prefix: directory buckets list no other that is not a folder's."""
+    """The prefix to list for another one: directory buckets list folders' prefixes alone."""
     return prefix[: prefix.rfind("/") + 1]

@@ -43,7 +43,7 @@ class AccessPoint:
 
 
 def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
-    """Why a bucket cannot be mounted, whatever it holds."""
+    """The reason why a bucket cannot be mounted, whatever it holds."""
     if is_aws and bucket.endswith(DIRECTORY_BUCKETS):
         sentence = "directory buckets (S3 Express One Zone) take sessions, which mounts do not make"
         return Failure(UnsupportedError, sentence)
@@ -54,7 +54,7 @@ def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
 
 
 def customer_key_obstacle(url: str, proxy: str | None) -> Failure | None:
-    """Why a customer key must not be sent to an endpoint: it could be read on the way."""
+    """The reason why a customer key must not go to an endpoint: it could be read on the way."""
     address = urlsplit(url)
     if address.scheme == "https" or (proxy is None and _is_loopback(address.hostname or "")):
         return None

@@ -77,7 +77,7 @@ class S3Store:
 
     @property
     def answered(self) -> float:
-        """When S3 last fulfilled a request, in trio's seconds."""
+        """The time at which S3 last fulfilled a request, in trio's seconds."""
         return self.requester.last_answer
 
     def hurry(self) -> None:
@@ -115,7 +115,7 @@ class S3Store:
         return f"{what}{at}: {error}{whose}"
 
     async def is_refused(self, prefix: str) -> bool | None:
-        """Whether S3 refuses, with credentials that are fresh, to list a prefix.
+        """True if S3 refuses, with credentials that are fresh, to list a prefix; None if unknown.
 
         None if that stays open: no answer, expired credentials, a wrong clock.
         """

@@ -33,7 +33,7 @@ class WriteOptions:
 
     @classmethod
     def of(cls, settings: MountSettings) -> WriteOptions:
-        """What a mount's settings choose."""
+        """The options that a mount's settings choose."""
         # A key alone is for the usual way of using it.
         encryption = settings.encryption or (Encryption.KMS if settings.kms_key else None)
         is_aws_form = settings.attribute_form is AttributeForm.AWS

@@ -78,7 +78,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def move(directory: Path, keepers: list[PlayedKeeper], limit_s: float) -> bool:
-    """Whether all have moved in time."""
+    """True if all have moved in time."""
     old = PlayedSupervisor(keepers)
     mover = threading.Thread(
         target=migration.Migration(old.theirs, directory, NEW).run, daemon=True

@@ -29,7 +29,7 @@ def differed(mount: Mount) -> int:
 
 
 def is_summed(mount: Mount) -> bool:
-    """Whether the catalog has a checksum of all bytes that it knows of."""
+    """True if the catalog has a checksum of all bytes that it knows of."""
     return mount.is_recorded() and all(
         known == summed for known, summed in map(both, mount.cache.glob("*/catalog.sqlite3"))
     )

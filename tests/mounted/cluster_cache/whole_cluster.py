@@ -108,7 +108,7 @@ def test_a_full_disk_costs_no_program_anything_and_heals(
 
 
 def reads_without_s3(nodes: Nodes) -> bool:
-    """Whether one more node finds everything; what it does not find it stores."""
+    """True if one more node finds everything; what it does not find it stores."""
     mount = nodes.join()
     nodes.read(mount)
     until(lambda: section(mount)["queued_fills"] == 0)

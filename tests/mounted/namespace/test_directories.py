@@ -151,7 +151,7 @@ OLD_NS = 10**18
 
 
 def moves(call: Callable[[], object], *directories: Path) -> bool:
-    """Whether a call gives all these directories the time of now."""
+    """True if a call gives all these directories the time of now."""
     for directory in directories:
         os.utime(directory, ns=(OLD_NS, OLD_NS))
         assert directory.stat().st_mtime_ns == OLD_NS

@@ -53,7 +53,7 @@ def own_commands(text: str) -> Iterator[Command]:
 
 
 def _begins(before: Command) -> bool:
-    """Whether what follows these words is a program's name."""
+    """True if what follows these words is a program's name."""
     if "--" in before:
         before = before[before.index("--") + 1 :]
     return all(word in ("sudo", "env", "time", "sh", "-c", "$") or "=" in word for word in before)

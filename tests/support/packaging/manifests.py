@@ -211,7 +211,7 @@ def on_host(pod: Object, where: Object, path: Path) -> Path | None:
 
 
 def lets_out(policy: Object, url: str) -> bool:
-    """Whether a NetworkPolicy, or a CiliumNetworkPolicy, lets a pod call this URL.
+    """True if a NetworkPolicy, or a CiliumNetworkPolicy, lets a pod call this URL.
 
     A host of the form NAME.NAMESPACE.svc is in the cluster, which CIDR rules do not reach.
     """

@@ -226,7 +226,7 @@ class Rule:
         )
 
     def is_due(self) -> bool:
-        """Whether a request that fits is above the rate."""
+        """True if a request that fits is above the rate."""
         if self.above_per_s is None:
             return True
         now = time.monotonic()

@@ -113,7 +113,7 @@ class S3Server:
                 return
 
     def _has_ended(self) -> bool:
-        """Whether it was started and has ended by itself."""
+        """True if it was started and has ended by itself."""
         return self._process is not None and self._process.poll() is not None
 
     def _start(self) -> None:
@@ -254,7 +254,7 @@ def free_ports(count: int = 4) -> list[int]:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server may listen at a port of loopback."""
+    """True if a server may listen at a port of loopback."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))

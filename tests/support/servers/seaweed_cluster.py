@@ -51,7 +51,7 @@ class ClusterProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was started and has ended by itself."""
+        """True if it was started and has ended by itself."""
         return self._process is not None and self._process.poll() is not None
 
     @property
@@ -336,7 +336,7 @@ class SeaweedCluster(S3Server):
 
 
 def can_have_small_disks() -> bool:
-    """Whether a process may mount a file system of its own here (with unshare, as root)."""
+    """True if a process may mount a file system of its own here (with unshare, as root)."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         return False
     trial = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=1m", "trial", "/mnt"]

@@ -295,7 +295,7 @@ class Kept:
 
 
 def holds_a_connection(pid: int) -> bool:
-    """Whether a process has a descriptor of a FUSE connection that has not ended."""
+    """True if a process has a descriptor of a FUSE connection that has not ended."""
     with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb") as process:
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):

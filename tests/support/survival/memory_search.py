@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def is_in_memory(pid: int, wanted: bytes) -> bool:
-    """Whether `wanted` is anywhere in the memory that a process can write, or has written."""
+    """True if `wanted` is anywhere in the memory that a process can write, or has written."""
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         for start, stop in _writable(pid):
             memory.seek(start)

@@ -41,7 +41,7 @@ def written_by_three(path: Path) -> list[str]:
 
 
 def without_gaps(lines: list[str]) -> bool:
-    """Whether each process' lines are its last ones, all of them, and whole."""
+    """True if each process' lines are its last ones, all of them, and whole."""
     for name in "abc":
         mine = [line for line in lines if line.startswith(name)]
         first = 20_000 - len(mine)
