@@ -48,7 +48,7 @@ def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
         _end_by_force(mount, registration)
         remaining = []
     else:
-        remaining = _end(mountpoint, registration, has_staging=staging is not None, is_lazy=is_lazy)
+        remaining = _end(mount, registration, has_staging=staging is not None, is_lazy=is_lazy)
     if is_lazy and remaining:
         raise CommandError(
             f"{mountpoint} is detached; {sync.describe(remaining)}. The daemon goes on with them;"
@@ -65,13 +65,14 @@ def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
 
 
 def _end(
-    mountpoint: Path,
+    mount: mountinfo.KernelMount,
     registration: registry.Registration | None,
     *,
     has_staging: bool,
     is_lazy: bool,
 ) -> list[dict[str, Any]]:
     """Unmount, and wait for the end of the processes; return what the daemon could not upload."""
+    mountpoint = mount.mountpoint
     daemon = registration.pid if registration and registration.is_alive() else None
     keeper = _keeper_pid(mountpoint)
     patience_s = NEXT_DAEMON_S if has_staging and keeper is not None and not is_lazy else 0.0
@@ -88,12 +89,15 @@ def _end(
         return remaining
     # Another daemon may have taken the place of the first meanwhile.
     for pid in dict.fromkeys((daemon, daemon_pid(mountpoint), keeper)):
-        with _notice_if_slow(f"process {pid} of {mountpoint} is ending; its log has the details"):
-            has_ended = pid is None or _has_ended(pid, UMOUNT_TIMEOUT_S)
-        if not has_ended:
+        if pid is None or _has_ended(pid, SLOW_S):
+            continue
+        why = _holders_text(mount)
+        print(f"fusefs: process {pid} of {mountpoint} is ending{why}", file=sys.stderr)
+        if not _has_ended(pid, UMOUNT_TIMEOUT_S):
             raise CommandError(
                 f"{mountpoint} is unmounted, but its process {pid} has not ended within "
-                f"{UMOUNT_TIMEOUT_S:.0f} s; what is not in the bucket yet stays on the local disk"
+                f"{UMOUNT_TIMEOUT_S:.0f} s{why}. What is not in the bucket yet stays on the local "
+                "disk"
             )
     registry.unregister(mountpoint)
     return remaining
@@ -124,6 +128,14 @@ def _notice_if_slow(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _holders_text(mount: mountinfo.KernelMount) -> str:
+    holders = unmount.holders_of(mount.device)
+    if not holders:
+        return "; its log has the details"
+    shown = ", ".join(f"{command} (pid {pid})" for pid, command in holders[:5])
+    return f"; it ends with the copies of the mount in the mount namespaces of {shown}"
 
 
 def _users_text(mountpoint: Path) -> str:

@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from fusefs.linux import fuse_connection, libc
@@ -91,6 +92,21 @@ def users_of(mountpoint: Path) -> list[tuple[int, str]]:
     """
     processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [(int(one.name), _command(one)) for one in processes if _uses(one, mountpoint)]
+
+
+def holders_of(device: str) -> list[tuple[int, str]]:
+    """The other mount namespaces that have a copy of a mount: a process of each, and its command.
+
+    `device` is the mount's "major:minor". Namespaces that this user may not look into go unseen.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if f" {device} " in (process / "mountinfo").read_text(errors="replace"):
+                namespace = os.readlink(process / "ns" / "mnt")
+                found.setdefault(namespace, (int(process.name), _command(process)))
+    found.pop(os.readlink("/proc/self/ns/mnt"), None)
+    return list(found.values())
 
 
 def _uses(process: Path, mountpoint: Path) -> bool:

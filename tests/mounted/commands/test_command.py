@@ -140,6 +140,30 @@ def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
         os.listdir(one.path)
 
 
+@pytest.mark.root
+def test_umount_names_what_keeps_a_mount_in_another_namespace(
+    bucket: Bucket, mounter: Mounter
+) -> None:
+    bucket.put("a", b"x")
+    one = mounter()
+    apart = ["unshare", "--mount", "--propagation", "private", "sleep", "600"]
+    with subprocess.Popen(apart) as holder:
+        try:
+            mounts = Path(f"/proc/{holder.pid}/mountinfo")
+            own = os.readlink("/proc/self/ns/mnt")
+            until(lambda: os.readlink(f"/proc/{holder.pid}/ns/mnt") != own, "it is apart")
+            assert f" {one.path} " in mounts.read_text()
+            command = [FUSEFS, "umount", one.path]
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as ending:
+                assert ending.stderr is not None
+                said = ending.stderr.readline()
+                assert said.endswith(f"in the mount namespaces of sleep (pid {holder.pid})\n"), said
+                holder.kill()
+                assert ending.wait(LIMIT_S) == 0
+        finally:
+            holder.kill()
+
+
 @contextlib.contextmanager
 def in_the_foreground(
     bucket: Bucket, directory: Path
