@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from csi.controller.bucket_client import Bucket, make_client
-from csi.errors import InvalidArgumentError
+from csi.errors import InvalidArgumentError, UnavailableError
 from csi.identities.keys import AccessKeys, keys_from
 from csi.volume.location import VolumeId, fill_in, location_of, normal_prefix, overlap
 from csi.volume.stores import Stores, StoresError, StoreSettings, is_forbidden, read_stores
@@ -138,6 +138,11 @@ def test_a_name_that_stands_for_such_an_address_is_refused_when_it_is_looked_up(
     urls = {"endpoint_url": "http://127.0.0.1", setting: "http://2852039166"}
     with pytest.raises(InvalidArgumentError, match=r"169\.254\.169\.254"):
         StoreSettings("x", **urls).check_address()
+
+
+def test_a_name_that_is_not_known_may_be_known_later() -> None:
+    with pytest.raises(UnavailableError):
+        StoreSettings("x", "http://no-such-host.invalid").check_address()
 
 
 @pytest.mark.parametrize(

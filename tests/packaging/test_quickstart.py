@@ -115,6 +115,42 @@ def test_the_charts_values_are_taken_and_understood(name: str, tmp_path: Path) -
     understand_classes(documents, tmp_path)
 
 
+def test_secrets_are_those_that_the_classes_name() -> None:
+    made = set()
+    for command in typed:
+        if command[:1] == ["kubectl"] and "generic" in command:
+            made.add(command[command.index("generic") + 1])
+            fields = {word.split("=")[1] for word in command if word.startswith("--from-literal")}
+            assert fields == {"access_key_id", "secret_access_key"}
+    for documents in (render(FILES / "driver"), chart(**values_of(*CHARTS["minio"]))):
+        for each in every(documents, "StorageClass"):
+            for name, value in each["parameters"].items():
+                assert not name.endswith("secret-name") or value in made
+
+
+def test_a_roles_trust_policy_names_an_account_that_is_there() -> None:
+    subjects = {
+        word.partition("=")[2].removeprefix("(")
+        for block in shell_blocks(DOCUMENT)
+        for word in re.findall(r"SERVICE_ACCOUNT=\S+", block)
+    }
+    documents = [*chart(**values_of(*CHARTS["eks"])), *render(FILES / "eks/training")]
+    accounts = {
+        f"{each['metadata']['namespace']}:{name_of(each)}"
+        for each in every(documents, "ServiceAccount")
+    }
+    assert len(subjects) == 2
+    assert subjects <= accounts
+    [job] = pod_templates(find(documents, "Job"))
+    assert f"default:{job['spec']['serviceAccountName']}" in subjects
+    for subject in subjects:
+        policy = json.loads(substituted(FILES / "eks/trust.json", SERVICE_ACCOUNT=subject))
+        [condition] = (each["Condition"]["StringEquals"] for each in policy["Statement"])
+        assert condition[f"{FOUND['OIDC']}:sub"] == f"system:serviceaccount:{subject}"
+        [request] = find(documents, "CSIDriver")["spec"]["tokenRequests"]
+        assert condition[f"{FOUND['OIDC']}:aud"] == request["audience"]
+
+
 def understand_classes(documents: list[Object], directory: Path) -> None:
     known = stores.read_stores(stores_file(documents, directory))
     for each in every(documents, "StorageClass"):

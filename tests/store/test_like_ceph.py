@@ -24,7 +24,7 @@ from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
 from tests.support.servers.ceph_server import CephServer
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
-from tests.support.store_writing import KEYS, PART, each_way, opened, put
+from tests.support.store_writing import KEYS, PART, digest, each_way, opened, put
 from tests.support.waiting import until
 
 # What the gateway answers to a completion: done, but of which ETag it does not say.
@@ -83,6 +83,18 @@ async def test_a_completion_that_can_not_end_is_given_up(
             await put(store, "file", make_file(2 * PART))
         assert stuck.used == 1
     assert stored(bucket, "file") == b"other"
+
+
+@pytest.mark.usefixtures("as_owner")
+async def test_a_completion_that_fails_while_the_upload_is_there_is_tried_again(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    file = make_file(2 * PART)
+    faulty.add("COMPLETE", times=2, **STUCK)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await put(store, "file", file)
+        assert store.counters()["retries"] == 2
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @pytest.mark.usefixtures("as_owner")

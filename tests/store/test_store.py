@@ -51,6 +51,13 @@ async def test_pages_follow_each_other(bucket: Bucket, faulty: FaultyS3) -> None
         assert (first.next_token is None, second.next_token is None) == (False, True)
 
 
+async def test_common_prefixes_are_listed(bucket: Bucket, faulty: FaultyS3) -> None:
+    bucket.put("a b/c", b"")
+    bucket.put("d+/e", b"")
+    async with opened(bucket, faulty) as store:
+        assert (await store.list_page("")).prefixes == ["a b/", "d+/"]
+
+
 @pytest.mark.parametrize("is_plain", [True, False])
 async def test_botocore_tells_the_address_and_sends_nothing(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, is_plain: bool

@@ -95,6 +95,20 @@ async def test_what_a_store_allows_is_used_and_little_more_is_sent(
     assert used >= 0.9
 
 
+async def test_a_load_below_the_limit_does_not_lower_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    rate = Rate()
+    rate.limit = 100.0
+    rate._since = rate._grown = trio.current_time()
+    for _ in range(150):
+        await trio.sleep(1 / 30)
+        rate.note_sent()
+        rate.note_success()
+    rate.note_refused(WHAT)
+    assert rate.limit >= 95
+
+
 async def test_a_limit_ends_a_minute_after_the_last_refusal(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -101,6 +101,22 @@ def test_a_changed_byte_in_the_journal_ends_the_mount(
     assert stored(bucket, NAMES[35]) == content(NAMES[35])
 
 
+@pytest.mark.parametrize("is_at_first_record", [False, True])
+def test_a_journal_that_is_cut_ends_the_mount(
+    mount: Mount, is_at_first_record: bool, dice: random.Random
+) -> None:
+    """The daemon itself dies of it: the file is mapped, and no longer there."""
+    path = journal(mount)
+    pid = serving_pid(mount)
+    os.kill(pid, signal.SIGSTOP)
+    first, end = records.HEADER_SIZE, end_of(path)
+    os.truncate(path, first if is_at_first_record else dice.randrange(first, end))
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        read(mount)
+    expect_damage(mount, path)
+
+
 def test_a_whole_journal_goes_on_after_any_kill(mount: Mount) -> None:
     """Killed while it writes records; each daemon reads what the last one wrote."""
     for _ in range(3):

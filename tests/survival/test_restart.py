@@ -183,6 +183,17 @@ def test_the_limit_holds_while_32_readers_stream_more_than_fits(
     assert one.status()["cache"]["used_bytes"] <= 24 * MIB
 
 
+def test_the_floor_of_free_space_holds(bucket: Bucket, disk: Path, mounter: Mounter) -> None:
+    objects = put_many(bucket, 12, 6 * MIB)
+    one = mounter("--min-free", "20%", cache="disk/cache")
+    for _ in range(2):
+        check_all(one, objects)
+    status = os.statvfs(disk)
+    free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    assert free >= 0.2 * size - CATALOG
+    assert one.status()["cache"]["evicted_files"] > 0
+
+
 def test_a_disk_that_is_full_degrades_to_reading_without_a_cache(
     bucket: Bucket, disk: Path, mounter: Mounter
 ) -> None:

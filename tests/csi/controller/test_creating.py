@@ -43,6 +43,16 @@ def test_a_new_volume_is_a_record_in_its_bucket(driver: Driver, bucket: Bucket) 
     assert SECRET_KEY not in body.decode()
 
 
+def test_a_class_without_a_prefix_gives_each_volume_its_own(driver: Driver, bucket: Bucket) -> None:
+    assert create(driver, bucket.name).volume_context["prefix"] == f"{NAME}/"
+
+
+def test_settings_of_the_class_go_to_the_mounts(driver: Driver, bucket: Bucket) -> None:
+    context = create(driver, bucket.name, metadataTtl="5m", onDelete="retain").volume_context
+    assert context["metadataTtl"] == "5m"
+    assert "onDelete" not in context
+
+
 def test_a_record_is_written_as_the_volumes_mounts_write(driver: Driver, bucket: Bucket) -> None:
     create(driver, bucket.name, storageClass="STANDARD_IA")
     [listed] = bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"]

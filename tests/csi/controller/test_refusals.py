@@ -24,6 +24,7 @@ from tests.support.csi.calls import (
 from tests.support.csi.volumes import KEYS, NAME, Code, changed, create, record_key, request
 from tests.support.servers.buckets import Bucket, keys
 from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import SECRET_KEY
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
@@ -145,6 +146,15 @@ def test_an_impossible_size_is_out_of_range(
     assert refusal(driver.controller.CreateVolume, message)[0] is Code.OUT_OF_RANGE
 
 
+def test_rejected_keys_are_unauthenticated(driver: Driver, shared: Bucket) -> None:
+    message = request(shared.name, "pvc-refused")
+    message.secrets["accessKeyId"] = "nobody"
+    code, sentence = refusal(driver.controller.CreateVolume, message)
+    assert code is Code.UNAUTHENTICATED
+    assert f"s3://{shared.name}/" in sentence
+    assert SECRET_KEY not in sentence
+
+
 def test_without_any_keys_it_says_what_is_missing(
     driver: Driver, shared: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +181,20 @@ def test_the_id_of_a_denied_request_is_logged_and_in_no_event(
         code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, "request FAULTY00" in sentence) == (Code.PERMISSION_DENIED, False)
     assert "request FAULTY00" in caplog.text
+
+
+def test_a_bucket_that_is_not_there_is_named(
+    driver: Driver, shared: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("PUT", code="NoSuchBucket")
+    message = request(shared.name, "pvc-refused", store="faulty")
+    code, sentence = refusal(driver.controller.CreateVolume, message)
+    assert (code, f"s3://{shared.name}/" in sentence) == (Code.INVALID_ARGUMENT, True)
+
+
+def test_a_store_that_is_away_is_a_reason_to_try_again(driver: Driver, shared: Bucket) -> None:
+    message = request(shared.name, "pvc-refused", store="gone")
+    assert refusal(driver.controller.CreateVolume, message)[0] is Code.UNAVAILABLE
 
 
 def test_a_volume_whose_answer_was_lost_is_created_by_the_next_call(

@@ -111,6 +111,16 @@ def test_those_without_the_key_have_another_mount_and_cache(
         node.unpublish("sse", target)
 
 
+def test_a_running_mount_keeps_its_key(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("sse", target, secrets=WITH_KEY, bucket=data.name)
+    for secrets in ({**SECRETS, "customer_key": OTHER_TEXT}, SECRETS):
+        node.publish("sse", target, secrets=secrets, bucket=data.name)
+        assert key_file(node).read_text() == TEXT
+    assert (target / "second").read_bytes() == b"second" * 1000
+    node.unpublish("sse", target)
+
+
 @pytest.mark.parametrize(
     "text", ["", "short", TEXT[:-4], TEXT + "AAAA", "é" * 32, "x" * 100_000, f"{TEXT}\nx", "=" * 44]
 )

@@ -2,24 +2,35 @@
 
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.csi.node import SECRETS, Mode, Node, capability
+from tests.support.csi.node import SECRETS, Mode, Node, capability, until_final
 from tests.support.csi.publishing import data as data
 from tests.support.csi.publishing import node as node
 from tests.support.csi.publishing import refused
 from tests.support.csi.publishing import running as running
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import ACCESS_KEY
 from tests.support.waiting import until
 
 Code = grpc.StatusCode
 BLOCK = csi_pb2.VolumeCapability(block={}, access_mode={"mode": Mode.SINGLE_NODE_WRITER})
+
+
+def of_user(uid: int, script: str, directory: Path) -> None:
+    """Run a script as a user with a group of his own, and the pod's beside it."""
+    subprocess.run(
+        ["sh", "-ec", script], cwd=directory, user=uid, group=uid, extra_groups=[2345], check=True
+    )
 
 
 def test_a_volume_is_read_and_written_and_leaves_nothing(node: Node, data: Bucket) -> None:
@@ -76,6 +87,36 @@ def test_files_belong_to_the_pods_group(node: Node, data: Bucket) -> None:
     found = (target / "hello").stat()
     assert (found.st_gid, found.st_mode & 0o777) == (2345, 0o664)
     node.unpublish("grouped", target)
+
+
+def test_two_users_of_a_pods_group_write_each_others_files(node: Node, data: Bucket) -> None:
+    """Kubernetes' fsGroup: what is new belongs to the group, which may write it."""
+    target = node.target("pod")
+    group = capability(group="2345")
+    node.publish("grouped", target, cap=group, bucket=data.name, prefix="shared")
+    names = ["new", "new/file", "new/link", "new/program"]
+    made = "umask 022; cd new-data; mkdir new; echo -n one > new/file; ln -s file new/link"
+    made += "; install -m 700 /dev/null new/program"
+    try:
+        (target / "new-data").mkdir()
+        of_user(1001, made, target)
+        shown = [(target / "new-data" / name).lstat() for name in names]
+        assert {one.st_gid for one in shown} == {2345}
+        assert {one.st_uid for one in shown} == {1001}
+        assert [one.st_mode & 0o777 for one in shown] == [
+            0o775,
+            0o664,
+            0o777,
+            0o700,
+        ]  # as install sets it
+        of_user(1002, "cd new-data/new; echo -n two >> file; echo -n three > other", target)
+        assert (target / "new-data/new/file").read_bytes() == b"onetwo"
+        stored = data.client.head_object(Bucket=data.name, Key="shared/new-data/new/file")
+        assert stored["Metadata"]["gid"] == "1001"  # of its maker, as on any mount
+        assert int(stored["Metadata"]["mode"]) & 0o777 == 0o644
+    finally:
+        shutil.rmtree(target / "new-data")
+        node.unpublish("grouped", target)
 
 
 def test_publishing_again_brings_fresh_keys_and_asks_neither_bucket_nor_mount(
@@ -142,6 +183,33 @@ def test_a_dead_mount_gets_a_new_one_on_top(node: Node, data: Bucket) -> None:
     node.unpublish("dying", target)
 
 
+def test_a_dead_mount_is_unpublished(node: Node, data: Bucket) -> None:
+    target = node.target("pod")
+    node.publish("dead", target, bucket=data.name)
+    node.kill_all()
+    node.unpublish("dead", target)
+
+
+def test_a_publish_that_was_cut_off_is_finished_by_the_next(
+    node: Node, data: Bucket, faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    volume = {"store": "faulty", "bucket": data.name, "prefix": "a"}
+    slow = faulty.add("LIST", stall=True)
+    before = len(faulty.requests("LIST"))
+    call = node.node.NodePublishVolume.future(node.request("cut", target, **volume))
+    until(lambda: len(faulty.requests("LIST")) > before, "the bucket gets a request")
+    node.kill()
+    call.cancel()
+    node.start()
+    faulty.remove(slow)
+    slow.release()
+    until_final(node.publish, "cut", target, **volume)
+    assert len(node.roots()) == len(node.daemons()) == 1, "no second mount over the first"
+    assert (target / "hello").read_bytes() == b"hello"
+    node.unpublish("cut", target)
+
+
 def test_wrong_keys_are_reported_where_the_pods_events_show_it(node: Node, data: Bucket) -> None:
     wrong = {"accessKeyId": "NOBODY", "secretAccessKey": "x"}
     with refused(Code.UNAUTHENTICATED, f"s3://{data.name}/a/", "NOBODY") as error:
@@ -149,6 +217,17 @@ def test_wrong_keys_are_reported_where_the_pods_events_show_it(node: Node, data:
     # Kubelet counts equal events, and writes another for each that differs.
     assert "(request" not in error.value.details()
     assert "(request " in node.log.read_text()
+
+
+def test_a_missing_right_is_reported(node: Node, data: Bucket, faulty: FaultyS3) -> None:
+    faulty.add("LIST", code="AccessDenied")
+    with refused(Code.PERMISSION_DENIED, "access denied", data.name, ACCESS_KEY):
+        node.publish("denied", node.target("pod"), store="faulty", bucket=data.name)
+
+
+def test_a_missing_bucket_is_reported(node: Node) -> None:
+    with refused(Code.INVALID_ARGUMENT, "no such bucket"):
+        node.publish("none", node.target("pod"), bucket="there-is-none")
 
 
 @pytest.mark.parametrize(
@@ -263,6 +342,14 @@ def test_nothing_is_published_where_no_volume_can_be(node: Node, path: str) -> N
         node.unpublish("volume", path)
     with refused(Code.NOT_FOUND, "volume_path"):
         node.stats("volume", path)
+
+
+def test_what_is_not_published_is_unpublished(node: Node) -> None:
+    """Kubelet repeats the call until it is answered with OK."""
+    for path in (node.target("pod"), node.pods / "no" / "such" / "pod", node.pods / "x"):
+        node.unpublish("volume", path)
+        with refused(Code.NOT_FOUND):
+            node.stats("volume", path)
 
 
 def test_a_volumes_numbers_come_from_its_daemon_or_are_the_last_ones(

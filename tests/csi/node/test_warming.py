@@ -192,6 +192,37 @@ def test_a_restarted_driver_goes_on_counting_and_keeps_the_mount(
     node.unpublish("restarted", target)
 
 
+def test_pods_of_a_volume_wait_side_by_side(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    targets = [node.target(f"pod-{number}") for number in range(3)]
+    attributes = {"warm": "set", "warmBeforePublish": "true", **volume}
+    stalled = faulty.add("GET", stall=True)
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(node.publish, "shared", target, **attributes) for target in targets]
+        until(lambda: faulty.requests("GET"), "the first request")
+        until(lambda: len(record(node).get("waiting", ())) == 3, "all of them")
+        # Whoever gives up does not take the mount away from the others.
+        node.unpublish("shared", node.target("pod-9"))
+        assert len(node.roots()) == 1
+        faulty.remove(stalled)
+        for call in calls:
+            call.result()
+    assert len(node.roots()) == len(node.daemons()) == 1
+    for target in targets:
+        node.unpublish("shared", target)
+
+
+def test_a_pod_that_gives_up_waiting_leaves_nothing(
+    node: Node, volume: dict[str, str], faulty: FaultyS3
+) -> None:
+    target = node.target("pod")
+    faulty.add("GET", stall=True)
+    publish_until("warming", node, "left", target, warm="set", warmBeforePublish="true", **volume)
+    until_final(node.unpublish, "left", target)
+    until(lambda: not node.leftovers(), "nothing is left")
+
+
 def test_what_is_not_there_does_not_keep_a_pod_from_starting(
     node: Node, volume: dict[str, str]
 ) -> None:

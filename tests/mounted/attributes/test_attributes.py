@@ -220,6 +220,13 @@ def test_an_access_time_is_accepted_and_not_kept(mount: Mount, path: Path) -> No
     assert (path.stat().st_mtime_ns, path.stat().st_atime_ns) == (before, before)
 
 
+def test_truncating_a_closed_file_is_one_upload(mount: Mount, path: Path, shared: Bucket) -> None:
+    assert cost(mount, lambda: os.truncate(path, 4)) == {"puts": 1}
+    assert stored(shared, path.name) == b"0123"
+    os.truncate(path, 6)
+    assert path.read_bytes() == stored(shared, path.name) == b"0123\0\0"
+
+
 def test_attributes_of_an_open_file_go_up_with_its_content(
     mount: Mount, path: Path, shared: Bucket
 ) -> None:
@@ -237,6 +244,39 @@ def test_attributes_of_an_open_file_go_up_with_its_content(
     assert path.stat().st_mtime_ns == 10**18 + 7
 
 
+def test_a_write_after_a_set_time_has_a_time_of_its_own(path: Path) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        os.utime(file.fileno(), (1, 1))
+        assert os.fstat(file.fileno()).st_mtime == 1
+        file.write(b"later")
+        written = os.fstat(file.fileno()).st_mtime_ns
+        assert written > 10**18
+    assert path.stat().st_mtime_ns == written
+
+
+def test_opening_for_writing_alone_changes_no_time(mount: Mount, path: Path) -> None:
+    os.utime(path, (1, 1))
+
+    def open_only() -> None:
+        with open(path, "r+b"):
+            pass
+
+    assert cost(mount, open_only).get("puts") is None
+    assert path.stat().st_mtime == 1
+
+
+def test_an_open_file_shows_the_size_and_blocks_that_it_has(path: Path) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        file.write(bytes(70_000))
+        found = path.stat()
+        assert (found.st_size, found.st_blocks * 512 >= 65_536) == (70_000, True)
+        os.ftruncate(file.fileno(), 1 << 30)
+        assert os.fstat(file.fileno()).st_size == 1 << 30
+        assert os.fstat(file.fileno()).st_blocks * 512 < 1 << 20
+        os.ftruncate(file.fileno(), 3)
+    assert (path.stat().st_size, path.stat().st_blocks) == (3, 1)
+
+
 def test_a_symbolic_link_has_times_and_an_owner_of_its_own(mount: Mount, path: Path) -> None:
     link = mount.path / "a-link"
     link.symlink_to(path.name)
@@ -248,6 +288,16 @@ def test_a_symbolic_link_has_times_and_an_owner_of_its_own(mount: Mount, path: P
     assert stat.S_ISLNK(found.st_mode)
     assert os.readlink(link) == path.name
     assert path.stat() == before
+
+
+def test_the_root_of_a_bucket_takes_attributes_while_it_is_mounted(
+    mount: Mount, shared: Bucket
+) -> None:
+    before = mount.path.stat()
+    os.utime(mount.path, (1, 2))
+    os.chmod(mount.path, 0o711)
+    assert (mount.path.stat().st_mtime, stat.S_IMODE(mount.path.stat().st_mode)) == (2, 0o711)
+    os.chmod(mount.path, stat.S_IMODE(before.st_mode))
 
 
 @states(
@@ -265,6 +315,12 @@ def test_what_somebody_else_has_replaced_is_not_changed(
     until(lambda: path.read_bytes() == b"theirs", "the mount shows the other one")
     until(lambda: stat.S_IMODE(path.stat().st_mode) == 0o604, "its attributes are shown")
     assert "its attributes are given up" in mount.log.read_text()
+
+
+@pytest.mark.parametrize("kind", [stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK])
+def test_no_special_file_can_be_made(mount: Mount, kind: int) -> None:
+    with pytest.raises(PermissionError):
+        os.mknod(mount.path / "special", kind | 0o600, os.makedev(1, 3))
 
 
 def test_a_regular_file_can_be_made_by_mknod(mount: Mount, shared: Bucket) -> None:

@@ -26,6 +26,8 @@ from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounted
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.surviving import kill_serving
+from tests.support.waiting import until
 
 TIME_NS = 10**18 + 7
 MODE = str(stat.S_IFREG | 0o600)
@@ -618,3 +620,19 @@ def test_who_wants_them_in_the_bucket_can_wait(
         wait(writable, path)
         assert metadata(shared, "waited")["mode"] == str(stat.S_IFREG | mode)
     assert stored(shared, "waited") == path.read_bytes() == b"content"
+
+
+@root
+def test_a_killed_daemon_loses_none(writable: Mount, shared: Bucket) -> None:
+    directory = writable.path / "killed"
+    directory.mkdir()
+    for number in range(5):
+        (directory / str(number)).write_bytes(b"content")
+    all_sent(writable)
+    for number in range(5):
+        os.chmod(directory / str(number), 0o600)
+    kill_serving(writable)
+    modes = {stat.S_IMODE((directory / str(number)).stat().st_mode) for number in range(5)}
+    assert modes == {0o600}
+    for number in range(5):
+        until(lambda key=f"killed/{number}": metadata(shared, key)["mode"] == MODE, "it is sent")

@@ -270,6 +270,13 @@ def test_files_among_silent_ones_are_not_requested(mount: Mount) -> None:
     assert (late.st_mode, late.st_uid) == (stat.S_IFREG | 0o644, os.geteuid())
 
 
+def test_what_is_changed_is_requested_before(mount: Mount, plain: Bucket) -> None:
+    stat_all(mount)
+    (mount.path / "late").chmod(0o600)
+    assert metadata(plain, "late")["uid"] == "7"
+    assert (mount.path / "late").stat().st_uid == 7
+
+
 def test_what_is_written_to_keeps_what_it_says(mount: Mount, plain: Bucket) -> None:
     stat_all(mount)
     with (mount.path / "late").open("ab") as file:
@@ -277,3 +284,14 @@ def test_what_is_written_to_keeps_what_it_says(mount: Mount, plain: Bucket) -> N
     kept = metadata(plain, "late")
     assert (kept["mode"], kept["uid"]) == (ATTRIBUTES["mode"], ATTRIBUTES["uid"])
     assert stored(plain, "late") == b"later"
+
+
+def test_what_was_changed_here_is_shown_by_later_mounts(
+    mount: Mount, plain: Bucket, s3: S3Server
+) -> None:
+    (mount.path / "050").chmod(0o600)
+    mount.end()
+    mount.start()
+    shown = stat_all(mount)
+    assert stat.S_IMODE(shown["050"].st_mode) == 0o600
+    assert stat.S_IMODE(shown["late"].st_mode) == 0o751

@@ -157,11 +157,32 @@ def test_they_survive_all_that_happens_to_a_file(mount: Mount, path: Path, share
     assert stored(shared, "renamed") == b"rewritten"
 
 
+def test_a_file_that_is_being_written_goes_up_with_them(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    def rewrite() -> None:
+        with open(path, "wb", buffering=0) as file:
+            file.write(b"new")
+            os.setxattr(file.fileno(), "user.open", b"o")
+            assert os.getxattr(path, "user.open") == b"o"
+
+    assert cost(mount, rewrite) == {"puts": 1}
+    assert "user.open" in unquote(metadata(shared, path.name)["xattr"])
+
+
 def test_a_file_that_is_in_no_bucket_yet_has_no_etag(mount: Mount) -> None:
     with open(mount.path / "new", "wb"):
         assert os.getxattr(mount.path / "new", "user.s3.key") == b"new"
         with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
             os.getxattr(mount.path / "new", "user.s3.content_type")
+
+
+def test_directories_have_them_and_the_root_too(mount: Mount) -> None:
+    directory = mount.path / "directory"
+    directory.mkdir()
+    for path in (directory, mount.path):
+        os.setxattr(path, "user.a", b"1")
+        assert own(path) == {"user.a": b"1"}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.cache.catalog import Catalog, Row
-from fusefs.cache.integrity.damage import DamagedCatalogError
+from fusefs.cache.catalog import Catalog, Row, key_ranges
+from fusefs.cache.integrity.damage import KEPT, DamagedCatalogError
 from fusefs.cache.ranges import RangeMap
 from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
@@ -30,6 +30,15 @@ from tests.support.waiting import until
 BOOT = "boot-1"
 SAMPLE = 80
 everywhere = in_storms("is_everywhere", ordinary=False, storm=True)
+
+
+def some_bytes(mount: Mount, dice: random.Random) -> None:
+    """Change some bytes of the catalog."""
+    [path] = mount.cache.glob("*/catalog.sqlite3")
+    with path.open("r+b") as file:
+        for _ in range(40):
+            file.seek(dice.randrange(max(1, path.stat().st_size)))
+            file.write(dice.randbytes(1))
 
 
 def catalog(directory: Path, boot_id: str = BOOT) -> Catalog:
@@ -130,6 +139,14 @@ def test_a_changed_byte_never_tells_a_wrong_row(
 
 
 @everywhere
+def test_a_row_of_another_boot_is_never_made_safe_by_a_changed_byte(
+    tmp_path: Path, dice: random.Random, *, is_everywhere: bool
+) -> None:
+    for table, what in damaged_catalogs(tmp_path, dice, "boot-2", is_everywhere=is_everywhere):
+        assert known(rows_of(table)).items() <= known(SYNCED).items(), what
+
+
+@everywhere
 def test_a_catalog_cut_anywhere_is_a_beginning_or_set_aside(
     tmp_path: Path, *, is_everywhere: bool
 ) -> None:
@@ -192,6 +209,23 @@ def test_what_is_no_database_is_set_aside_with_one_line(
     assert known(rows_of(catalog(tmp_path))) == known(ROWS)
 
 
+def test_another_format_is_set_aside(tmp_path: Path) -> None:
+    catalog(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as db:
+        db.execute("PRAGMA user_version=99")
+    assert catalog(tmp_path).newest(1000) == []
+    assert len(aside(tmp_path)) == 1
+
+
+def test_a_damaged_row_is_damage(tmp_path: Path) -> None:
+    whole = filled(tmp_path)
+    assert whole.count(ROWS[3].ranges) == 1
+    changed = row("x", (0, 10), (20, 900)).ranges
+    (tmp_path / "catalog.sqlite3").write_bytes(whole.replace(ROWS[3].ranges, changed))
+    assert rows_of(catalog(tmp_path)) == []
+    assert len(aside(tmp_path)) == 1
+
+
 def test_a_name_that_no_file_can_have_is_damage(tmp_path: Path) -> None:
     filled(tmp_path)
     with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as db, db:
@@ -200,6 +234,29 @@ def test_a_name_that_no_file_can_have_is_damage(tmp_path: Path) -> None:
     with pytest.raises(DamagedCatalogError, match="no name of a file"):
         table.names("")
     table.close()
+
+
+def test_what_is_retained_with_values_of_other_types_is_released(tmp_path: Path) -> None:
+    table = catalog(tmp_path)
+    table.retain("bucket", {"a": ROWS[0].name, "b": ROWS[1].name}, 1.0)
+    table.close()
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite3")) as db, db:
+        db.execute("UPDATE retained SET since = 'x', key = x'61' WHERE key = 'a'")
+    table = catalog(tmp_path)
+    for keys in key_ranges(""):
+        assert table.measure_retained("bucket", keys)[0].files <= 2
+        table.release("bucket", keys, lambda _keys: ())
+    table.close()
+
+
+def test_two_damaged_catalogs_are_kept_and_no_more(tmp_path: Path) -> None:
+    for number in range(KEPT + 3):
+        (tmp_path / "catalog.sqlite3").write_bytes(b"%d" % number * 1000)
+        (tmp_path / "catalog.sqlite3-wal").write_bytes(b"log")
+        catalog(tmp_path).close()
+    kept = [path.read_bytes()[:1] for path in aside(tmp_path)]
+    assert kept == [b"%d" % number for number in range(3, KEPT + 3)]
+    assert len(list(tmp_path.glob("damaged-*-wal"))) == KEPT
 
 
 OBJECTS = {f"o{number}": random.Random(number).randbytes(300_000 + number) for number in range(6)}
@@ -244,6 +301,20 @@ def test_a_mount_begins_with_garbage_as_its_catalog(bucket: Bucket, mounter: Mou
     read_all(mount)
     assert mount.status()["s3"]["gets"] == 0, "the new catalog is used"
     assert len(aside(mount.cache)) == 2
+
+
+def test_a_mount_begins_with_some_wrong_bytes_in_its_catalog(
+    bucket: Bucket, mounter: Mounter, dice: random.Random
+) -> None:
+    """Noticed at once, later, or not at all."""
+    put_all(bucket)
+    mount = mounter()
+    for _ in range(2):
+        read_all(mount)
+        mount.end()
+        some_bytes(mount, dice)
+        mount.start()
+    read_all(mount)
 
 
 def test_a_daemon_dies_and_the_catalog_is_damaged(bucket: Bucket, mounter: Mounter) -> None:

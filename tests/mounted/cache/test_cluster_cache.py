@@ -220,6 +220,15 @@ def test_the_command_shows_it_and_removes_what_it_holds_of_the_bucket(
     read(mount)
 
 
+def test_a_mount_without_one_says_so(mounter: Mounter) -> None:
+    mount = mounter()
+    assert mount.status()["cluster_cache"] is None
+    for action in ("status", "clear"):
+        result = fusefs("cluster-cache", action, mount.path, check=False)
+        assert result.returncode == 1
+        assert "no cluster cache" in result.stderr
+
+
 @states(
     "Names, sizes and ETags always come from the bucket itself: what a cluster cache has is as old "
     "as what the local disk has, for which the metadata TTL is the bound."

@@ -3,6 +3,8 @@
 import itertools
 import mmap
 import os
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,24 @@ def test_an_open_file_stays_in_the_cache_and_a_mapped_one_stays_readable(
         assert fetched_bytes(mount) == before
         assert read_all(root / "f1") == contents["f1"]
         assert fetched_bytes(mount) > before
+
+
+def test_readers_of_more_than_fits_never_see_an_error(passthrough: Mounter, bucket: Bucket) -> None:
+    contents = put_stamped(bucket, 12, 3 * MIB)
+    mount = passthrough("--cache-size", "16MiB")
+
+    def work(seed: int) -> None:
+        numbers = random.Random(seed)
+        for _ in range(8):
+            name = f"f{numbers.randrange(12)}"
+            if numbers.random() < 0.5:
+                assert read_all(mount.path / name, 256 << 10) == contents[name]
+            else:
+                with mapped(mount.path / name) as mapping:
+                    assert mapping.read(0, 3 * MIB) == contents[name]
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
 
 
 @states("A cache directory that can't take more is read past: programs see no error.")

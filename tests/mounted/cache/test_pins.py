@@ -247,6 +247,16 @@ def test_a_manifest_is_fetched_and_its_bad_lines_are_named(
     assert "standard input (shard 0/1): 4 files" in done.stdout
 
 
+def test_many_paths_are_one_job(mounter: Mounter, bucket: Bucket) -> None:
+    for number in range(70):
+        bucket.put(f"f{number}", b"x")
+    here = mounter(bucket=bucket)
+    result = run("pin", *(here.path / f"f{number}" for number in range(70)))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"70 paths of {here.path}: 70 files, 70 B in the cache\n"
+    assert here.status()["pins"]["paths"] == 70
+
+
 def test_the_next_daemon_goes_on_with_a_list_and_a_pin(
     mounter: Mounter, tree: Bucket, faulty: FaultyS3, tmp_path: Path
 ) -> None:

@@ -131,6 +131,16 @@ def test_what_has_no_room_is_left_out_and_evicts_nothing_that_was_fetched(
     assert fetched(here) == before
 
 
+def test_a_cache_that_takes_nothing_is_reported(here: Mount) -> None:
+    [objects] = here.cache.glob("*/objects")
+    objects.rename(objects.with_name("away"))
+    objects.write_text("in its place")
+    result = warm(here.path / "tree/d0", "--wait")
+    assert result.returncode == 1
+    assert "14 files can't be read" in result.stdout
+    assert "does not work" in result.stdout
+
+
 def test_without_wait_the_daemon_does_it_and_shows_how_far_it_is(
     here: Mount, faulty: FaultyS3
 ) -> None:

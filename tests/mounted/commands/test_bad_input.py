@@ -218,6 +218,18 @@ def test_a_directory_inside_a_mount(attempts: Attempts, mounter: Mounter, by_lin
     assert attempts.refused() == f"FUSEFS_RUNTIME_DIRECTORY: {inside} {why_not}"
 
 
+def test_a_mountpoint_in_use(mounter: Mounter) -> None:
+    first = mounter()
+    pid = first.pid
+    where = first.source, first.path, "--endpoint-url", first.endpoint_url
+    result = fusefs("mount", *where, environment=first.environment, check=False)
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 1
+    assert line.startswith(f"fusefs: {first.path} is already a mount")
+    assert first.pid == pid
+    assert os.listdir(first.path) == []
+
+
 def test_a_cache_directory_that_is_none(attempts: Attempts) -> None:
     attempts.cache.write_text("")
     assert str(attempts.cache) in attempts.refused()
@@ -230,6 +242,17 @@ def test_a_cache_directory_that_is_none(attempts: Attempts) -> None:
     assert (attempts.cache / "letter.txt").read_text() == "dear reader"
     os.chown(attempts.cache, NOBODY, NOBODY)
     assert "belongs to another user" in attempts.refused()
+
+
+def test_a_cache_directory_that_cannot_be_written(attempts: Attempts) -> None:
+    attempts.cache.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", attempts.cache], check=True)
+    try:
+        line = attempts.refused()
+    finally:
+        subprocess.run(["umount", attempts.cache], check=True)
+    assert str(attempts.cache) in line
+    assert "read-only" in line.lower()
 
 
 def _newer_format(cache: Path) -> str:
@@ -251,6 +274,12 @@ def test_a_cache_that_cannot_be_used(attempts: Attempts, spoil: Callable[[Path],
     line = attempts.refused()
     assert str(attempts.cache) in line
     assert why in line
+
+
+def test_a_log_that_cannot_be_written(attempts: Attempts) -> None:
+    log = attempts.directory / "a directory"
+    log.mkdir()
+    assert f"the log {log} cannot be written" in attempts.refused("--log-file", log)
 
 
 def _in_namespace(command: str) -> tuple[str, ...]:

@@ -72,6 +72,12 @@ def test_an_unmounted_mount_leaves_nothing(
     until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
+def test_a_prefix_of_any_characters_is_mounted(bucket: Bucket, mounter: Mounter) -> None:
+    prefix = "ü, \n'\"#%20+=&日/"
+    bucket.put(prefix + "a", b"x")
+    assert (mounter(prefix=prefix).path / "a").read_bytes() == b"x"
+
+
 def test_a_mount_in_use_is_not_unmounted(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("a", b"x")
     one = mounter()
@@ -138,6 +144,21 @@ def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
     assert json.loads(done.stdout)["requests"]["in_kernel"] >= 1
     with pytest.raises(OSError, match="not connected"):
         os.listdir(one.path)
+
+
+def test_force_ends_a_mount_whose_bucket_does_not_answer(
+    bucket: Bucket, mounter: Mounter, gate: Gate
+) -> None:
+    bucket.put("a", b"x" * MIB)
+    one = mounter(endpoint_url=gate.endpoint_url)
+    pid = one.pid
+    os.listdir(one.path)
+    gate.close()
+    with reading(one.path / "a") as process:
+        until(lambda: one.status()["requests"]["waiting"], "a request waits")
+        one.force()
+        assert process.wait(LIMIT_S) != 0
+    until(lambda: nothing_is_left(one, pid), "nothing is left")
 
 
 @pytest.mark.root

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -269,6 +270,23 @@ def test_what_covers_a_mount_is_not_taken_for_it(mounter: Mounter, bucket: Bucke
         finally:
             subprocess.run(["umount", covered], check=True)
     assert fs.find(name) == [f"{name}/a", f"{name}/below/in/b"]
+
+
+def test_another_process_finds_the_mounts_anew(place: tuple[str, Path]) -> None:
+    name, path = place
+    (path / "forked").write_bytes(b"seen")
+    fs = FusefsFileSystem()
+    assert fs.cat_file(f"{name}/forked") == b"seen"
+    copy = pickle.loads(pickle.dumps(fs))
+    assert copy.cat_file(f"{name}/forked") == b"seen"
+    child = os.fork()
+    if not child:
+        is_right = False
+        try:
+            is_right = fs.cat_ranges([f"{name}/forked"] * 3, 0, 4) == [b"seen"] * 3
+        finally:
+            os._exit(0 if is_right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
+from tests.support.sharing import mounted, read_all
 from tests.support.waiting import until
 
 NAMES = ("mode", "uid", "gid")
@@ -58,6 +58,16 @@ def test_another_user_is_let_in_by_allow_other_as_far_as_the_mode_says(
     here = mounter("--allow-other")
     assert as_nobody("cat", here.path / "file").stdout == "public"
     assert as_nobody("ls", here.path).stdout == "file\n"
+
+
+@needs_root
+def test_mode_bits_are_enforced(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("d/file", b"private")
+    here = mounter("--allow-other", "--file-mode", "0600", "--dir-mode", "0711")
+    assert "Permission denied" in as_nobody("cat", here.path / "d" / "file").stderr
+    assert "Permission denied" in as_nobody("ls", here.path / "d").stderr
+    assert as_nobody("stat", here.path / "d" / "file").returncode == 0
+    assert read_all(here.path / "d" / "file") == b"private"
 
 
 @needs_root

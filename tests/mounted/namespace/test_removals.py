@@ -49,6 +49,22 @@ def test_files_that_were_removed_stay_so_when_the_daemon_is_killed(
 
 
 @root
+def test_directories_are_made_where_files_were_removed(mounter: Mounter, bucket: Bucket) -> None:
+    """Which some servers refuse while there is an object of that name."""
+    mount = mounter(WRITABLE)
+    for name in NAMES:
+        (mount.path / name).write_bytes(b"x" * 5000)
+    for name in NAMES:
+        (mount.path / name).unlink()
+    for name in reversed(NAMES):
+        (mount.path / name).mkdir()
+        (mount.path / name / "file").write_bytes(b"content")
+    assert sorted(os.listdir(mount.path)) == NAMES
+    mount.end()
+    assert sorted(keys(bucket)) == sorted(f"{name}/{end}" for name in NAMES for end in ("", "file"))
+
+
+@root
 @pytest.mark.parametrize("command", ["sync", "umount"])
 def test_commands_wait_for_removals(mounter: Mounter, bucket: Bucket, command: str) -> None:
     mount, folder = filled(mounter, bucket)

@@ -259,3 +259,9 @@ def test_a_failed_read_is_one_line_in_the_log(folder: Folder, faulty: FaultyS3) 
     assert len(lines) == 1
     for part in ("GET", "403", "AccessDenied", REQUEST_ID):
         assert part in lines[0]
+
+
+def test_no_secret_gets_into_the_log(whole: Mount, shared: Bucket) -> None:
+    text = whole.log.read_text()
+    assert shared.server.secret_key not in text
+    assert "Signature=" not in text

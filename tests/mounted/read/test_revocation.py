@@ -95,6 +95,16 @@ async def test_a_store_that_tells_nothing_lets_no_identity_in_either(
     assert watched.changes == [True]
 
 
+async def test_one_request_that_succeeds_starts_the_time_anew(
+    watched: Watched, autojump_clock: MockClock
+) -> None:
+    for _ in range(10):
+        watched.probe.is_closed = True
+        await trio.sleep(AFTER_S)
+        watched.probe.answered = trio.current_time()
+    assert watched.changes == []
+
+
 async def test_while_others_are_answered_nothing_is_requested(
     watched: Watched, autojump_clock: MockClock
 ) -> None:

@@ -166,6 +166,15 @@ def test_statfs_shows_an_endless_disk(still: Mount) -> None:
     assert shown.f_namemax == 255
 
 
+def test_a_replaced_object_keeps_its_inode_number(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("file", b"old")
+    path = mounter("--metadata-ttl", "0s").path / "file"
+    with path.open("rb") as held:
+        bucket.put("file", b"newer")
+        assert read_all(path) == b"newer"
+        assert os.fstat(held.fileno()).st_ino == path.stat().st_ino
+
+
 @states("A file has no holes: SEEK_DATA finds data anywhere, SEEK_HOLE the end.")
 def test_a_file_has_no_holes_however_little_is_cached(still: Mount) -> None:
     size = 3 * MIB

@@ -76,6 +76,20 @@ def test_what_is_stored_after_the_close_is_uploaded_after_munmap(
     assert path.read_bytes() == expected
 
 
+def test_direct_writes_and_reads_are_the_same_file(
+    mount: Mount, path: Path, shared: Bucket
+) -> None:
+    content = mmap.mmap(-1, 1 << 20)
+    content[:] = os.urandom(1 << 20)
+    page = mmap.mmap(-1, 4096)
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+    assert os.pwritev(fd, [content], 4096) == 1 << 20
+    assert os.preadv(fd, [page], 8192) == 4096
+    os.close(fd)
+    assert page[:] == content[4096:8192]
+    assert content_of(shared, mount, path) == bytes(4096) + content[:]
+
+
 @states("Handles that append do not overwrite each other.")
 def test_appending_handles_do_not_overwrite_each_other(
     mount: Mount, path: Path, shared: Bucket
@@ -88,6 +102,18 @@ def test_appending_handles_do_not_overwrite_each_other(
     os.close(one)
     os.close(other)
     assert content_of(shared, mount, path) == b"".join(lines)
+
+
+def test_a_sparse_file_is_all_data(path: Path) -> None:
+    with open(path, "w+b", buffering=0) as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 19)
+        file.write(b"x")
+        assert file.seek(0, os.SEEK_DATA) == 0
+        assert file.seek(0, os.SEEK_HOLE) == 1 << 20
+        assert os.fstat(file.fileno()).st_blocks * 512 < 1 << 18
+        with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):
+            file.seek(1 << 20, os.SEEK_DATA)
 
 
 def test_space_is_allocated_and_the_file_is_longer(

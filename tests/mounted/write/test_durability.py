@@ -82,6 +82,13 @@ def test_sync_uploads_what_is_open(local: Mount, bucket: Bucket) -> None:
         assert stored(bucket, "log") == b"line\n"
 
 
+def test_sync_knows_a_mount_behind_a_link(local: Mount, bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(local.path.parent)
+    (local.path / "a").write_bytes(b"content")
+    fusefs("sync", tmp_path / "link" / local.path.name / "a")
+    assert stored(bucket, "a") == b"content"
+
+
 def test_sync_waits_for_what_was_just_written_however_late_answers_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

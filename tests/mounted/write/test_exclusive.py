@@ -189,3 +189,14 @@ def test_a_reservation_whose_answer_was_lost_is_known_as_ones_own(
     os.close(fd)
     assert stored(shared, "known/file") == LARGE
     assert os.listdir(mount.path / "known") == ["file"]
+
+
+def test_an_unlinked_new_file_costs_nothing(mount: Mount) -> None:
+    (mount.path / "gone").mkdir()
+
+    def come_and_go() -> None:
+        fd = os.open(mount.path / "gone" / "file", NEW)
+        os.unlink(mount.path / "gone" / "file")
+        os.close(fd)
+
+    assert cost(mount, come_and_go) == {}

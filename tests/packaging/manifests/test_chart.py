@@ -389,6 +389,17 @@ def test_the_cluster_cache_that_is_shown_is_taken(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
+def test_another_cluster_cache_rolls_the_pods_that_read_it() -> None:
+    for name, is_rolled in (("fusefs-csi-node", True), ("fusefs-csi-daemons", False)):
+        one, other = (
+            template(chart(clusterCaches=given), name)["metadata"]["annotations"]
+            for given in ({"a": CACHE}, {"b": CACHE})
+        )
+        assert (
+            one.get("checksum/configuration") != other.get("checksum/configuration")
+        ) == is_rolled
+
+
 def cluster_cache_files(pod: Object) -> tuple[str, list[str]]:
     """Where the driver has its cluster caches, and the paths of Secrets in it."""
     [mount] = (

@@ -41,6 +41,13 @@ def test_every_object_is_valid(directory: Path, version: str) -> None:
         check(document, version)
 
 
+def test_tokens_in_secrets_are_valid_where_kubernetes_has_them(tmp_path: Path) -> None:
+    documents = render_with(tmp_path, "service-account-tokens", "tokens-in-secrets")
+    driver = find(documents, "CSIDriver")
+    assert driver["spec"]["serviceAccountTokenInSecrets"] is True
+    check(driver, "1.35")
+
+
 def test_all_components_go_together(tmp_path: Path) -> None:
     first = "service-account-tokens"
     names = {path.name for path in (MANIFESTS / "components").iterdir()} - {first}

@@ -88,6 +88,13 @@ def test_sidecars_call_the_socket_that_the_driver_serves(base: list[Object], nam
         assert place(pod, sidecar, Path(flag(sidecar, "csi-address"))) == served
 
 
+def test_target_paths_are_the_hosts_own(node_pod: Object) -> None:
+    driver = container(node_pod, "driver")
+    for name in ("kubelet-dir", "mounts-dir", "state-dir"):
+        path = Path(flag(driver, name))
+        assert on_host(node_pod, driver, path) == path
+
+
 def place(pod: Object, where: Object, path: Path) -> tuple[str, Path]:
     """The volume that holds a path, and the path in it."""
     [mount] = (each for each in where["volumeMounts"] if path.is_relative_to(each["mountPath"]))

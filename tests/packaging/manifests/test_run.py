@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +35,14 @@ CONTENT = b"object " * 1000
 SOCKET = "/csi/csi.sock"
 MOUNTS = f"/var/lib/kubelet/plugins/{DRIVER_NAME}/mounts"
 TARGET = "/var/lib/kubelet/pods/uid/volumes/kubernetes.io~csi/data/mount"
+
+
+def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:
+    """Run it beside the test, for it may wait for long; its result is put into the list."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    return thread, results
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +158,21 @@ def test_a_pod_reads_and_writes_as_its_group(target: Path, shared: Bucket) -> No
     answer = shared.client.get_object(Bucket=shared.name, Key="written")
     assert answer["Body"].read() == b"content"
     (target / "written").unlink()
+
+
+def test_a_volume_outlives_all_daemons_at_once(pods: dict[str, Container], target: Path) -> None:
+    file = (target / "before").open("rb")  # closed only at the end, for that may wait, too
+    file.read(7)
+    pods["daemons"].kill()
+    thread, results = in_thread(lambda: read_on(file, target))
+    start_daemons(pods["daemons"])
+    thread.join(LIMIT_S)
+    assert results == [(CONTENT, ["before"])]
+    file.close()
+    # The keepers are in another PID namespace, where a daemon has no number.
+    log = pods["driver"].log.read_text()
+    assert "the daemon 0" not in log
+    assert "the daemon in the other container serves" in log
 
 
 def test_a_volume_outlives_a_roll_out_of_both_sets_at_once(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusefs.store.errors import ExistsError, StaleVersionError, UnsupportedError
+from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, UnsupportedError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion, Write
 from fusefs.store.s3 import copy, multipart
@@ -158,3 +158,10 @@ async def test_a_store_without_conditions_of_copies_copies(
         faulty.add("COPY", code="NotImplemented", times=1)
         await store.copy(ObjectInfo("source", 1, etag, 0), "copy", Write(condition=IF_ABSENT))
     assert stored(bucket, "copy") == b"x"
+
+
+async def test_what_is_missing_is_not_copied(bucket: Bucket) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        for source in (ObjectVersion("missing", '"00"', 1), ObjectInfo("missing", 1, '"00"', 0)):
+            with pytest.raises(NotFoundError):
+                await store.copy(source, "copy")

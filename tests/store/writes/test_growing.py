@@ -64,6 +64,15 @@ async def test_the_last_part_of_a_file_that_has_grown_is_missing(
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 
+async def test_a_file_that_was_cut_short_is_complete_without_its_end(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    async with begun(bucket, faulty) as (_, upload):
+        await upload.send(file.fd, [1, 2], file.size)
+        await upload.complete(PART)
+    assert digest(stored(bucket, "file")) == digest(file.data[:PART])
+
+
 async def test_a_part_that_is_written_to_again_is_sent_again(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 import trio
 
-from fusefs.store.errors import StaleVersionError, StoreError
+from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import (
     IF_ABSENT,
@@ -104,6 +104,18 @@ async def test_an_upload_that_was_completed_is_not_repeated(
         resumed = await store.resume_upload(state)
         assert await finish(resumed, file, IfMatch(old)) == info
     assert faulty.requests("PART") == faulty.requests("COMPLETE") == []
+
+
+async def test_an_upload_that_was_aborted_cannot_be_resumed(
+    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    state = await begun(bucket, faulty, file)
+    async with opened(bucket, faulty.endpoint_url) as store:
+        await store.abort_upload(state.key, state.upload_id)
+        await store.abort_upload(state.key, state.upload_id)
+        with pytest.raises(NotFoundError):
+            await store.resume_upload(state)
+    assert keys(bucket) == []
 
 
 async def test_uploads_are_listed_until_they_end(

@@ -67,6 +67,13 @@ async def test_an_upload_does_not_hold_the_file_in_memory(
     assert peak < 2 * PART
 
 
+async def test_only_the_first_bytes_of_a_file_are_sent(bucket: Bucket, make_file: MakeFile) -> None:
+    file = make_file(PART)
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        await store.put_file("short", file.fd, 1000)
+    assert stored(bucket, "short") == file.data[:1000]
+
+
 @pytest.mark.parametrize("size", [1000, writing.SMALL + 1, 2 * PART])
 async def test_a_file_that_is_too_short_becomes_no_object(
     bucket: Bucket, make_file: MakeFile, size: int
@@ -184,6 +191,17 @@ async def test_only_the_named_version_is_replaced(
             await put(store, key, third, IfMatch(old.etag))
     assert caught.value.errno == errno.ESTALE
     assert stored(bucket, key) == second.data
+
+
+@pytest.mark.parametrize("size", [10, 2 * PART])
+async def test_a_version_that_was_deleted_is_not_replaced(
+    bucket: Bucket, make_file: MakeFile, size: int
+) -> None:
+    async with opened(bucket, bucket.server.endpoint_url) as store:
+        with pytest.raises(ConflictError) as caught:
+            await put(store, "gone", make_file(size), IfMatch('"00"'))
+    assert caught.value.errno == errno.ESTALE
+    assert keys(bucket) == []
 
 
 async def test_many_objects_are_deleted_and_missing_ones_are_no_errors(

@@ -46,6 +46,14 @@ def test_a_killed_daemon_is_replaced_and_its_readers_never_notice(kept: Kept) ->
     assert abs(facts["last_death_ns"] - time.time_ns()) < LIMIT_S * 1e9
 
 
+def test_a_storm_of_kills_is_no_reason_to_give_up(kept: Kept) -> None:
+    kept.start()
+    for _ in range(15):
+        kept.served_by_another_than(kept.kill_daemon())
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+    assert kept.status()["restarts"] == 15
+
+
 @needs_passthrough
 def test_registered_files_are_handed_to_the_next_daemon(kept: Kept) -> None:
     content = put_through(kept)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 from pathlib import Path
 
 from tests.support.machine.ordinary_user import NOBODY, public_python
@@ -60,6 +61,13 @@ def test_a_program_that_is_missing_for_a_while_is_waited_for(kept: Kept) -> None
     program.symlink_to(kept.command[0])
     kept.served_by_another_than(old)
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+def test_a_daemon_that_goes_for_no_reason_is_replaced(kept: Kept) -> None:
+    kept.start({"on_sigterm": "exit"})
+    old = kept.status()["daemon"]
+    os.kill(old, signal.SIGTERM)
+    assert kept.served_by_another_than(old)["last_reason"] == "exited with 0"
 
 
 def test_unmounting_ends_everything(kept: Kept) -> None:

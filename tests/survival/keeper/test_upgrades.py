@@ -157,6 +157,17 @@ def test_an_upgrade_on_an_old_kernel_needs_nothing_sent_again(kept: Kept) -> Non
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
 
+@pytest.mark.parametrize("how", ["exit", "cannot"])
+def test_an_upgrade_on_an_old_kernel_that_fails_brings_the_old_program_back(
+    kept: Kept, how: str
+) -> None:
+    kept.start(OLD_KERNEL)
+    assert "the old is started" in kept.upgrade(OLD_KERNEL | {"taken": how})["error"]
+    status = kept.served_by_another_than(0)
+    assert kept.facts(status["daemon"])["is_all_answered"] is True
+    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
 def test_an_upgrade_on_an_old_kernel_waits_for_the_old_daemon_as_long_as_a_pause_may_be(
     kept: Kept,
 ) -> None:

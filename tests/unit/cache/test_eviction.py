@@ -75,6 +75,20 @@ async def test_a_limit_that_the_disk_does_not_allow_says_so(tmp_path: Path) -> N
             assert parts.quota.allowed == 2 * MIB
 
 
+async def test_what_is_on_its_way_counts(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=3 * MIB) as parts:
+        parts.bucket.hold()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.fetch, version("a", MIB))
+            nursery.start_soon(parts.fetch, version("b", MIB))
+            await eventually(lambda: parts.quota.reserved == 2 * MIB)
+            assert not await parts.evictor.reserve(2 * MIB)
+            assert await parts.evictor.reserve(MIB)
+            parts.quota.release(MIB)
+            parts.bucket.let_go()
+        assert (parts.quota.reserved, parts.quota.used) == (0, 2 * MIB)
+
+
 async def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
     free = status.f_bavail * status.f_frsize
@@ -131,6 +145,16 @@ async def test_a_disk_that_is_taken_away_ends_nothing(
             await parts.evictor.tend()
         assert caplog.text.count("its free space is not known") == 1
         assert kept(parts, "a") == ["a"]
+
+
+async def test_a_lowered_limit_is_kept_without_a_reader(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        for key in "abcd":
+            await parts.fetch(version(key, MIB))
+        parts.quota._limit = 2 * MIB
+        await parts.evictor.tend()
+        assert parts.quota.used <= 2 * MIB
+        assert kept(parts, *"abcd") == ["a", "b"]
 
 
 async def test_an_evicted_file_leaves_neither_bytes_nor_row(tmp_path: Path) -> None:
@@ -334,3 +358,14 @@ async def test_a_job_that_joins_what_is_fetched_ahead_has_the_room_of_a_job(tmp_
         assert kept(parts, "a") == []
         for used in (held, file):
             parts.cache.unpin(used)
+
+
+async def test_a_cancelled_wait_for_room_takes_none(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=2 * MIB) as parts:
+        await parts.fetch(version("a", MIB))
+        async with parts.evictor._evicting, trio.open_nursery() as nursery:
+            nursery.start_soon(parts.evictor.reserve, 2 * MIB)
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert parts.quota.reserved == 0
+        assert kept(parts, "a") == ["a"]

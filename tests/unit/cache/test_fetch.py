@@ -295,3 +295,10 @@ async def test_readers_cancelled_anywhere_leave_no_half_state(tmp_path: Path, se
         await parts.cache.record()
         assert parts.quota.uncommitted == 0
         assert parts.quota.used == sum(one.size for one in versions)
+
+
+async def test_many_readers_of_a_range_cost_one_request(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(parts.fetch, version("a", MIB))
+    assert parts.bucket.requested == [("a", 0, MIB)]

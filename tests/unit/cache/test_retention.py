@@ -113,6 +113,15 @@ async def test_a_mounts_pins_are_counted_without_those_of_other_mounts(tmp_path:
             assert theirs.is_retained
 
 
+async def test_pins_outlive_a_restart(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=4 * MIB) as parts:
+        await parts.cache.retention.add(["a"])
+        await fill(parts, "ab")
+    async with cache_in(tmp_path, limit=4 * MIB) as parts:
+        await empty(parts)
+        assert kept(parts, "ab") == "a"
+
+
 async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> None:
     async with (
         cache_in(tmp_path, limit=4 * MIB) as parts,
@@ -145,6 +154,15 @@ async def test_of_a_pinned_object_the_newest_version_is_retained(tmp_path: Path)
             await parts.cache.record()
         retained = [parts.cache.find(one) for one in (old, new)]
         assert [file is not None and file.is_retained for file in retained] == [False, True]
+
+
+async def test_what_another_pin_covers_stays_retained(tmp_path: Path) -> None:
+    async with cache_in(tmp_path, limit=4 * MIB) as parts:
+        await parts.cache.retention.add(["", "a"])
+        await fill(parts, "ab")
+        await parts.cache.retained.remove_pins("", lambda pin: pin == "")
+        await empty(parts)
+        assert kept(parts, "ab") == "a"
 
 
 async def test_a_file_is_retained_by_the_name_it_gets(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fusefs.cluster_cache import access, policy
 from fusefs.cluster_cache.block import BLOCK, FRAME, TAG, BadBlockError, Block, Domain, FrameReader
 from fusefs.cluster_cache.cluster_cache import ClearJob
-from fusefs.cluster_cache.policy import Deadline, Sampling
+from fusefs.cluster_cache.policy import Breaker, BreakerState, Deadline, Sampling
 from fusefs.settings.mount import MountSettings, RawValue, build
 from fusefs.store.interface import ObjectVersion
 
@@ -250,6 +250,45 @@ def test_late_answers_lengthen_the_deadline_while_all_are_slow() -> None:
         deadline.note_first_byte(0.005)
         deadline.note_late(0.09)
     assert deadline.wait_s < 0.06, "one of three servers that hangs lengthens nothing"
+
+
+def test_three_failures_open_the_breaker_and_one_probe_closes_it() -> None:
+    time = Time()
+    breaker = Breaker(time)
+    for _ in range(2):
+        breaker.note_failure()
+    breaker.note_success()
+    for _ in range(2):
+        breaker.note_failure()
+    assert breaker.is_closed
+    assert not breaker.take_probe()
+    breaker.note_failure()
+    assert (breaker.state, breaker.opened) == (BreakerState.OPEN, 1)
+    time.now += policy.OPEN_S - 1
+    assert not breaker.take_probe()
+    time.now += 1
+    assert breaker.take_probe()
+    assert not breaker.take_probe(), "one at a time"
+    breaker.note_failure()
+    assert (breaker.state, breaker.opened) == (BreakerState.OPEN, 1)
+    assert not breaker.take_probe(), "the next in its time"
+    time.now += policy.OPEN_S
+    assert breaker.take_probe()
+    breaker.note_success()
+    assert breaker.is_closed
+
+
+def test_useless_answers_open_the_breaker_only_where_nothing_else_comes() -> None:
+    breaker = Breaker(Time())
+    for _ in range(30):  # one of three volumes is lost
+        breaker.note_failure(policy.USELESS)
+        breaker.note_success()
+        breaker.note_success()
+    for _ in range(11):
+        breaker.note_failure(policy.USELESS)
+    assert breaker.is_closed
+    breaker.note_failure(policy.USELESS)
+    assert not breaker.is_closed
 
 
 def test_while_nothing_is_found_some_lookups_are_made_and_all_after_a_hit() -> None:

@@ -116,6 +116,12 @@ async def test_what_came_from_s3_is_stored_once_it_is_whole(case: Case) -> None:
     assert case.filler.queued == 0
 
 
+async def test_what_came_from_the_cluster_cache_is_not_stored(case: Case) -> None:
+    await case.parts.fetch(VERSION)
+    await wait_all_tasks_blocked()
+    assert case.store.attempts == 0
+
+
 async def test_part_of_a_block_is_not_stored(case: Case) -> None:
     case.tier.missed[BlockId(VERSION, 0)] = StoredState.UNKNOWN
     await case.parts.read(VERSION, BLOCK // 2, BLOCK // 2 + 1000)
@@ -184,6 +190,13 @@ async def test_two_blocks_are_stored_at_a_time(case: Case) -> None:
     case.store.gate.set()
     await eventually(lambda: case.filler.counted["stored"] == 5)
     assert case.store.most == 2
+
+
+def test_the_fewer_processors_there_are_the_longer_the_filler_rests() -> None:
+    assert filler.rest_after(0.1, BLOCK, 2) == pytest.approx(0.1 * (2 / 0.06 - 1))
+    assert filler.rest_after(0.1, BLOCK, 64) == pytest.approx(filler.REST_S)
+    assert filler.rest_after(0.001, 1000, 64) == filler.SMALL_REST_S
+    assert filler.rest_after(15.0, BLOCK, 2) == filler.MOST_REST_S
 
 
 async def test_what_does_not_fit_into_the_queue_is_dropped(

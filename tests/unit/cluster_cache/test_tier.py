@@ -318,6 +318,17 @@ async def test_bytes_that_were_changed_are_never_written(
     assert case.tier.missed[BlockId(VERSION, 0)] is StoredState.CORRUPT
 
 
+async def test_a_block_that_is_too_short_is_a_bad_one(
+    case: Case, autojump_clock: MockClock
+) -> None:
+    case.blocks.fill(0)
+    name = DOMAIN.block(VERSION, 0).name
+    case.blocks.stored[name] = case.blocks.stored[name][: FRAME + 20]
+    await case.read(0, BLOCK)
+    assert case.source.ranges == [(FRAME, BLOCK)]
+    assert case.counted("bad") == 1
+
+
 async def test_what_does_not_answer_is_left_alone_until_a_probe_finds_it(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -405,6 +416,19 @@ async def test_what_a_library_makes_of_an_answer_ends_that_look_alone(
     await case.read(0, 1000)
     await trio.sleep(1)
     assert case.tier.breaker.state is BreakerState.OPEN, "the probe has failed as well"
+
+
+async def test_small_answers_and_misses_shorten_the_deadline(
+    case: Case, autojump_clock: MockClock
+) -> None:
+    case.blocks.fill(0)
+    case.blocks.before = slow(0.02)
+    await case.read(0, 1000)
+    assert case.tier.deadline.wait_s == pytest.approx(3 * 0.02)
+    case.blocks.before = slow(0.03)
+    for _ in range(100):
+        await case.read(BLOCK, BLOCK + 1000)
+    assert case.tier.deadline.wait_s > 3 * 0.025
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 60.0])

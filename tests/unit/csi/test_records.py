@@ -56,6 +56,13 @@ def test_the_record_of_a_pod_is_read_but_for_fields_that_are_unknown(tmp_path: P
     assert pods.all() == {Path("/pods/uid"): pod}
 
 
+def test_a_warm_up_that_is_over_stays_so(tmp_path: Path) -> None:
+    path, first = tmp_path / "key.json", WarmOption(("a",), is_first=True)
+    path.write_text(json.dumps({"began": 1.0, "is_over": True, "waiting": {}}))
+    add_unknown(tmp_path)
+    assert not Warmups(tmp_path).blocks_publish(a_record(), first)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": "key"}', "null", "7"])
 def test_a_file_without_a_record_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "key.json").write_text(text)

@@ -169,6 +169,16 @@ async def test_an_attribute_that_was_set_is_not_refused_when_that_is_requested_a
         assert kept(process, await process.node("file")) == after
 
 
+async def test_what_was_refused_is_refused_when_it_is_requested_again(mount: MortalMount) -> None:
+    mount.store.put("file", b"x", xattr="%7B%22user.a%22%3A%22MQ%3D%3D%22%7D")
+    caller = Caller(mount.new_unique(), 0, 0, 1)
+    for _ in range(2):
+        async with mount.serving() as process:
+            inode = await process.node("file")
+            with pytest.raises(FileExistsError):
+                await mutations(process).setxattr(inode.nodeid, b"user.a", b"2", CREATE, caller)
+
+
 async def test_attributes_beside_much_other_metadata_have_no_room(mount: MortalMount) -> None:
     mount.store.put("full", b"x", note="n" * 1990)
     async with mount.serving() as process:
@@ -234,6 +244,14 @@ async def test_a_truncation_keeps_the_mode_that_an_earlier_process_knew(
     assert mount.store.objects["file"].data == b"con"
 
 
+async def test_a_link_is_read_that_an_earlier_process_knew(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        await process.symlink("link", b"target")
+        nodeid = (await process.node("link")).nodeid
+    async with mount.serving() as process:
+        assert await process.operations.readlink(nodeid) == b"target"
+
+
 @pytest.mark.parametrize("size", [4095, 4096])
 async def test_what_is_too_long_for_a_target_is_not_read(mount: MortalMount, size: int) -> None:
     """An object of any size may say that it is a link, and would be read into memory."""
@@ -273,6 +291,21 @@ async def test_heads_are_sent_ahead_of_who_goes_through_a_directory_in_order(
     assert heads[30] > 45, heads
     assert max(ahead - done for done, ahead in enumerate(heads)) <= 2 * 32
     assert heads[-1] == len(NAMES)
+
+
+async def test_a_failed_head_is_sent_again(mount: MortalMount) -> None:
+    mount.store.put("file", b"x")
+
+    def fail(what: str, _key: str) -> None:
+        if what == "HEAD":
+            raise StoreError("not now")
+
+    async with mount.serving() as process:
+        mount.store.before = fail
+        with pytest.raises(OSError, match="not now"):
+            await process.node("file")
+        mount.store.before = lambda _what, _key: None
+        assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o644
 
 
 async def test_a_listing_asks_a_few_files_and_looking_up_names_the_others_once(

@@ -184,6 +184,18 @@ async def test_what_is_beside_the_mounted_prefix_is_not_listed() -> None:
     assert {prefix for _, prefix in bucket.requests} == {"p/", "p/b/"}
 
 
+def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
+    async def check() -> None:
+        bucket = Bucket(f"p/{number:05}.jpg" for number in range(5000))
+        async with listings(bucket) as directories:
+            for number in sorted(range(5000), key=lambda number: hash((number, "shuffled"))):
+                entry, _ = await directories.lookup(directories.get("p/"), f"{number:05}.jpg")
+                assert isinstance(entry, ObjectInfo)
+        assert bucket.lists + bucket.heads <= 40
+
+    trio.run(check)
+
+
 def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         folders = [f"p{number}/" for number in range(5)]

@@ -1,15 +1,18 @@
 """Closed files that earlier mounts have left: each is taken up once, the last of a name."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import recovery
+from fusefs.posix.write.exclusive import OPEN_S
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
@@ -235,6 +238,20 @@ async def test_the_last_close_takes_place_on_a_full_disk(
             await trio.testing.wait_all_tasks_blocked()
         assert process.writer.staging.pending == []
     assert mount.store.contents() == {"file": b"1" if is_held else b"2"}
+
+
+async def test_a_file_is_reserved_on_a_full_disk(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with mount.serving() as process:
+        await process.mkdir("made")
+        parent, caller = await process.node("made"), process.caller()
+        await process.listing("made")
+        made = process.writer.create(parent, "file", 0o644, os.O_RDWR | os.O_EXCL, caller)
+        assert isinstance(made, tuple)
+        monkeypatch.setattr(Staging, "record", is_full)
+        await trio.sleep(2 * OPEN_S)
+        assert mount.store.contents() == {"made/file": b""}
 
 
 async def test_a_full_disk_keeps_no_process_from_going_on_after_a_rename(

@@ -73,6 +73,18 @@ async def test_what_was_edited_meanwhile_is_still_that_file(mount: MortalMount) 
     assert "xattr" in metadata_of(mount, "file")
 
 
+async def test_the_attributes_that_the_name_got_meanwhile_stay(mount: MortalMount) -> None:
+    async with mount.serving() as process:
+        inode = await opened(process, "file")
+        process.operations.inodes.mark_replaced(inode)
+        now = await process.node("file")
+        await mutations(process).setattr(now.nodeid, NewAttributes(uid=5, mtime_ns=10**9))
+        await mutations(process).setattr(inode.nodeid, NewAttributes(mode=0o600))
+        await process.writer.deferred.drain()
+    expected = {"uid": "5", "mtime": "1.000000000", "mode": CHANGED["mode"], "note": "kept"}
+    assert expected.items() <= metadata_of(mount, "file").items()
+
+
 @states(
     "Attributes that are changed through an open file are that file's, also when it was "
     "written to or renamed meanwhile."

@@ -497,6 +497,21 @@ async def test_what_is_made_anew_is_shown_by_the_next_process(mount: MortalMount
     assert mount.store.contents()[path] == b"new"
 
 
+async def test_a_removal_that_is_sent_again_is_done(mount: MortalMount) -> None:
+    async with killed_after_removing(mount), mount.serving() as process:
+        process.changes.begun = {unique := mount.new_unique()}
+        await process.unlink(f"a/{NAMES[-1]}", unique)
+        with pytest.raises(FileNotFoundError):
+            await process.unlink(f"a/{NAMES[-1]}")
+
+
+async def test_attributes_that_were_to_be_sent_are_given_up(mount: MortalMount) -> None:
+    async with killed_after_removing(mount) as left, mount.serving() as process:
+        assert not process.writer.deferred.has(left[0])
+        await process.writer.removals.flush_below("")
+    assert mount.store.count("COPY") == 0
+
+
 async def test_what_is_about_to_be_removed_has_no_head(mount: MortalMount) -> None:
     """Unless a program wants them, or it may be a symbolic link."""
     for name, size in (("large", LONGEST_TARGET + 1), ("small", LONGEST_TARGET)):

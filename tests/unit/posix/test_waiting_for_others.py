@@ -16,6 +16,7 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.pending_changes import KEPT_S, PendingChanges
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.namespace.removals import MANY, Removals
+from fusefs.store.errors import StoreError
 from fusefs.store.interface import DeleteFailure, ObjectInfo
 from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
 from tests.support.local_cache import Bucket
@@ -115,6 +116,35 @@ async def test_a_change_waits_for_the_removals_that_are_sent_together(tmp_path: 
     async with removals(store, tmp_path) as sent:
         with served():  # as the request of the program that removes, which does not wait
             assert sent.try_defer("a/file", store.objects["a/file"].info.etag)
+        await assert_waits_for(store.held, lambda: sent.flush("a/file"))
+    assert store.contents() == {}
+
+
+async def test_a_change_waits_for_a_removal_that_is_tried_again(tmp_path: Path) -> None:
+    store = HeldStore(Held())
+    store.put("a/file")
+    async with removals(store, tmp_path) as sent:
+        sent.adopt("a/file", store.objects["a/file"].info.etag, time.time_ns(), is_on_record=False)
+        await assert_waits_for(store.held, lambda: sent.flush("a/file"))
+    assert store.contents() == {}
+
+
+async def test_a_removal_that_failed_is_waited_for_by_itself(tmp_path: Path) -> None:
+    store = HeldStore(Held())
+    store.put("a/file")
+    store.held.may_end.set()
+
+    def refuse(what: str, key: str) -> None:
+        if what == "DELETED":
+            raise StoreError(key)
+
+    store.before = refuse
+    async with removals(store, tmp_path) as sent:
+        assert sent.try_defer("a/file", store.objects["a/file"].info.etag)
+        (removal,) = sent.pending("")
+        await removal.attempted.wait()
+        store.held = Held()
+        sent.hurry("a/file")
         await assert_waits_for(store.held, lambda: sent.flush("a/file"))
     assert store.contents() == {}
 

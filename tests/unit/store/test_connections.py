@@ -101,6 +101,22 @@ async def test_a_prefetch_that_a_reader_has_joined_goes_as_a_demand(nursery: tri
     nursery.cancel_scope.cancel()
 
 
+async def test_a_prefetch_that_its_reader_has_left_goes_as_a_prefetch(
+    nursery: trio.Nursery,
+) -> None:
+    priority = Priority.DEMAND
+    holders = Holders(ConnectionBudget(1), nursery)
+    await holders.start("running", demand)
+    await holders.start("left", lambda: priority)
+    await holders.start("demand", demand)
+    priority = Priority.PREFETCH
+    await holders.end("running")
+    assert holders.holding == ["demand"]
+    await holders.end("demand")
+    assert holders.holding == ["left"]
+    nursery.cancel_scope.cancel()
+
+
 async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nursery) -> None:
     holders = Holders(ConnectionBudget(8), nursery)
     for number in range(8):
@@ -109,6 +125,27 @@ async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nu
     await holders.start("demand", demand)
     assert "demand" in holders.holding
     nursery.cancel_scope.cancel()
+
+
+async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: trio.Nursery) -> None:
+    holders = Holders(ConnectionBudget(1), nursery)
+    await holders.start("a", demand)
+    await holders.start("b", demand)
+    await holders.cancel("a")
+    assert holders.holding == ["b"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_cancelling_a_waiter_costs_no_other_a_turn(nursery: trio.Nursery) -> None:
+    budget = ConnectionBudget(1)
+    holders = Holders(budget, nursery)
+    for name in "abc":
+        await holders.start(name, demand)
+    await holders.cancel("b")
+    await holders.end("a")
+    assert holders.holding == ["c"]
+    await holders.end("c")
+    assert budget.in_use == 0
 
 
 async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(nursery: trio.Nursery) -> None:
@@ -155,6 +192,29 @@ async def test_a_store_that_refuses_everything_is_soon_sent_little(
     # One at a time after a second; 64 at a time are 2,133 requests a second.
     assert sum(at - began < 1.0 for at in sent) < 400
     assert sum(at - began >= 1.0 for at in sent) <= 40
+
+
+def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
+    budget = ConnectionBudget(16, clock=lambda: clock[0])
+    budget.note_throttled()
+    for _ in range(9):
+        budget.note_success()
+    assert budget.allowed == 9
+
+
+async def test_who_waits_goes_on_when_more_are_allowed(
+    nursery: trio.Nursery, clock: list[float]
+) -> None:
+    budget = ConnectionBudget(2, clock=lambda: clock[0])
+    budget.note_throttled()
+    holders = Holders(budget, nursery)
+    await holders.start("a", demand)
+    await holders.start("b", demand)
+    assert holders.holding == ["a"]
+    budget.note_success()
+    await trio.testing.wait_all_tasks_blocked()
+    assert holders.holding == ["a", "b"]
+    nursery.cancel_scope.cancel()
 
 
 async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
@@ -292,3 +352,13 @@ async def test_readers_of_small_files_wait_little_longer_beside_a_reader_of_a_la
         return statistics.median(waited)
 
     assert await median_s(64) <= 2 * await median_s(0)
+
+
+async def test_no_more_run_than_are_allowed(nursery: trio.Nursery) -> None:
+    holders = Holders(ConnectionBudget(2), nursery)
+    for name in "abc":
+        await holders.start(name, demand)
+    assert holders.holding == ["a", "b"]
+    await holders.end("a")
+    assert holders.holding == ["b", "c"]
+    nursery.cancel_scope.cancel()

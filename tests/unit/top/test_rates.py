@@ -12,7 +12,7 @@ from fusefs.cli import profile
 from fusefs.exporter.queries import MountAnswer, Target
 from fusefs.launch.control import CommandError
 from fusefs.top import lines, main, screen
-from fusefs.top.main import View
+from fusefs.top.main import DOWN, ESCAPE, UP, View
 from fusefs.top.rates import Rates, rates
 
 TARGET = Target("/data", Path("/nonexistent"))
@@ -204,6 +204,19 @@ def test_a_terminal_without_a_cursor_gets_lines(
     monkeypatch.setattr(main, "mounts_of_user", list)
     # The screen would need a terminal for its keys.
     assert main.run(is_plain=False, is_json=False, count=0) == 0
+
+
+def test_keys_choose_a_mount_and_look_into_it() -> None:
+    view = View()
+    for key, chosen in ((DOWN, 1), (DOWN, 1), (UP, 0), ("k", 0), ("j", 1)):
+        view.press(key, 2)
+        assert view.chosen == chosen
+    view.press("\n", 2)
+    assert view.is_detailed
+    view.press(ESCAPE, 2)
+    assert not view.is_detailed
+    view.press("q", 0)
+    assert view.has_ended
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

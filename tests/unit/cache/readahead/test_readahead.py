@@ -117,6 +117,22 @@ def test_random_reads_ask_for_nothing_ahead() -> None:
     assert downloader.ranges == []
 
 
+def test_reads_slightly_out_of_order_count_as_in_order() -> None:
+    window, downloader = readahead_of(1 << 30)
+    step = 128 << 10
+    for at in range(0, 64 * MIB, 4 * step):
+        for shift in (2, 0, 3, 1):
+            window.reads(at + shift * step, at + (shift + 1) * step)
+    assert max(stop for _, stop in downloader.ranges) > 64 * MIB + 8 * MIB
+
+
+def test_a_complete_file_needs_nothing_ahead() -> None:
+    window, downloader = readahead_of(10 * MIB)
+    downloader.file.present.add(0, 10 * MIB)
+    read_all(window, 0, 10 * MIB)
+    assert downloader.ranges == []
+
+
 def test_closing_loses_interest_in_everything_under_way() -> None:
     window, downloader = readahead_of(1 << 30)
     read_all(window, 0, 32 * MIB)
@@ -210,6 +226,13 @@ def test_several_stretches_of_one_handle_have_windows_of_their_own() -> None:
     assert all(download.wanted for download in downloader.downloads[-4 * len(starts) :])
 
 
+def test_a_reader_that_goes_on_elsewhere_leaves_nothing_under_way() -> None:
+    readahead, downloader = readahead_of(1 << 40)
+    read_all(readahead, 0, 32 * MIB)
+    readahead.reads(1 << 33, (1 << 33) + 4096)
+    assert not any(download.wanted for download in downloader.downloads)
+
+
 def test_reading_backwards_brings_what_comes_before() -> None:
     readahead, downloader = readahead_of(1 << 30)
     for at in range(1 << 29, (1 << 29) - 32 * MIB, -MIB):
@@ -243,6 +266,29 @@ def test_long_runs_with_equal_steps_share_the_width_as_parts_do(run: int) -> Non
         most = max(most, sum(max(0, each.stop - max(each.start, at + run)) for each in wanted))
     # The window in order, and a run.
     assert run <= most <= WINDOW + max(run, WINDOW)
+
+
+def test_a_share_that_gets_smaller_brings_no_more_steps() -> None:
+    readahead, downloader = readahead_of(1 << 40)
+    step = 50 * MIB
+    for number in range(20):
+        readahead.reads(number * step, number * step + MIB)
+    others = [Readahead(downloader, downloader.file) for _ in range(7)]  # type: ignore[arg-type]
+    for other in others:
+        downloader.path.share(other)
+    before = len(downloader.ranges)
+    for number in range(20, 40):
+        readahead.reads(number * step, number * step + MIB)
+    assert len(downloader.ranges) < before + 40
+
+
+def test_unequal_steps_bring_nothing() -> None:
+    readahead, downloader = readahead_of(1 << 40)
+    at = 1 << 30
+    for number in range(1, 30):
+        at += number * 20 * MIB
+        readahead.reads(at, at + 4096)
+    assert downloader.ranges == []
 
 
 async def test_a_file_that_is_read_all_over_is_fetched_whole(tmp_path: Path) -> None:
@@ -350,6 +396,27 @@ async def test_little_is_fetched_of_the_next_file_before_a_guess_was_right(tmp_p
         next_files.close()
 
 
+async def test_a_shard_that_is_open_is_passed_over(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        files = shards(5)
+        read = parts.cache.pin(files[1].version)
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+        next_files.go_on("d/", files[0], PART)
+        await parts.quiet()
+        assert requested_keys(parts) == {files[2].key}
+        parts.cache.unpin(read)
+        next_files.close()
+
+
+async def test_the_last_shard_has_none_behind_it(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        files = shards(5)
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+        next_files.go_on("d/", files[-1], PART)
+        await parts.quiet()
+        assert not parts.bucket.requested
+
+
 async def test_wrong_guesses_of_the_next_shard_end_the_guessing(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         files = shards(20)
@@ -395,3 +462,17 @@ async def test_opening_a_shard_goes_on_with_what_is_under_way(tmp_path: Path) ->
         next_files.close()
         await wait_all_tasks_blocked()
         assert parts.bucket.running == [(files[2].key, 0, PART)]
+
+
+async def test_guesses_that_were_wrong_are_tried_again_after_a_while(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        files = shards(60)
+        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+        next_files.go_on("d/", files[1], PART)
+        for info in files[50:53]:
+            next_files.opened("d/", info.key, was_there=False)
+        for info in files[5:30]:
+            next_files.go_on("d/", info, PART)
+        await parts.quiet()
+        assert 2 <= len(requested_keys(parts)) <= 5
+        next_files.close()

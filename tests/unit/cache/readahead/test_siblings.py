@@ -152,6 +152,17 @@ async def test_files_without_room_are_next_without_a_chain_of_them(tmp_path: Pat
         siblings.close()
 
 
+async def test_large_and_empty_files_are_no_siblings(tmp_path: Path) -> None:
+    async with held(tmp_path) as parts:
+        order = infos(10, SMALL + 1) + infos(10, 0)
+        siblings = Siblings(parts.downloader, parts.cache, OneFolder(order))
+        for number in range(10):
+            siblings.opened("d/", ObjectInfo(f"other{number}", 10, '"1"', 0), was_there=False)
+        await wait_all_tasks_blocked()
+        assert requested_keys(parts) == set()
+        siblings.close()
+
+
 class _LargeFiles:
     """Folders that have no small files, and how many of them were looked at."""
 

@@ -11,8 +11,8 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.daemon import status
 from fusefs.posix.late.request_log import DELETE, Change
 from fusefs.posix.late.uncertain_keys import UncertainKeys
-from fusefs.store.errors import ExistsError, UnreachableError
-from fusefs.store.interface import ObjectInfo, Write
+from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError, UnsupportedError
+from fusefs.store.interface import IF_ABSENT, ObjectInfo, Write
 from fusefs.store.s3 import head
 from tests.support.memory_store import MemoryStore
 from tests.support.semantics import states
@@ -158,6 +158,23 @@ async def test_copies_whose_answers_are_not_there_are_taken_back(mount: MortalMo
         assert [key for key in mount.store.objects if key.startswith("new")] == []
 
 
+async def test_copies_are_taken_back_where_the_local_disk_fails(mount: MortalMount) -> None:
+    """As when the removal of what had the new name can't be put off the record."""
+    tree = fill(mount.store, "old/")
+
+    def fail(what: str, key: str) -> None:
+        if (what, key) == ("COPY", "new/4"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    mount.store.before = fail
+    async with mount.serving() as process:
+        with pytest.raises(OSError, match=rf"\[Errno {errno.ENOSPC}\]"):
+            await process.rename("old", "new")
+        assert process.changes.describe_renames() == []
+        assert below(mount.store, "old/") == tree
+        assert [key for key in mount.store.objects if key.startswith("new")] == []
+
+
 @pytest.mark.parametrize("content", [b"", b"of an object that is no marker"])
 async def test_an_empty_directory_stays_whose_rename_fails(
     mount: MortalMount, content: bytes
@@ -226,6 +243,23 @@ async def test_a_fault_in_one_rename_ends_no_mount(
         process.changes.pending_renames("", hurry=True)
         await wait_all_tasks_blocked(0.01)
         assert process.changes.describe_renames() == []
+
+
+async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(mount: MortalMount) -> None:
+    tree = fill(mount.store, "old/")
+
+    def refuse(what: str, key: str) -> None:
+        if what in ("DELETE", "DELETED") and key.startswith("old"):
+            raise AccessDeniedError(key)
+
+    mount.store.before = refuse
+    async with mount.serving() as process:
+        with pytest.raises(AccessDeniedError):
+            await process.rename("old", "new")
+        with pytest.raises(AccessDeniedError):
+            await process.rename("old/1", "one")
+        assert below(mount.store, "old/") == tree
+        assert mount.store.contents().keys() == {f"old/{path}" for path in tree}
 
 
 async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -> None:
@@ -331,6 +365,21 @@ async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: P
     pytest.fail("it was never done")
 
 
+async def test_a_record_of_another_bucket_is_left_alone(mount: MortalMount) -> None:
+    fill(mount.store, "old/")
+    record = mount.directory / "renames" / "1.json"
+    record.parent.mkdir()
+    text = (
+        '{"format": 2, "mount": "1", "until_ns": null, "is_switching": false,'
+        ' "source": "other", "old": "old/", "new": "new/", "phase": "copying",'
+        ' "has_replaced": false}'
+    )
+    record.write_text(text)
+    async with mount.serving() as process:
+        assert process.changes.describe_renames() == []
+    assert record.read_text() == text
+
+
 def die_at(store: MemoryStore, point: int) -> None:
     """Have the process killed at some point: before its first request, after it, and so on."""
     left = point
@@ -388,6 +437,20 @@ async def test_a_link_replaces_nothing_that_another_node_has_just_made(mount: Mo
         assert await process.listing() == ["lock"]
 
 
+async def test_a_link_is_made_where_the_store_knows_no_conditions(mount: MortalMount) -> None:
+    put_file = mount.store.put_file
+
+    async def put_without(key: str, fd: int, size: int, write: Write) -> ObjectInfo:
+        if write.condition == IF_ABSENT:
+            raise UnsupportedError("If-None-Match")
+        return await put_file(key, fd, size, write)
+
+    mount.store.put_file = put_without  # type: ignore[method-assign, assignment]
+    async with mount.serving() as process:
+        await process.symlink("link", b"target")
+    assert mount.store.contents() == {"link": b"target"}
+
+
 @pytest.mark.parametrize("made", ["b", "b/x"])
 @states("A directory that must replace nothing is renamed after a look into the bucket.")
 async def test_a_directory_takes_no_name_that_another_node_has_just_taken(
@@ -424,6 +487,22 @@ async def test_a_target_that_is_written_is_lost_only_when_the_rename_succeeds(
         assert mount.store.contents() == {"a": b"a", "b": b"precious"}
         await process.rename("a", "b")
         assert mount.store.contents() == {"b": b"a"}
+
+
+async def test_removing_a_tree_looks_once_into_each_directory(mount: MortalMount) -> None:
+    fill(mount.store, "tree/", 4)
+    async with mount.serving() as process:
+        await process.listing()
+        await process.listing("tree")
+        await process.listing("tree/sub")
+        mount.store.requests.clear()
+        for name in ("0", "1", "2", "3", "sub/x"):
+            await process.unlink(f"tree/{name}")
+        await process.rmdir("tree/sub")
+        await process.rmdir("tree")
+        assert mount.store.objects == {}
+        # Besides: does the directory above have a marker of its own?
+        assert mount.store.count("LIST") <= 2 + 2
 
 
 async def test_a_rename_that_fails_shows_what_it_has_replaced(mount: MortalMount) -> None:
