@@ -250,6 +250,14 @@ def test_what_is_no_socket_is_never_removed(short: Path) -> None:
     assert path.read_text() == "precious"
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["", "tcp://127.0.0.1:1", "unix://relative", "unix:///" + "x" * 107]
+)
+def test_an_endpoint_is_a_unix_socket(endpoint: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        Server(endpoint, [])
+
+
 def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [str(Path(sys.prefix) / "bin" / "fusefs-csi"), *arguments],

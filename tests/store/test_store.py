@@ -131,6 +131,15 @@ async def test_a_broken_stream_goes_on_where_it_stopped(
         assert second.headers["if-match"].strip('"') == info.etag.strip('"')
 
 
+async def test_a_stream_that_breaks_again_and_again_arrives_in_the_end(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("GET", cut_after=1_100_000)
+    async with opened(shared, faulty) as store:
+        assert await download(store, await store.head("body")) == BODY
+        assert store.counters()["bytes_fetched"] == len(BODY)
+
+
 async def test_a_server_that_is_silent_gets_the_request_again(
     shared: Bucket, faulty: FaultyS3
 ) -> None:

@@ -190,6 +190,21 @@ def test_a_volume_made_within_another_keeps_what_is_left_of_it(
     assert set(keys(bucket)) == {*left, record_key("pvc-late")}
 
 
+def test_many_objects_are_deleted_page_by_page(
+    driver: Driver, bucket: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("csi.controller.bucket_client.PAGE", 3)
+    volume = create(driver, bucket.name, store="faulty", onDelete="delete")
+    for number in range(7):
+        bucket.put(f"{NAME}/{number}", b"")
+        create(driver, bucket.name, f"pvc-{number}")
+    delete(driver, volume.volume_id)
+    assert set(keys(bucket)) == {record_key(f"pvc-{number}") for number in range(7)}
+    assert len(faulty.requests("DELETE MANY")) == 3
+    # Each record is fetched once, however often they are listed; its own before that.
+    assert len(faulty.requests("GET")) == 1 + 8
+
+
 def test_uploads_that_cannot_be_listed_do_not_keep_a_volume(
     driver: Driver, bucket: Bucket, faulty: FaultyS3
 ) -> None:

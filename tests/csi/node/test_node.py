@@ -103,12 +103,8 @@ def test_two_users_of_a_pods_group_write_each_others_files(node: Node, data: Buc
         shown = [(target / "new-data" / name).lstat() for name in names]
         assert {one.st_gid for one in shown} == {2345}
         assert {one.st_uid for one in shown} == {1001}
-        assert [one.st_mode & 0o777 for one in shown] == [
-            0o775,
-            0o664,
-            0o777,
-            0o700,
-        ]  # as install sets it
+        modes = [0o775, 0o664, 0o777, 0o700]  # the last one as install sets it
+        assert [one.st_mode & 0o777 for one in shown] == modes
         of_user(1002, "cd new-data/new; echo -n two >> file; echo -n three > other", target)
         assert (target / "new-data/new/file").read_bytes() == b"onetwo"
         stored = data.client.head_object(Bucket=data.name, Key="shared/new-data/new/file")

@@ -32,6 +32,8 @@ HEADERS = {
     "x-amz-request-payer": "requester",
 }
 
+NO_POINT = "no access point of one region"
+
 
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[ForwardProxy]:
@@ -79,3 +81,29 @@ def test_an_access_points_arn_stands_for_a_bucket(node: Node, proxy: ForwardProx
     with refused(grpc.StatusCode.UNAVAILABLE):
         node.publish("point", node.target("pod"), store="aws", bucket=ARN, retryTime="1s")
     assert set(proxy.wanted) == {f"{HOST}:443"}
+
+
+@pytest.mark.parametrize(
+    ("bucket", "store", "why"),
+    [
+        (ARN, "main", "another one is configured"),
+        ("data--usw2-az1--x-s3", "aws", "directory buckets"),
+        (f"{ARN}/object", "aws", NO_POINT),
+        (f"{ARN}\n", "aws", NO_POINT),
+        (ARN.replace("us-west-2", ""), "aws", NO_POINT),
+        (ARN.replace("us-west-2", "evil.example/"), "aws", NO_POINT),
+        (ARN.replace("/data", "/data.evil.example"), "aws", NO_POINT),
+        (ARN.replace("s3:", "s3-object-lambda:", 1), "aws", NO_POINT),
+        ("arn:", "aws", NO_POINT),
+        ("arn:" + "x" * 100_000, "aws", NO_POINT),
+    ],
+)
+def test_no_other_arn_and_no_other_name_does(
+    node: Node, proxy: ForwardProxy, bucket: str, store: str, why: str
+) -> None:
+    before = len(proxy.wanted)
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "bucket: ", why) as error:
+        node.publish("point", node.target("pod"), store=store, bucket=bucket)
+    assert "\n" not in error.value.details()
+    assert len(error.value.details().encode()) <= 1024
+    assert len(proxy.wanted) == before

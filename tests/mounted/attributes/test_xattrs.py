@@ -13,7 +13,7 @@ import pytest
 
 from fusefs.posix.metadata.head_policy import SAMPLE
 from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
-from tests.support.mounting import WRITABLE, Mount, all_sent, cost, metadata, status
+from tests.support.mounting import WRITABLE, Mount, all_sent, cost, fusefs, metadata, status
 from tests.support.programs import need
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
@@ -139,6 +139,12 @@ def test_what_is_not_there_or_not_ours_cannot_be_removed(
 ) -> None:
     with pytest.raises(OSError, match=os.strerror(number)):
         os.removexattr(path, name)
+
+
+def test_setting_the_same_again_asks_the_bucket_nothing(mount: Mount, path: Path) -> None:
+    os.setxattr(path, "user.a", b"1")
+    fusefs("sync", mount.path)  # what the first one waits with, to be one request with others
+    assert cost(mount, lambda: os.setxattr(path, "user.a", b"1")) == {}
 
 
 def test_they_survive_all_that_happens_to_a_file(mount: Mount, path: Path, shared: Bucket) -> None:

@@ -267,6 +267,18 @@ def test_a_large_object_that_was_replaced_since_it_was_listed_is_read_as_it_is(
     assert version_of((second.path / "a").read_bytes()) == 2
 
 
+def test_a_job_says_how_much_the_cluster_cache_did_not_take(
+    join: Join, empty: Domain, faulty: FaultyS3
+) -> None:
+    faulty.clear()
+    mount = join(empty, endpoint_url=faulty.endpoint_url)
+    faulty.add("PUT", "blocks/*", code="InsufficientStorage", status=507)
+    result = fusefs("warm", "--wait", mount.path)
+    assert re.search(r"the cluster cache did not take \d+ blocks", result.stdout)
+    assert of(mount)["fills"]["stored"] == 0
+    faulty.clear()
+
+
 def test_without_a_key_a_mount_warns(mounter: Mounter, empty: Domain) -> None:
     place = empty.options()[:-2]
     mount = mounter(*place)

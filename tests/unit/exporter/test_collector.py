@@ -103,6 +103,13 @@ def test_a_mount_that_hangs_is_down_and_the_others_are_up(serve: Serve, tmp_path
     assert [bool(answer.why) for answer in answers] == [True, False, True, True]
 
 
+def test_mounts_answer_side_by_side(serve: Serve) -> None:
+    line = json.dumps(ANSWER).encode() + b"\n"
+    all_requested = threading.Barrier(4)  # each answers once all have been sent their request
+    targets = [serve(f"mount{number}", line, all_requested) for number in range(4)]
+    assert all(answer.metrics and not answer.why for answer in queries.query_all(targets, 30))
+
+
 def test_mounts_answer_where_the_system_starts_no_more_threads(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +153,13 @@ def test_all_kinds_are_exported_with_the_volume() -> None:
         == 2
     )
     assert found[f"fusefs_s3_first_byte_seconds_count{{{labels}}}"] == 3
+
+
+def test_mounts_share_one_family_for_each_name() -> None:
+    targets = [Target("a", Path()), Target("b", Path())]
+    answers = [MountAnswer(target, ANSWER["metrics"]) for target in targets]
+    text = generate_latest(registry_of(MountCollector(lambda: targets, lambda _: answers))).decode()
+    assert text.count("# TYPE fusefs_cache_bytes gauge") == 1
 
 
 GAUGE: dict[str, Any] = ANSWER["metrics"]["cache_bytes"]
