@@ -446,8 +446,11 @@ class UnansweredChanges:
 
     @property
     def unsettled_s(self) -> float:
-        """For how long requests of a killed process may be on their way still, in seconds."""
-        return 0.0
+        """The seconds for which requests of a killed process may be on their way still.
+
+        Minus infinity where there are none: what an earlier process has listed is relied on.
+        """
+        return -math.inf
 
     def concerns(self, key: str) -> bool:
         """True if such a change of a key is known."""
