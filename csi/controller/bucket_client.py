@@ -289,11 +289,7 @@ def make_client(
         aws_session_token=keys.session_token if keys else None,
         region_name=region,
     )
-    addressing = store.addressing
-    if addressing is Addressing.AUTO and store.endpoint_url is not None:
-        addressing = Addressing.PATH
-    if is_access_point:  # which has a host of its own, and no path stands for it
-        addressing = Addressing.AUTO
+    addressing = _addressing(store, is_access_point=is_access_point)
     options: dict[str, Any] = {
         "connect_timeout": 5,
         "read_timeout": 20,
@@ -329,6 +325,14 @@ def make_client(
     if pays:
         client.meta.events.register("before-call.s3", _agree_to_pay)
     return client, trusted
+
+
+def _addressing(store: StoreSettings, *, is_access_point: bool) -> Addressing:
+    if is_access_point:  # which has a host of its own, and no path stands for it
+        return Addressing.AUTO
+    if store.addressing is Addressing.AUTO and store.endpoint_url is not None:
+        return Addressing.PATH
+    return store.addressing
 
 
 def _agree_to_pay(params: dict[str, Any], **_: Any) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from fusefs.cli import stall_report
+from fusefs.diagnosis import stall_report
 from fusefs.exporter.queries import MountAnswer, target_at
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fusefs.cli import stall_report
+from fusefs.diagnosis import stall_report
 from fusefs.settings.display import human_duration as human_duration
 from fusefs.settings.display import human_size as human_size
 from fusefs.settings.display import shown

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from fusefs.cli import stall_report
+from fusefs.diagnosis import stall_report
 from fusefs.exporter.queries import MALFORMED
 from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top import lines
