@@ -89,7 +89,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def take_probe(self) -> bool:
-        """True if to send a request for which no reader waits, and to note how it ends."""
+        """True if a request for which no reader waits is to be sent; the caller notes its end."""
         if self.state is not BreakerState.OPEN or self._clock() < self._probe_at:
             return False
         self.state = BreakerState.PROBED
@@ -120,7 +120,7 @@ class Sampling:
         self._looked = 0.0
 
     def wants_lookup(self) -> bool:
-        """True if to look for the next block."""
+        """True if the next block is to be looked up."""
         now = self._clock()
         if self._misses >= MISSES:
             self._skipped += 1

@@ -115,7 +115,7 @@ class RetryBudget:
             self.restart()
 
     def has_time(self, longest_s: float = math.inf) -> bool:
-        """True if to retry; `longest_s` is for how long this failure is worth a retry.
+        """True if a retry pays; `longest_s` is for how long this failure is worth one.
 
         However long the first attempt took, there is a second.
         """
