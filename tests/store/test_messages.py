@@ -62,6 +62,24 @@ async def test_a_bucket_that_may_not_be_listed_is_told_with_the_right_the_key_an
     assert faulty.endpoint_url in str(caught.value)
 
 
+async def test_an_object_that_may_not_be_read_is_no_failure_of_s3(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    faulty.add("HEAD", code="AccessDenied")
+    async with opened(shared, faulty) as store:
+        with pytest.raises(AccessDeniedError):
+            await store.head("forbidden")
+        told = store.requester.last_error()
+        assert told is not None
+        assert told["since_s"] is None
+        faulty.add("LIST", code="AccessDenied")
+        with pytest.raises(AccessDeniedError):
+            await store.list_page("")
+        told = store.requester.last_error()
+        assert told is not None
+        assert told["since_s"] is not None
+
+
 async def test_an_endpoint_of_the_aws_configuration_is_named_as_such(
     shared: Bucket, faulty: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.admission.hedging import Hedging
 from fusefs.store.engine.engine import Completion, Engine, OnProgress, Sums
 from fusefs.store.errors import (
+    AccessDeniedError,
     AttemptError,
     ConflictError,
     CredentialsError,
@@ -410,7 +411,9 @@ class Requester:
             self._note_answer()
         elif not failure.region:
             self._last_failure = failure, trio.current_time()
-            self._failing_since = min(self._failing_since, sent)
+            # One object, or all writing, may be forbidden to an identity that may read others.
+            if failure.kind is not AccessDeniedError or call.operation == "LIST":
+                self._failing_since = min(self._failing_since, sent)
         if failure.has_expired:
             self.source.renew()
         if failure.kind is CredentialsError:

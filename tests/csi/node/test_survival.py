@@ -22,7 +22,7 @@ from tests.support.csi.publishing import refused
 from tests.support.csi.rights import reboot
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S
+from tests.support.sharing import PATIENCE_S, in_storms
 from tests.support.waiting import until
 
 
@@ -52,6 +52,22 @@ def objects(bucket: Bucket) -> dict[str, str]:
     found = bucket.client.list_objects_v2(Bucket=bucket.name).get("Contents", [])
     # A daemon that was killed while it tried what the store honours has left objects.
     return {one["Key"]: one["ETag"] for one in found if f"{PROBE_NAME}/" not in one["Key"]}
+
+
+@in_storms("rounds", 1, 10)
+def test_many_volumes_come_and_go_at_once(node: Node, data: Bucket, rounds: int) -> None:
+    volumes = {f"volume-{number}": node.target(f"pod-{number}") for number in range(8)}
+
+    def live(name: str) -> bytes:
+        node.publish(name, volumes[name], bucket=data.name, prefix="a")
+        content = (volumes[name] / "hello").read_bytes()
+        node.unpublish(name, volumes[name])
+        return content
+
+    for _ in range(rounds):
+        with ThreadPoolExecutor(len(volumes)) as threads:
+            assert list(threads.map(live, volumes)) == [b"hello"] * len(volumes)
+        until(lambda: not node.leftovers(), "nothing is left")
 
 
 def test_pods_of_one_volume_come_and_go_at_once(node: Node, data: Bucket) -> None:

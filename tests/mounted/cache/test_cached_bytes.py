@@ -177,6 +177,18 @@ def test_the_next_daemon_compares_what_the_kernel_has_registered(
     assert path.read_bytes() == SMALL
 
 
+def test_two_mounts_of_one_cache_compare_the_same_sums(bucket: Bucket, mounter: Mounter) -> None:
+    bucket.put("file", SMALL)
+    one = mounter()
+    assert (one.path / "file").read_bytes() == SMALL
+    until(lambda: is_summed(one), "checksums on record")
+    (copy,) = cached(one.cache)
+    flip(copy, 30_000)
+    other = mounter()
+    assert (other.path / "file").read_bytes() == SMALL
+    assert differed(other) == 1
+
+
 @states(
     "What was closed and could not be uploaded yet has a checksum as well (but for an edit of a"
     " large object): if its bytes on the local disk differ they are kept and not uploaded, and"

@@ -206,6 +206,36 @@ async def flush(process: Process, fh: int, *, was_killed: bool) -> None:
     await answer
 
 
+async def test_no_other_close_costs_a_look_at_the_process(tmp_path: Path) -> None:
+    mount, looks = MortalMount(tmp_path / "mount"), []
+    mount.store.put("old", OLD)
+    async with mount.serving() as process:
+
+        async def look(pid: int) -> bool:
+            looks.append(pid)
+            return False
+
+        process.operations.notifier.was_killed = look
+
+        async def close(fh: int) -> None:
+            answer = process.writer.flusher.flush(fh, 7)
+            if answer is not None:
+                await answer
+            answer = process.operations.release(fh)
+            if answer is not None:
+                await answer
+
+        await close(await process.create("new", NEW))
+        await close(await process.open("old"))
+        await close(await process.open("old", os.O_RDWR))
+        assert looks == []
+        fh = await process.open("old", os.O_RDWR)
+        await process.write(fh, 0, NEW)
+        await close(fh)
+        assert looks == [7]
+    assert mount.store.contents() == {"new": NEW, "old": NEW + OLD[len(NEW) :]}
+
+
 @pytest.mark.parametrize("is_released", [True, False])
 async def test_the_old_object_stays_where_the_daemon_dies_as_well(
     tmp_path: Path, *, is_released: bool

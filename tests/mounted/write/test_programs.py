@@ -18,7 +18,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.mounting import Mount
-from tests.support.programs import IS_FULL, check_what_is_left, mounted, need, run, tree
+from tests.support.programs import (
+    IS_FULL,
+    check_what_is_left,
+    mounted,
+    names_and_contents,
+    need,
+    run,
+    tree,
+)
 from tests.support.servers.buckets import Bucket
 
 FILES = 5000 if IS_FULL else 100
@@ -326,3 +334,26 @@ def test_the_libraries_themselves_save_and_load(mount: Mount, shared: Bucket) ->
     folder = mount.path / "libraries"
     run(python, "-m", "examples.training.checkpoints", folder, cwd=REPOSITORY)
     check_what_is_left(mount, shared, "libraries")
+
+
+def test_files_are_copied_moved_and_removed_by_the_shell(
+    mount: Mount, shared: Bucket, source: Path
+) -> None:
+    folder = mount.path / "shell"
+    folder.mkdir()
+    run("cp", "-a", source, folder / "one")
+    run("mv", folder / "one", folder / "two")
+    run("cp", "-r", folder / "two", folder / "three")
+    run("mv", folder / "two" / "part1", folder / "moved")
+    run("rm", "-r", folder / "three" / "part2")
+    run("sh", "-c", "echo one > log; echo two >> log; sed -i s/one/1/ log", cwd=folder)
+    run("sh", "-c", "find two -name '*1.txt' -delete; truncate -s 10 two/large.bin", cwd=folder)
+    left = names_and_contents(check_what_is_left(mount, shared, "shell"))
+    expected = names_and_contents(tree(source))
+    assert (folder / "log").read_text() == "1\ntwo\n"
+    assert {path[6:]: one for path, one in left.items() if path.startswith("moved/")} == {
+        path[6:]: one for path, one in expected.items() if path.startswith("part1/")
+    }
+    assert {path[6:] for path in left if path.startswith("three/")} == {
+        path for path in expected if not path.startswith("part2")
+    }
