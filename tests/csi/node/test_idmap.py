@@ -138,7 +138,7 @@ def test_a_pod_ends_though_an_agent_has_a_private_copy_of_its_volume(
     node: Node, data: Bucket, mode: int
 ) -> None:
     target = node.target("pod")
-    volume = {"bucket": data.name, "prefix": "a", "cap": capability(mode), "drainTimeout": "8s"}
+    volume = {"bucket": data.name, "prefix": "a", "cap": capability(mode), "drainTimeout": "13s"}
     node.publish("volume", target, **volume)
     copy = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
