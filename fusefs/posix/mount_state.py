@@ -14,9 +14,9 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
 from fusefs.posix.nodes.notifier import Notifier
+from fusefs.posix.nodes.temporary_names import is_temporary
 from fusefs.posix.types import BackingFiles, ReadCounters
 from fusefs.posix.write.staging import Staging
-from fusefs.posix.write.temporary_names import is_temporary
 from fusefs.settings.durability import EVERYWHERE_AUTO, Durability, DurabilityRules
 from fusefs.store.interface import ObjectInfo, Store
 

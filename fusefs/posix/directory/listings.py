@@ -45,7 +45,7 @@ from fusefs.posix.directory.segment import (
 )
 from fusefs.posix.directory.walk import Walk, Walks, run_ahead
 from fusefs.posix.metadata.head_policy import HeadPolicy
-from fusefs.posix.write.temporary_names import is_temporary
+from fusefs.posix.nodes.temporary_names import is_temporary
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
 from fusefs.telemetry.stalls import WaitCause, stage

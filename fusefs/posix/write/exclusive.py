@@ -29,8 +29,8 @@ import trio
 
 from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.temporary_names import has_random_part
 from fusefs.posix.types import Caller
-from fusefs.posix.write.temporary_names import has_random_part
 from fusefs.posix.write.upload_steps import CREATED_BY, content_type
 from fusefs.store.errors import ConflictError
 from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Store, Write

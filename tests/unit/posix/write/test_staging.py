@@ -12,9 +12,9 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.posix.nodes.temporary_names import has_random_part, is_temporary
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import backlog, staging_record, upload_times
-from fusefs.posix.write.temporary_names import has_random_part, is_temporary
 from fusefs.store.errors import StoreError
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, MortalMount
