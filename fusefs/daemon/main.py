@@ -67,13 +67,13 @@ from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.metadata.head_policy import HeadPolicy
-from fusefs.posix.metadata.object_metadata import Form
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import InodeTable, Ownership
 from fusefs.posix.nodes.name_pruner import NamePruner
 from fusefs.posix.nodes.notifier import Notifier
+from fusefs.posix.nodes.object_metadata import Form
 from fusefs.posix.operations import Operations
 from fusefs.posix.write import recovery
 from fusefs.posix.write.staging import Staging

@@ -28,9 +28,7 @@ from fusefs.posix.directory.listings import Absent, Directory, Entry
 from fusefs.posix.directory.readdir import DirectoryStreams
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED
 from fusefs.posix.journal.journal import Journal
-from fusefs.posix.metadata import object_metadata
 from fusefs.posix.metadata.head_cache import HeadCache
-from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.metadata.xattrs import Xattrs
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.mutations import Mutations
@@ -38,9 +36,10 @@ from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.namespace.settled_store import SettledStore
-from fusefs.posix.nodes import names
+from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Attributes, Inode, NodeLog
+from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.read.open import Opener
 from fusefs.posix.read.read import Reader
 from fusefs.posix.types import Answer, Caller, DirectoryBuffer, LookupResult, OpenResult, waiting

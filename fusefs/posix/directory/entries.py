@@ -7,8 +7,8 @@ import time
 
 from fusefs.posix.directory.listings import Entry, Segment
 from fusefs.posix.metadata.head_cache import HeadCache
-from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.types import DirectoryBuffer, NameKind
 
 

@@ -26,7 +26,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from fusefs.posix.metadata.attribute_log import AttributeLog, RecordedAttributes
-from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Store

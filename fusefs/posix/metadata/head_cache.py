@@ -27,12 +27,12 @@ import trio
 
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Entry, Segment
-from fusefs.posix.metadata import object_metadata as meta
 from fusefs.posix.metadata.head_policy import SAMPLE, Assumed
-from fusefs.posix.metadata.object_metadata import LONGEST_TARGET, SECOND_NS, Meta
 from fusefs.posix.nodes import names
+from fusefs.posix.nodes import object_metadata as meta
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.notifier import KernelNotifications
+from fusefs.posix.nodes.object_metadata import LONGEST_TARGET, SECOND_NS, Meta
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
 from fusefs.telemetry.stalls import Work

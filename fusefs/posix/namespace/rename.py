@@ -20,7 +20,6 @@ import trio
 
 from fusefs.posix.directory.segment import Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
-from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.link import LinkChanges
 from fusefs.posix.namespace.prefix_copy import PrefixCopy, copy_current
@@ -30,6 +29,7 @@ from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
+from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.types import Caller
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.writer import Writer

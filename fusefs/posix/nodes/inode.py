@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.posix.metadata.object_metadata import NONE_SET, Form, Meta
 from fusefs.posix.nodes.edit_base import EditBase
+from fusefs.posix.nodes.object_metadata import NONE_SET, Form, Meta
 from fusefs.store.interface import ObjectInfo, Upload, UploadState
 
 # Whose a WRITE or a FLUSH is where the kernel does not say.

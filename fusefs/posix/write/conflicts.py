@@ -22,7 +22,7 @@ from functools import partial
 
 import trio
 
-from fusefs.posix.metadata import object_metadata
+from fusefs.posix.nodes import object_metadata
 from fusefs.posix.nodes.edit_base import IN_PARTS
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.sparse_edit import SparseEditor

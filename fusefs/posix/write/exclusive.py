@@ -27,8 +27,8 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.nodes.temporary_names import has_random_part
 from fusefs.posix.types import Caller
 from fusefs.posix.write.upload_steps import CREATED_BY, content_type

@@ -32,10 +32,10 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cache.ranges import RangeMap
 from fusefs.linux import files
 from fusefs.linux.descriptors import check_unreserved
-from fusefs.posix.metadata import object_metadata as meta
-from fusefs.posix.metadata.object_metadata import Meta
+from fusefs.posix.nodes import object_metadata as meta
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, FileState, Inode, StagedFile
+from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.write import staged_sums, staging_record
 from fusefs.store.interface import ObjectInfo, ObjectVersion, UnansweredChanges, UploadState
 from fusefs.telemetry.stalls import WaitCause, stage

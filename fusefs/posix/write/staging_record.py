@@ -27,8 +27,8 @@ from typing import Any
 
 import trio
 
-from fusefs.posix.metadata.object_metadata import Form, Meta
 from fusefs.posix.nodes.inode import FileState, StagedFile
+from fusefs.posix.nodes.object_metadata import Form, Meta
 
 logger = logging.getLogger("fusefs.staging")
 

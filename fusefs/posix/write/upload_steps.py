@@ -17,9 +17,8 @@ from contextlib import suppress
 
 import trio
 
-from fusefs.posix.metadata import object_metadata
 from fusefs.posix.metadata.deferred_attributes import OwnObjects
-from fusefs.posix.nodes import names
+from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.edit_base import IN_PARTS, EditBase
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.sparse_edit import SparseEditor

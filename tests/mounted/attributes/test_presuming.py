@@ -25,8 +25,8 @@ from fusefs.posix.metadata.head_policy import (
     SAMPLE,
     HeadPolicy,
 )
-from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
+from fusefs.posix.nodes.object_metadata import Meta
 from tests.support.memory_store import SECOND_NS, MemoryStore
 from tests.support.mounting import WRITABLE, Mount, cost, metadata
 from tests.support.semantics import states

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import pytest
 
 from fusefs.posix.metadata.head_policy import SAMPLE
-from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
+from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from tests.support.mounting import WRITABLE, Mount, all_sent, cost, fusefs, metadata, status
 from tests.support.programs import need
 from tests.support.semantics import states

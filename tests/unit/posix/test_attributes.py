@@ -23,9 +23,9 @@ from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import AT_ONCE, DeferredAttributes
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.head_policy import SAMPLE
-from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
+from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.types import Caller, NewAttributes, OpenResult
 from fusefs.store.errors import StoreError
 from fusefs.store.fencing import ChangeToken

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.posix.metadata.object_metadata import LONGEST_TARGET
 from fusefs.posix.namespace import removals
 from fusefs.posix.namespace.removals import MANY
+from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.types import LookupResult, NewAttributes
 from fusefs.posix.write import recovery, staging_record
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError

@@ -20,8 +20,8 @@ from fusefs.daemon.jobs.cache_warmer import CacheWarmer, JobSpec
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
 from fusefs.daemon.jobs.verifier import Verifier
-from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode import Inode, StagedFile
+from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.write import staged_sums
 from fusefs.settings.mount import MountSettings, MountSource
 from fusefs.store.errors import StoreError

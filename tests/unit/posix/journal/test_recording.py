@@ -10,9 +10,9 @@ import pytest
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.metadata import attribute_log
 from fusefs.posix.metadata.attribute_log import AttributeLog, RecordedAttributes
-from fusefs.posix.metadata.object_metadata import Meta
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
+from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo
