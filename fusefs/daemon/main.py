@@ -60,13 +60,13 @@ from fusefs.linux import mount, mountinfo
 from fusefs.linux.libc import forbid_inspection
 from fusefs.linux.mount import MountError
 from fusefs.linux.unmount import UnmountError, umount_path
+from fusefs.posix.directory.head_policy import HeadPolicy
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal, NoJournal
 from fusefs.posix.journal.restore import restore
 from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
-from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode import StagedFile

@@ -31,6 +31,7 @@ import trio
 
 from fusefs.posix.directory.directory import Directory
 from fusefs.posix.directory.freshness import FIRST_S, QUIET_S, Creations, belief_s
+from fusefs.posix.directory.head_policy import HeadPolicy
 from fusefs.posix.directory.pending_changes import PendingChanges, put
 from fusefs.posix.directory.segment import (
     ABSENT,
@@ -44,7 +45,6 @@ from fusefs.posix.directory.segment import (
     start_after,
 )
 from fusefs.posix.directory.walk import Walk, Walks, run_ahead
-from fusefs.posix.metadata.head_policy import HeadPolicy
 from fusefs.posix.nodes.temporary_names import is_temporary
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo, Store

@@ -5,7 +5,7 @@ listing is there by then. Entries come
 with their attributes where these are known. On a writable mount that may take a
 question to the bucket for each: then names come alone, if the session can do that,
 behind a first few that show whether the others are worth asking
-(see posix/metadata/head_policy.py). So they do where the kernel knows as many nodes
+(see posix/directory/head_policy.py). So they do where the kernel knows as many nodes
 as it may: a directory of millions would take a node for each (nodes/name_pruner.py).
 """
 

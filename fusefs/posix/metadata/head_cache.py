@@ -25,9 +25,9 @@ from itertools import chain, islice
 
 import trio
 
+from fusefs.posix.directory.head_policy import SAMPLE, Assumed
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Entry, Segment
-from fusefs.posix.metadata.head_policy import SAMPLE, Assumed
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes import object_metadata as meta
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership

@@ -13,11 +13,7 @@ import pytest
 import trio
 
 from fusefs.cache.listing_cache import NoListingCache
-from fusefs.posix.directory.listings import Directories
-from fusefs.posix.directory.segment import Segment
-from fusefs.posix.journal.journal import NoJournal
-from fusefs.posix.metadata.head_cache import HeadCache
-from fusefs.posix.metadata.head_policy import (
+from fusefs.posix.directory.head_policy import (
     EXPERIENCE,
     MOST_CHANGED,
     READ_ONLY_SAMPLE,
@@ -25,6 +21,10 @@ from fusefs.posix.metadata.head_policy import (
     SAMPLE,
     HeadPolicy,
 )
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.directory.segment import Segment
+from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.object_metadata import Meta
 from tests.support.memory_store import SECOND_NS, MemoryStore

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from fusefs.posix.metadata.head_policy import SAMPLE
+from fusefs.posix.directory.head_policy import SAMPLE
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from tests.support.mounting import WRITABLE, Mount, all_sent, cost, fusefs, metadata, status
 from tests.support.programs import need

@@ -16,13 +16,13 @@ import trio
 import trio.testing
 
 from fusefs.cache.listing_cache import NoListingCache
+from fusefs.posix.directory.head_policy import SAMPLE
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.metadata import deferred_attributes
 from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import AT_ONCE, DeferredAttributes
 from fusefs.posix.metadata.head_cache import HeadCache
-from fusefs.posix.metadata.head_policy import SAMPLE
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.object_metadata import Meta
