@@ -7,7 +7,7 @@ requests cost no task and no switch. Errors are OSErrors whose errno is the
 answer.
 
 How an open is decided: posix/read/open.py; how a read is answered:
-posix/read/read.py; how a directory is read: posix/directory/readdir.py.
+posix/read/read.py; how a directory is read: posix/read/readdir.py.
 
 The object belongs to the event loop.
 """
@@ -25,7 +25,6 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.directory.listings import Absent, Directory, Entry
-from fusefs.posix.directory.readdir import DirectoryStreams
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.head_cache import HeadCache
@@ -42,6 +41,7 @@ from fusefs.posix.nodes.inode_table import Attributes, Inode, NodeLog
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.read.open import Opener
 from fusefs.posix.read.read import Reader
+from fusefs.posix.read.readdir import DirectoryStreams
 from fusefs.posix.types import Answer, Caller, DirectoryBuffer, LookupResult, OpenResult, waiting
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo

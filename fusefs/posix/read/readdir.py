@@ -15,7 +15,6 @@ import errno
 import time
 from itertools import islice
 
-from fusefs.posix.directory.entries import Entries
 from fusefs.posix.directory.listings import Directory, Segment
 from fusefs.posix.metadata.head_cache import MOST_AHEAD, HeadCache
 from fusefs.posix.mount_state import MountState
@@ -23,6 +22,7 @@ from fusefs.posix.nodes import names
 from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.offsets import base_of, code_of, divided
+from fusefs.posix.read.entries import Entries
 from fusefs.posix.types import Answer, Caller, DirectoryBuffer, waiting
 
 # The offsets of "." and ".." in a directory stream.
