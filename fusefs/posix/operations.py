@@ -31,7 +31,6 @@ from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.xattrs import Xattrs
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.mutations import Mutations
-from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.namespace.settled_store import SettledStore
@@ -39,6 +38,7 @@ from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Attributes, Inode, NodeLog
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
+from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.read.open import Opener
 from fusefs.posix.read.read import Reader
 from fusefs.posix.read.readdir import DirectoryStreams

@@ -23,10 +23,10 @@ import trio
 
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
 from fusefs.posix.mount_state import MountState, Writing
-from fusefs.posix.namespace.prefix_lock import Name, PrefixLock
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta
+from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import ConflictError, ExistsError, NotFoundError, UnsupportedError

@@ -16,11 +16,11 @@ import trio
 
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.create_remove import CreateRemove
-from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.relocate import Relocator
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import Meta, read
+from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.types import Caller
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError

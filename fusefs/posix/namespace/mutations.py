@@ -21,12 +21,12 @@ import trio
 from fusefs.posix.metadata import xattrs
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.mount_state import MountState
-from fusefs.posix.namespace.prefix_lock import Name
 from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.namespace.uncancelled import UncancelledRunner
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import MOST_NS, PERMISSIONS, Meta
+from fusefs.posix.nodes.prefix_lock import Name
 from fusefs.posix.types import Answer, Caller, NewAttributes, OpenResult, waiting
 from fusefs.posix.write.writer import Writer
 

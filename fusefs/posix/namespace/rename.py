@@ -23,13 +23,13 @@ from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.mount_state import MountState, Writing
 from fusefs.posix.namespace.link import LinkChanges
 from fusefs.posix.namespace.prefix_copy import PrefixCopy, copy_current
-from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.rename_job import RenameJobs
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import Meta
+from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.types import Caller
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.writer import Writer

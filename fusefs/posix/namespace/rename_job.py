@@ -40,7 +40,7 @@ import trio
 from fusefs.linux import files
 from fusefs.posix.mount_state import Writing
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
-from fusefs.posix.namespace.prefix_lock import Closure, PrefixLock
+from fusefs.posix.nodes.prefix_lock import Closure, PrefixLock
 from fusefs.store.errors import StoreError
 
 logger = logging.getLogger("fusefs.renaming")

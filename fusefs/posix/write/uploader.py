@@ -24,9 +24,9 @@ from typing import Any
 
 import trio
 
-from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.nodes.edit_base import IN_PARTS
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.write import exclusive, staged_sums
 from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.conflicts import Conflicts

@@ -25,7 +25,6 @@ from fusefs.linux.descriptors import check_unreserved
 from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, PUNCH_HOLE, allocate
 from fusefs.posix.directory.segment import Absent
 from fusefs.posix.mount_state import MountState, Writing
-from fusefs.posix.namespace.prefix_lock import PrefixLock
 from fusefs.posix.namespace.removals import Removals
 from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase
 from fusefs.posix.nodes.handles import FileHandle
@@ -33,6 +32,7 @@ from fusefs.posix.nodes.inode import UNKNOWN_OWNER, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta
+from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.types import Answer, Caller, OpenResult, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
