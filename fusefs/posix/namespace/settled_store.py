@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from fusefs.posix.namespace.removals import Removals
+from fusefs.posix.write.removals import Removals
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import (
     PLAIN,

@@ -8,9 +8,9 @@ from typing import Any
 import trio
 
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
-from fusefs.posix.namespace.removals import Removal
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.flush import Flusher
+from fusefs.posix.write.removals import Removal
 from fusefs.posix.write.staging import Staging
 from fusefs.posix.write.upload_times import pause_s
 from fusefs.store.errors import CredentialsError

@@ -23,12 +23,11 @@ from typing import Any
 from fusefs.linux import files
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.metadata import attribute_log
-from fusefs.posix.namespace import removals
 from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import Meta
-from fusefs.posix.write import aborts
+from fusefs.posix.write import aborts, removals
 from fusefs.posix.write.staging import SOURCE
 from fusefs.posix.write.staging_record import (
     is_uploaded,

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.posix.namespace import removals
-from fusefs.posix.namespace.removals import MANY
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.types import LookupResult, NewAttributes
-from fusefs.posix.write import recovery, staging_record
+from fusefs.posix.write import recovery, removals, staging_record
+from fusefs.posix.write.removals import MANY
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
 from fusefs.store.interface import DeleteFailure
 from tests.support.memory_store import HeldCopies

@@ -15,7 +15,7 @@ from fusefs.posix.directory import pending_changes
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.pending_changes import KEPT_S, PendingChanges
 from fusefs.posix.directory.segment import ABSENT
-from fusefs.posix.namespace.removals import MANY, Removals
+from fusefs.posix.write.removals import MANY, Removals
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import DeleteFailure, ObjectInfo
 from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
