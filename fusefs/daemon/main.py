@@ -63,7 +63,6 @@ from fusefs.linux.unmount import UnmountError, umount_path
 from fusefs.posix.directory.head_policy import HeadPolicy
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal, NoJournal
-from fusefs.posix.journal.restore import restore
 from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
@@ -75,7 +74,8 @@ from fusefs.posix.nodes.name_pruner import NamePruner
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.nodes.object_metadata import Form
 from fusefs.posix.operations import Operations
-from fusefs.posix.write import recovery
+from fusefs.posix.restore import leftovers as recovery
+from fusefs.posix.restore.from_journal import restore
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.display import human_size
 from fusefs.settings.memory import MemoryBudget

@@ -14,8 +14,8 @@ import trio
 
 from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S
+from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import recovery
 from fusefs.posix.write.staging import SOURCE
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from fusefs.posix.journal.journal import Journal, NoJournal
 from fusefs.posix.journal.replay import replay
-from fusefs.posix.journal.restore import restore_table
 from fusefs.posix.nodes import file_numbers, object_metadata
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Form, Meta
+from fusefs.posix.restore.from_journal import restore_table
 from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
 from fusefs.store.interface import ObjectInfo
 from tests.support.semantics import states

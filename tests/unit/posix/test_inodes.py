@@ -11,9 +11,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.journal.journal import Journal, NoJournal
 from fusefs.posix.journal.replay import replay
-from fusefs.posix.journal.restore import restore_table
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import ROOT_ID, Inode, InodeTable
+from fusefs.posix.restore.from_journal import restore_table
 from fusefs.store.interface import ObjectInfo
 
 

@@ -10,8 +10,8 @@ import trio.testing
 from trio.testing import MockClock
 
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import recovery
 from fusefs.posix.write.exclusive import OPEN_S
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError

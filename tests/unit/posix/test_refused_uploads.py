@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fusefs.posix.write import aborts, recovery, upload_steps
+from fusefs.posix.restore import leftovers as recovery
+from fusefs.posix.write import aborts, upload_steps
 from fusefs.store.errors import (
     AccessDeniedError,
     CredentialsError,

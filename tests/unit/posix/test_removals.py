@@ -13,8 +13,9 @@ import pytest
 import trio
 
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
+from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.types import LookupResult, NewAttributes
-from fusefs.posix.write import recovery, removals, staging_record
+from fusefs.posix.write import removals, staging_record
 from fusefs.posix.write.removals import MANY
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
 from fusefs.store.interface import DeleteFailure

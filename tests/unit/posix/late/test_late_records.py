@@ -19,7 +19,7 @@ from fusefs.posix.late.request_log import (
     unanswered_in,
 )
 from fusefs.posix.late.uncertain_keys import SETTLE_S, UncertainKey, UncertainKeys, boottime
-from fusefs.posix.write import recovery
+from fusefs.posix.restore import leftovers as recovery
 from fusefs.store.interface import ObjectInfo
 from tests.support.survival.mortal_mount import DiedError, MortalMount, close_all
 

@@ -11,8 +11,8 @@ from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import CheckResult, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import recovery
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.store import S3Store

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fusefs.posix.nodes import edit_base
+from fusefs.posix.restore.leftovers import adopt
 from fusefs.posix.write import sparse_edit, upload_steps, uploader, writer
-from fusefs.posix.write.recovery import adopt
 from fusefs.posix.write.staging import Staging
 from tests.support.memory_uploads import UploadingStore
 from tests.support.survival.fate import Fate, fate_of_records

@@ -19,7 +19,7 @@ from fusefs.posix.nodes.handles import (
 from fusefs.posix.nodes.inode import Inode
 from fusefs.posix.nodes.inode_table import ROOT_ID, InodeTable, choose_lead
 from fusefs.posix.operations import Operations
-from fusefs.posix.write import recovery
+from fusefs.posix.restore import leftovers as recovery
 
 Backing = Mapping[int, tuple[int, int]]
 
