@@ -66,7 +66,7 @@ from fusefs.posix.journal.journal import Journal, NoJournal
 from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
-from fusefs.posix.mount_state import MountState, Writing
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import InodeTable, Ownership
@@ -76,6 +76,7 @@ from fusefs.posix.nodes.object_metadata import Form
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.restore.from_journal import restore
+from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.display import human_size
 from fusefs.settings.memory import MemoryBudget

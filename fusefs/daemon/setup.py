@@ -15,7 +15,7 @@ from fusefs.cache.listing_cache import ListingCache, NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.daemon import log_handlers
 from fusefs.linux.descriptors import raise_limit
-from fusefs.posix.mount_state import WriteRules
+from fusefs.posix.write.rules import WriteRules
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import FREE_INODES, Conflict

@@ -29,7 +29,7 @@ from fusefs.posix.directory.segment import ABSENT, UNCOVERED
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.xattrs import Xattrs
-from fusefs.posix.mount_state import MountState, Writing
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.namespace.settled_store import SettledStore
@@ -43,6 +43,7 @@ from fusefs.posix.read.read import Reader
 from fusefs.posix.read.readdir import DirectoryStreams
 from fusefs.posix.types import Answer, Caller, DirectoryBuffer, LookupResult, OpenResult, waiting
 from fusefs.posix.write.removals import Removals
+from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo
 

@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 import trio
 
-from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import (
+    ABSENT,
+    Absent,
     CheckResult,
     KeyState,
     UncertainKey,

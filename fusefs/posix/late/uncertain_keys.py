@@ -39,13 +39,18 @@ from typing import Any
 import trio
 
 from fusefs.linux import clock, files
-from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.late import request_log
 from fusefs.posix.late.request_log import DELETE, PUT, Change
 from fusefs.store.interface import ObjectInfo, UnansweredChanges
 
 logger = logging.getLogger("fusefs.late")
 
+
+class Absent:
+    """The state of a key that has no object."""
+
+
+ABSENT = Absent()
 # What is found under a key, or expected there.
 KeyState = ObjectInfo | Absent
 

@@ -23,9 +23,8 @@ from typing import BinaryIO
 
 import trio
 
-from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
-from fusefs.posix.late.uncertain_keys import KeyState, UncertainKey, UncertainKeys, boottime
+from fusefs.posix.late.uncertain_keys import ABSENT, KeyState, UncertainKey, UncertainKeys, boottime
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import (
     PLAIN,

@@ -1,13 +1,13 @@
 """Modes, owners, times and attributes of objects, which listings lack: from HEAD requests.
 
 A writable mount sends a HEAD for each name that is looked up, unless the object is
-assumed to have no attributes (head_policy.py). When a program looks at one name after
+assumed to have none (directory/head_policy.py). When a program looks at one name after
 the other in the order of the listing (`ls -l`, `rsync`), HEADs of the following names
 are sent along: one, two, four, and at most MOST_AHEAD. A folder that is listed, that a walk
 is about to reach, or in which a second name is looked up, has HEADs of a few names at once
 where these may decide for all of them.
 
-A read-only mount assumes more (head_policy.py). A program that may not read or execute a file
+A read-only mount assumes more. A program that may not read or execute a file
 has the kernel ask for its attributes once more: then they are the object's. The GET of a small
 file brings them as well. Where an object turns out to be a link that the kernel was told to be
 a file, its name gets a new node: an open of the old one is ESTALE, upon which the kernel looks

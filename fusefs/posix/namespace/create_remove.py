@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 import trio
 
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
-from fusefs.posix.mount_state import MountState, Writing
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
 from fusefs.posix.types import Caller
+from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import ConflictError, ExistsError, NotFoundError, UnsupportedError
 from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, Write

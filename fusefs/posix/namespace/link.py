@@ -14,7 +14,7 @@ from functools import partial
 
 import trio
 
-from fusefs.posix.mount_state import MountState, Writing
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.create_remove import CreateRemove
 from fusefs.posix.namespace.relocate import Relocator
 from fusefs.posix.nodes.inode import StagedFile
@@ -22,6 +22,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import Meta, read
 from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.types import Caller
+from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import Condition, ObjectInfo, Write

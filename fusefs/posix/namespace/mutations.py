@@ -1,6 +1,6 @@
 """The requests that change something, on a writable mount.
 
-Each waits until no rename of a directory is in its way (prefix_lock.py), and then goes on
+Each waits until no rename of a directory is in its way (nodes/prefix_lock.py), and then goes on
 when its request is cancelled (uncancelled.py), so that none is left half done. One that
 must not be applied twice is put on record before it is begun: when it is sent again,
 finding it done is success.

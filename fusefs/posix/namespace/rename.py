@@ -20,7 +20,7 @@ import trio
 
 from fusefs.posix.directory.segment import Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
-from fusefs.posix.mount_state import MountState, Writing
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.link import LinkChanges
 from fusefs.posix.namespace.prefix_copy import PrefixCopy, copy_current
 from fusefs.posix.namespace.rename_job import RenameJobs
@@ -32,6 +32,7 @@ from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.types import Caller
 from fusefs.posix.write import staging_record
+from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo

@@ -14,7 +14,7 @@ At every moment each file is there under its old or its new name. A record that
 no request waits for is finished by the process that finds it: a daemon that gets
 the request again that the last one died over, or, after a crash of the machine,
 the next mount. Then what is copied is not copied again (prefix_copy.py). This mount
-changes nothing below either name until then (prefix_lock.py); `until_ns` is when the
+changes nothing below either name until then (nodes/prefix_lock.py); `until_ns` is when the
 youngest of what may be deleted was made, by the bucket's clock, for other clients do.
 A mount that was detached while programs used it finishes its own: two that do would take
 each other's failure for the end of the rename, and remove the only objects that are left.
@@ -38,9 +38,9 @@ from typing import Any
 import trio
 
 from fusefs.linux import files
-from fusefs.posix.mount_state import Writing
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
 from fusefs.posix.nodes.prefix_lock import Closure, PrefixLock
+from fusefs.posix.write.rules import Writing
 from fusefs.store.errors import StoreError
 
 logger = logging.getLogger("fusefs.renaming")

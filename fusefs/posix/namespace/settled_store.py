@@ -1,6 +1,6 @@
 """The store of a writable mount, with the removals that are on record taken for done.
 
-A change of a key waits until its removal (removals.py) is done, so that none comes
+A change of a key waits until its removal (write/removals.py) is done, so that none comes
 too late and takes what was made since. Listings lack what is on its way out.
 """
 

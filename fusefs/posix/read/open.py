@@ -21,7 +21,6 @@ import os
 import time
 from collections import OrderedDict
 from functools import partial
-from typing import Protocol
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import NotKeptError
@@ -34,6 +33,7 @@ from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.read.known_files import KnownFiles
 from fusefs.posix.types import Answer, Caller, OpenResult, waiting
+from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
@@ -43,20 +43,10 @@ MOST_STALE = 4096
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
-class OpensStaged(Protocol):
-    """The part of a writable mount that knows which files are written (write/writer.py)."""
-
-    def open_staged(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
-        """Open a file that is staged."""
-
-    def is_preparing(self, inode: Inode) -> bool:
-        """True if a node's content is on its way into staging."""
-
-
 class Opener:
     """The opens of one mount; `writer` is None on a read-only one. Belongs to the event loop."""
 
-    def __init__(self, state: MountState, writer: OpensStaged | None) -> None:
+    def __init__(self, state: MountState, writer: Writer | None) -> None:
         self._state = state
         self._store = state.store
         self._directories = state.directories

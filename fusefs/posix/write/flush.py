@@ -25,7 +25,7 @@ import trio
 from fusefs.posix.directory.segment import ABSENT, Absent
 from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttributes
-from fusefs.posix.mount_state import MountState, Writing
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
@@ -35,6 +35,7 @@ from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.removals import Removals
+from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging_record import may_tell_uploaded

@@ -10,7 +10,7 @@ in one directory it refuses at its first file, which fails the call.
 
 The object is deleted over its ETag. What could not be deleted, and what an earlier
 process has left, is looked at first: another object that somebody has put there
-meanwhile stays. Changes of such a key wait until it is gone (settled_store.py);
+meanwhile stays. Changes of such a key wait until it is gone (namespace/settled_store.py);
 listings do not show it (`Directories.pending_changes`).
 """
 

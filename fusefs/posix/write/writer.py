@@ -24,7 +24,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.linux.descriptors import check_unreserved
 from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, PUNCH_HOLE, allocate
 from fusefs.posix.directory.segment import Absent
-from fusefs.posix.mount_state import MountState, Writing
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, StagedFile
@@ -38,6 +38,7 @@ from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import EmptyObjects, is_undecided
 from fusefs.posix.write.flush import WRITING, Flusher
 from fusefs.posix.write.removals import Removals
+from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.store.errors import NotFoundError, StaleVersionError

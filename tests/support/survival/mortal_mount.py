@@ -25,13 +25,14 @@ from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState
-from fusefs.posix.mount_state import MountState, WriteRules, Writing
+from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore.from_journal import restore
 from fusefs.posix.types import BackingFiles, Caller, NameKind
+from fusefs.posix.write.rules import WriteRules, Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.durability import Durability, DurabilityRules
 from tests.support.memory_store import MemoryStore

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import (
     COPY,
     DELETE,
@@ -18,7 +17,7 @@ from fusefs.posix.late.request_log import (
     RequestLog,
     unanswered_in,
 )
-from fusefs.posix.late.uncertain_keys import SETTLE_S, UncertainKey, UncertainKeys, boottime
+from fusefs.posix.late.uncertain_keys import ABSENT, SETTLE_S, UncertainKey, UncertainKeys, boottime
 from fusefs.posix.restore import leftovers as recovery
 from fusefs.store.interface import ObjectInfo
 from tests.support.survival.mortal_mount import DiedError, MortalMount, close_all

@@ -7,9 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
-from fusefs.posix.late.uncertain_keys import CheckResult, UncertainKeys
+from fusefs.posix.late.uncertain_keys import ABSENT, CheckResult, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.types import NewAttributes
