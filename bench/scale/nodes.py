@@ -105,8 +105,9 @@ async def first_byte() -> None:
 class SimulatedEngine:
     """Takes the time of a node's requests for parts, and sends nothing."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, nursery: trio.Nursery) -> None:
         self._node = node
+        self.nursery = nursery
 
     async def send(self, request: Request, _on_progress: object) -> Completion:
         status = await self._node.answer(int(request.url.rpartition("/")[2]))
@@ -117,14 +118,14 @@ class SimulatedEngine:
 class Node:
     """One node: the daemon's requester, and a link."""
 
-    def __init__(self, number: int, s3: S3) -> None:
+    def __init__(self, number: int, s3: S3, nursery: trio.Nursery) -> None:
         budget = MemoryBudget.of(256 * MIB)
         self.number = number
         self.link = Link(NODE_LINK)
         settings = S3Settings(
             "bucket", NOWHERE, anonymous=True, max_streams=budget.streams, retry_time_s=math.inf
         )
-        self.requester = Requester(settings, engine=cast(Engine, SimulatedEngine(self)))
+        self.requester = Requester(settings, cast(Engine, SimulatedEngine(self, nursery)))
         self.requester.source.access = Access(settings)
         self.streams = budget.streams
         self._s3 = s3
@@ -194,7 +195,7 @@ class CachedNode(Node):
     def __init__(
         self, number: int, s3: S3, cache: Cache, nursery: trio.Nursery, *, looks_again: bool
     ) -> None:
-        super().__init__(number, s3)
+        super().__init__(number, s3, nursery)
         self._cache = cache
         self._nursery = nursery
         self._deadline = Deadline()
@@ -318,7 +319,7 @@ async def start(
                 fleet = [
                     CachedNode(number, s3, cache, background, looks_again=looks_again)
                     if cache
-                    else Node(number, s3)
+                    else Node(number, s3, background)
                     for number in range(nodes)
                 ]
                 for node in fleet:

@@ -109,8 +109,8 @@ class BlockBucket:
     def __init__(self, settings: S3Settings, prefix: str, engine: Engine) -> None:
         self._gets = Requester(
             replace(settings, connect_timeout_s=GET_TIMEOUT_S, read_timeout_s=GET_TIMEOUT_S),
-            CLUSTER_REQUESTS,
             engine,
+            CLUSTER_REQUESTS,
         )
         self._store = S3Store(
             replace(
@@ -121,8 +121,8 @@ class BlockBucket:
                 max_connections=PUTS,
                 max_streams=PUTS,
             ),
-            CLUSTER_REQUESTS,
             engine,
+            CLUSTER_REQUESTS,
         )
         self._puts = self._store.requester
         self._prefix = prefix

@@ -85,7 +85,7 @@ from fusefs.settings.types import Conflict, SessionKind
 from fusefs.store.errors import ErrorCode, StoreError
 from fusefs.store.interface import UnansweredChanges
 from fusefs.store.probing import Prober
-from fusefs.store.s3.store import S3Store
+from fusefs.store.s3.store import open_store
 from fusefs.telemetry.activity import ACTIVITY
 
 if TYPE_CHECKING:
@@ -143,8 +143,7 @@ class Daemon:
         """
         if self.settings.session != SessionKind.PYFUSE3:
             self._takeover = await Takeover.begin(self.settings)
-        self.store = S3Store(setup.s3_settings(self.settings))
-        try:
+        async with open_store(setup.s3_settings(self.settings)) as self.store:
             if self._takeover is None or self._takeover.checks_first:
                 await self.store.check(self.settings.source.prefix)
             if self._takeover is not None and not self._takeover.is_fresh:
@@ -166,9 +165,6 @@ class Daemon:
             await self.cache.aclose(sync=self._is_unmounted)
             if self._takeover is not None:
                 self._takeover.keeper.ending()
-        finally:
-            with trio.CancelScope(shield=True):
-                await self.store.aclose()
 
     def _build(self, nursery: trio.Nursery) -> None:
         """Make the parts that do not depend on the session; their tasks run in `nursery`."""

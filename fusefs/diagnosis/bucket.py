@@ -33,7 +33,7 @@ from fusefs.store.errors import (
 from fusefs.store.interface import BytesSink, ObjectInfo, ObjectVersion
 from fusefs.store.probing import probe
 from fusefs.store.s3.access import S3Settings
-from fusefs.store.s3.store import S3Store
+from fusefs.store.s3.store import S3Store, open_store
 
 RETRY_TIME_S = 3.0
 LIMIT_S = 30.0
@@ -82,9 +82,8 @@ async def check(
     settings: S3Settings, prefix: str, *, tries_permissions: bool, may_write: bool
 ) -> list[Finding]:
     """All checks of the bucket. Returns within a minute, whatever S3 does."""
-    store = S3Store(replace(settings, retry_time_s=RETRY_TIME_S))
     findings: list[Finding] = []
-    try:
+    async with open_store(replace(settings, retry_time_s=RETRY_TIME_S)) as store:
         with trio.move_on_after(LIMIT_S) as scope:
             await _read_some(store, prefix, findings.append)
         if scope.cancelled_caught:
@@ -97,8 +96,6 @@ async def check(
             )
         elif tries_permissions:
             findings += await _permissions(store, prefix, may_write=may_write)
-    finally:
-        await store.aclose()
     return findings
 
 

@@ -12,6 +12,7 @@ import trio
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem
 from fusefs.settings.display import human_duration
+from fusefs.store.engine.engine import open_engine
 from fusefs.store.errors import NO_CREDENTIALS, SILENT_SOURCE, AttemptError
 from fusefs.store.s3.access import Access, AccessSource, S3Settings
 
@@ -27,7 +28,7 @@ _FILES = {
 def check(settings: S3Settings) -> tuple[Finding, Access | None]:
     """The finding about the credentials, and access with them; None without any. Blocks."""
     try:
-        access = trio.run(AccessSource(settings).connect)
+        access = trio.run(_connect, settings)
     except AttemptError as error:
         text, what_to_do = str(error), "correct that: it is what every request to S3 begins with"
         if error.failure in (NO_CREDENTIALS, SILENT_SOURCE):  # they have both
@@ -36,6 +37,11 @@ def check(settings: S3Settings) -> tuple[Finding, Access | None]:
     if access.credentials is None:
         return ok("credentials", "requests are not signed (--anonymous)"), access
     return _describe(access.credentials), access
+
+
+async def _connect(settings: S3Settings) -> Access:
+    async with open_engine(1) as engine:
+        return await AccessSource(settings, engine.nursery).connect()
 
 
 def _describe(credentials: Any) -> Finding:

@@ -20,7 +20,7 @@ import trio
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.settings.display import human_duration
 from fusefs.store import unreachable
-from fusefs.store.engine.engine import Completion, Engine
+from fusefs.store.engine.engine import Completion, open_engine
 from fusefs.store.errors import AttemptError, StoreError, translate
 from fusefs.store.http.proxies import PORTS
 from fusefs.store.s3.access import Access, S3Settings
@@ -84,7 +84,7 @@ def _unsigned_access(settings: S3Settings) -> Access:
 async def _ask(access: Access) -> Completion:
     """Send a LIST, which any server answers, if only with a refusal."""
     call = Call("LIST", "GET", query={"list-type": 2, "max-keys": 1})
-    async with Engine(1) as engine:
+    async with open_engine(1) as engine:
         return await engine.send(access.address.request(call, None))
 
 

@@ -21,7 +21,7 @@ from fusefs.store.errors import AccessDeniedError, StoreError
 from fusefs.store.http.server_clock import SKEWED, ServerClock
 from fusefs.store.interface import BytesSink, ObjectVersion
 from fusefs.store.s3.access import S3Settings
-from fusefs.store.s3.store import S3Store
+from fusefs.store.s3.store import open_store
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -207,16 +207,13 @@ async def test_a_wrong_clock_costs_one_refusal(ahead_s: float) -> None:
     with server, tempfile.TemporaryFile() as file:
         file.write(b"hello")
         file.flush()
-        store = S3Store(S3Settings("bucket", server.endpoint_url, keys=KEYS))
         sink = BytesSink(0, 5)
-        try:
+        async with open_store(S3Settings("bucket", server.endpoint_url, keys=KEYS)) as store:
             info = await store.put_file("a", file.fileno(), 5)
             assert (await store.head("a")).etag == info.etag
             await store.download(info.version, 0, 5, sink)
             assert [one.key for one in (await store.list_page("")).objects] == ["a"]
             assert not await store.delete_many(["a"])
-        finally:
-            await store.aclose()
     assert (sink.data, server.contents()) == (b"hello", {})
     assert len(server.refused) == 1
 
@@ -229,11 +226,10 @@ async def test_a_refusal_for_another_reason_is_no_matter_of_time() -> None:
 
     server = Refusing(4000.0)
     with server:
-        store = S3Store(S3Settings("bucket", server.endpoint_url, keys=KEYS))
-        await store.list_page("")
-        with pytest.raises(AccessDeniedError):
-            await store.head("a")
-        await store.aclose()
+        async with open_store(S3Settings("bucket", server.endpoint_url, keys=KEYS)) as store:
+            await store.list_page("")
+            with pytest.raises(AccessDeniedError):
+                await store.head("a")
     assert server.refused[1:] == ["GET"] * (len(server.refused) - 1)
     assert len(server.refused) <= 4
 

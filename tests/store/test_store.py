@@ -78,12 +78,12 @@ def test_a_daemon_lists_a_bucket_without_importing_botocore(shared: Bucket) -> N
 import sys, trio
 import fusefs.daemon.main
 from fusefs.store.s3.access import S3Settings
-from fusefs.store.s3.store import S3Store
+from fusefs.store.s3.store import open_store
 async def main():
-    store = S3Store(S3Settings({shared.name!r}, {shared.server.endpoint_url!r}))
-    await store.check("")
-    await store.list_page("")
-    await store.aclose()
+    settings = S3Settings({shared.name!r}, {shared.server.endpoint_url!r})
+    async with open_store(settings) as store:
+        await store.check("")
+        await store.list_page("")
 trio.run(main)
 print(*({{"boto3", "botocore", "asyncio"}} & sys.modules.keys()), end="")
 """

@@ -67,9 +67,9 @@ async def _measured(
     rate: float, latency_s: float, *, change_to: float | None = None
 ) -> tuple[float, float]:
     """The share of requests that is refused, and of the allowance that is used, after 10 s."""
-    connections = ConnectionBudget(32)
     allowance, answers = Allowance(rate), Counter[bool]()
     async with trio.open_nursery() as nursery:
+        connections = ConnectionBudget(32, nursery)
         for _ in range(READERS):
             nursery.start_soon(_read, connections, allowance, answers, latency_s)
         if change_to is not None:
@@ -126,9 +126,9 @@ async def test_a_limit_ends_a_minute_after_the_last_refusal(
 
 
 async def test_a_reader_that_is_cancelled_while_it_waits_for_its_turn_gives_its_connection_back(
-    autojump_clock: trio.testing.MockClock,
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    connections = ConnectionBudget(2)
+    connections = ConnectionBudget(2, nursery)
     rate = connections.rate
     rate.note_refused(WHAT)
     await trio.sleep(1.5)

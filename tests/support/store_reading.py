@@ -14,7 +14,7 @@ import trio
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 from fusefs.store.s3 import store as s3_module
 from fusefs.store.s3.access import S3Settings
-from fusefs.store.s3.store import S3Store
+from fusefs.store.s3.store import S3Store, open_store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 
@@ -49,10 +49,9 @@ async def opened(shared: Bucket, faulty: FaultyS3, **settings: Any) -> AsyncIter
         "read_timeout_s": 1.0,
         **settings,
     }
-    store = S3Store(S3Settings(**chosen))
     with trio.fail_after(LIMIT_S):
-        yield store
-        await store.aclose()
+        async with open_store(S3Settings(**chosen)) as store:
+            yield store
 
 
 class Collector:

@@ -11,7 +11,7 @@ import trio
 from fusefs.store.interface import Condition, ObjectInfo, Write
 from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.put import SMALL
-from fusefs.store.s3.store import S3Store
+from fusefs.store.s3.store import S3Store, open_store
 from tests.support.machine.local_file import LocalFile
 from tests.support.servers.buckets import Bucket
 
@@ -40,12 +40,11 @@ async def opened(
         "part_size": PART,
         **settings,
     }
-    store = S3Store(S3Settings(**chosen))
     with trio.fail_after(LIMIT_S):
-        if has_listed:
-            await store.check("")
-        yield store
-        await store.aclose()
+        async with open_store(S3Settings(**chosen)) as store:
+            if has_listed:
+                await store.check("")
+            yield store
 
 
 async def put(

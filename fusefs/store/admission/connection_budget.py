@@ -84,14 +84,17 @@ class ConnectionBudget:
     def __init__(
         self,
         maximum: int,
+        nursery: trio.Nursery,
         next_budget: ConnectionBudget | None = None,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        """With `next_budget`, what gets a connection here waits for one there as well.
+        """`nursery` has the task that admits requests while there is a rate limit.
 
+        With `next_budget`, what gets a connection here waits for one there as well.
         Times are seconds of `clock`.
         """
         self.maximum = maximum
+        self._nursery = nursery
         self._clock = clock
         self._next_budget = next_budget
         self._allowed = float(maximum)
@@ -234,7 +237,7 @@ class ConnectionBudget:
         if not self._is_timing:
             self._is_timing = True
             # Not one of the waiters: each may be cancelled, and leave the others without a clock.
-            trio.lowlevel.spawn_system_task(self._admit_in_time)
+            self._nursery.start_soon(self._admit_in_time)
 
     async def _admit_in_time(self) -> None:
         """Admit waiters as their turns come, while turns are what they wait for."""

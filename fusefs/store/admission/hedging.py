@@ -95,7 +95,7 @@ class Hedging:
             self._sent.append((trio.current_time() + self.wait_s, first))
             if not self._is_watching:
                 self._is_watching = True
-                trio.lowlevel.spawn_system_task(self._watch)
+                engine.nursery.start_soon(self._watch)
         completion = await first.completed_or_slow()
         if completion is None and not first.has_begun and self.take():
             return await self._race(engine, request, first)

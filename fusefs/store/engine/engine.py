@@ -15,8 +15,9 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple, Self, TypeAlias
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple, TypeAlias
 
 import trio
 
@@ -338,28 +339,31 @@ def _flat(request: Request) -> tuple[object, ...]:
 class Engine:
     """Sends requests by libcurl. Belongs to the event loop.
 
-    Its threads start with the first request, so that a process may fork before it. `aclose`, or
-    the end of the event loop, cancels what is under way and closes all connections. An async
-    context manager.
+    Its threads start with the first request, so that a process may fork before it. `nursery` has
+    its task, and those of the parts above that send by it.
     """
 
     def __init__(
-        self, max_connections: int, *, small_workers: int = 1, large_workers: int | None = None
+        self,
+        nursery: trio.Nursery,
+        max_connections: int,
+        *,
+        small_workers: int = 1,
+        large_workers: int | None = None,
     ) -> None:
-        """`max_connections` is how many idle connections each worker keeps open at most."""
+        """`open_engine` makes them.
+
+        `max_connections` is how many idle connections each worker keeps open at most.
+        """
+        self.nursery = nursery
         if large_workers is None:
             processors = len(os.sched_getaffinity(0))
             large_workers = min(_MOST_LARGE_WORKERS, max(2, processors // 2))
         self._settings = small_workers, large_workers, max_connections
         self._native: _engine.Engine | None = None
-        self._delivery: trio.CancelScope | None = None
+        # Ends with `close` alone: tasks that are cancelled wait for their transfers' completions.
+        self._delivery = trio.CancelScope(shield=True)
         self._is_closed = False
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     def submit(self, request: Request, on_progress: OnProgress | None = None) -> Transfer:
         """Hand a request to a worker.
@@ -374,6 +378,8 @@ class Engine:
             OSError: a descriptor can't be duplicated.
             trio.ClosedResourceError: the engine was closed.
         """
+        if self._is_closed:
+            raise trio.ClosedResourceError
         native = self._native or self._start()
         transfer = Transfer(native, on_progress, has_proxy=request.route.proxy is not None)
         native.submit(transfer, _flat(request))
@@ -384,35 +390,53 @@ class Engine:
         await trio.lowlevel.checkpoint_if_cancelled()
         return await self.submit(request, on_progress).completed()
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Cancel what is under way and end the threads. Does not return before that."""
         self._is_closed = True
         native, self._native = self._native, None
-        if native is not None and self._delivery is not None:
+        if native is not None:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(native.close)
             _deliver(native)
             self._delivery.cancel()
-        await trio.lowlevel.checkpoint()
 
     def _start(self) -> _engine.Engine:
-        if self._is_closed:
-            raise trio.ClosedResourceError
         self._native = _engine.Engine(*self._settings, Transfer)
-        self._delivery = trio.CancelScope()
-        trio.lowlevel.spawn_system_task(self._run, self._native, self._delivery)
+        self.nursery.start_soon(self._run, self._native)
         return self._native
 
-    async def _run(self, native: _engine.Engine, delivery: trio.CancelScope) -> None:
-        with delivery:
+    async def _run(self, native: _engine.Engine) -> None:
+        with self._delivery:
+            while True:
+                await trio.lowlevel.wait_readable(native.eventfd)
+                _deliver(native)
+
+
+@asynccontextmanager
+async def open_engine(
+    max_connections: int, *, small_workers: int = 1, large_workers: int | None = None
+) -> AsyncIterator[Engine]:
+    """Hand out an engine. At the end of the block all that is under way is cancelled.
+
+    An exception of the block is raised as it is, not in a group.
+    """
+    try:
+        async with trio.open_nursery() as nursery:
+            engine = Engine(
+                nursery,
+                max_connections,
+                small_workers=small_workers,
+                large_workers=large_workers,
+            )
             try:
-                while True:
-                    await trio.lowlevel.wait_readable(native.eventfd)
-                    _deliver(native)
+                yield engine
             finally:
-                if self._native is native:  # the event loop ends
-                    self._native = None
-                    native.close()
+                await engine.close()
+                nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) > 1:
+            raise
+        raise group.exceptions[0] from group.exceptions[0].__cause__
 
 
 def _deliver(native: _engine.Engine) -> None:

@@ -327,7 +327,8 @@ class SharedCall(Generic[T]):
     result in any case.
     """
 
-    def __init__(self, accept: Callable[[T], None]) -> None:
+    def __init__(self, nursery: trio.Nursery, accept: Callable[[T], None]) -> None:
+        self._nursery = nursery
         self._accept = accept
         self._call: _Call | None = None
 
@@ -344,7 +345,7 @@ class SharedCall(Generic[T]):
         call = self._call
         if call is None:
             call = self._call = _Call()
-            trio.lowlevel.spawn_system_task(self._run, call, work)
+            self._nursery.start_soon(self._run, call, work)
         await call.ended.wait()
         if call.failure is not None:
             raise AttemptError(call.failure)
@@ -371,14 +372,15 @@ class AccessSource:
     Requests under way keep an access that is replaced meanwhile.
     """
 
-    def __init__(self, settings: S3Settings) -> None:
+    def __init__(self, settings: S3Settings, nursery: trio.Nursery) -> None:
+        """`nursery` has the calls in threads, which outlast those that wait for them."""
         self._settings = settings
         self.access: Access | None = None
         self.principal: str | None = None
         self._clock = ServerClock()
-        self._connecting = SharedCall(self._take)
-        self._credentials_call = SharedCall(self._look_for_credentials)
-        self._renewing: SharedCall[object] = SharedCall(lambda _: None)
+        self._connecting = SharedCall(nursery, self._take)
+        self._credentials_call = SharedCall(nursery, self._look_for_credentials)
+        self._renewing = SharedCall[object](nursery, lambda _: None)
         self._connected = 0.0
 
     async def connect(self) -> Access:

@@ -147,23 +147,22 @@ class Requester:
     def __init__(
         self,
         settings: S3Settings,
+        engine: Engine,
         requests: S3Requests = S3_REQUESTS,
-        engine: Engine | None = None,
     ) -> None:
-        """`engine` is shared with other stores; None: one of its own."""
+        """`engine` may be shared with other stores; its nursery has the tasks of this."""
         self.settings = settings
         self._requests = requests
         # Of what is written here.
         self.storage_class = settings.write_options.storage_class or "STANDARD"
-        self.connections = ConnectionBudget(settings.max_connections)
+        self.connections = ConnectionBudget(settings.max_connections, engine.nursery)
         # Of these, the ones for large bodies, which take buffers.
         streams = min(settings.max_streams, settings.max_connections)
-        self._streams = ConnectionBudget(streams, self.connections)
+        self._streams = ConnectionBudget(streams, engine.nursery, self.connections)
         # So many small bodies are in memory at a time; those of the others are on the disk.
         self.small_bodies = trio.Semaphore(2 * streams)
-        self._owns_engine = engine is None
-        self.engine = engine or Engine(settings.max_connections)
-        self.source = AccessSource(settings)
+        self.engine = engine
+        self.source = AccessSource(settings, engine.nursery)
         self.counted: Counter[str] = Counter()
         # When S3 last fulfilled a request, or could not for want of an object; trio's seconds.
         self.last_answer = -math.inf
@@ -202,11 +201,6 @@ class Requester:
         """Ask the requests that wait for their priorities again: one has risen."""
         self._streams.reprioritize()
         self.connections.reprioritize()
-
-    async def aclose(self) -> None:
-        """Close the connections, unless they are shared."""
-        if self._owns_engine:
-            await self.engine.aclose()
 
     async def send(
         self,

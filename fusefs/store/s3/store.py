@@ -8,13 +8,14 @@ credentials, and the address where that is not plain (access.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
 import trio
 
-from fusefs.store.engine.engine import Engine
+from fusefs.store.engine.engine import Engine, open_engine
 from fusefs.store.errors import AccessDeniedError, AttemptError, CredentialsError, StoreError
 from fusefs.store.fencing import TokenSource
 from fusefs.store.http import redirects
@@ -55,12 +56,12 @@ class S3Store:
     def __init__(
         self,
         settings: S3Settings,
+        engine: Engine,
         requests: S3Requests = S3_REQUESTS,
-        engine: Engine | None = None,
     ) -> None:
-        """`requests` counts those that are sent, by this engine or by one of its own."""
+        """`requests` counts those that are sent; `open_store` makes stores with their engine."""
         self.settings = settings
-        self.requester = Requester(settings, requests, engine)
+        self.requester = Requester(settings, engine, requests)
         self.tokens = TokenSource()
         self.unanswered = UnansweredChanges()
         self.fence = Fence(self.head)
@@ -136,10 +137,6 @@ class S3Store:
             self.requester.last_answer = trio.current_time()
             return False
         return None
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self.requester.aclose()
 
     async def list_page(
         self,
@@ -227,3 +224,13 @@ class S3Store:
     async def compares_checksum(self, key: str, fd: int, size: int, crc32: str) -> bool:
         """Send a body with another CRC32 (in base64) than its own; True if it is refused."""
         return await putting.compares_checksum(self.requester, key, fd, size, crc32)
+
+
+@asynccontextmanager
+async def open_store(settings: S3Settings) -> AsyncIterator[S3Store]:
+    """Hand out a store with an engine of its own, whose tasks end with the block.
+
+    An exception of the block is raised as it is.
+    """
+    async with open_engine(settings.max_connections) as engine:
+        yield S3Store(settings, engine)

@@ -16,7 +16,7 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.types import MIB
 from fusefs.store.s3.access import S3Settings
-from fusefs.store.s3.store import S3Store
+from fusefs.store.s3.store import open_store
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -200,12 +200,11 @@ def test_the_limit_is_divided() -> None:
 async def test_listings_are_dropped_when_there_is_no_memory_for_them() -> None:
     keys = [f"{number:02}/{name}" for number in range(20) for name in range(50)]
     with ListingServer(keys) as server:
-        store = S3Store(S3Settings("bucket", endpoint_url=server.endpoint_url, anonymous=True))
-        async with trio.open_nursery() as nursery:
+        settings = S3Settings("bucket", endpoint_url=server.endpoint_url, anonymous=True)
+        async with open_store(settings) as store, trio.open_nursery() as nursery:
             directories = Directories(store, 60.0, NoListingCache(), nursery)
             directories.most_entries = 200
             for number in range(20):
                 await directories.lookup(directories.get(f"{number:02}/"), "1")
                 assert directories._entries <= 200
             nursery.cancel_scope.cancel()
-        await store.aclose()

@@ -9,7 +9,7 @@ import trio
 from fusefs.cluster_cache import remote as remote_module
 from fusefs.cluster_cache.block import Domain
 from fusefs.cluster_cache.remote import BlockBucket
-from fusefs.store.engine.engine import Engine
+from fusefs.store.engine.engine import Engine, open_engine
 from fusefs.store.errors import AttemptError
 from fusefs.store.interface import ObjectVersion, demanded
 from fusefs.store.s3.access import AccessSource, S3Settings
@@ -23,7 +23,7 @@ BODY = Domain("", "bucket", b"secret").stored(BLOCK, bytes(1000))
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    async with Engine(4) as made:
+    async with open_engine(4) as made:
         yield made
 
 

@@ -22,6 +22,7 @@ from fusefs.store.engine.engine import (
     Request,
     Sums,
     Transfer,
+    open_engine,
 )
 from tests.support.servers.scripted import RESET, Received, Script, answer, scripted_server
 from tests.support.waiting import eventually
@@ -32,7 +33,7 @@ QUICK = Deadlines(connect_s=5, silence_s=0.3, least_rate=1000, window_s=0.3)
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    async with Engine(16) as one:
+    async with open_engine(16) as one:
         yield one
 
 
@@ -387,7 +388,7 @@ async def test_an_engine_that_ends_cancels_what_is_under_way() -> None:
             failed.append(error)
 
     with scripted_server(never) as server:
-        async with trio.open_nursery() as nursery, Engine(4) as engine:
+        async with trio.open_nursery() as nursery, open_engine(4) as engine:
             for _ in range(20):
                 nursery.start_soon(send, engine, server.url)
             await trio.testing.wait_all_tasks_blocked()
@@ -396,16 +397,27 @@ async def test_an_engine_that_ends_cancels_what_is_under_way() -> None:
         await engine.send(Request("GET", "http://127.0.0.1:1"))
 
 
-def test_an_engine_ends_with_the_event_loop_and_starts_again_in_another_one() -> None:
-    engine = Engine(4)
+async def _fail(engines: list[Engine], url: str) -> None:
+    async with open_engine(4) as engine:
+        engines.append(engine)
+        engine.submit(Request("GET", url))
+        raise KeyError("a") from OSError("why")
 
-    async def leave_something_under_way(url: str) -> None:
-        assert (await engine.send(Request("GET", url))).status == 200
-        engine.submit(Request("GET", f"{url}/never"))
 
-    def script(request: Received) -> Iterable[bytes]:
-        return never(request) if "never" in request.line else [answer()]
+async def test_an_exception_of_the_block_ends_the_engine_and_is_no_group() -> None:
+    engines: list[Engine] = []
+    with scripted_server(never) as server:
+        with pytest.raises(KeyError) as raised:
+            await _fail(engines, server.url)
+        assert isinstance(raised.value.__cause__, OSError)
+        with pytest.raises(trio.ClosedResourceError):
+            engines[0].submit(Request("GET", server.url))
 
-    with scripted_server(script) as server:
-        for _ in range(2):
-            trio.run(leave_something_under_way, server.url)
+
+async def test_an_engine_in_a_cancelled_scope_ends() -> None:
+    with scripted_server(never) as server, trio.move_on_after(10) as limit:
+        async with open_engine(4) as engine:
+            engine.submit(Request("GET", server.url))
+            limit.cancel()
+            await engine.send(Request("GET", server.url))
+    assert limit.cancelled_caught

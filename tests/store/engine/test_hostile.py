@@ -18,6 +18,7 @@ from fusefs.store.engine.engine import (
     MemorySink,
     Request,
     Sums,
+    open_engine,
 )
 from tests.support.servers.scripted import RESET, Received, answer, scripted_server
 
@@ -35,7 +36,7 @@ DEADLINES = Deadlines(connect_s=5, silence_s=2, total_s=10)
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    async with Engine(64) as one:
+    async with open_engine(64) as one:
         yield one
 
 

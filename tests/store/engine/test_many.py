@@ -1,6 +1,7 @@
 """Thousands of requests that are cancelled at any time: none is lost, and nothing leaks."""
 
 import ctypes
+import gc
 import os
 import random
 from collections import Counter
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.store.engine.engine import Engine, FileBody, FileSink, MemorySink, Request
+from fusefs.store.engine.engine import Engine, FileBody, FileSink, MemorySink, Request, open_engine
 from tests.support.servers.scripted import RESET, Received, answer, scripted_server
 
 BODY = random.Random(1).randbytes(700_000)
@@ -39,6 +40,7 @@ class Mallinfo(ctypes.Structure):
 
 def memory() -> int:
     """Bytes that malloc has handed out in this process, by mmap (hblkhd) or not (uordblks)."""
+    gc.collect()
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = Mallinfo
     found = mallinfo()
@@ -82,7 +84,7 @@ async def _survives(tmp_path: Path, count: int) -> None:
     with scripted_server(script) as server:
         before: tuple[int, int] | None = None
         for seed, share in enumerate((count // 3, count)):
-            async with Engine(AT_A_TIME) as engine:
+            async with open_engine(AT_A_TIME) as engine:
                 outcomes = await storm(engine, server.url, fd, share, seed)
             assert outcomes["sent"] == outcomes["ended"] == share
             assert outcomes["cancelled"] > share / 10

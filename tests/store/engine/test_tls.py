@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.store.engine.engine import Completion, Engine, Request, Route
+from fusefs.store.engine.engine import Completion, Engine, Request, Route, open_engine
 from tests.support.servers.forward_proxy import forward_proxy
 from tests.support.servers.scripted import ScriptedServer, answer, scripted_server
 
@@ -19,7 +19,7 @@ BODY = os.urandom(3 << 20)
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    async with Engine(16) as one:
+    async with open_engine(16) as one:
         yield one
 
 

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import trio
@@ -11,6 +12,9 @@ from fusefs.store.admission import connection_budget
 from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.interface import Priority
 from tests.support.semantics import states
+
+# Of budgets that limit no rate.
+NO_TASKS = cast(trio.Nursery, None)
 
 
 def demand() -> Priority:
@@ -25,9 +29,9 @@ def prefetch() -> Priority:
     return Priority.PREFETCH
 
 
-async def limited(connections: int, per_s: float) -> ConnectionBudget:
+async def limited(nursery: trio.Nursery, connections: int, per_s: float) -> ConnectionBudget:
     """A budget with a rate limit, whose next turn is a turn's time away."""
-    budget = ConnectionBudget(connections)
+    budget = ConnectionBudget(connections, nursery)
     budget.rate.limit = per_s
     budget.rate._since = budget.rate._grown = trio.current_time()
     async with budget.lease(demand):
@@ -78,7 +82,7 @@ class Holders:
 
 
 async def test_a_demand_goes_before_a_prefetch_that_waits_longer(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(1), nursery)
+    holders = Holders(ConnectionBudget(1, nursery), nursery)
     await holders.start("running", demand)
     await holders.start("prefetch", prefetch)
     await holders.start("demand", demand)
@@ -89,7 +93,7 @@ async def test_a_demand_goes_before_a_prefetch_that_waits_longer(nursery: trio.N
 
 async def test_a_prefetch_that_a_reader_has_joined_goes_as_a_demand(nursery: trio.Nursery) -> None:
     priority = Priority.PREFETCH
-    budget = ConnectionBudget(1)
+    budget = ConnectionBudget(1, nursery)
     holders = Holders(budget, nursery)
     await holders.start("running", demand)
     await holders.start("other prefetch", prefetch)
@@ -105,7 +109,7 @@ async def test_a_prefetch_that_its_reader_has_left_goes_as_a_prefetch(
     nursery: trio.Nursery,
 ) -> None:
     priority = Priority.DEMAND
-    holders = Holders(ConnectionBudget(1), nursery)
+    holders = Holders(ConnectionBudget(1, nursery), nursery)
     await holders.start("running", demand)
     await holders.start("left", lambda: priority)
     await holders.start("demand", demand)
@@ -118,7 +122,7 @@ async def test_a_prefetch_that_its_reader_has_left_goes_as_a_prefetch(
 
 
 async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(8), nursery)
+    holders = Holders(ConnectionBudget(8, nursery), nursery)
     for number in range(8):
         await holders.start(f"prefetch {number}", prefetch)
     assert len(holders.holding) == 6
@@ -128,7 +132,7 @@ async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nu
 
 
 async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(1), nursery)
+    holders = Holders(ConnectionBudget(1, nursery), nursery)
     await holders.start("a", demand)
     await holders.start("b", demand)
     await holders.cancel("a")
@@ -137,7 +141,7 @@ async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: tri
 
 
 async def test_cancelling_a_waiter_costs_no_other_a_turn(nursery: trio.Nursery) -> None:
-    budget = ConnectionBudget(1)
+    budget = ConnectionBudget(1, nursery)
     holders = Holders(budget, nursery)
     for name in "abc":
         await holders.start(name, demand)
@@ -149,7 +153,7 @@ async def test_cancelling_a_waiter_costs_no_other_a_turn(nursery: trio.Nursery) 
 
 
 async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(nursery: trio.Nursery) -> None:
-    budget = ConnectionBudget(1)
+    budget = ConnectionBudget(1, nursery)
     holders = Holders(budget, nursery)
     for name in "abc":
         await holders.start(name, demand)
@@ -162,7 +166,7 @@ async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(nursery: tri
 
 
 def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None:
-    budget = ConnectionBudget(32, clock=lambda: clock[0])
+    budget = ConnectionBudget(32, NO_TASKS, clock=lambda: clock[0])
     for _ in range(20):
         budget.note_throttled()
     assert budget.allowed == 16
@@ -174,7 +178,7 @@ def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None
 async def test_a_store_that_refuses_everything_is_soon_sent_little(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    budget = ConnectionBudget(64)
+    budget = ConnectionBudget(64, NO_TASKS)
     sent: list[float] = []
 
     async def send() -> None:
@@ -195,7 +199,7 @@ async def test_a_store_that_refuses_everything_is_soon_sent_little(
 
 
 def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
-    budget = ConnectionBudget(16, clock=lambda: clock[0])
+    budget = ConnectionBudget(16, NO_TASKS, clock=lambda: clock[0])
     budget.note_throttled()
     for _ in range(9):
         budget.note_success()
@@ -205,7 +209,7 @@ def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
 async def test_who_waits_goes_on_when_more_are_allowed(
     nursery: trio.Nursery, clock: list[float]
 ) -> None:
-    budget = ConnectionBudget(2, clock=lambda: clock[0])
+    budget = ConnectionBudget(2, nursery, clock=lambda: clock[0])
     budget.note_throttled()
     holders = Holders(budget, nursery)
     await holders.start("a", demand)
@@ -220,7 +224,7 @@ async def test_who_waits_goes_on_when_more_are_allowed(
 async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
     nursery: trio.Nursery,
 ) -> None:
-    budget = ConnectionBudget(8)
+    budget = ConnectionBudget(8, nursery)
     joined = Priority.PREFETCH
     holding: list[int] = []
 
@@ -241,7 +245,7 @@ async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
 
 
 async def test_objects_take_turns(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(1), nursery)
+    holders = Holders(ConnectionBudget(1, nursery), nursery)
     await holders.start("running")
     for name in ("large 1", "large 2", "large 3"):
         await holders.start(name, key="large")
@@ -259,7 +263,7 @@ async def test_a_load_of_demands_that_never_ends_holds_nothing_up_for_ever(
     nursery: trio.Nursery, others: Callable[[], Priority]
 ) -> None:
     most = connection_budget.PASSED_MOST
-    budget = ConnectionBudget(8)
+    budget = ConnectionBudget(8, nursery)
     holders = Holders(budget, nursery)
     for number in range(8 + 2 * most):
         await holders.start(f"{number}")
@@ -281,7 +285,7 @@ async def test_a_turn_under_a_rate_limit_goes_to_the_most_urgent(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
     order: list[str] = []
-    budget = await limited(64, 10.0)
+    budget = await limited(nursery, 64, 10.0)
 
     async def request(name: str, priority: Callable[[], Priority], key: str = "") -> None:
         async with budget.lease(priority, key):
@@ -302,7 +306,7 @@ async def test_a_turn_under_a_rate_limit_goes_to_the_most_urgent(
 async def test_requests_under_a_rate_limit_are_evenly_spaced_whoever_is_cancelled(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    budget = await limited(64, 10.0)
+    budget = await limited(nursery, 64, 10.0)
     began = trio.current_time()
     times: list[float] = []
 
@@ -324,10 +328,10 @@ async def test_requests_under_a_rate_limit_are_evenly_spaced_whoever_is_cancelle
     " of a large file, readers of small ones wait at most twice as long."
 )
 async def test_readers_of_small_files_wait_little_longer_beside_a_reader_of_a_large_one(
-    autojump_clock: trio.testing.MockClock,
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
     async def median_s(parts: int) -> float:
-        budget = await limited(32, 100.0)
+        budget = await limited(nursery, 32, 100.0)
         waited: list[float] = []
 
         async def read(reader: int) -> None:
@@ -342,20 +346,20 @@ async def test_readers_of_small_files_wait_little_longer_beside_a_reader_of_a_la
                 async with budget.lease(demand, "large"):
                     await trio.sleep(0.03)
 
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as large:
             for _ in range(parts):
-                nursery.start_soon(read_part)
+                large.start_soon(read_part)
             async with trio.open_nursery() as readers:
                 for reader in range(4):
                     readers.start_soon(read, reader)
-            nursery.cancel_scope.cancel()
+            large.cancel_scope.cancel()
         return statistics.median(waited)
 
     assert await median_s(64) <= 2 * await median_s(0)
 
 
 async def test_no_more_run_than_are_allowed(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(2), nursery)
+    holders = Holders(ConnectionBudget(2, nursery), nursery)
     for name in "abc":
         await holders.start(name, demand)
     assert holders.holding == ["a", "b"]

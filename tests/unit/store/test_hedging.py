@@ -18,10 +18,12 @@ from fusefs.store.s3.access import Access, S3Settings
 from fusefs.store.s3.list import list_call
 from fusefs.store.s3.requester import LAST_PAUSE_S, Requester, RetryBudget
 
+NO_TASKS = cast(trio.Nursery, None)
+
 
 def warmed(connections: ConnectionBudget | None = None) -> Hedging:
     """It has seen many GETs, of which each took 30 ms."""
-    hedging = Hedging(connections or ConnectionBudget(8), Counter())
+    hedging = Hedging(connections or ConnectionBudget(8, NO_TASKS), Counter())
     for _ in range(2 * LEAST_SAMPLES):
         hedging.note_sent()
         hedging.note_first_byte(0.03)
@@ -29,7 +31,7 @@ def warmed(connections: ConnectionBudget | None = None) -> Hedging:
 
 
 def test_nothing_is_slow_before_many_were_seen() -> None:
-    hedging = Hedging(ConnectionBudget(8), Counter())
+    hedging = Hedging(ConnectionBudget(8, NO_TASKS), Counter())
     for _ in range(LEAST_SAMPLES - 1):
         hedging.note_first_byte(0.03)
     assert hedging.wait_s == math.inf
@@ -38,7 +40,7 @@ def test_nothing_is_slow_before_many_were_seen() -> None:
 
 
 def test_slow_is_what_nearly_all_were_not() -> None:
-    hedging = Hedging(ConnectionBudget(8), Counter())
+    hedging = Hedging(ConnectionBudget(8, NO_TASKS), Counter())
     for number in range(1000):
         slow = number % 100
         hedging.note_first_byte(0.03 if slow >= 10 else 0.1 if slow >= 2 else 0.3)
@@ -46,14 +48,14 @@ def test_slow_is_what_nearly_all_were_not() -> None:
 
 
 def test_a_server_nearby_is_given_some_time() -> None:
-    hedging = Hedging(ConnectionBudget(8), Counter())
+    hedging = Hedging(ConnectionBudget(8, NO_TASKS), Counter())
     for _ in range(LEAST_SAMPLES):
         hedging.note_first_byte(0.0005)
     assert hedging.wait_s == hedging_module.LEAST_S
 
 
 def test_the_share_of_second_requests_is_bounded() -> None:
-    hedging = Hedging(ConnectionBudget(8), Counter())
+    hedging = Hedging(ConnectionBudget(8, NO_TASKS), Counter())
     sent = again = at_once = 0
     for _ in range(10_000):
         hedging.note_sent()
@@ -72,7 +74,7 @@ def test_the_share_of_second_requests_is_bounded() -> None:
 
 
 async def test_nothing_is_sent_again_over_connections_that_others_need() -> None:
-    connections = ConnectionBudget(8)
+    connections = ConnectionBudget(8, NO_TASKS)
     hedging = warmed(connections)
     # Two of the eight are kept for demands.
     leases = [connections.lease(demanded) for _ in range(6)]
@@ -89,7 +91,7 @@ async def test_nothing_is_sent_again_over_connections_that_others_need() -> None
 
 
 async def test_nothing_is_sent_again_while_the_store_asks_to_slow_down() -> None:
-    connections = ConnectionBudget(8)
+    connections = ConnectionBudget(8, NO_TASKS)
     hedging = warmed(connections)
     connections.note_throttled()
     assert not hedging.take()
@@ -138,6 +140,7 @@ class ThrottlingEngine:
     """Answers the first request with status 503 and the others with 200."""
 
     sent = 0
+    nursery = NO_TASKS
 
     async def send(self, *_: object) -> Completion:
         await trio.lowlevel.checkpoint()
@@ -153,7 +156,7 @@ async def test_the_wait_for_other_requests_leaves_time_to_try_again(
     settings = S3Settings(
         "bucket", "http://127.0.0.1:9", anonymous=True, max_connections=1, retry_time_s=60.0
     )
-    requester = Requester(settings, engine=cast(Engine, engine))
+    requester = Requester(settings, cast(Engine, engine))
     requester.source.access = Access(settings)
 
     async def send() -> None:
