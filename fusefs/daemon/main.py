@@ -435,7 +435,13 @@ class Daemon:
         self._log = log
         writing = None if settings.read_only else self._writing(mounted_ns)
         notifier = Notifier()
-        inodes = InodeTable(settings.source.prefix, log, notifier, ids_are_inos=ids_are_inos)
+        inodes = InodeTable(
+            settings.source.prefix,
+            log,
+            notifier,
+            ids_are_inos=ids_are_inos,
+            most=self._budget.names,
+        )
         self.directories = self._make_directories(inodes)
         state = MountState(
             store=self.watched or self.store,
@@ -455,24 +461,21 @@ class Daemon:
         self.store.getter.described = self.operations.head_cache.described
         if self.operations.writer is not None:
             self.store.requester.upload_log = self.operations.writer.uploads.aborts
-        self.name_pruner = NamePruner(state.inodes, self._budget.names, notifier.prune_names)
+        self.name_pruner = NamePruner(inodes, notifier.prune_names)
         return self.operations
 
     def _make_directories(self, inodes: InodeTable) -> Directories:
         settings = self.settings
         changed = None if settings.read_only else self.cache.directory / "changed"
-        directories = Directories(
+        return Directories(
             self.watched or self.store,
-            settings.metadata_ttl.otherwise,
+            inodes,
+            settings.metadata_ttl,
             self.pages,
             self._nursery,
             HeadPolicy(changed, is_read_only=settings.read_only),
-            top=settings.source.prefix,
-            ttl_of=settings.metadata_ttl.of,
-            doubt=inodes.doubt,
+            self._budget.entries,
         )
-        directories.most_entries = self._budget.entries
-        return directories
 
     def _writing(self, mounted_ns: int) -> Writing:
         settings, identity = self.settings, self._identity
@@ -503,9 +506,9 @@ class Daemon:
             operations,
             log,
             max_stack_depth=depth,
+            keeper=takeover,
         )
-        session.callers.keeper = takeover
-        nursery.start_soon(takeover.keep, lambda: len(session.waiting))
+        nursery.start_soon(takeover.keep, lambda: len(session.waiting), passthrough)
         try:
             if state is None:
                 with trio.fail_after(INIT_TIMEOUT_S):
@@ -550,8 +553,6 @@ class Daemon:
             return None
         passthrough = self.backing = PassthroughFiles(takeover.keeper)
         self.cache.on_evict = passthrough.drop
-        takeover.on_revival = passthrough.move_to
-        takeover.table = passthrough.table
         return passthrough
 
     async def _leave_when_quiesced(self, takeover: Takeover, session: Session) -> None:

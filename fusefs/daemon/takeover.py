@@ -28,6 +28,7 @@ from typing import TypeVar
 import trio
 
 from fusefs.cache.disk import STATE, CacheDirectoryError, usable
+from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.client import KeeperClient, KeeperError, TakenMount
 from fusefs.keeper.protocol import FRESH, PREPARE
@@ -89,9 +90,6 @@ class Takeover:
         # The number of the mount's connection, as far as it is known.
         self._connection = 0
         self.taken: TakenMount | None = None
-        # What another keeper has to know, and what is to be done when it is there.
-        self.table: Callable[[], list[tuple[int, int]]] = list
-        self.on_revival: Callable[[KeeperClient], None] = lambda _keeper: None
 
     @classmethod
     async def begin(cls, settings: MountSettings) -> Takeover:
@@ -235,17 +233,25 @@ class Takeover:
     def is_disconnected(self) -> bool:
         return fuse_connection.is_disconnected(self.fd)
 
-    async def keep(self, in_flight: Callable[[], int]) -> None:
-        """Tick for the keeper, and have another one in its place when it is gone."""
+    async def keep(self, in_flight: Callable[[], int], files: PassthroughFiles | None) -> None:
+        """Tick for the keeper, and have another one in its place when it is gone.
+
+        It gets to know the `files` that the kernel reads.
+        """
         if self._supervisor is not None:
-            await self._keep_with(self._supervisor, in_flight)
+            await self._keep_with(self._supervisor, in_flight, files)
         while True:
             await self.keeper.run(in_flight, self._settings.hang_timeout)
             logger.warning("the keeper is gone: starting another")
             await trio.sleep(REVIVE_PAUSE_S)
-            await self._revive()
+            await self._revive(files)
 
-    async def _keep_with(self, supervisor: socket.socket, in_flight: Callable[[], int]) -> None:
+    async def _keep_with(
+        self,
+        supervisor: socket.socket,
+        in_flight: Callable[[], int],
+        files: PassthroughFiles | None,
+    ) -> None:
         sender, keepers = trio.open_memory_channel[socket.socket](1)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_hear_supervisor, supervisor, sender)
@@ -253,27 +259,29 @@ class Takeover:
                 await self.keeper.run(in_flight, self._settings.hang_timeout)
                 logger.warning("the keeper is gone: waiting for another")
                 keeper = KeeperClient(await keepers.receive())
-                for backing_id, inode in self.table():
+                for backing_id, inode in files.table() if files is not None else ():
                     keeper.known(backing_id, inode)
-                self._go_on(keeper)
+                self._go_on(keeper, files)
                 logger.info("another keeper is there")
 
-    async def _revive(self) -> None:
+    async def _revive(self, files: PassthroughFiles | None) -> None:
+        table = files.table() if files is not None else []
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             try:
                 await trio.to_thread.run_sync(
-                    launcher.revive_keeper, self._settings, self.fd, its.fileno(), self.table()
+                    launcher.revive_keeper, self._settings, self.fd, its.fileno(), table
                 )
             except (OSError, LaunchError) as error:
                 logger.warning("no keeper can be started: %s", error)
-        self._go_on(KeeperClient(ours))
+        self._go_on(KeeperClient(ours), files)
 
-    def _go_on(self, keeper: KeeperClient) -> None:
+    def _go_on(self, keeper: KeeperClient, files: PassthroughFiles | None) -> None:
         keeper.quiesced = self.keeper.quiesced
         self.keeper = keeper
         self.serving(has_resend=self._has_resend)
-        self.on_revival(keeper)
+        if files is not None:
+            files.move_to(keeper)
 
     def serving(self, *, has_resend: bool) -> None:
         """Tell the keeper that requests are answered, and whether they can be sent again."""

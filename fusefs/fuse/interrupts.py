@@ -51,12 +51,11 @@ class ProcessInspector(Protocol):
 
 
 class Callers:
-    """Looks at processes, in this namespace or by the keeper."""
+    """Looks at processes, in this namespace or by the keeper, if there is one that could."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeper: ProcessInspector | None = None) -> None:
         self._namespace = callers.namespace()
-        # None: there is no keeper that could look.
-        self.keeper: ProcessInspector | None = None
+        self.keeper = keeper
 
     @property
     def _sees(self) -> bool:

@@ -44,7 +44,7 @@ import trio
 
 from fusefs.fuse import protocol
 from fusefs.fuse.fast_path import IS_BUILT, FastPathReader
-from fusefs.fuse.interrupts import Callers, Interrupts
+from fusefs.fuse.interrupts import Callers, Interrupts, ProcessInspector
 from fusefs.fuse.protocol import Init, Opcode
 from fusefs.fuse.read_handlers import REFUSED, Buffer, Handler, Payload, ReadHandlers
 from fusefs.fuse.write_handlers import WriteHandlers
@@ -178,6 +178,7 @@ class Session(KernelNotifications):
         *,
         max_stack_depth: int = 1,
         has_fast_path: bool = True,
+        keeper: ProcessInspector | None = None,
     ) -> None:
         self._fd = fd
         self._operations = operations
@@ -188,8 +189,8 @@ class Session(KernelNotifications):
         self._buffers = [self._buffer]
         # By their unique numbers, without the mark.
         self._waiting: dict[int, WaitingRequest] = {}
-        self.callers = Callers()
-        self._interrupts = Interrupts(self.callers)
+        self._callers = Callers(keeper)
+        self._interrupts = Interrupts(self._callers)
         self._reading = trio.CancelScope()
         self.negotiated = Init(0)
         self._requests = 0
@@ -476,11 +477,11 @@ class Session(KernelNotifications):
 
     async def was_killed(self, pid: int) -> bool:
         """True if a thread closes its files because its process is being killed."""
-        return await self.callers.was_killed(pid)
+        return await self._callers.was_killed(pid)
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
         """True if a thread's process will close a file that it may write to; None: not known."""
-        return await self.callers.will_close(pid, ino)
+        return await self._callers.will_close(pid, ino)
 
     def invalidate_attributes(self, nodeid: int) -> None:
         """Have the kernel ask for a node's attributes again; returns at once."""

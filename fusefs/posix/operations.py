@@ -70,7 +70,9 @@ class Operations:
         self.is_shut = False
         settled, writer = state, None
         if writing is not None:
-            removals = Removals(state.store, writing.staging.directory, writing.nursery)
+            removals = Removals(
+                state.store, state.directories, writing.staging.directory, writing.nursery
+            )
             settled = replace(state, store=SettledStore(state.store, removals))
             prefix_lock = PrefixLock(state.inodes.key)
             writer = Writer(settled, writing, removals, prefix_lock)

@@ -11,9 +11,12 @@ import trio
 
 from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.listings import Directories
+from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.late.request_log import PUT, Change, RequestLog
 from fusefs.posix.late.uncertain_keys import SETTLE_S, UncertainKeys, boottime
 from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.posix.nodes.inode_table import InodeTable
+from fusefs.settings.patterns import PathRules
 from fusefs.store.interface import ObjectVersion, UnansweredChanges
 from tests.support.local_cache import Bucket as MemoryBucket
 from tests.support.machine.local_file import MakeFile
@@ -68,7 +71,9 @@ async def test_what_was_listed_before_all_had_landed_is_listed_again() -> None:
     store = MemoryBucket(["a"])
     async with trio.open_nursery() as nursery:
         store.unanswered = SettledSoon()
-        directories = Directories(store, 60.0, NoListingCache(), nursery)
+        directories = Directories(
+            store, InodeTable("", NoJournal()), PathRules(60.0), NoListingCache(), nursery
+        )
         root = directories.get("")
         for lists in (1, 2, 2):
             await directories.lookup(root, "a")

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -44,8 +44,11 @@ from fusefs.posix.directory.segment import (
     segment_from,
     start_after,
 )
-from fusefs.posix.directory.walk import Walk, Walks, run_ahead
+from fusefs.posix.directory.walk import Expect, Walk, Walks, run_ahead
+from fusefs.posix.nodes import names
+from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.nodes.temporary_names import is_temporary
+from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
 from fusefs.telemetry.stalls import WaitCause, stage
@@ -82,41 +85,35 @@ class PageStore(Protocol):
 class Directories:
     """The known part of all directories; see the module's text.
 
-    `ttl_s` is how long a listing is relied on at most (`math.inf`: for ever); what is
-    fetched ahead runs in `nursery`. `top` is the mount's own prefix; `ttl_of` tells the
-    time of a directory by its path below that, where it is not the same for all. `doubt` is
-    called with a directory in which something was changed, and names were relied on.
+    `ttl` is for how many seconds the listings of a path are relied on at most (`math.inf`: for
+    ever); what is fetched ahead runs in `nursery`. `inodes` are what was told of them: they are
+    doubted where something was changed, and names were relied on. `most_entries` are kept of all
+    listings together.
     """
 
     def __init__(
         self,
         store: Store,
-        ttl_s: float,
+        inodes: InodeTable,
+        ttl: PathRules[float],
         memory: PageStore,
         nursery: trio.Nursery,
         head_policy: HeadPolicy | None = None,
-        *,
-        top: str = "",
-        ttl_of: Callable[[str], float] | None = None,
-        doubt: Callable[[str], None] = lambda _prefix: None,
+        most_entries: int = MAX_ENTRIES,
     ) -> None:
-        self._top = top
-        self._ttl_of = ttl_of or (lambda _path: ttl_s)
-        # Of all listings together, as far as the memory allows.
-        self.most_entries = MAX_ENTRIES
+        self._inodes = inodes
+        self._ttl = ttl
+        self._most_entries = min(most_entries, MAX_ENTRIES)
         # Until then an earlier process' requests may take effect; in monotonic seconds.
         self._settled_at = time.monotonic() + store.unanswered.unsettled_s
         self.head_policy = head_policy or HeadPolicy()
         self.hidden = HiddenKeys()
         self.pending_changes = PendingChanges()
-        # Called with the directories that a program is about to walk through.
-        self.expect: Callable[[str, Segment], None] = lambda _prefix, _segment: None
-        self._doubt = doubt
         self._creations = Creations()
         self._store = store
         self._memory = memory
         self.nursery = nursery
-        self._walks = Walks(store, nursery, self.pending_changes, self._fill, top)
+        self._walks = Walks(store, nursery, self.pending_changes, self._fill, inodes.prefix)
         # A bucket may have millions: those in use, and those of segments below.
         self._known: WeakValueDictionary[str, Directory] = WeakValueDictionary()
         # All segments, those looked up or listed last at the end, for dropping the first.
@@ -129,8 +126,8 @@ class Directories:
     def get(self, prefix: str) -> Directory:
         directory = self._known.get(prefix)
         if directory is None:
-            ttl_s = self._ttl_of(prefix[len(self._top) : -1])
-            directory = self._known[prefix] = Directory(prefix, ttl_s)
+            most_s = self._ttl.of(prefix[len(self._inodes.prefix) : -1])
+            directory = self._known[prefix] = Directory(prefix, most_s)
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
@@ -190,20 +187,25 @@ class Directories:
         return (ABSENT, 0.0) if found is None else (found, until)
 
     async def segment_behind(
-        self, directory: Directory, position: str, valid_since: float
+        self,
+        directory: Directory,
+        position: str,
+        valid_since: float,
+        expect: Expect = lambda _prefix, _segment: None,
     ) -> Segment:
         """The segment that tells what comes behind a position of a directory stream.
 
-        Segments that were still relied on at `valid_since` will do.
+        Segments that were still relied on at `valid_since` will do. `expect` is called with the
+        directories that a program is about to walk through.
 
         Raises:
             StoreError: the bucket could not tell.
         """
         while True:
-            segment = self.segment_now(directory, position, valid_since)
+            segment = self.segment_now(directory, position, valid_since, expect)
             if segment is not None:
                 return segment
-            if not position and await self._walk_to(directory):
+            if not position and await self._walk_to(directory, expect):
                 continue
             event = directory.loading.get(position)
             if event is not None:
@@ -217,7 +219,7 @@ class Directories:
             return await self._load(directory, position, resolve_doubts=True)
 
     def segment_now(
-        self, directory: Directory, position: str, valid_since: float
+        self, directory: Directory, position: str, valid_since: float, expect: Expect
     ) -> Segment | None:
         """As `segment_behind`, if it is there already."""
         segment = directory.behind(position)
@@ -227,7 +229,7 @@ class Directories:
             self._load_ahead(directory, segment.stop, valid_since)
         elif directory.walk is not None:
             walk, directory.walk = directory.walk, None
-            self._walks.go_on(walk)
+            self._walks.go_on(walk, expect)
         return segment
 
     async def look_again(self, directory: Directory) -> Segment:
@@ -275,11 +277,18 @@ class Directories:
 
     def _note_change(self, directory: Directory, *, is_ours: bool) -> None:
         if directory.note_change(time.monotonic(), is_ours=is_ours):
-            self._doubt(directory.prefix)
+            self._inodes.doubt(directory.prefix)
 
     def settled(self, prefix: str, name: str) -> None:
         """A lasting change of a name is in the bucket, and listings show it."""
         self.pending_changes.settle(prefix, name)
+
+    def left(self, key: str) -> None:
+        """The bucket is without an object that this mount has removed before."""
+        self.pending_changes.leaving.discard(key)
+        prefix, name = names.split_key(key)
+        if isinstance(self.pending_changes.get(prefix, name), Absent):
+            self.changed(prefix, name, ABSENT)
 
     def has_other(self, prefix: str, name: str) -> bool:
         """True if the bucket is known to have something in a directory beside one name."""
@@ -312,21 +321,21 @@ class Directories:
             directory.loading[stop] = trio.Event()
             self.nursery.start_soon(run_ahead, self._load, directory, stop)
 
-    async def _walk_to(self, directory: Directory) -> bool:
+    async def _walk_to(self, directory: Directory, expect: Expect) -> bool:
         """True if a walk that leads to a directory had anything of it."""
         known = directory.additions
-        await self._walks.step(directory.prefix)
+        await self._walks.step(directory.prefix, expect)
         return directory.additions != known
 
     def _fill(
         self, walk: Walk, prefix: str, page: ListPage, fetched: float, has_own_key: bool
-    ) -> None:
+    ) -> Segment:
         """Take a directory from a walk's flat page."""
         directory = self.get(prefix)
         segment = self._absorb(directory, "", page, fetched)
         segment.has_hidden = segment.has_hidden or not has_own_key
         directory.walk = walk
-        self.expect(prefix, segment)
+        return segment
 
     async def _load_around(self, directory: Directory, name: str) -> None:
         """Load the page that held a name, or else starts at it; or wait for one that may hold it.
@@ -443,7 +452,7 @@ class Directories:
         for new in come:
             self._by_use[id(new)] = (directory, new)
             self._entries += _size_of(new)
-        while self._entries > min(self.most_entries, MAX_ENTRIES) and len(self._by_use) > 1:
+        while self._entries > self._most_entries and len(self._by_use) > 1:
             _, (owner, oldest) = self._by_use.popitem(last=False)
             owner.drop(oldest)
             self._entries -= _size_of(oldest)

@@ -15,7 +15,7 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -59,8 +59,8 @@ class PendingChanges:
         self._former_others = -math.inf
         # Prefixes that were renamed, or renamed to.
         self._moves: deque[tuple[float, str]] = deque()
-        # Whether a key was removed that the bucket has still; set by who removes.
-        self.is_leaving: Callable[[str], bool] = lambda _key: False
+        # Keys of objects that were removed here and that the bucket has still (write/removals.py).
+        self.leaving: set[str] = set()
 
     @contextmanager
     def listing(self) -> Iterator[float]:
@@ -76,7 +76,7 @@ class PendingChanges:
         """Note a change of a name: a `lasting` one until `settle`, others for KEPT_S seconds."""
         now = time.monotonic()
         self._forget_before(now - KEPT_S)
-        if isinstance(entry, Absent) and self.is_leaving(prefix + name):
+        if isinstance(entry, Absent) and prefix + name in self.leaving:
             lasting, entry = True, ABSENT
         if lasting:
             self._lasting.setdefault(prefix, {})[name] = entry

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import trio
 
 from fusefs.posix.directory.pending_changes import PendingChanges
+from fusefs.posix.directory.segment import Segment
 from fusefs.posix.nodes.names import split_key
 from fusefs.store.errors import AccessDeniedError, StoreError
 from fusefs.store.interface import ListPage, Store
@@ -33,6 +34,10 @@ MOST_BEGUN = 1000
 # What two pages tell of a folder is put together if no more time than this lies between, and
 # all of this mount's changes since the first are known by name (pending_changes.py).
 MOST_APART_S = 60.0
+
+
+# Called with the directories that a program is about to read, and what is in them.
+Expect = Callable[[str, Segment], None]
 
 
 def _parent_of(prefix: str) -> str:
@@ -71,7 +76,8 @@ class Walks:
     """The walks of late, below the mount's own prefix `top`.
 
     `fill(walk, prefix, page, fetched, has_own_key)` is called with each directory that a flat
-    page tells all of, as a page of its own; `has_own_key` if that would have its own key too.
+    page tells all of, as a page of its own, and returns its segment; `has_own_key` if that would
+    have its own key too.
     """
 
     def __init__(
@@ -79,7 +85,7 @@ class Walks:
         store: Store,
         nursery: trio.Nursery,
         local: PendingChanges,
-        fill: Callable[..., None],
+        fill: Callable[..., Segment],
         top: str,
     ) -> None:
         self._store = store
@@ -89,7 +95,7 @@ class Walks:
         self._fill = fill
         self._walks: OrderedDict[str, Walk] = OrderedDict()
 
-    async def step(self, prefix: str) -> None:
+    async def step(self, prefix: str, expect: Expect) -> None:
         """A directory of which nothing is known is to be read: fill it, if a walk leads there.
 
         Raises:
@@ -110,16 +116,16 @@ class Walks:
                 await walk.loading.wait()
         else:
             # Behind its own key, which no name stands for, comes all that it holds.
-            await self._load(walk, Start(prefix))
+            await self._load(walk, Start(prefix), expect)
 
-    def go_on(self, walk: Walk) -> None:
+    def go_on(self, walk: Walk, expect: Expect) -> None:
         """Have a walk's next flat page under way."""
         if walk.next is not None and walk.loading is None:
             start, walk.next = walk.next, None
             walk.loading = trio.Event()
-            self._nursery.start_soon(run_ahead, self._load, walk, start)
+            self._nursery.start_soon(run_ahead, self._load, walk, start, expect)
 
-    async def _load(self, walk: Walk, start: Start) -> None:
+    async def _load(self, walk: Walk, start: Start, expect: Expect) -> None:
         """Fill the directories that a page from there on tells the rest of."""
         if walk.loading is None:
             walk.loading = trio.Event()
@@ -140,7 +146,7 @@ class Walks:
                     is_apart = fetched - since > MOST_APART_S
                     is_known = not (is_apart or self._local.has_forgotten(prefix, since))
                     if is_known and prefix not in begun:
-                        self._fill(walk, prefix, part, since, prefix != after)
+                        expect(prefix, self._fill(walk, prefix, part, since, prefix != after))
             # A folder that needs more than a page by itself is better listed alone.
             walk.pays = len(begun) < len(pages)
             if page.next_token is not None and walk.pays and _count(begun) <= MOST_BEGUN:

@@ -114,7 +114,6 @@ class HeadCache:
         self._deferred = deferred
         # Directories of which a sample is under way.
         self._sampled: dict[str, PendingHead] = {}
-        directories.expect = self._sample_ahead
         # The attributes of versions, None for no attributes, by `_version`: the kernel
         # forgets names, and looks them up again, sooner than the attributes change.
         self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
@@ -244,7 +243,7 @@ class HeadCache:
             with sampled.work.awaited():
                 await sampled.done.wait()
 
-    def _sample_ahead(self, prefix: str, segment: Segment) -> None:
+    def sample_ahead(self, prefix: str, segment: Segment) -> None:
         """As `sample`, before any request for the directory.
 
         One of the directories of a parent is enough at a time: it may decide for the others.

@@ -154,7 +154,6 @@ class RenameJobs:
         self._others: list[Path] = []
         # Those in whose last step a process was killed: nodes may have the old names still.
         self._switches: list[RenameJob] = []
-        self._is_wanted = trio.Event()
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in sorted(self._directory.glob("*.json")):
             self._load(path)
@@ -197,7 +196,6 @@ class RenameJobs:
             phase=Phase.DELETING if is_switching else phase,
             until_ns=until_ns,
         )
-        job.closure.retry = partial(self._retry, job)
         if is_switching and is_inherited:
             self._switches.append(job)
         elif not is_inherited:
@@ -241,11 +239,7 @@ class RenameJobs:
     def hurry(self, prefix: str) -> None:
         """Have `run` try now what could not be finished."""
         for job in self.unfinished(prefix):
-            self._retry(job)
-
-    def _retry(self, job: RenameJob) -> None:
-        job.closure.error = None
-        self._is_wanted.set()
+            self._prefix_lock.retry(job.closure)
 
     def find(self, old: str, new: str) -> RenameJob | None:
         """An unfinished rename."""
@@ -260,9 +254,9 @@ class RenameJobs:
         path = self._directory / f"{time.time_ns()}.json"
         old, new = closure.targets()
         job = RenameJob(path, closure, old, new, has_replaced, is_ours=True, is_safe=False)
-        closure.is_kept, closure.retry = True, partial(self._retry, job)
+        closure.is_kept = True
         self._unfinished.append(job)
-        self._is_wanted.set()  # `run` waits longer where there is nothing
+        self._prefix_lock.wanted.set()  # `run` waits longer where there is nothing
         # `run` would take it for one that no request waits for.
         async with job.lock:
             try:
@@ -363,13 +357,13 @@ class RenameJobs:
     async def run(self) -> None:
         """Finish renames that no request waits for, until cancelled."""
         while True:
-            self._is_wanted = trio.Event()
+            self._prefix_lock.wanted = trio.Event()
             self.look_at_others()
             for job in list(self._unfinished):
                 if not job.lock.locked():
                     await self._finish_later(job)
             with trio.move_on_after(RETRY_S if self._unfinished else IDLE_S):
-                await self._is_wanted.wait()
+                await self._prefix_lock.wanted.wait()
 
     async def _finish_later(self, job: RenameJob) -> None:
         logger.info("going on with the rename of %s to %s (%s)", job.old, job.new, job.phase)

@@ -20,9 +20,11 @@ import errno
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+
+import trio
 
 from fusefs.posix.nodes.file_numbers import ROOT_ID, FileNumbers
 from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, LinkedNames, Ownership
@@ -99,7 +101,8 @@ class InodeTable:
 
     `prefix` is the mount's own prefix in the bucket ("" or ending in `/`).
     `ids_are_inos`: a session whose protocol shows the node id as st_ino gets
-    the stable number as node id wherever it is free.
+    the stable number as node id wherever it is free. `crossed` is set when there are more than
+    `most`.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class InodeTable:
         notifier: Notifier | None = None,
         *,
         ids_are_inos: bool = False,
+        most: int = sys.maxsize,
     ) -> None:
         self.prefix = prefix
         self._log = log
@@ -125,17 +129,13 @@ class InodeTable:
         self._notifier = notifier or Notifier()
         # When the kernel last dropped a node, by the monotonic clock.
         self.forgotten_at = -math.inf
-        self._most = sys.maxsize
-        self._on_crossing: Callable[[], None] = lambda: None
-
-    def limit(self, most: int, on_crossing: Callable[[], None]) -> None:
-        """Call `on_crossing` whenever there are more than `most`."""
-        self._most, self._on_crossing = most, on_crossing
+        self.most = most
+        self.crossed = trio.Event()
 
     @property
     def is_full(self) -> bool:
         """True if listings hand out no more nodes, where the session can do that."""
-        return len(self.by_id) > self._most
+        return len(self.by_id) > self.most
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -243,8 +243,8 @@ class InodeTable:
             linked.links.replace(linked, inode)
         self.by_id[inode.nodeid] = inode
         parent.children[name] = inode
-        if len(self.by_id) > self._most:
-            self._on_crossing()
+        if len(self.by_id) > self.most:
+            self.crossed.set()
         return inode
 
     def count(self, inode: Inode, valid_until: float, *, was_asked: bool = True) -> None:

@@ -36,19 +36,15 @@ MARGIN = 0.25
 
 
 class NamePruner:
-    """Has the kernel forget names, so that a mount has about `most`. Belongs to the event loop.
+    """Has the kernel forget names where there are more than a table's most. For the event loop.
 
     `prune` has the kernel drop what no program uses of some node ids; it returns at
     once, and tells whether the kernel knows how.
     """
 
-    def __init__(
-        self, inodes: InodeTable, most: int, prune: Callable[[Sequence[int]], bool]
-    ) -> None:
+    def __init__(self, inodes: InodeTable, prune: Callable[[Sequence[int]], bool]) -> None:
         self._inodes = inodes
-        self.most = most
-        self._crossed = trio.Event()
-        inodes.limit(most, self._note_crossed)
+        self.most = inodes.most
         self._prune = prune
         self.pruned = 0
         self.can_prune = True
@@ -57,15 +53,12 @@ class NamePruner:
         """Prune whenever there are too many, until cancelled or the kernel does not know how."""
         while self.can_prune:
             if len(self._inodes) <= self.most:
-                await self._crossed.wait()
-            self._crossed = trio.Event()
+                await self._inodes.crossed.wait()
+            self._inodes.crossed = trio.Event()
             if len(self._inodes) > self.most:
                 await self.shrink()
             if len(self._inodes) > self.most:
                 await ACTIVITY.pause(AGAIN_AFTER_S)
-
-    def _note_crossed(self) -> None:
-        self._crossed.set()
 
     async def shrink(self) -> None:
         """Go once through the names, the oldest first, until few enough are left."""

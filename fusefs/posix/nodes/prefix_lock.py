@@ -29,24 +29,32 @@ Name = tuple[Inode, str]
 class _Change:
     """A change that waits or is under way; a lower number came earlier."""
 
-    __slots__ = ("number", "targets")
+    __slots__ = ("_targets", "number")
 
     def __init__(self, number: int, targets: Keys) -> None:
         self.number = number
-        self.targets = targets
+        self._targets = targets
+
+    def targets(self) -> tuple[str, ...]:
+        """The keys that it changes, as they are now."""
+        return self._targets()
 
 
 class Closure(_Change):
-    """The two prefixes of a rename. `retry` has one tried again that failed with `error`."""
+    """The two prefixes of a rename; `error` is what the last try to finish it failed with."""
 
-    __slots__ = ("error", "is_kept", "retry")
+    __slots__ = ("error", "is_kept")
 
     def __init__(self, number: int, targets: Keys, *, is_kept: bool = False) -> None:
         super().__init__(number, targets)
         self.error: Exception | None = None
         # True while the rename is on record.
         self.is_kept = is_kept
-        self.retry: Callable[[], None] = lambda: None
+
+    def begin(self) -> None:
+        """Keep to the prefixes as they are called now, which the rename changes."""
+        prefixes = tuple(map(_as_prefix, self.targets()))
+        self._targets = lambda: prefixes
 
     def is_before(self, other: _Change) -> bool:
         """True if another change has to wait for this rename."""
@@ -63,7 +71,10 @@ class Closure(_Change):
 
 
 class PrefixLock:
-    """One mount's changes; `key` tells a directory's prefix. Belongs to the event loop."""
+    """One mount's changes; `key` tells a directory's prefix. Belongs to the event loop.
+
+    `wanted` is set when a rename that has failed is to be tried again.
+    """
 
     def __init__(self, key: Callable[[Inode], str]) -> None:
         self._key = key
@@ -71,6 +82,7 @@ class PrefixLock:
         self._changes: set[_Change] = set()
         self._closures: list[Closure] = []
         self._moved = trio.Event()
+        self.wanted = trio.Event()
 
     def is_open(self, *names: Name) -> bool:
         """True if a change of these names would not have to wait."""
@@ -126,8 +138,7 @@ class PrefixLock:
         self._closures.append(closure)
         try:
             await self.wait_for_turn(closure)
-            prefixes = tuple(map(_as_prefix, self._keys(names)))
-            closure.targets = lambda: prefixes
+            closure.begin()
             yield closure
         finally:
             if not closure.is_kept:
@@ -151,6 +162,11 @@ class PrefixLock:
         closure.error = error
         self._notify()
 
+    def retry(self, closure: Closure) -> None:
+        """Have a rename tried again that could not be finished."""
+        closure.error = None
+        self.wanted.set()
+
     def waiting(self, closure: Closure) -> list[str]:
         """The keys of the changes that wait for a rename, but for its own request after a kill."""
         waiting = filter(closure.is_before, [*self._changes, *self._closures])
@@ -166,7 +182,7 @@ class PrefixLock:
         """
         for closure in self._closures:
             if closure.error is not None and closure.is_before(change):
-                closure.retry()
+                self.retry(closure)
         while True:
             before = next((one for one in self._closures if one.is_before(change)), None)
             if before is not None and before.error is not None:

@@ -63,7 +63,9 @@ class DirectoryStreams:
             return None
         directory = self._directories.get(self._inodes.key(handle.inode))
         while True:
-            segment = self._directories.segment_now(directory, handle.position, handle.opened)
+            segment = self._directories.segment_now(
+                directory, handle.position, handle.opened, self._head_cache.sample_ahead
+            )
             if segment is None or self._asks(handle, buffer):
                 # What is there is not held back by a request to the bucket.
                 if buffer.is_empty:
@@ -97,7 +99,7 @@ class DirectoryStreams:
                 return names.position(name)
         position, searched = start, 0
         while searched < _SEARCHED:
-            segment = await self._directories.segment_behind(directory, position, handle.opened)
+            segment = await self._segment_behind(handle, directory, position)
             for name in islice(segment.ordered, segment.after(position), None):
                 if code_of(name.encode()) == code:
                     return names.position(name)
@@ -113,9 +115,7 @@ class DirectoryStreams:
         """Wait for the next entries, and add those that come with them."""
         has_more = True
         while has_more and buffer.is_empty:
-            segment = await self._directories.segment_behind(
-                directory, handle.position, handle.opened
-            )
+            segment = await self._segment_behind(handle, directory, handle.position)
             shown: list[Inode] = []
             if self._asks(handle, buffer) and self._is_of(directory, handle):
                 await self._head_cache.sample(handle.inode, segment)
@@ -128,6 +128,13 @@ class DirectoryStreams:
                 directory = self._directories.get(self._inodes.key(handle.inode))
             for inode in shown:
                 self._inodes.drop_unknown(inode)
+
+    async def _segment_behind(
+        self, handle: DirectoryHandle, directory: Directory, position: str
+    ) -> Segment:
+        return await self._directories.segment_behind(
+            directory, position, handle.opened, self._head_cache.sample_ahead
+        )
 
     def _is_of(self, directory: Directory, handle: DirectoryHandle) -> bool:
         """True if these are the listings of a directory as it is called now."""

@@ -22,7 +22,7 @@ from contextlib import suppress
 
 import trio
 
-from fusefs.posix.directory.segment import ABSENT, Absent
+from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttributes
 from fusefs.posix.mount_state import MountState
@@ -90,15 +90,12 @@ class Flusher:
         self._mapped: set[StagedFile] = set()
         self.uploads = Uploader(
             state.store,
-            writing.staging,
+            writing,
             editor,
-            writing.nursery,
             prefix_lock,
             self.landed,
             self._kept_apart,
             self._set_aside,
-            fails_on_conflict=self._rules.fails_on_conflict,
-            is_local=self._rules.is_local,
         )
         self.exclusive = ExclusiveCreates(writing.nursery, self.uploads.reserve)
         self.deferred = DeferredAttributes(
@@ -112,8 +109,6 @@ class Flusher:
         )
         self._appends = AppendRuns()
         self.removals = removals
-        removals.landed = self._removed
-        state.directories.pending_changes.is_leaving = removals.__contains__
 
     def flush(self, fh: int, pid: int = 0, owner: int = UNKNOWN_OWNER) -> Answer[None]:
         """A descriptor of an open file is closed: have what was written kept.
@@ -410,12 +405,6 @@ class Flusher:
         inode = self._node_of(*split_key(info.key), info)
         if inode is not None and inode.staged is None:
             self._state.mark_stale(inode)
-
-    def _removed(self, key: str) -> None:
-        """The bucket is without an object that was removed."""
-        prefix, name = split_key(key)
-        if isinstance(self._directories.pending_changes.get(prefix, name), Absent):
-            self._directories.changed(prefix, name, ABSENT)
 
     def _node_of(self, prefix: str, name: str, info: ObjectInfo) -> Inode | None:
         """The node that a version is shown as, if the kernel knows it."""

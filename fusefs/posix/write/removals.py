@@ -22,12 +22,12 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
 
+from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.posix.nodes.names import split_key
 from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError
@@ -89,12 +89,13 @@ class Removal:
 class Removals:
     """The removals of one mount. Belongs to the event loop; its tasks live in `nursery`."""
 
-    def __init__(self, store: Store, directory: Path, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, store: Store, directories: Directories, staging: Path, nursery: trio.Nursery
+    ) -> None:
         self._store = store
-        self._log = LineLog(directory / NAME)
+        self._directories = directories
+        self._log = LineLog(staging / NAME)
         self._nursery = nursery
-        # Called with the keys that are gone.
-        self.landed: Callable[[str], None] = lambda _key: None
         self._by_key: dict[str, Removal] = {}
         # Those of which no request was made yet.
         self._new: dict[str, Removal] = {}
@@ -150,11 +151,16 @@ class Removals:
         except OSError as error:
             logger.info("%s is deleted at once: %s", key, error)
             return False
-        self._by_key[key] = self._new[key] = removal
+        self._new[key] = removal
+        self._add(removal)
         if not self._is_running:
             self._is_running = True
             self._nursery.start_soon(self._run)
         return True
+
+    def _add(self, removal: Removal) -> None:
+        self._by_key[removal.key] = removal
+        self._directories.pending_changes.leaving.add(removal.key)
 
     def may_defer(self, key: str) -> bool:
         """True if `try_defer` would put a removal on record, if the object's ETag is known."""
@@ -345,7 +351,7 @@ class Removals:
         for removal in gone:
             del self._by_key[removal.key]
             self.note_allowed(removal.key)
-            self.landed(removal.key)
+            self._directories.left(removal.key)
             self._attempted(removal)
         if self._log.is_large:
             self._log.write_anew(removal.line() for removal in self._by_key.values())
@@ -362,7 +368,7 @@ class Removals:
             removal = Removal(key, etag, removed_ns, Work())
             if not is_on_record:
                 self._log.append(removal.line())
-            self._by_key[key] = removal
+            self._add(removal)
             self._nursery.start_soon(self._retry, removal, 0.0)
 
     def close(self) -> None:

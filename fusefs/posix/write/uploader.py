@@ -30,8 +30,8 @@ from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.write import exclusive, staged_sums
 from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.conflicts import Conflicts
+from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sparse_edit import BaseLostError, SparseEditor
-from fusefs.posix.write.staging import Staging
 from fusefs.posix.write.upload_steps import UploadSteps
 from fusefs.posix.write.upload_times import RecentCloses
 from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
@@ -100,34 +100,29 @@ class Uploader:
     def __init__(
         self,
         store: Store,
-        staging: Staging,
+        writing: Writing,
         editor: SparseEditor,
-        nursery: trio.Nursery,
         prefix_lock: PrefixLock,
         landed: Callable[[StagedFile, ObjectInfo], None],
         kept_apart: Callable[[StagedFile, ObjectInfo, ObjectInfo | None], None],
         set_aside: Callable[[StagedFile, ObjectInfo | None], None],
-        *,
-        fails_on_conflict: bool,
-        is_local: Callable[[str], bool],
     ) -> None:
-        self._steps = UploadSteps(
-            store, staging, editor, self._unaborted, fails_on_conflict=fails_on_conflict
-        )
+        staging, fails = writing.staging, writing.rules.fails_on_conflict
+        self._nursery = nursery = writing.nursery
+        self._steps = UploadSteps(store, staging, editor, self._unaborted, fails_on_conflict=fails)
         self.aborts = PendingAborts(staging.directory, nursery, self._steps.abort_recorded)
         self.own = self._steps.own
         self.put_new = self._steps.put_new
         self.find = self._steps.find
         self._staging = staging
         self._editor = editor
-        self._nursery = nursery
         self._prefix_lock = prefix_lock
         self._landed = landed
         self._kept_apart = kept_apart
         self._set_aside = set_aside
-        self._conflicts = Conflicts(self._steps, staging, editor, fails=fails_on_conflict)
+        self._conflicts = Conflicts(self._steps, staging, editor, fails=fails)
         self._unanswered = store.unanswered
-        self._is_local = is_local
+        self._is_local = writing.rules.is_local
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, StreamingUpload] = {}
         self.failures = 0

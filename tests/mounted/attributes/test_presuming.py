@@ -27,6 +27,7 @@ from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.object_metadata import Meta
+from fusefs.settings.patterns import PathRules
 from tests.support.memory_store import SECOND_NS, MemoryStore
 from tests.support.mounting import WRITABLE, Mount, cost, metadata
 from tests.support.semantics import states
@@ -139,7 +140,9 @@ class Walk:
 
     async def come_to(self, folder: str) -> tuple[Inode, Segment]:
         known = self.directories.get(f"p/{folder}/")
-        segment = await self.directories.segment_behind(known, "", 0.0)
+        segment = await self.directories.segment_behind(
+            known, "", 0.0, self.head_cache.sample_ahead
+        )
         return self.inodes.resolve(self.parent, folder, None), segment
 
     async def shown(self, folder: str) -> dict[str, Meta]:
@@ -158,7 +161,9 @@ class Walk:
 async def walking(store: MemoryStore, *, is_read_only: bool = False) -> AsyncIterator[Walk]:
     policy, inodes = HeadPolicy(is_read_only=is_read_only), InodeTable("", NoJournal())
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, math.inf, NoListingCache(), nursery, policy)
+        directories = Directories(
+            store, inodes, PathRules(math.inf), NoListingCache(), nursery, policy
+        )
         owner = Ownership(1, 2, 0o644, 0o755)
         head_cache = HeadCache(store, directories, inodes, owner, nursery)
         parent = inodes.resolve(inodes.root, "p", None)
@@ -196,7 +201,7 @@ async def test_of_folders_that_one_page_lists_one_has_heads(
             segment = Segment("", None, {})
             for name in range(2 * SAMPLE):
                 segment.entries[f"{name:02}"] = store.objects[f"p/{folder}/{name:02}"].info
-            walk.directories.expect(f"p/{folder}/", segment)
+            walk.head_cache.sample_ahead(f"p/{folder}/", segment)
         for folder in range(9):
             await walk.shown(str(folder))
     assert store.count("HEAD") == sample

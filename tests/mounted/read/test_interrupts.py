@@ -118,8 +118,8 @@ async def test_a_keeper_that_does_not_answer_holds_no_request_up_behind_others(
             await trio.sleep(LOOK_LIMIT_S)
             return UNKNOWN
 
-    seen, requests = Callers(), [Request() for _ in range(50)]
-    seen.keeper = Stuck(callers.namespace() + 1, UNKNOWN)
+    seen = Callers(Stuck(callers.namespace() + 1, UNKNOWN))
+    requests = [Request() for _ in range(50)]
     interrupts = Interrupts(seen)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(interrupts.run)
@@ -186,15 +186,15 @@ def test_a_process_that_runs_lives_and_one_that_is_not_there_is_not_known() -> N
 
 
 async def test_the_keeper_looks_where_this_process_sees_nothing() -> None:
-    seen = Callers()
     keeper = Onlooker(callers.namespace(), WAS_KILLED)
-    seen.keeper = keeper
+    seen = Callers(keeper)
     assert await seen.find_fate(os.getpid()) == LIVES
     assert await seen.find_fate(0) == UNKNOWN
     assert keeper.requested == []
     assert await seen.find_fate(1 << 60) == WAS_KILLED
     # Numbers of another namespace are other processes' here.
-    seen.keeper = keeper = Onlooker(callers.namespace() + 1, IS_KILLED)
+    keeper = Onlooker(callers.namespace() + 1, IS_KILLED)
+    seen = Callers(keeper)
     assert seen.fate(os.getpid()) == UNKNOWN
     assert await seen.find_fate(os.getpid()) == IS_KILLED
     assert keeper.requested == [os.getpid()]

@@ -13,7 +13,10 @@ import trio.testing
 from fusefs.cache.listing_cache import NoListingCache
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.posix.directory.listings import Directories
+from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.settings.memory import MemoryBudget
+from fusefs.settings.patterns import PathRules
 from fusefs.settings.types import MIB
 from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.store import open_store
@@ -202,8 +205,14 @@ async def test_listings_are_dropped_when_there_is_no_memory_for_them() -> None:
     with ListingServer(keys) as server:
         settings = S3Settings("bucket", endpoint_url=server.endpoint_url, anonymous=True)
         async with open_store(settings) as store, trio.open_nursery() as nursery:
-            directories = Directories(store, 60.0, NoListingCache(), nursery)
-            directories.most_entries = 200
+            directories = Directories(
+                store,
+                InodeTable("", NoJournal()),
+                PathRules(60.0),
+                NoListingCache(),
+                nursery,
+                most_entries=200,
+            )
             for number in range(20):
                 await directories.lookup(directories.get(f"{number:02}/"), "1")
                 assert directories._entries <= 200

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 import stat
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from fusefs.posix.types import BackingFiles, Caller, NameKind
 from fusefs.posix.write.rules import WriteRules, Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.durability import Durability, DurabilityRules
+from fusefs.settings.patterns import PathRules
 from tests.support.memory_store import MemoryStore
 
 LOCAL = DurabilityRules(Durability.LOCAL)
@@ -201,6 +203,8 @@ class MortalMount:
         self.store = MemoryStore()
         # What of the bucket the next process mounts.
         self.prefix = ""
+        # More nodes than this are too many.
+        self.most_nodes = sys.maxsize
         self.backing: BackingFiles = PassthroughFiles(why="no kernel")
         self._mounted_ns = 1
         self._uniques = itertools.count(2, 2)
@@ -224,9 +228,9 @@ class MortalMount:
         try:
             async with trio.open_nursery() as nursery:
                 notifier = Notifier()
-                inodes = InodeTable(self.prefix, journal, notifier)
+                inodes = InodeTable(self.prefix, journal, notifier, most=self.most_nodes)
                 directories = Directories(
-                    self.store, 60.0, NoListingCache(), nursery, doubt=inodes.doubt
+                    self.store, inodes, PathRules(60.0), NoListingCache(), nursery
                 )
                 mount_state = MountState(
                     store=self.store,

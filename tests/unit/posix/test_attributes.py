@@ -27,6 +27,7 @@ from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.types import Caller, NewAttributes, OpenResult
+from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo
@@ -94,7 +95,7 @@ async def test_the_root_of_a_prefix_is_what_its_marker_says() -> None:
     store.put("data/set/", mode=str(stat.S_IFDIR | 0o711), mtime="7")
     inodes = InodeTable("data/set/", NoJournal())
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, 60.0, NoListingCache(), nursery)
+        directories = Directories(store, inodes, PathRules(60.0), NoListingCache(), nursery)
         head_cache = HeadCache(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
         assert head_cache.lacks(inodes.root)
         await head_cache.learn(inodes.root)

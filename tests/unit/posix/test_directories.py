@@ -14,11 +14,13 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.posix.directory import listings as directories_module
 from fusefs.posix.directory import walk
-from fusefs.posix.directory.listings import Directories
+from fusefs.posix.directory.listings import MAX_ENTRIES, Directories, _size_of
 from fusefs.posix.directory.segment import ABSENT, Entry
+from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.nodes.names import is_expressible, position
+from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import AccessDeniedError
 from fusefs.store.interface import ListPage, ObjectInfo
 from tests.support.local_cache import Bucket
@@ -38,10 +40,11 @@ class Forgetful:
 
 @asynccontextmanager
 async def listings(
-    bucket: Bucket, ttl_s: float = math.inf, *, top: str = ""
+    bucket: Bucket, ttl_s: float = math.inf, *, top: str = "", most_entries: int = MAX_ENTRIES
 ) -> AsyncIterator[Directories]:
     async with trio.open_nursery() as nursery:
-        yield Directories(bucket, ttl_s, Forgetful(), nursery, top=top)
+        inodes, ttl = InodeTable(top, NoJournal()), PathRules(ttl_s)
+        yield Directories(bucket, inodes, ttl, Forgetful(), nursery, most_entries=most_entries)
         nursery.cancel_scope.cancel()
 
 
@@ -196,18 +199,17 @@ def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
     trio.run(check)
 
 
-def test_listings_hold_no_more_entries_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listings_hold_no_more_entries_than_they_may() -> None:
     async def check() -> None:
         folders = [f"p{number}/" for number in range(5)]
         keys = [f"{folder}{number:04}" for folder in folders for number in range(1000)]
-        async with listings(Bucket(keys, 100)) as directories:
+        async with listings(Bucket(keys, 100), most_entries=700) as directories:
             for folder in folders:
                 assert len(await stream(directories, folder)) == 1000
                 held = [one for prefix in folders for one in directories.get(prefix).segments]
                 assert sum(len(one.entries) for one in held) <= 700
 
-    assert directories_module.MAX_ENTRIES == 200_000
-    monkeypatch.setattr(directories_module, "MAX_ENTRIES", 700)
+    assert MAX_ENTRIES == 200_000
     trio.run(check)
 
 
@@ -216,8 +218,7 @@ def test_a_stream_tells_each_name_once_where_no_segment_is_kept_for_the_next(
     keys: set[str], page_size: int
 ) -> None:
     async def check() -> None:
-        async with listings(Bucket(keys, page_size)) as directories:
-            directories.most_entries = 1
+        async with listings(Bucket(keys, page_size), most_entries=1) as directories:
             found = await stream(directories, "")
             assert [name for name, _ in found] == sorted(expected(keys, ""), key=position)
             for name in expected(keys, ""):
@@ -239,8 +240,7 @@ def test_a_stream_tells_each_name_once_where_no_segment_is_kept_for_the_next(
 def test_what_is_looked_up_again_and_again_stays_while_others_are_dropped() -> None:
     async def check() -> None:
         bucket = Bucket([f"d{number:03}/a" for number in range(100)], 100)
-        async with listings(bucket) as directories:
-            directories.most_entries = 120
+        async with listings(bucket, most_entries=120) as directories:
             for number in range(100):
                 for prefix, name in (("", f"d{number:03}"), (f"d{number:03}/", "a")):
                     await directories.lookup(directories.get(prefix), name)
@@ -252,8 +252,8 @@ def test_what_is_looked_up_again_and_again_stays_while_others_are_dropped() -> N
 
 def test_a_directory_of_which_nothing_is_known_takes_no_memory() -> None:
     async def check() -> None:
-        async with listings(Bucket([f"d{number}/a" for number in range(100)], 10)) as directories:
-            directories.most_entries = 20
+        bucket = Bucket([f"d{number}/a" for number in range(100)], 10)
+        async with listings(bucket, most_entries=20) as directories:
             for number in range(100):
                 await directories.lookup(directories.get(f"d{number}/"), "a")
             gc.collect()
@@ -282,13 +282,13 @@ async def test_a_newer_answer_holds_where_a_page_ended_and_the_next_one_was_drop
         directory = directories.get("p/")
         dropped = directory.segments[1]
         directory.drop(dropped)
-        directories._entries -= directories_module._size_of(dropped)
+        directories._entries -= _size_of(dropped)
         del directories._by_use[id(dropped)]
         heads = bucket.heads
         directories.correct(directory, "b", ObjectInfo("p/b", 9, '"new"', 0))
         assert [name for name, _ in await stream(directories, "p/")] == ["a", "b", "c"]
         assert bucket.heads > heads, "a HEAD tells of the object itself"
-        sizes = [directories_module._size_of(one) for one in directory.segments]
+        sizes = [_size_of(one) for one in directory.segments]
         assert directories._entries == sum(sizes)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -13,6 +13,9 @@ from fusefs.posix.directory import freshness
 from fusefs.posix.directory.freshness import HOT_S, STILL_S, Creations, belief_s
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.nodes.inode_table import InodeTable
+from fusefs.settings.patterns import PathRules
 from fusefs.store.interface import ListPage, ObjectInfo, UnansweredChanges
 from tests.support.semantics import states
 from tests.unit.posix.test_directories import Forgetful
@@ -82,17 +85,28 @@ class OldBucket:
         return ListPage([self.objects[name] for name in sorted(self.objects)], [], None, "")
 
 
+class Doubted(InodeTable):
+    """Nodes that note which directories are doubted."""
+
+    def __init__(self) -> None:
+        super().__init__("", NoJournal())
+        self.doubted: list[str] = []
+
+    def doubt(self, prefix: str) -> None:
+        self.doubted.append(prefix)
+
+
 @asynccontextmanager
 async def listings(
-    bucket: OldBucket, doubt: Callable[[str], None] = lambda _prefix: None
+    bucket: OldBucket, inodes: InodeTable | None = None
 ) -> AsyncIterator[Directories]:
     async with trio.open_nursery() as nursery:
         yield Directories(
             bucket,  # type: ignore[arg-type]
-            TTL_S,
+            inodes or Doubted(),
+            PathRules(TTL_S),
             Forgetful(),
             nursery,
-            doubt=doubt,
         )
         nursery.cancel_scope.cancel()
 
@@ -183,8 +197,8 @@ async def test_a_missing_name_is_believed_for_a_second_however_still_its_directo
 @pytest.mark.parametrize("sign", ["own write", "another version", "gone"])
 async def test_any_sign_of_a_change_has_a_directory_looked_at_again(sign: str) -> None:
     bucket = OldBucket(["a", "b"], STILL_S + 1)
-    doubted: list[str] = []
-    async with listings(bucket, doubted.append) as directories:
+    inodes = Doubted()
+    async with listings(bucket, inodes) as directories:
         directory = directories.get("d/")
         await opened(directories)
         await opened(directories)
@@ -195,7 +209,7 @@ async def test_any_sign_of_a_change_has_a_directory_looked_at_again(sign: str) -
         else:
             theirs = bucket.made("b", etag='"2"') if sign == "another version" else None
             directories.correct(directory, "b", theirs)
-        assert doubted == ["d/"]
+        assert inodes.doubted == ["d/"]
         await opened(directories)
         assert bucket.lists == 2
 

@@ -11,11 +11,15 @@ import trio
 import trio.testing
 from trio.testing import wait_all_tasks_blocked
 
+from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory import pending_changes
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.pending_changes import KEPT_S, PendingChanges
 from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.write.removals import MANY, Removals
+from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import DeleteFailure, ObjectInfo
 from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
@@ -102,7 +106,9 @@ async def test_a_write_waits_for_the_upload_of_its_file(tmp_path: Path) -> None:
 async def removals(store: MemoryStore, directory: Path) -> AsyncIterator[Removals]:
     """Of a program that removes many files of the directory `a/`."""
     async with trio.open_nursery() as nursery:
-        made = Removals(store, directory, nursery)
+        inodes, ttl = InodeTable("", NoJournal()), PathRules(60.0)
+        directories = Directories(store, inodes, ttl, NoListingCache(), nursery)
+        made = Removals(store, directories, directory, nursery)
         for number in range(MANY):
             assert not made.try_defer(f"a/{number}", None)
         made.note_allowed("a/0")

@@ -17,7 +17,10 @@ from fusefs.cache.listing_cache import NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.cache.readahead.siblings import FOLDER_AFTER, UNREAD_EACH
 from fusefs.posix.directory.listings import Directories
+from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.read.known_files import KnownFiles
+from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import ArchivedError
 from fusefs.store.interface import ObjectVersion
 from tests.support.local_cache import Bucket
@@ -33,7 +36,13 @@ KEYS = [*FILES, "d/sub/x", "e/1", "g", "h/1"]
 async def known(page_size: int = 1000) -> AsyncIterator[tuple[KnownFiles, Directories]]:
     store = Bucket(KEYS, page_size)
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, math.inf, NoListingCache(), nursery)  # type: ignore[arg-type]
+        directories = Directories(
+            store,  # type: ignore[arg-type]
+            InodeTable("", NoJournal()),
+            PathRules(math.inf),
+            NoListingCache(),
+            nursery,
+        )
         yield KnownFiles(directories), directories
         nursery.cancel_scope.cancel()
 
