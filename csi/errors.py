@@ -104,8 +104,8 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.UNAVAILABLE, f"the driver failed: {type(error).__name__}; see its log"
 
 
-# As the store's errors and the controller's give it.
-_REQUEST_ID = re.compile(r" \(request [^\s()]+\)|, request [^\s,;]+")
+# As the store's errors give it.
+_REQUEST_ID = re.compile(r" \(request [^\s()]+\)")
 _NO_ANSWER = re.compile(r"no answer from \S+ in time")
 # The most bytes that Kubernetes takes for the text of an event. gRPC drops a status whose text
 # has over 8 KiB, after each byte that is not ASCII has become three.

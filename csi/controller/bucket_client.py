@@ -1,62 +1,61 @@
-"""The controller's requests to a bucket, by boto3, with every failure as a `StoreError`.
+"""The controller's requests to a bucket: the store of the mounts, for callers in threads.
 
 Requests are signed with the keys of a Secret, or else with the driver's credentials. A Secret's
 key of SSE-C goes with what reads and writes records, as a bucket's policy may demand.
 They go only to the store's own host, through the environment's proxy where there is one:
 neither redirects nor the AWS configuration send them elsewhere.
+
+All of them are sent from one event loop, in a thread that lives as long as the process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
-from csi.controller import boto3_client
+import trio
+
 from csi.controller.background import Progress
 from csi.errors import InvalidArgumentError
 from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings
 from fusefs.settings.types import Addressing
 from fusefs.store.customer_key import CustomerKey
+from fusefs.store.engine.engine import Completion, Engine, MemorySink, open_engine
 from fusefs.store.errors import (
     NO_CREDENTIALS,
     AccessDeniedError,
     CredentialsError,
-    ExistsError,
     NotFoundError,
-    StaleVersionError,
     StoreError,
     UnsupportedError,
-    from_code,
-    translate,
 )
-from fusefs.store.http import trust
-from fusefs.store.http.proxies import Proxies
+from fusefs.store.interface import IF_ABSENT, ObjectVersion
+from fusefs.store.s3 import documents
+from fusefs.store.s3.access import S3Settings
+from fusefs.store.s3.address import Call
 from fusefs.store.s3.special_buckets import customer_key_obstacle
+from fusefs.store.s3.store import S3Store
+from fusefs.store.s3.write_options import NO_OPTIONS, WriteOptions
 
-if TYPE_CHECKING:
-    from fusefs.store.http.trust import Trust
-
-DEFAULT_REGION = "us-east-1"
-# The maximum number of keys of a LIST page and of a DeleteObjects request.
-PAGE = 1000
 # Of a record, which has some hundred; whoever writes into the bucket may put any object there.
 MOST_BYTES = 1 << 20
+# The maximum number of keys of a listing's page.
+PAGE = 1000
+CONNECTIONS = 16
+# The caller tries again, and sees the reason meanwhile.
+RETRY_TIME_S = 3.0
+
+# Of a lifecycle rule, beside a prefix.
+_CONDITIONS = ("Tag", "ObjectSizeGreaterThan")
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ListedObject:
-    """One object of a listing; `etag` is quoted, as S3 gives it."""
-
-    key: str
-    etag: str
 
 
 class Bucket:
@@ -70,6 +69,7 @@ class Bucket:
         keys: AccessKeys | None,
         customer_key: CustomerKey | None = None,
         *,
+        write_options: WriteOptions = NO_OPTIONS,
         pays: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -78,7 +78,6 @@ class Bucket:
         Raises:
             InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does, or the
                 key of SSE-C would be sent in the clear.
-            StoreError: certificates or proxies that were named can't be used.
         """
         store.check_address()
         if customer_key is not None and store.endpoint_url is not None:
@@ -90,115 +89,73 @@ class Bucket:
         self._progress = progress or Progress()
         self._host = store.endpoint_url or store.name
         self._whose = "the Secret's keys" if keys else "the driver"
-        self._client, self._trust = make_client(
-            store,
-            region or store.region,
-            keys,
-            customer_key,
-            pays=pays,
-            is_access_point=name.startswith("arn:"),
-        )
+        self._store = store_of(store, name, region, keys, customer_key, write_options, pays=pays)
 
-    def put_new(self, key: str, body: bytes, **parameters: Any) -> None:
-        """Write an object that is not there, with these parameters of boto3's as well.
+    def put_new(self, key: str, body: bytes) -> None:
+        """Write an object that is not there.
 
         Raises:
             ExistsError: it is.
         """
-        with self._translated(key):
-            try:
-                self._client.put_object(
-                    Bucket=self.name,
-                    Key=key,
-                    Body=body,
-                    IfNoneMatch="*",
-                    ContentType="application/json",
-                    **parameters,
-                )
-            except Exception as error:
-                if translate(error).kind is StaleVersionError:
-                    raise ExistsError(f"s3://{self.name}/{key} exists") from error
-                raise
+        headers = {"content-type": "application/json", "if-none-match": "*"}
+        call = Call("PUT", "PUT", key, headers=headers, document=body)
+        self._send(call, lambda _: None, condition=IF_ABSENT)
 
     def get(self, key: str) -> bytes:
-        """An object's content, of which at most `MOST_BYTES` are read.
+        """An object's content; nothing of one that has more than `MOST_BYTES`.
 
         Raises:
             NotFoundError: there is none.
             OtherKeyError: it is encrypted with a key of SSE-C that the Secret does not have.
         """
-        with self._translated(key):
-            body = self._client.get_object(Bucket=self.name, Key=key)["Body"]
-            with contextlib.closing(body):
-                return bytes(body.read(MOST_BYTES))
+        try:
+            call = Call("GET", "GET", key, sink=MemorySink(MOST_BYTES))
+            return self._send(call, lambda answer: answer.body)
+        except StoreError as error:
+            # AWS' code, and SeaweedFS', for a GET without the key that an object needs. To one
+            # with another key AWS answers with AccessDenied, as to one without rights.
+            if error.s3_code in ("InvalidRequest", "InvalidArgument"):
+                raise OtherKeyError(f"{error}: it may be encrypted with another key") from error
+            raise
 
     def expiry_rule(self, key: str) -> str:
-        """The id of the lifecycle rule that removes `key` some day; "" if none can be seen.
-
-        https://docs.aws.amazon.com/AmazonS3/latest/API/API_LifecycleRule.html
-        """
+        """The id of the lifecycle rule that removes `key` some day; "" if none can be seen."""
+        call = Call("LIST", "GET", query={"lifecycle": ""})
         try:
-            with self._translated(key):
-                answer = self._client.get_bucket_lifecycle_configuration(Bucket=self.name)
+            return self._send(call, functools.partial(_expiry_rule, key=key))
         except StoreError:  # there are none, or these credentials may not see them
             return ""
-        for rule in answer["Rules"]:
-            given = rule.get("Filter") or rule
-            given = given.get("And", given)
-            is_all = given.keys().isdisjoint(("Tag", "Tags", "ObjectSizeGreaterThan"))
-            expires = not rule.get("Expiration", {}).keys().isdisjoint(("Days", "Date"))
-            if rule["Status"] == "Enabled" and expires and is_all:
-                prefix = given.get("Prefix") or ""
-                if key.startswith(prefix):
-                    return rule.get("ID") or f"of the prefix {prefix!r}"
-        return ""
 
-    def pages(self, prefix: str) -> Iterator[list[ListedObject]]:
+    def pages(self, prefix: str) -> Iterator[list[ObjectVersion]]:
         """The objects below `prefix`, up to `PAGE` at a time. No page is empty.
 
         Raises:
             StoreError: the store does not answer, or lists keys with another prefix.
         """
-        token: dict[str, Any] = {}
-        while True:
-            with self._translated(prefix):
-                answer = self._client.list_objects_v2(
-                    Bucket=self.name, Prefix=prefix, MaxKeys=PAGE, **token
-                )
-            found = [ListedObject(item["Key"], item["ETag"]) for item in answer.get("Contents", [])]
-            # The caller may delete every listed key.
-            if not all(item.key.startswith(prefix) for item in found):
+        last, has_more = "", True
+        while has_more:
+            page = self._run(
+                prefix,
+                functools.partial(
+                    self._store.list_page, delimiter="", start_after=last, max_keys=PAGE
+                ),
+                prefix,
+            )
+            if page.unnamed:  # the caller may delete every listed key
                 raise StoreError(f"s3://{self.name}/{prefix}: the store lists other keys")
-            if found:
-                yield found
-            if not answer.get("IsTruncated"):
-                return
-            token = {"ContinuationToken": answer["NextContinuationToken"]}
+            if page.objects:
+                yield [info.version for info in page.objects]
+            last, has_more = page.last, page.next_token is not None
 
     def delete(self, key: str) -> None:
         """Delete one object, if it is there."""
-        with self._translated(key):
-            self._client.delete_object(Bucket=self.name, Key=key)
+        self._run(key, self._store.delete, key)
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete up to `PAGE` objects. After a failure some may be gone."""
-        # XML cannot contain control characters, URLs can.
-        printable = [key for key in keys if key.isprintable()]
-        for key in keys:
-            if not key.isprintable():
-                self.delete(key)
-        if not printable:
-            return
-        with self._translated(printable[0]):
-            answer = self._client.delete_objects(
-                Bucket=self.name,
-                Delete={"Objects": [{"Key": key} for key in printable], "Quiet": True},
-            )
-        for refused in answer.get("Errors", []):
-            failure = from_code(refused.get("Code", ""))
-            if failure.status != 404:
-                whom = f"s3://{self.name}/{refused.get('Key', '')}"
-                raise failure.kind(f"{failure.sentence} on {whom} as {self._whose}")
+        """Delete objects. After a failure some may be gone."""
+        for failed in self._run(keys[0], self._store.delete_many, keys):
+            assert isinstance(failed.error, StoreError)
+            raise self._explained(failed.error, failed.key)
 
     def abort_uploads(self, prefix: str) -> None:
         """Abort the unfinished multipart uploads below `prefix`.
@@ -207,45 +164,37 @@ class Bucket:
         gets a warning in the log.
         """
         try:
-            with self._translated(prefix):
-                for key, upload_id in self._uploads(prefix):
-                    self._client.abort_multipart_upload(
-                        Bucket=self.name, Key=key, UploadId=upload_id
-                    )
+            for upload in self._run(prefix, self._store.list_uploads, prefix):
+                if upload.key.startswith(prefix):
+                    self._run(prefix, self._store.abort_upload, upload.key, upload.upload_id)
         except (AccessDeniedError, UnsupportedError) as error:
             log.warning("unfinished uploads are left: %s", error)
 
-    def _uploads(self, prefix: str) -> list[tuple[str, str]]:
-        pages = self._client.get_paginator("list_multipart_uploads").paginate(
-            Bucket=self.name, Prefix=prefix
-        )
-        found = [upload for page in pages for upload in page.get("Uploads", [])]
-        return [(part["Key"], part["UploadId"]) for part in found if part["Key"].startswith(prefix)]
+    def _send(self, call: Call, accept: Callable[[Completion], T], **options: Any) -> T:
+        sending = functools.partial(self._store.requester.send, **options)
+        result: T = self._run(call.key, sending, call, accept)
+        return result
 
-    @contextlib.contextmanager
-    def _translated(self, key: str) -> Iterator[None]:
-        """Raise errors as StoreError with the key, the credentials' owner and the request id."""
+    def _run(self, key: str, request: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """Wait for a request, whose failure gets the key and the owner of the credentials."""
         self._progress.wait_for(f"{self._host} (s3://{self.name}/{key})")
         try:
-            yield
-            self._progress.wait_for("")
-        except StoreError:
-            raise
-        except Exception as error:
-            failure = translate(error)
-            if failure is NO_CREDENTIALS:
-                raise CredentialsError(
-                    "neither the class names a provisioner Secret nor has the driver credentials"
-                    " of its own"
-                ) from error
-            sentence = f"{failure.sentence} on s3://{self.name}/{key} as {self._whose}"
-            if failure.request_id:
-                sentence += f", request {failure.request_id}"
-            if _lacks_key(error, failure.code):
-                raise OtherKeyError(f"{sentence}: it may be encrypted with another key") from error
-            if failure.code == "NoSuchBucket":
-                raise NoSuchBucketError(sentence) from error
-            raise failure.kind(sentence) from error
+            result: T = trio.from_thread.run(request, *arguments, trio_token=_event_loop()[0])
+        except StoreError as error:
+            raise self._explained(error, key) from error
+        self._progress.wait_for("")
+        return result
+
+    def _explained(self, error: StoreError, key: str) -> StoreError:
+        if str(error) == NO_CREDENTIALS.sentence:
+            return CredentialsError(
+                "neither the class names a provisioner Secret nor has the driver credentials"
+                " of its own"
+            )
+        kind = NoSuchBucketError if error.s3_code == "NoSuchBucket" else type(error)
+        explained = kind(f"{error} on s3://{self.name}/{key} as {self._whose}")
+        explained.s3_code = error.s3_code
+        return explained
 
 
 class NoSuchBucketError(NotFoundError):
@@ -256,84 +205,69 @@ class OtherKeyError(StoreError):
     """An object that only those with another key of SSE-C can read."""
 
 
-def _lacks_key(error: Exception, code: str) -> bool:
-    """True if a GET was refused because it came without the key that an object needs.
+def _expiry_rule(answer: Completion, key: str) -> str:
+    """The first rule in a LifecycleConfiguration that expires `key` whatever its size and tags.
 
-    To one with another key AWS answers with AccessDenied, as to one without rights.
+    https://docs.aws.amazon.com/AmazonS3/latest/API/API_LifecycleRule.html
     """
-    is_get = getattr(error, "operation_name", "") == "GetObject"
-    return is_get and code in ("InvalidRequest", "InvalidArgument")  # AWS' code, and SeaweedFS'
+    for rule in documents.read(answer, "LifecycleConfiguration").iterfind("{*}Rule"):
+        prefix = rule.findtext(".//{*}Prefix") or ""
+        is_some = any(rule.find(f".//{{*}}{one}") is not None for one in _CONDITIONS)
+        expires = any(rule.findtext(f"{{*}}Expiration/{{*}}{one}") for one in ("Days", "Date"))
+        is_enabled = documents.text_of(rule, "Status") == "Enabled"
+        if is_enabled and expires and not is_some and key.startswith(prefix):
+            return documents.text_of(rule, "ID") or f"of the prefix {prefix!r}"
+    return ""
 
 
 @functools.lru_cache(maxsize=64)
-def make_client(
+def store_of(
     store: StoreSettings,
+    name: str,
     region: str | None,
     keys: AccessKeys | None,
     customer_key: CustomerKey | None = None,
+    write_options: WriteOptions = NO_OPTIONS,
     *,
     pays: bool = False,
-    is_access_point: bool = False,
-) -> tuple[Any, Trust | None]:
-    """boto3's client of a store, the same for the same arguments, and what it trusts.
-
-    Raises:
-        StoreError: certificates or proxies that were named can't be used.
-    """
-    import boto3
-    from botocore.config import Config
-
-    session = boto3.Session(
-        aws_access_key_id=keys.access_key_id if keys else None,
-        aws_secret_access_key=keys.secret_access_key if keys else None,
-        aws_session_token=keys.session_token if keys else None,
-        region_name=region,
+) -> S3Store:
+    """The store for a bucket, the same for the same arguments."""
+    settings = S3Settings(
+        name,
+        store.endpoint_url,
+        region or store.region,
+        keys=keys.environment() if keys else None,
+        # An access point has a host of its own, and no path stands for it.
+        addressing=Addressing.AUTO if name.startswith("arn:") else store.addressing,
+        max_connections=CONNECTIONS,
+        retry_time_s=RETRY_TIME_S,
+        connect_timeout_s=5.0,
+        ca_bundle=str(store.ca_bundle) if store.ca_bundle else None,
+        requester_pays=pays,
+        write_options=write_options,
+        customer_key=customer_key,
+        ignores_configured_endpoints=True,
     )
-    addressing = _addressing(store, is_access_point=is_access_point)
-    options: dict[str, Any] = {
-        "connect_timeout": 5,
-        "read_timeout": 20,
-        # The caller retries, and sees the reason meanwhile.
-        "retries": {"total_max_attempts": 3, "mode": "standard"},
-        "s3": {"addressing_style": addressing.value},
-        "ignore_configured_endpoint_urls": True,
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-        "max_pool_connections": 16,
-        "user_agent_extra": "fusefs-csi",
-    }
-    ca_bundle = str(store.ca_bundle) if store.ca_bundle else None
-    configured = session._session.get_config_variable("ca_bundle")
-    trusted = trust.find_for(store.endpoint_url, ca_bundle, configured)
-
-    def make(parameters: dict[str, Any]) -> Any:
-        return session.client(
-            "s3",
-            endpoint_url=store.endpoint_url,
-            region_name=session.region_name or DEFAULT_REGION,
-            verify=trusted.path if trusted else None,
-            config=Config(**options, **parameters),
-        )
-
-    client = boto3_client.make(make, Proxies.of(os.environ), trusted.path if trusted else None)
-    if customer_key is not None:
-        headers = customer_key.headers(is_copy=False)
-        for operation in ("GetObject", "PutObject"):
-            client.meta.events.register(
-                f"before-call.s3.{operation}", lambda params, **_: params["headers"].update(headers)
-            )
-    if pays:
-        client.meta.events.register("before-call.s3", _agree_to_pay)
-    return client, trusted
+    return S3Store(settings, _event_loop()[1])
 
 
-def _addressing(store: StoreSettings, *, is_access_point: bool) -> Addressing:
-    if is_access_point:  # which has a host of its own, and no path stands for it
-        return Addressing.AUTO
-    if store.addressing is Addressing.AUTO and store.endpoint_url is not None:
-        return Addressing.PATH
-    return store.addressing
+_starting = threading.Lock()
 
 
-def _agree_to_pay(params: dict[str, Any], **_: Any) -> None:
-    params["headers"]["x-amz-request-payer"] = "requester"
+def _event_loop() -> tuple[trio.lowlevel.TrioToken, Engine]:
+    """The event loop of all requests, which is started if need be, and its engine."""
+    with _starting:
+        return _started()
+
+
+@functools.cache
+def _started() -> tuple[trio.lowlevel.TrioToken, Engine]:
+    started: Future[tuple[trio.lowlevel.TrioToken, Engine]] = Future()
+
+    async def run() -> None:
+        async with open_engine(CONNECTIONS) as engine:
+            started.set_result((trio.lowlevel.current_trio_token(), engine))
+            await trio.sleep_forever()
+
+    threading.Thread(target=trio.run, args=(run,), name="s3", daemon=True).start()
+    return started.result()

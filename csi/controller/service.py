@@ -43,9 +43,10 @@ from csi.volume.location import (
     location_of,
     new_volume_id,
 )
-from csi.volume.options import pays_requests, read_options, write_parameters
+from csi.volume.options import pays_requests, read_options, write_options
 from csi.volume.stores import Stores
 from fusefs.store.errors import AccessDeniedError, ExistsError
+from fusefs.store.s3.write_options import WriteOptions
 
 DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"
@@ -114,6 +115,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             request.secrets,
             progress,
             record.attributes.get("region"),
+            write_options=_write_options(record.attributes, request.volume_capabilities),
             pays=pays_requests(_settings(record.attributes)),
         )
         is_claims = _is_of_claim(request.parameters.get("prefix", DEFAULT_PREFIX))
@@ -305,12 +307,11 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         secrets: Mapping[str, str],
         progress: Progress,
         region: str | None = None,
-        *,
-        pays: bool = False,
+        **options: Any,
     ) -> Bucket:
         store = self._stores.by_name[volume.store]
         secret = keys_from(secrets), customer_key_from(secrets)
-        return Bucket(store, volume.bucket, region, *secret, pays=pays, progress=progress)
+        return Bucket(store, volume.bucket, region, *secret, progress=progress, **options)
 
 
 def _create(
@@ -321,8 +322,7 @@ def _create(
     Returns the record, and whether it is new.
     """
     try:
-        parameters = _write_parameters(record.attributes, request.volume_capabilities)
-        bucket.put_new(volume_record.key_of(volume), record.to_json(), **parameters)
+        bucket.put_new(volume_record.key_of(volume), record.to_json())
         return record, True
     except NoSuchBucketError as error:
         raise InvalidArgumentError(f"bucket: {error}") from error
@@ -386,12 +386,12 @@ def _check_settings(
         read_options(settings, list(capability.mount.mount_flags), is_inline=False)
 
 
-def _write_parameters(
+def _write_options(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
-) -> dict[str, Any]:
-    """The parameters that the volume's record is written with: as the volume's mounts write."""
+) -> WriteOptions:
+    """The options that the volume's record is written with: as the volume's mounts write."""
     flags = [flag for capability in capabilities for flag in capability.mount.mount_flags]
-    return write_parameters(_settings(attributes), flags)
+    return write_options(_settings(attributes), flags)
 
 
 def _settings(attributes: Mapping[str, str]) -> dict[str, str]:

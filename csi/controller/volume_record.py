@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from csi.controller.bucket_client import Bucket, ListedObject, OtherKeyError
+from csi.controller.bucket_client import Bucket, OtherKeyError
 from csi.errors import InvalidArgumentError
 from csi.volume.location import VolumeId, has_segment, normal_prefix
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.store.errors import NotFoundError
+from fusefs.store.interface import ObjectVersion
 
 FORMAT = 1
 FOLDER = f"{PRIVATE}/volumes/"
@@ -133,7 +134,7 @@ class VolumeRecords:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, ListedObject], VolumeRecord] = {}
+        self._known: dict[tuple[str, ObjectVersion], VolumeRecord] = {}
         # By bucket: who comes second finds what the first has read.
         self._reading: dict[str, threading.Lock] = {}
 
@@ -143,7 +144,7 @@ class VolumeRecords:
         Raises:
             StoreError: a request failed.
         """
-        present: set[ListedObject] = set()
+        present: set[ObjectVersion] = set()
         for page in bucket.pages(FOLDER):
             present.update(page)
             with self._reading.setdefault(bucket.url, threading.Lock()):
@@ -155,11 +156,11 @@ class VolumeRecords:
                 self._known.pop((url, item), None)
 
     def _read_page(
-        self, bucket: Bucket, page: list[ListedObject]
-    ) -> list[tuple[ListedObject, VolumeRecord | VolumeRecordError]]:
+        self, bucket: Bucket, page: list[ObjectVersion]
+    ) -> list[tuple[ObjectVersion, VolumeRecord | VolumeRecordError]]:
         """The records of a page of the listing, but for those that were removed meanwhile."""
 
-        def read_one(item: ListedObject) -> bytes | VolumeRecordError | None:
+        def read_one(item: ObjectVersion) -> bytes | VolumeRecordError | None:
             try:
                 return bucket.get(item.key)
             except NotFoundError:
@@ -168,7 +169,7 @@ class VolumeRecords:
                 return VolumeRecordError(str(error))
 
         # Another thread, whose listing was made before, may drop what is found here.
-        known: dict[ListedObject, VolumeRecord | VolumeRecordError | None] = {
+        known: dict[ObjectVersion, VolumeRecord | VolumeRecordError | None] = {
             item: self._known.get((bucket.url, item)) for item in page
         }
         unknown = [item for item, record in known.items() if record is None]

@@ -30,6 +30,11 @@ class AccessKeys:
     secret_access_key: str = field(repr=False)
     session_token: str | None = field(default=None, repr=False)
 
+    def environment(self) -> dict[str, str]:
+        """The keys by the names that the environment has for them."""
+        values = (self.access_key_id, self.secret_access_key, self.session_token or "")
+        return {f"AWS_{name.upper()}": value for name, value in zip(_FIELDS, values, strict=True)}
+
 
 def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
     """The access keys in a Secret's fields; None if it has none at all.

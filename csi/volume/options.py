@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from csi.errors import InvalidArgumentError
 from csi.volume.location import Location
@@ -146,8 +145,8 @@ class NodeShares:
     min_free: MinFree
 
 
-def write_parameters(attributes: Mapping[str, str], mount_flags: Sequence[str]) -> dict[str, Any]:
-    """boto3's parameters of objects that the driver makes for a volume: those of its mounts.
+def write_options(attributes: Mapping[str, str], mount_flags: Sequence[str]) -> WriteOptions:
+    """The options of objects that the driver makes for a volume: those of its mounts.
 
     A bucket's policy may demand an encryption or an ACL of every object.
 
@@ -155,7 +154,7 @@ def write_parameters(attributes: Mapping[str, str], mount_flags: Sequence[str]) 
         InvalidArgumentError: the sentence names the attribute or option.
     """
     options = read_options(attributes, mount_flags, is_inline=False)
-    return WriteOptions.of(options.wanted).parameters()
+    return WriteOptions.of(options.wanted)
 
 
 def pays_requests(attributes: Mapping[str, str]) -> bool:

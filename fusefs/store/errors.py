@@ -32,11 +32,12 @@ class StoreError(Exception):
     """A request failed; `errno` says how a system call answers.
 
     `may_be_done`: an earlier attempt of the request failed in a way that leaves open whether
-    S3 has carried it out.
+    S3 has carried it out. `s3_code` is the code in S3's answer, or "".
     """
 
     errno = errno.EIO
     may_be_done = False
+    s3_code = ""
     code: ClassVar[ErrorCode] = ErrorCode.UNAVAILABLE
 
 

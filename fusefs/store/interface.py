@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from fusefs.store.errors import StoreError
 from fusefs.store.fencing import ChangeToken, TokenSource, stamped
 
 
@@ -239,10 +240,10 @@ class PendingUpload:
 
 @dataclass(frozen=True, slots=True)
 class DeleteFailure:
-    """A key that could not be deleted, and why (a `StoreError`)."""
+    """A key that could not be deleted, and why."""
 
     key: str
-    error: Exception
+    error: StoreError | OSError
 
 
 class Sink(Protocol):

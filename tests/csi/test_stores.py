@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from csi.controller.bucket_client import Bucket, make_client
+from csi.controller.bucket_client import Bucket, store_of
 from csi.errors import InvalidArgumentError, UnavailableError
 from csi.identities.keys import AccessKeys, keys_from
 from csi.volume.location import VolumeId, fill_in, location_of, normal_prefix, overlap
 from csi.volume.stores import Stores, StoresError, StoreSettings, is_forbidden, read_stores
 from fusefs.settings.types import Addressing
 from fusefs.store.errors import StoreError
+from fusefs.store.s3.access import Access
 from tests.support.servers import buckets as servers
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
@@ -219,8 +220,8 @@ def test_a_redirect_to_another_host_is_not_followed(
 def test_the_environment_sends_requests_to_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://evil.example")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://evil.example")
-    host = make_client(StoreSettings("aws"), "eu-west-1", KEYS)[0].meta.endpoint_url
-    assert host == "https://s3.eu-west-1.amazonaws.com"
+    store = store_of(StoreSettings("aws"), "bucket", "eu-west-1", KEYS)
+    assert Access(store.settings).url == "https://bucket.s3.eu-west-1.amazonaws.com"
 
 
 def test_a_store_that_lists_other_keys_than_requested_has_nothing_deleted(faulty: FaultyS3) -> None:

@@ -65,6 +65,7 @@ class S3Settings:
 
     `keys` are fixed ones, by the names that the environment has for them, instead of those
     that boto3 would find. They and `customer_key` are secrets, and do not show themselves.
+    With `ignores_configured_endpoints`, no environment and no file of AWS's names a host.
     """
 
     bucket: str
@@ -85,6 +86,7 @@ class S3Settings:
     customer_key: CustomerKey | None = None
     fips: bool = False
     dual_stack: bool = False
+    ignores_configured_endpoints: bool = False
     part_size: int = 8 << 20
 
 
@@ -253,6 +255,8 @@ class Access:
 
         _, session = self._sessions()
         settings, quiet = self._settings, dict[str, Any]()
+        if settings.ignores_configured_endpoints:
+            quiet["ignore_configured_endpoint_urls"] = True
         if settings.anonymous:
             quiet["signature_version"] = UNSIGNED
         # Those of the AWS configuration count where the settings say nothing.

@@ -383,6 +383,7 @@ class Requester:
         request = f" (request {failure.request_id})" if failure.request_id else ""
         error = failure.kind(failure.sentence + request)
         error.may_be_done = may_be_done or failure.is_retryable
+        error.s3_code = failure.code
         return error
 
     def _note_unanswered(self, call: Call, failure: Failure | None = None) -> None:

@@ -8,7 +8,7 @@ A copy keeps the storage class of its source, as a rename is to change nothing b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusefs.settings.types import AttributeForm, Encryption
 
@@ -50,17 +50,6 @@ class WriteOptions:
             "x-amz-acl": self.acl,
         }
         return {name: text for name, text in chosen.items() if text is not None}
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters of boto3, which the CSI driver uses."""
-        chosen: dict[str, Any] = {
-            "StorageClass": self.storage_class,
-            "ServerSideEncryption": self.encryption,
-            "SSEKMSKeyId": self.kms_key,
-            "BucketKeyEnabled": True if self.encryption == "aws:kms" else None,
-            "ACL": self.acl,
-        }
-        return {name: value for name, value in chosen.items() if value is not None}
 
 
 NO_OPTIONS = WriteOptions()

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from csi.controller.bucket_client import make_client
+from csi.controller.bucket_client import store_of
 from csi.controller.service import ControllerService
 from csi.generated import csi_pb2
 from csi.volume.stores import Stores
@@ -164,12 +164,12 @@ def test_without_any_keys_it_says_what_is_missing(
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, os.devnull)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    make_client.cache_clear()
+    store_of.cache_clear()
     message = request(shared.name, "pvc-refused")
     message.ClearField("secrets")
     code, sentence = refusal(driver.controller.CreateVolume, message)
     assert (code, "provisioner Secret" in sentence) == (Code.UNAUTHENTICATED, True)
-    make_client.cache_clear()
+    store_of.cache_clear()
 
 
 def test_the_id_of_a_denied_request_is_logged_and_in_no_event(

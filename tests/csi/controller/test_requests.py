@@ -2,18 +2,17 @@
 
 import base64
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from botocore.awsrequest import AWSResponse
 
-from csi.controller.bucket_client import Bucket as Client
+from csi.controller.bucket_client import store_of
 from csi.errors import InvalidArgumentError
 from csi.generated import csi_pb2
 from csi.identities.keys import AccessKeys
 from csi.volume.location import VolumeId, new_volume_id
 from csi.volume.stores import StoreSettings
 from fusefs.settings.types import Addressing
+from fusefs.store.s3.access import Access
 from tests.support.csi.calls import Driver, refusal
 from tests.support.csi.volumes import KEYS, NAME, Code, create, record_key, request
 from tests.support.servers.buckets import Bucket, keys
@@ -27,11 +26,6 @@ ENCRYPTED: dict[str, Any] = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey":
 WITH_KEY = {**KEYS, "customer_key": TEXT}
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/data"
 HOST = "data-123456789012.s3-accesspoint.us-west-2.amazonaws.com"
-
-
-class _Empty:
-    def stream(self) -> list[bytes]:
-        return []
 
 
 def with_secret(message: Any, secret: dict[str, str]) -> Any:
@@ -160,19 +154,9 @@ def test_an_access_point_whose_volumes_have_no_id_is_refused() -> None:
 @pytest.mark.parametrize("addressing", list(Addressing))
 def test_requests_go_to_the_access_points_host(addressing: Addressing) -> None:
     store = StoreSettings("aws", region="eu-central-1", addressing=addressing)
-    client = Client(store, ARN, None, AccessKeys("AKIA", "secret"))
-    sent = []
-
-    def answer(request: Any, **_: Any) -> AWSResponse:
-        sent.append(request)
-        return AWSResponse(request.url, 200, {}, _Empty())
-
-    client._client.meta.events.register("before-send.s3", answer)
-    client.put_new(".fusefs/volumes/x.json", b"{}")
-    [put] = sent
-    assert urlsplit(put.url).netloc == HOST
-    assert urlsplit(put.url).path == "/.fusefs/volumes/x.json"
-    assert b"/us-west-2/s3/" in put.headers["Authorization"]
+    access = Access(store_of(store, ARN, None, AccessKeys("AKIA", "secret")).settings)
+    assert access.url == f"https://{HOST}"
+    assert access.region == "us-west-2"
 
 
 def test_an_access_point_of_a_store_that_is_not_aws_is_refused(

@@ -23,6 +23,7 @@ from fusefs.daemon.jobs.cache_warmer import JobSpec
 from fusefs.daemon.jobs.selection import Shard
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import GIB, MIB, MinFree
+from fusefs.store.s3.write_options import WriteOptions
 from tests.support.packaging.manifests import PROJECT
 
 PLACE = Location(StoreSettings("main", "http://s3:1"), "bucket", "p/", "us-east-1")
@@ -182,14 +183,11 @@ def test_what_a_volume_may_say_is_documented() -> None:
 
 def test_the_drivers_own_objects_are_written_as_the_volumes() -> None:
     attributes = {"kmsKey": "alias/data", "acl": "bucket-owner-full-control"}
-    assert options.write_parameters(attributes, ["storage-class=STANDARD_IA"]) == {
-        "StorageClass": "STANDARD_IA",
-        "ServerSideEncryption": "aws:kms",
-        "SSEKMSKeyId": "alias/data",
-        "BucketKeyEnabled": True,
-        "ACL": "bucket-owner-full-control",
-    }
-    assert options.write_parameters({}, []) == {}
+    written = options.write_options(attributes, ["storage-class=STANDARD_IA"])
+    assert written == WriteOptions(
+        "STANDARD_IA", "aws:kms", "alias/data", "bucket-owner-full-control"
+    )
+    assert options.write_options({}, []) == WriteOptions()
 
 
 def test_a_customer_key_is_no_volumes_to_name() -> None:

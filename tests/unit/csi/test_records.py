@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from csi import main
-from csi.controller.bucket_client import ListedObject
 from csi.controller.volume_record import FOLDER, VolumeRecord, VolumeRecords
 from csi.errors import event_text
 from csi.node import config, drain, listing, record_files, warmup
@@ -28,6 +27,7 @@ from csi.node.warmup import Warmups
 from csi.volume.options import WarmOption
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
+from fusefs.store.interface import ObjectVersion
 from tests.support.waiting import until
 
 UNKNOWN = {"of_a_newer_driver": "auto"}
@@ -167,9 +167,9 @@ class PlayedBucket:
         self.read: list[str] = []
         self._on_get = on_get
 
-    def pages(self, prefix: str) -> Iterator[list[ListedObject]]:
+    def pages(self, prefix: str) -> Iterator[list[ObjectVersion]]:
         for name in self.names:
-            yield [ListedObject(f"{prefix}{name}", f'"{name}"')]
+            yield [ObjectVersion(f"{prefix}{name}", f'"{name}"', 1)]
 
     def get(self, key: str) -> bytes:
         self._on_get()
