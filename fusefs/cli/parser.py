@@ -402,8 +402,7 @@ _COMMANDS = (
     _Command(
         "top",
         "a live view of all mounts: rates, what readers wait for, uploads",
-        "Show what all mounts of this user do, each second. Without a terminal it prints lines. "
-        "The screen needs the extra top (pip install './fusefs_s3-….whl[top]').",
+        "Show what all mounts of this user do, each second. Without a terminal it prints lines.",
         (
             _argument(
                 "--count", type=int, metavar="N", help="end after N updates (default: no limit)"

@@ -1,6 +1,8 @@
-"""`fusefs top --plain`: a line for each mount, for logs and terminals without a screen."""
+"""The texts of `fusefs top`, a line or a block for each mount; `fusefs profile` uses parts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top.rates import Rates
@@ -24,20 +26,36 @@ LEAST_SHARE = 0.005
 
 def line(mount: Rates) -> str:
     """One mount, without a line's end."""
+    return shown(f"{mount.volume}: {'; '.join(_parts(mount))}")
+
+
+def block(mount: Rates) -> Sequence[str]:
+    """The lines of one mount: its name and source, and below what it does."""
+    parts = _parts(mount)
+    if mount.is_up:
+        cache = f"{human_size(mount.cache_bytes)} of {human_size(mount.cache_limit_bytes)}"
+        daemon = f"{mount.cpu:.0%} of a processor, {human_size(mount.memory_bytes)}"
+        parts += [f"cache {cache}", f"daemon {daemon}, {mount.restarts:.0f} restarts"]
+    return [shown(f"{mount.volume}  {mount.source}"), *(shown(f"  {part}") for part in parts)]
+
+
+def _parts(mount: Rates) -> list[str]:
     if not mount.is_up:
-        return shown(f"{mount.volume}: {trouble(mount)} ({mount.why})")
+        return [f"{trouble(mount)} ({mount.why})"]
     parts = [
         f"read {rate_text(mount.read_s)}{origins(mount)}",
         f"sent to S3 {rate_text(mount.sent_s)}",
     ]
     parts += [f"waited {waits(mount)}", s3_text(mount)]
     if mount.pending_files:
-        parts.append(pending_text(mount))
+        size, age = human_size(mount.pending_bytes), human_duration(mount.oldest_pending_s)
+        parts.append(f"{mount.pending_files:.0f} files ({size}) to upload, the oldest for {age}")
     if mount.wasted_share >= LEAST_SHARE:
         parts.append(f"fetched ahead and not read {mount.wasted_share:.0%}")
     if mount.warm_target_bytes:
-        parts.append(warm_text(mount))
-    return shown(f"{mount.volume}: {'; '.join(parts)}")
+        share = mount.warm_done_bytes / mount.warm_target_bytes
+        parts.append(f"warming {share:.0%} of {human_size(mount.warm_target_bytes)}")
+    return parts
 
 
 def trouble(mount: Rates) -> str:
@@ -73,16 +91,6 @@ def s3_text(mount: Rates) -> str:
         if rate:
             text += f", {rate:.1f}/s {label}"
     return text
-
-
-def pending_text(mount: Rates) -> str:
-    size, age = human_size(mount.pending_bytes), human_duration(mount.oldest_pending_s)
-    return f"{mount.pending_files:.0f} files ({size}) to upload, the oldest for {age}"
-
-
-def warm_text(mount: Rates) -> str:
-    share = mount.warm_done_bytes / mount.warm_target_bytes
-    return f"warming {share:.0%} of {human_size(mount.warm_target_bytes)}"
 
 
 def origins(mount: Rates) -> str:

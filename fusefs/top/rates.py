@@ -48,7 +48,6 @@ class Rates:
     opened_passthrough_s: float = 0.0
     opens: dict[str, float] = field(default_factory=dict)
     stalled: dict[str, float] = field(default_factory=dict)
-    waiting: dict[str, float] = field(default_factory=dict)
     outcomes_s: dict[str, float] = field(default_factory=dict)
     requests: dict[str, Operation] = field(default_factory=dict)
     s3_requests: dict[str, Operation] = field(default_factory=dict)
@@ -131,7 +130,6 @@ def _rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
             cause: min(1.0, share)
             for cause, share in change.by("stalled_seconds_total", "cause").items()
         },
-        waiting=change.by("wait_seconds_total", "cause"),
         outcomes_s=change.by("requests_total", "outcome"),
         requests=change.operations("request_duration_seconds"),
         s3_requests=change.operations("s3_request_duration_seconds"),

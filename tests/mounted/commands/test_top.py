@@ -1,66 +1,18 @@
 """`fusefs top` and `fusefs profile` on real mounts."""
 
-import itertools
+import fcntl
 import json
 import os
-import shutil
+import pty
 import signal
+import struct
 import subprocess
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import termios
 
-import pytest
-
-from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
+from tests.support.mounting import FUSEFS, LIMIT_S, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.waiting import until
-
-
-class Terminal:
-    """A terminal of tmux that runs a command."""
-
-    def __init__(self, socket: Path, *command: str) -> None:
-        self._tmux = ["tmux", "-f", os.devnull, "-S", str(socket)]
-        size = ["-x", "150", "-y", "45"]
-        self._run("new-session", "-d", *size, *command)
-
-    def _run(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [*self._tmux, *arguments], capture_output=True, text=True, check=False, timeout=60
-        )
-        return done.stdout
-
-    @property
-    def text(self) -> str:
-        return self._run("capture-pane", "-p")
-
-    def press(self, key: str) -> None:
-        self._run("send-keys", key)
-
-    @property
-    def has_ended(self) -> bool:
-        return not self._run("list-sessions")
-
-    def end(self) -> None:
-        self._run("kill-server")
-
-
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
-    if shutil.which("tmux") is None:
-        pytest.skip("tmux is not there")
-    made: list[Terminal] = []
-
-    def start(*command: str) -> Terminal:
-        made.append(Terminal(tmp_path / "tmux", *command))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.end()
 
 
 def start_top(*options: str) -> subprocess.Popen[str]:
@@ -75,57 +27,21 @@ def output_of(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def reader(mount: Mount, bucket: Bucket) -> Callable[[], None]:
-    """Reads a little more at each call, what is cached and what is not."""
-    numbers = itertools.count()
-
-    def step() -> None:
-        number = next(numbers)
-        (mount.path / f"cold/{number % 100:03}").read_bytes()
-        (mount.path / f"missing-{number}").exists()
-
-    for number in range(100):
-        bucket.put(f"cold/{number:03}", b"x" * 20_000)
-    return step
-
-
-def test_the_screen_the_lines_and_json_show_all_mounts(
-    mounter: Mounter, bucket: Bucket, terminal: Callable[..., Terminal]
-) -> None:
+def test_the_screen_the_lines_and_json_show_all_mounts(mounter: Mounter, bucket: Bucket) -> None:
     mount = mounter()
-    read = reader(mount, bucket)
-    screen = terminal("env", "-u", "COLUMNS", "-u", "LINES", str(FUSEFS), "top")
-
-    def shows(*words: str) -> Callable[[], bool]:
-        def look() -> bool:
-            read()
-            time.sleep(0.1)
-            return all(word in screen.text for word in words)
-
-        return look
-
-    # Other tests of this machine have mounts as well.
-    own = str(mount.path)[-20:]
-    # One after the other they would take as long again.
-    plain = start_top()
-    as_json = start_top("--json")
-    until(shows("waited", "to upload", own, "q quit"), "the overview")
-    chosen = f"what {mount.path} waits for"
-
-    def choose() -> bool:
-        if chosen not in screen.text:
-            screen.press("Down")
-            time.sleep(0.3)
-        return chosen in screen.text
-
-    until(choose, "the mount is chosen")
-    screen.press("Enter")
-    until(shows("requests of programs", "requests to S3", f"s3://{bucket.name}/"), "the detail")
-    screen.press("b")
-    until(shows("to upload"), "the overview again")
-    screen.press("q")
-    until(lambda: screen.has_ended, "the end")
-
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 200, 150, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen([FUSEFS, "top"], stdout=slave, env=environment) as screen:
+        os.close(slave)
+        # One after the other they would take as long again.
+        plain, as_json = start_top(), start_top("--json")
+        seen = ""
+        while f"{mount.path}  s3://{bucket.name}/\r\n  read " not in seen:
+            seen += os.read(master, 1 << 16).decode()
+        screen.send_signal(signal.SIGINT)
+        assert screen.wait(LIMIT_S) == 0
+    os.close(master)
     assert f"{mount.path}: read " in output_of(plain)
     [line] = output_of(as_json).splitlines()
     found = {one["volume"]: one for one in json.loads(line)["mounts"]}

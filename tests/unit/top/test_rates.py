@@ -1,18 +1,13 @@
 """`fusefs top` without mounts: rates of two answers, and how they look."""
 
-import io
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console, ConsoleDimensions
 
 from fusefs.cli import profile
 from fusefs.exporter.queries import MountAnswer, Target
-from fusefs.launch.control import CommandError
-from fusefs.top import lines, main, screen
-from fusefs.top.main import DOWN, ESCAPE, UP, View
+from fusefs.top import lines, main
 from fusefs.top.rates import Rates, rates
 
 TARGET = Target("/data", Path("/nonexistent"))
@@ -130,7 +125,7 @@ def test_metrics_that_cannot_be_read_concern_their_mount_alone(
     well, broken = sampler.sample()
     assert well.read_s == 2000
     assert lines.line(broken).startswith("/broken: its metrics can't be read (")
-    text = drawn(screen.overview([well, broken], 1, 160)) + drawn(screen.detail(broken, None))
+    text = main.screen([well, broken], 160, 40)
     assert "/data" in text
     assert "its metrics can't be read" in text
 
@@ -157,110 +152,26 @@ def test_a_line_has_rates_causes_and_what_waits(busy: Rates) -> None:
     assert "fetched ahead and not read 25%" in text
 
 
-def drawn(picture: Any) -> str:
-    console = Console(width=160, height=50, record=True, file=io.StringIO())
-    console.print(picture)
-    return console.export_text()
-
-
-def test_the_screen_shows_all_mounts_and_one_in_detail(busy: Rates) -> None:
-    narrow = drawn(screen.overview([busy], 0, 80))
-    assert "from" not in narrow
-    assert "to upload" in narrow
-    text = drawn(screen.overview([busy, Rates("/dead", why="no answer")], 0, 160))
-    for part in ("/data", "/dead", "does not answer", "first byte"):
-        assert part in text
-    # A status of another form leaves the rest.
-    text = drawn(screen.detail(busy, {"stalls": {"shares": 5}}))
-    for part in ("s3://bucket/", "requests of programs", "its status can't be read"):
-        assert part in text
-
-
-@pytest.mark.parametrize("chosen", [0, 37, 99])
-@pytest.mark.parametrize("height", [24, 45])
-def test_of_many_mounts_the_chosen_one_is_on_the_screen(chosen: int, height: int) -> None:
-    early, late = answer(10, 0, 0, 0, 0), answer(11, 3 << 20, 1 << 20, 0.4, 10)
-    mounts = [
-        rates(
-            MountAnswer(target, early.metrics, taken=10),
-            MountAnswer(target, late.metrics, taken=11),
-        )
-        for target in (Target(f"/data-{number:02}", Path()) for number in range(100))
-    ]
-    text = drawn(screen.overview(mounts, chosen, 80, height)).rstrip().splitlines()
-    assert len(text) <= height
-    assert sum(line.lstrip().startswith("/data-") for line in text) > height / 2
-    assert any(line.lstrip().startswith(f"/data-{chosen:02}") for line in text)
-    assert "of 100" in text[-1]
+def test_a_screen_has_a_block_for_each_mount_and_lines_where_blocks_have_no_room(
+    busy: Rates,
+) -> None:
+    text = main.screen([busy, Rates("/dead", why="no answer")], 60, 20).splitlines()
+    assert text[0] == "/data  s3://bucket/"
+    assert "  waited 40%: 20% first byte" in text
+    assert text[-1] == "  does not answer (no answer)"
+    text = main.screen([busy] * 100, 60, 24).splitlines()
+    assert len(text) == 24
+    assert text[0].startswith("/data: read 4.0 MiB/s (75% cache")
+    assert text[-1] == "and 77 more"
+    assert max(map(len, text)) == 60
 
 
 @pytest.mark.parametrize("terminal", ["dumb", ""])
 def test_a_terminal_without_a_cursor_gets_lines(
-    monkeypatch: pytest.MonkeyPatch, terminal: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: str
 ) -> None:
     monkeypatch.setenv("TERM", terminal)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(main, "mounts_of_user", list)
-    # The screen would need a terminal for its keys.
-    assert main.run(is_plain=False, is_json=False, count=0) == 0
-
-
-def test_keys_choose_a_mount_and_look_into_it() -> None:
-    view = View()
-    for key, chosen in ((DOWN, 1), (DOWN, 1), (UP, 0), ("k", 0), ("j", 1)):
-        view.press(key, 2)
-        assert view.chosen == chosen
-    view.press("\n", 2)
-    assert view.is_detailed
-    view.press(ESCAPE, 2)
-    assert not view.is_detailed
-    view.press("q", 0)
-    assert view.has_ended
-
-
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "fusefs.top.screen", raising=False)
-    monkeypatch.delattr("fusefs.top.screen", raising=False)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    with pytest.raises(CommandError, match=r"\[top\]"):
-        main.run(is_plain=False, is_json=False, count=1)
-
-
-def test_names_with_brackets_are_shown_as_they_are() -> None:
-    name = "/mnt/[/x]"
-    target = Target(name, Path("/nonexistent"))
-    early, late = answer(10, 0, 0, 0, 0), answer(12, 100, 0, 1, 70)
-    assert late.metrics is not None
-    late.metrics["stalled_seconds_total"]["samples"].append(counter(1, cause="[/b]"))
-    late.metrics["connections"] = {"type": "gauge", "samples": [counter(1, state="[/i]")]}
-    mount = rates(
-        MountAnswer(target, early.metrics, taken=10), MountAnswer(target, late.metrics, taken=12)
-    )
-    text = drawn(screen.overview([mount], 0, 150)) + drawn(screen.detail(mount, None))
-    assert f"what {name} waits for" in text
-    assert "[/b]" in text
-
-
-def test_a_sample_that_fails_is_shown_and_the_next_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(_self: main.Sampler) -> list[Rates]:
-        raise ValueError("no [/such] thing")
-
-    sampler = main.Sampler()
-    background = main.Background()
-    background.end()
-    monkeypatch.setattr(main.Sampler, "sample", fail)
-    background._sample(sampler)
-    size = ConsoleDimensions(150, 45)
-    text = drawn(main._picture(View(), background.mounts, size, background.error))
-    assert "ValueError: no [/such] thing" in text
-    monkeypatch.setattr(main.Sampler, "sample", lambda _self: [])
-    background._sample(sampler)
-    assert background.error == ""
+    assert main.run(is_plain=False, is_json=False, count=1) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["no mounts"]
