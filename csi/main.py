@@ -1,4 +1,4 @@
-"""The command `fusefs-csi`: node, controller, all, daemons, list, untaint.
+"""The command `fusefs-csi`: node, controller, all, daemons, list.
 
 `node` serves kubelet on each node, `controller` serves the provisioner and the resizer
 once per cluster, and `all` serves both on one socket, for tests and single machines.
@@ -29,7 +29,6 @@ from fusefs.settings.arguments import Parser
 try:
     from csi import metrics
     from csi.controller import service as controller
-    from csi.controller import taints
     from csi.daemons import main as daemons
     from csi.errors import CsiError
     from csi.identities.cluster_caches import ClusterCachesError
@@ -95,12 +94,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_server_flags(both, [controller.make_service, node.make_service])
     controller.add_flags(both)
     node.add_flags(both)
-
-    untaint = commands.add_parser(
-        "untaint", help="remove the startup taint of nodes whose driver is registered"
-    )
-    _add_log_flag(untaint)
-    untaint.set_defaults(run=taints.run)
 
     listing_command = commands.add_parser(
         "list",

@@ -109,7 +109,6 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "apparmor": ({"apparmor": {"isUnconfined": True}}, ["apparmor-unconfined"]),
     "surge": ({"surge": True}, ["surge"]),
-    "startup taint": ({"startupTaint": {"enabled": True}}, ["startup-taint"]),
     "pull secret": ({"imagePullSecrets": [{"name": "fusefs-csi-registry"}]}, ["pull-secret"]),
     "nvme": (
         {"cache": {"hostPath": "/mnt/nvme/fusefs", "isOwnDisk": True, "minFree": "5%"}},
@@ -232,7 +231,6 @@ EVERYTHING: dict[str, Any] = {
         {"name": "cpu", "nodeSelector": {"pool": "cpu"}, "cache": {"minFree": "30%"}},
     ],
     "surge": True,
-    "startupTaint": {"enabled": True},
     "networkPolicy": {
         "enabled": True,
         "ports": [3128],

@@ -55,16 +55,6 @@ def test_all_components_go_together(tmp_path: Path) -> None:
         check(document, VERSIONS[-1])
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_components_go_together_in_any_order(order: int, tmp_path: Path) -> None:
-    names = ["metrics", "startup-taint"][::order]
-    pod = template(render_with(tmp_path, *names), "fusefs-csi-controller")
-    driver, *_, untaint = pod["spec"]["containers"]
-    assert (driver["name"], untaint["name"]) == ("driver", "untaint")
-    assert flag(driver, "metrics") == ":9811"
-    assert untaint["args"] == ["untaint"]
-
-
 def test_an_order_that_would_lose_an_audience_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="testing value /spec/tokenRequests failed"):
         render_with(tmp_path, "pod-identity-tokens", "service-account-tokens")

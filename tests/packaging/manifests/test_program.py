@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from csi import main, server
-from csi.controller import service, taints
+from csi.controller import service
 from csi.daemons import supervisor
 from csi.errors import FailedPreconditionError
 from csi.generated import csi_pb2
@@ -370,24 +370,6 @@ def test_what_a_pod_calls_a_directory_does_not_keep_the_driver_from_its_disk(
     finally:
         subprocess.run(["umount", cache], check=True)
         subprocess.run(["umount", sub_path], check=True)
-
-
-def test_the_controller_removes_the_startup_taint(
-    tmp_path: Path, parser: argparse.ArgumentParser
-) -> None:
-    documents = render_with(tmp_path, "startup-taint")
-    pod = template(documents, "fusefs-csi-controller")
-    untaint = container(pod, "untaint")
-    # Every node that there is may begin with the taint.
-    assert {"key": taints.TAINT, "operator": "Exists"} in pod["spec"]["tolerations"]
-    assert parser.parse_args(untaint["args"]).run is taints.run
-    assert untaint["image"] == container(pod, "driver")["image"]
-    role = find(documents, "ClusterRole", "fusefs-csi-untaint")
-    assert {(*rule["resources"], *rule["verbs"]) for rule in role["rules"]} == {
-        ("csinodes", "list", "watch"),
-        ("nodes", "get", "patch"),
-    }
-    assert taints.TAINT in (MANIFESTS / "components/startup-taint/kustomization.yaml").read_text()
 
 
 @each_kustomization
