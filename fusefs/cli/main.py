@@ -347,16 +347,6 @@ def _place_in_mount(path: Path) -> tuple[Path, str] | None:
     return None
 
 
-def _cluster_cache(options: argparse.Namespace) -> int:
-    from fusefs.cli import cluster_cache
-
-    path = _path(options.path)
-    if options.action == "clear":
-        return 0 if cluster_cache.clear(path) else 1
-    cluster_cache.show(path, is_json=options.json)
-    return 0
-
-
 def _doctor(options: argparse.Namespace) -> int:
     from fusefs.cli import doctor, mount
 
@@ -396,7 +386,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "drop": _drop,
     "sync": _sync,
     "verify": _verify,
-    "cluster-cache": _cluster_cache,
     "doctor": _doctor,
     "profile": _profile,
     "report": _report,

@@ -315,18 +315,6 @@ _COMMANDS = (
         (_PATH,),
     ),
     _Command(
-        "cluster-cache",
-        "show the cluster cache of a mount, or remove what it holds of the mount's bucket",
-        "Show whether a mount's cluster cache is in use and what was found there, or remove all "
-        "blocks of the mount's bucket that were stored there with this version and the mount's "
-        "key: the store's lifecycle rules remove the others.",
-        (
-            _argument("action", choices=("status", "clear"), help="what to do"),
-            _PATH,
-            _switch("--json", "print the status as JSON, for programs"),
-        ),
-    ),
-    _Command(
         "doctor",
         "check the machine, a mount or a bucket, and show what to do",
         "Check what a mount needs: the kernel, /dev/fuse, privileges and the cache "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import trio
@@ -14,31 +13,12 @@ from fusefs.cluster_cache.filler import Filler
 from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome
 from fusefs.settings.mount import MountSettings
-from fusefs.store.errors import StoreError
 from fusefs.store.interface import Source
 
 _LOOKUPS = tuple(
     outcome.value for outcome in LookupOutcome if outcome is not LookupOutcome.CANCELLED
 )
 _FILLS = ("stored", "present", "failed", "dropped", "lost")
-
-
-@dataclass
-class ClearJob:
-    """The removal of all blocks that a mount's domain has of its bucket."""
-
-    blocks: int = 0
-    bytes: int = 0
-    failed: int = 0
-    why: str | None = None
-    has_ended: bool = False
-
-    def note(self, blocks: list[tuple[str, int]], failed: set[str]) -> None:
-        """These names and sizes were to be removed, and some could not be."""
-        removed = [size for name, size in blocks if name not in failed]
-        self.blocks += len(removed)
-        self.bytes += sum(removed)
-        self.failed += len(blocks) - len(removed)
 
 
 class ClusterCache:
@@ -61,12 +41,10 @@ class ClusterCache:
         assert settings.cluster_cache is not None
         self._place = settings.cluster_cache
         self._is_signed = bool(key)
-        self._nursery = nursery
         self._domain = Domain(settings.endpoint_url or "", settings.source.bucket, key)
         self._remote = remote
         self.tier = ClusterTier(source, self._remote, self._domain, nursery)
         self.filler = Filler(self.tier, self._remote, self._domain, cache, is_busy)
-        self._clearing: ClearJob | None = None
 
     async def run(self) -> None:
         """Open the bucket and fill it, until cancelled."""
@@ -90,20 +68,3 @@ class ClusterCache:
             "queued_fills": self.filler.queued,
             "stored_bytes": fills["bytes_stored"],
         }
-
-    def clear(self, *, is_new: bool) -> dict[str, Any]:
-        """Begin to remove what the domain has stored of the mount's bucket, or tell how it goes."""
-        clearing = self._clearing
-        if clearing is None or (is_new and clearing.has_ended):
-            clearing = self._clearing = ClearJob()
-            self._nursery.start_soon(self._clear, clearing)
-        return asdict(clearing)
-
-    async def _clear(self, clearing: ClearJob) -> None:
-        try:
-            async for blocks in self._remote.names(self._domain.prefix):
-                names = [name for name, _ in blocks]
-                clearing.note(blocks, await self._remote.delete(names) if names else set())
-        except Exception as error:  # a library's, too: it ends this removal alone
-            clearing.why = str(error) if isinstance(error, StoreError) else repr(error)
-        clearing.has_ended = True

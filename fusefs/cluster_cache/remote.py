@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -224,28 +224,3 @@ class BlockBucket:
                         raise
                 await trio.sleep(COLLIDED_S)
         raise AttemptError(_TOO_SLOW)
-
-    async def names(self, prefix: str) -> AsyncIterator[list[tuple[str, int]]]:
-        """The names and sizes of the stored blocks below a prefix, page by page.
-
-        Raises:
-            StoreError: they can't be listed.
-        """
-        last = ""
-        while True:
-            page = await self._store.list_page(
-                self._prefix + prefix, delimiter="", start_after=last
-            )
-            yield [(info.key.removeprefix(self._prefix), info.size) for info in page.objects]
-            if page.next_token is None:
-                return
-            last = page.last
-
-    async def delete(self, names: list[str]) -> set[str]:
-        """Delete blocks; returns those that could not be deleted.
-
-        Raises:
-            StoreError: none could.
-        """
-        failures = await self._store.delete_many(self._prefix + name for name in names)
-        return {failure.key.removeprefix(self._prefix) for failure in failures}

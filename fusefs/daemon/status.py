@@ -81,10 +81,6 @@ def answer(
             return copies.job(path, is_new=is_first, drops=True, is_forced=force).describe()
         case {"command": "give up", "path": str(path)}:
             return _give_up(daemon, path)
-        case {"command": "clear cluster cache", "start": bool(is_first)}:
-            if daemon.cluster_cache is None:
-                raise ControlError("the mount has no cluster cache")
-            return daemon.cluster_cache.clear(is_new=is_first)
     raise ControlError("no such command")
 
 

@@ -1,11 +1,8 @@
-"""The credentials that requests are signed with: where they are from, how old, how long valid."""
+"""The credentials that requests are signed with: where they are from, and how long valid."""
 
 from __future__ import annotations
 
 import bisect
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 import trio
@@ -16,13 +13,7 @@ from fusefs.store.engine.engine import open_engine
 from fusefs.store.errors import NO_CREDENTIALS, SILENT_SOURCE, AttemptError
 from fusefs.store.s3.access import Access, AccessSource, S3Settings
 
-# Long-lived keys are to be renewed this often at least (CIS AWS Foundations Benchmark, 1.14).
-OLD_S = 90 * 86_400.0
 LONGEST_S = 7 * 86_400
-_FILES = {
-    "shared-credentials-file": ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
-    "config-file": ("AWS_CONFIG_FILE", "~/.aws/config"),
-}
 
 
 def check(settings: S3Settings) -> tuple[Finding, Access | None]:
@@ -45,7 +36,7 @@ async def _connect(settings: S3Settings) -> Access:
 
 
 def _describe(credentials: Any) -> Finding:
-    """Source, end of the key's id, age and remaining validity."""
+    """Source, end of the key's id and remaining validity."""
     key = credentials.get_frozen_credentials()
     method = str(credentials.method)
     text = f"key …{key.access_key[-4:]} from {method}"
@@ -65,15 +56,6 @@ def _describe(credentials: Any) -> Finding:
             "that boto3 can renew",
             **figures,
         )
-    age_s = _age_s(method)
-    if age_s is None:
-        return ok("credentials", f"{text}, of unknown age", **figures)
-    figures["file_age_seconds"] = age_s
-    text += f", whose file was changed {human_duration(age_s)} ago"
-    if age_s > OLD_S:
-        return advice(
-            "credentials", text, "renew long-lived keys, or use a role instead", **figures
-        )
     return ok("credentials", text, **figures)
 
 
@@ -86,17 +68,3 @@ def remaining_s(credentials: Any) -> int | None:
     if needs_refresh is None or not needs_refresh(LONGEST_S):
         return None
     return bisect.bisect_left(range(LONGEST_S), True, key=needs_refresh)
-
-
-def _age_s(method: str) -> float | None:
-    """The time since the last change of the file with the keys, in seconds."""
-    if method not in _FILES:
-        return None
-    variable, default = _FILES[method]
-    path = Path(os.path.expanduser(os.environ.get(variable) or default))
-    if str(path).startswith("/proc/"):  # a copy, handed over with the mount
-        return None
-    try:
-        return max(0.0, time.time() - path.stat().st_mtime)
-    except OSError:
-        return None

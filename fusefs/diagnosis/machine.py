@@ -1,4 +1,4 @@
-"""The machine's offers to mounts: the kernel's features, /dev/fuse, privileges, limits.
+"""The machine's offers to mounts: the kernel's features, /dev/fuse, privileges.
 
 Nothing here needs a mount, a bucket or the network.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from fusefs.linux.mount import may_mount
 PASSTHROUGH = (6, 9)
 RESEND = (6, 9)
 PRUNE = (6, 18)
-# A daemon has a descriptor for each cached file in use and each connection.
-FEWEST_DESCRIPTORS = 4096
 
 
 def check(mountpoint: Path | None, *, allow_other: bool) -> Iterator[Finding]:
@@ -31,7 +28,6 @@ def check(mountpoint: Path | None, *, allow_other: bool) -> Iterator[Finding]:
     yield _privileges(mountpoint, allow_other=allow_other)
     for warning in preflight.warnings():
         yield advice("time-outs", warning, "set it to 0 or to more than 600 with sysctl -w")
-    yield _descriptors()
 
 
 def kernel(release: str) -> Finding:
@@ -91,15 +87,3 @@ def _privileges(mountpoint: Path | None, *, allow_other: bool) -> Finding:
         "mount as root for passthrough; the daemon then runs as an ordinary user",
         mounts=False,
     )
-
-
-def _descriptors() -> Finding:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard != resource.RLIM_INFINITY and hard < FEWEST_DESCRIPTORS:
-        return advice(
-            "descriptors",
-            f"a process may have {hard} descriptors",
-            f"raise the hard limit (ulimit -Hn) to {FEWEST_DESCRIPTORS} or more",
-            limit=hard,
-        )
-    return ok("descriptors", f"a process may have {hard}", limit=hard)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +17,6 @@ from urllib.parse import urlsplit
 import trio
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
-from fusefs.settings.display import human_duration
 from fusefs.store import unreachable
 from fusefs.store.engine.engine import Completion, open_engine
 from fusefs.store.errors import AttemptError, StoreError, translate
@@ -34,7 +32,6 @@ SLOW_NAME_S = 0.5
 REFUSED_SKEW_S = 900.0
 # The header Date has whole seconds, and the answer took some time.
 NOTICED_SKEW_S = 30.0
-EXPIRES_SOON_S = 14 * 86_400.0
 # The checks without which there is no use in more requests.
 CONNECTION, TLS = "connection", "TLS"
 
@@ -127,40 +124,11 @@ def _connection(access: Access, completion: Completion, check: str) -> Finding:
         return _unreachable(check, cause.sentence)
     if completion.status == 407:
         return _unreachable(check, unreachable.PROXY_PASSWORD)
-    details, valid_s = _certificate(access)
     text = (
         f"connected in {1e3 * completion.connected_s:.0f} ms, answered in"
-        f" {1e3 * completion.last_byte_s:.0f} ms{details}"
+        f" {1e3 * completion.last_byte_s:.0f} ms"
     )
-    figures = {"seconds": completion.connected_s, "certificate_valid_seconds": valid_s}
-    if valid_s is not None and valid_s < EXPIRES_SOON_S:
-        renew = "have the server's certificate renewed before it expires"
-        return advice(check, text, renew, **figures)
-    return ok(check, text, **figures)
-
-
-def _certificate(access: Access) -> tuple[str, float | None]:
-    """The version of TLS and until when the certificate is valid, as text and in seconds.
-
-    Nothing where a proxy is in between, or there is no TLS.
-    """
-    route, address = access.address.route, urlsplit(access.url)
-    if address.scheme != "https" or route.proxy is not None:
-        return "", None
-    context = ssl.create_default_context(cafile=route.ca_file)
-    place, host = (address.hostname or "", address.port or PORTS["https"]), address.hostname
-    try:
-        with (
-            socket.create_connection(place, CONNECT_TIMEOUT_S) as plain,
-            context.wrap_socket(plain, server_hostname=host) as sock,
-        ):
-            found, version = sock.getpeercert() or {}, sock.version() or "TLS"
-    except OSError:
-        return "", None
-    if "notAfter" not in found:
-        return f", {version}", None
-    valid_s = ssl.cert_time_to_seconds(str(found["notAfter"])) - time.time()
-    return f", {version}, certificate valid for {human_duration(valid_s)}", valid_s
+    return ok(check, text, seconds=completion.connected_s)
 
 
 def _unreachable(check: str, why: str) -> Finding:

@@ -14,7 +14,6 @@ import importlib.metadata
 import io
 import json
 import os
-import re
 import sys
 import tarfile
 import time
@@ -100,13 +99,7 @@ def _files(subjects: Sequence[MountSubject]) -> Iterator[tuple[str, Any]]:
 
 
 def versions() -> dict[str, Any]:
-    """The versions of fusefs, Python, the kernel and the packages that fusefs needs."""
-    packages = {}
-    for needed in importlib.metadata.requires("fusefs-s3") or ():
-        match = re.match(r"[\w.-]+", needed)
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            if match is not None:
-                packages[match[0]] = importlib.metadata.version(match[0])
+    """The versions of fusefs, Python, the kernel and all packages of this Python."""
     return {
         "fusefs": fusefs.__version__,
         "python": sys.version,
@@ -114,7 +107,7 @@ def versions() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "uid": os.geteuid(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "packages": packages,
+        "packages": {one.name: one.version for one in importlib.metadata.distributions()},
     }
 
 

@@ -51,7 +51,7 @@ _CAUSES = {
     ),
     "cluster_cache": (
         "for the cluster cache",
-        "it answers late: fusefs cluster-cache status shows how it does, and"
+        "it answers late: fusefs status shows how it does, and"
         " docs/operate/cluster-cache.md says how large it should be",
     ),
     "credentials": (

@@ -254,8 +254,7 @@ def test_the_connection_is_tried_with_the_certificates_of_the_settings(
 ) -> None:
     tls = found(shared, secure.url, secure.authority)["TLS"]
     assert tls.level is Level.OK
-    assert "TLSv1" in tls.text
-    assert tls.figures["certificate_valid_seconds"] > 0
+    assert "connected in" in tls.text
 
 
 def test_an_authority_that_is_not_trusted_is_a_problem(shared: Bucket, secure: TlsDoor) -> None:

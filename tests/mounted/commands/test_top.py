@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import termios
+import time
 
 from tests.support.mounting import FUSEFS, LIMIT_S, Mounter, fusefs
 from tests.support.semantics import states
@@ -30,14 +31,15 @@ def output_of(process: subprocess.Popen[str]) -> str:
 def test_the_screen_the_lines_and_json_show_all_mounts(mounter: Mounter, bucket: Bucket) -> None:
     mount = mounter()
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 200, 150, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 5000, 500, 0, 0))
     environment = {**os.environ, "TERM": "xterm"}
     with subprocess.Popen([FUSEFS, "top"], stdout=slave, env=environment) as screen:
         os.close(slave)
         # One after the other they would take as long again.
         plain, as_json = start_top(), start_top("--json")
-        seen = ""
+        seen, deadline = "", time.monotonic() + LIMIT_S
         while f"{mount.path}  s3://{bucket.name}/\r\n  read " not in seen:
+            assert time.monotonic() < deadline, seen
             seen += os.read(master, 1 << 16).decode()
         screen.send_signal(signal.SIGINT)
         assert screen.wait(LIMIT_S) == 0

@@ -79,7 +79,7 @@ def test_a_kernel_that_soon_ends_silent_mounts_is_warned_of(
     [
         *(["mount", "s3://bucket"], ["umount"], ["status"], ["upgrade"], ["doctor"], ["report"]),
         *(["sync"], ["warm"], ["pin"], ["unpin"], ["drop"], ["verify"]),
-        *(["cluster-cache", "status"], ["warm", "--manifest", "list"]),
+        ["warm", "--manifest", "list"],
     ],
     ids=" ".join,
 )

@@ -74,9 +74,7 @@ def test_status_without_mounts_says_so(capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out) == []
 
 
-@pytest.mark.parametrize(
-    "command", [["sync", "--timeout", "0s"], ["warm"], ["unpin"], ["cluster-cache", "status"]]
-)
+@pytest.mark.parametrize("command", [["sync", "--timeout", "0s"], ["warm"], ["unpin"]])
 @pytest.mark.usefixtures("runtime")
 def test_a_daemon_that_does_not_answer_is_named(
     sleeper: subprocess.Popen[bytes],

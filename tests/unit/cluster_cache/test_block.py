@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fusefs.cluster_cache import access, policy
 from fusefs.cluster_cache.block import BLOCK, FRAME, TAG, BadBlockError, Block, Domain, FrameReader
-from fusefs.cluster_cache.cluster_cache import ClearJob
 from fusefs.cluster_cache.policy import Breaker, BreakerState, Deadline, Sampling
 from fusefs.settings.mount import MountSettings, RawValue, build
 from fusefs.store.interface import ObjectVersion
@@ -207,13 +206,6 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     settings = settings_with(cluster_cache_key=tmp_path / "none")
     with pytest.raises(access.AccessError, match=r"/none cannot be read: No such file"):
         access.read(settings)
-
-
-def test_what_could_not_be_removed_is_not_counted_as_removed() -> None:
-    clearing = ClearJob()
-    clearing.note([("a", 3), ("b", 5)], {"b"})
-    clearing.note([("c", 7)], set())
-    assert (clearing.blocks, clearing.bytes, clearing.failed) == (2, 10, 1)
 
 
 class Time:
