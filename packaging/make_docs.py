@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import shtab
@@ -218,45 +218,62 @@ def _entry(setting: Setting) -> str:
 
 def site_pages() -> dict[str, str]:
     """The pages of the site that are made of the code, by their paths below docs/."""
+    others = commands(make_parser()).keys() - set(DIAGNOSIS)
+    to_diagnosis = "[watch and diagnose](commands-diagnosis.md)"
     return {
-        "reference/commands.md": _commands_page(),
+        "reference/commands.md": _commands_page("Commands", others, to_diagnosis),
+        "reference/commands-diagnosis.md": _commands_page(
+            "Commands to watch and diagnose", DIAGNOSIS, "[commands](commands.md)"
+        ),
         "reference/settings.md": _settings_page(),
         "reference/metrics.md": _metrics_page(),
     }
 
 
-def _commands_page() -> str:
+# The commands that have a page of their own, so that none of the two pages is too long.
+DIAGNOSIS = ("status", "top", "profile", "doctor", "report", "metrics")
+
+
+def _commands_page(title: str, names: Collection[str], other: str) -> str:
     lines = [
-        "# Commands",
+        f"# {title}",
         "Every command has a manual page (`man fusefs-mount`) and `--help` with the same text. The"
-        " options of `fusefs mount` are the [settings](settings.md).",
+        " options of `fusefs mount` are the [settings](settings.md). The other commands are in "
+        f"{other}.",
     ]
-    settings = {each.flag for each in SETTINGS}
-    for name, command in sorted(commands(make_parser()).items()):
-        usage = command.format_usage().removeprefix("usage: ")
-        usage = re.sub(r"\n +(fusefs )", r"\n\1", usage.replace("[-h] ", ""))
-        usage = re.sub(r"\n +", " ", usage)
-        actions = [action for action in command._actions if action.dest != "help"]
-        own = [action for action in actions if settings.isdisjoint(action.option_strings)]
-        if own != actions:
-            names = [
-                f"{action.metavar or action.dest}" for action in own if not action.option_strings
-            ]
-            usage = " ".join((f"fusefs {name} [OPTION...]", *names)) + "\n"
-            command.description = f"{command.description} Takes [settings](settings.md)."
-        rows = [
-            (
-                ", ".join(
-                    f"`{flag}`"
-                    for flag in action.option_strings or [f"{action.metavar or action.dest}"]
-                ),
-                action.help or "",
-            )
-            for action in own
-        ]
-        lines += [f"## fusefs {name}", f"```text\n{usage}```", _text(command.description or "")]
-        lines.append(_table(("option or argument", "meaning"), rows))
+    lines += [
+        _command_section(name, command)
+        for name, command in commands(make_parser()).items()
+        if name in names
+    ]
     return "\n\n".join(lines) + "\n"
+
+
+def _command_section(name: str, command: argparse.ArgumentParser) -> str:
+    """A command's usage, description and own options; settings are on a page of their own."""
+    usage = command.format_usage().removeprefix("usage: ")
+    usage = re.sub(r"\n +(fusefs )", r"\n\1", usage.replace("[-h] ", ""))
+    usage = re.sub(r"\n +", " ", usage)
+    settings = {each.flag for each in SETTINGS}
+    actions = [action for action in command._actions if action.dest != "help"]
+    own = [action for action in actions if settings.isdisjoint(action.option_strings)]
+    description = command.description or ""
+    if own != actions:
+        names = [f"{action.metavar or action.dest}" for action in own if not action.option_strings]
+        usage = " ".join((f"fusefs {name} [OPTION...]", *names)) + "\n"
+        description += " Takes [settings](settings.md)."
+    rows = [
+        (
+            ", ".join(
+                f"`{flag}`"
+                for flag in action.option_strings or [f"{action.metavar or action.dest}"]
+            ),
+            action.help or "",
+        )
+        for action in own
+    ]
+    table = _table(("option or argument", "meaning"), rows)
+    return "\n\n".join((f"## fusefs {name}", f"```text\n{usage}```", _text(description), table))
 
 
 def _settings_page() -> str:

@@ -39,7 +39,7 @@ DOCUMENTS = [
 # Those that show options of no other programs in their text.
 OPERATORS = [DOCS / "csi.md", *(DOCS / "operate").glob("*.md")]
 SITE = PROJECT / "packaging/site/mkdocs.yml"
-MOST_WORDS = 1400
+MOST_WORDS = 1250
 LONG = {"architecture.md", "semantics.md"}
 
 each_document = pytest.mark.parametrize(
@@ -144,10 +144,11 @@ def test_every_quoted_statement_is_in_the_document() -> None:
 
 def test_every_page_is_in_the_site_and_short() -> None:
     """Those that are quoted by tests and the one on the inside are for looking things up."""
-    pages = {str(path.relative_to(DOCS)): path for path in DOCS.rglob("*.md")}
+    pages = {str(path.relative_to(DOCS)): path.read_text() for path in DOCS.rglob("*.md")}
     named = re.findall(r"([\w/.-]+\.md)$", SITE.read_text(), re.MULTILINE)
-    assert pages.keys() | generated_pages() <= set(named)
-    assert all((PROJECT / name).exists() for name in set(named) - pages.keys() - generated_pages())
-    words = {name: len(path.read_text().split()) for name, path in pages.items()}
+    pages |= generated_pages()
+    assert pages.keys() <= set(named)
+    assert all((PROJECT / name).exists() for name in set(named) - pages.keys())
+    words = {name: len(text.split()) for name, text in pages.items()}
     assert {name for name in words if words[name] > MOST_WORDS} == LONG
     assert len((PROJECT / "README.md").read_text().splitlines()) <= 120

@@ -121,9 +121,10 @@ def known_commands() -> dict[str, frozenset[str]]:
 
 
 @functools.cache
-def generated_pages() -> frozenset[str]:
-    """The pages below docs/ that `make docs` makes of the code."""
-    return frozenset(runpy.run_path(str(PROJECT / "packaging/make_docs.py"))["site_pages"]())
+def generated_pages() -> dict[str, str]:
+    """The pages below docs/ that `make docs` makes of the code, by their paths."""
+    pages: dict[str, str] = runpy.run_path(str(PROJECT / "packaging/make_docs.py"))["site_pages"]()
+    return pages
 
 
 def anchors(document: Path) -> set[str]:
