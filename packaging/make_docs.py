@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -81,18 +82,34 @@ is so: {ignored}, and names that begin with x\\-. What is not listed is refused.
 
 _TABLE = "/proc/self/mounts"
 _AWK = f"awk '$3 == \"fuse.fusefs\" {{print $2}}' {_TABLE}"
-# The mountpoints of fusefs, for each shell: its function, and that function's text.
-MOUNTED = {"bash": "_fusefs_mounts", "zsh": "_fusefs_mounts_zsh"}
+# The mountpoints of fusefs, for bash.
+MOUNTED = {"bash": "_fusefs_mounts"}
 MOUNTS = {
     "bash": f"""_fusefs_mounts() {{
   compgen -W "$({_AWK})" -- "$1"
 }}
-""",
-    "zsh": f"""_fusefs_mounts_zsh() {{
+"""
+}
+ZSH = f"""#compdef fusefs
+_fusefs_mounts() {{
   compadd -- $({_AWK})
 }}
-""",
-}
+_fusefs() {{
+  local curcontext="$curcontext" state line
+  local -a commands=(
+    @COMMANDS@
+  )
+  _arguments -C @OPTIONS@ ': :->command' '*:: :->arguments'
+  case $state in
+    command) _describe command commands ;;
+    arguments)
+      case $words[1] in
+        @CASES@
+      esac
+  esac
+}}
+if [[ $zsh_eval_context[-1] == eval ]]; then compdef _fusefs fusefs; else _fusefs "$@"; fi
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -117,7 +134,7 @@ def contents() -> dict[str, str]:
         _describe_values(command)
     files = {
         "bash-completion/completions/fusefs": shtab.complete(parser, "bash", preamble=MOUNTS),
-        "zsh/site-functions/_fusefs": shtab.complete(parser, "zsh", preamble=MOUNTS),
+        "zsh/site-functions/_fusefs": zsh_completion(parser),
         "fish/vendor_completions.d/fusefs.fish": fish_completion(parser),
         "man/man1/fusefs.1": page(parser, date),
         "man/man8/mount.fusefs.8": fstab_page(date),
@@ -135,8 +152,43 @@ def _describe_values(parser: argparse.ArgumentParser) -> None:
             action.complete = MOUNTED  # type: ignore[attr-defined]
         elif metavar in ("PATH", "FILE", "MOUNTPOINT"):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif re.fullmatch(r"[\w:-]+(\|[\w:-]+)+", metavar) and metavar.islower():
+        elif re.fullmatch(r"[\w:-]+(\|[\w:-]+)+", metavar) and not metavar.isupper():
             action.choices = metavar.split("|")
+
+
+def zsh_completion(parser: argparse.ArgumentParser) -> str:
+    """The completion for zsh. (shtab's takes no `--option=value` and one path only.)"""
+    named = commands(parser)
+    cases = []
+    for name, command in named.items():
+        specs = " ".join(spec for action in command._actions for spec in _zsh_specs(action))
+        cases.append(f"{name}) _arguments {specs} ;;")
+    texts = [shlex.quote(f"{name}:{_about(command)}") for name, command in named.items()]
+    options = [spec for action in parser._actions[:-1] for spec in _zsh_specs(action)]
+    text = ZSH.replace("@COMMANDS@", "\n    ".join(texts))
+    text = text.replace("@OPTIONS@", " ".join(options))
+    return text.replace("@CASES@", "\n        ".join(cases))
+
+
+def _zsh_specs(action: argparse.Action) -> list[str]:
+    """An option or argument as zsh's _arguments takes it, quoted."""
+
+    def escaped(text: object) -> str:
+        return re.sub(r"([][:\\])", r"\\\1", str(text))
+
+    if action.choices:
+        values = f"({' '.join(map(escaped, action.choices))})"
+    else:
+        ways = {id(MOUNTED): "_fusefs_mounts", id(shtab.FILE): "_files"}
+        # Where nothing is known of the values: a message instead would keep zsh from inserting
+        # an option that is the only match.
+        values = ways.get(id(getattr(action, "complete", None)), "{false}")
+    value = f":{escaped(action.metavar or action.dest)}:{values}"
+    if not action.option_strings:
+        return [shlex.quote(f"*{value}" if action.nargs in ("+", "*") else value)]
+    about = f"[{escaped((action.help or '').replace('%%', '%'))}]"
+    end = about if action.nargs == 0 else f"={about}{value}"
+    return [shlex.quote(f"{flag}{end}") for flag in action.option_strings if flag[:2] == "--"]
 
 
 def fish_completion(parser: argparse.ArgumentParser) -> str:
@@ -144,21 +196,31 @@ def fish_completion(parser: argparse.ArgumentParser) -> str:
     lines = [
         f"function __fusefs_mounts\n  {_AWK}\nend",
         "complete -c fusefs -n __fish_use_subcommand -f",
+        "complete -c fusefs -n __fish_use_subcommand -l help -s h",
+        "complete -c fusefs -n __fish_use_subcommand -l version -s V",
     ]
     for name, command in commands(parser).items():
-        about = (command.description or "").partition(".")[0].replace("'", "")
+        about = _about(command).replace("'", "\\'")
         lines.append(f"complete -c fusefs -n __fish_use_subcommand -a {name} -d '{about}'")
         seen = f"'__fish_seen_subcommand_from {name}'"
+        has_files = False
         for action in command._actions:
-            mounts = getattr(action, "complete", None) is MOUNTED
             flags = [flag[2:] for flag in action.option_strings if flag.startswith("--")]
-            for flag in flags:
-                words = f" -x -a '{' '.join(map(str, action.choices))}'" if action.choices else ""
-                takes = words or ("" if action.nargs == 0 else " -r")
-                lines.append(f"complete -c fusefs -n {seen} -l {flag}{takes}")
-            if mounts and not flags:
-                lines.append(f"complete -c fusefs -n {seen} -f -a '(__fusefs_mounts)'")
+            words = " ".join(map(str, action.choices or ()))
+            if getattr(action, "complete", None) is MOUNTED:
+                words = "(__fusefs_mounts)"
+            given = f" -x -a '{words}'" if words else ("" if action.nargs == 0 else " -r")
+            lines += [f"complete -c fusefs -n {seen} -l {flag}{given}" for flag in flags]
+            if not flags and words:
+                lines.append(f"complete -c fusefs -n {seen} -a '{words}'")
+            has_files |= not flags and getattr(action, "complete", None) is shtab.FILE
+        if not has_files:
+            lines.append(f"complete -c fusefs -n {seen} -f")
     return "\n".join(lines) + "\n"
+
+
+def _about(command: argparse.ArgumentParser) -> str:
+    return (command.description or "").partition(".")[0]
 
 
 def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -1,7 +1,9 @@
 """Manual pages, completions and systemd's unit: from the one definition of settings, and valid."""
 
 import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.settings.mount import SETTINGS
+from tests.support.sharing import PATIENCE_S
 
 PACKAGING = Path(__file__).parents[2] / "packaging"
 UNIT = PACKAGING / "systemd/fusefs@.service"
@@ -60,7 +63,9 @@ def test_pages_are_set_without_a_warning(share: Path) -> None:
 
 def test_bash_completes_commands_and_options(share: Path) -> None:
     script = f"""
+    before=$COMP_WORDBREAKS
     source {share}/bash-completion/completions/fusefs
+    [[ $before == "$COMP_WORDBREAKS" ]] && ! complete -p ls || exit 1
     function_of() {{ complete -p fusefs | sed 's/.*-F \\([^ ]*\\).*/\\1/'; }}
     COMP_WORDS=(fusefs mount --cache-s) COMP_CWORD=2; $(function_of); echo "${{COMPREPLY[@]}}"
     COMP_WORDS=(fusefs umo) COMP_CWORD=1; COMPREPLY=(); $(function_of); echo "${{COMPREPLY[@]}}"
@@ -79,9 +84,92 @@ def test_bash_completes_commands_and_options(share: Path) -> None:
     assert values.split() == ["auto", "path", "virtual"]
     assert paths.split() == [f"{share}/man"]
     assert mounts.split() == ["/mnt/one"]
-    fish = (share / "fish/vendor_completions.d/fusefs.fish").read_text()
-    assert "from mount' -l addressing -x -a 'auto path virtual'" in fish
-    assert "from umount' -f -a '(__fusefs_mounts)'" in fish
+
+
+def _completions(share: Path) -> dict[str, str]:
+    """Beginnings of command lines, and what they become by the Tab key alone.
+
+    The mountpoints are those of the stand-in for awk, /mnt/one and /mnt/two.
+    """
+    whole = {
+        "fusefs umo": "fusefs umount",
+        "fusefs mount --metadata": "fusefs mount --metadata-ttl",
+        "fusefs top --pl": "fusefs top --plain",
+        "fusefs mount s3://b /m --addressing v": "fusefs mount s3://b /m --addressing virtual",
+        "fusefs mount --encryption=aws:kms:d": "fusefs mount --encryption=aws:kms:dsse",
+        "fusefs cluster-cache st": "fusefs cluster-cache status",
+        "fusefs umount /mnt/o": "fusefs umount /mnt/one",
+        "fusefs doctor /mnt/o": "fusefs doctor /mnt/one",
+    }
+    # The last is not ours: the shell's own completion goes on.
+    for words in (
+        "warm a",
+        "mount s3://b",
+        "mount --config",
+        "drop --force",
+        "cluster-cache clear",
+    ):
+        whole[f"fusefs {words} {share}/ma"] = f"fusefs {words} {share}/man/"
+    return whole | {f"ls {share}/ma": f"ls {share}/man/"}
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+def test_fish_completes_commands_options_values_paths_and_mountpoints(share: Path) -> None:
+    wanted = _completions(share)
+    lines = [
+        f"source {share}/fish/vendor_completions.d/fusefs.fish",
+        r"function awk; printf '/mnt/one\n/mnt/two\n'; end",
+        *(f"complete -C '{words}'; echo" for words in wanted),
+    ]
+    script = "\n".join(lines)
+    command = ["fish", "--no-config", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = [text.partition("\t")[0] for text in done.stdout.split("\n\n")[: len(wanted)]]
+    # fish names the last word as it becomes.
+    assert found == [text.split()[-1] for text in wanted.values()]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
+def test_zsh_completes_commands_options_values_paths_and_mountpoints(
+    share: Path, tmp_path: Path
+) -> None:
+    (tmp_path / ".zshrc").write_text(f"""
+    fpath=({share}/zsh/site-functions $fpath)
+    autoload -U compinit; compinit -D -u
+    awk() {{ print -l /mnt/one /mnt/two }}
+    note() {{ print -r -- "<$BUFFER>"; BUFFER= }}
+    zle -N note; bindkey '^X' note; PS1='<>'
+    """)
+    wanted = _completions(share)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "ZDOTDIR": str(tmp_path), "TERM": "dumb", "COLUMNS": "500"}
+    shell = subprocess.Popen(
+        ["zsh", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    shown = ""
+
+    def read_until(pattern: str) -> str:
+        """The text of the first match; a shell that ends or says nothing fails the test."""
+        nonlocal shown
+        while not (found := re.search(pattern, shown)):
+            assert select.select([ours], [], [], PATIENCE_S)[0], shown
+            shown += os.read(ours, 4096).decode()
+        shown = shown[found.end() :]
+        return found[1]
+
+    noted = []
+    try:
+        read_until("(<>)")
+        for words in wanted:
+            os.write(ours, f"{words}\t\x18".encode())
+            noted.append(read_until("<([^<>]+)>"))
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(ours)
+    # zsh adds what may follow: a blank, or the sign before a value.
+    assert [text.rstrip(" =") for text in noted] == list(wanted.values())
 
 
 def test_the_unit_says_ready_lives_and_is_upgraded_without_unmounting() -> None:
