@@ -310,7 +310,9 @@ def _warm(attributes: Mapping[str, str]) -> WarmOption:
     if "warm" not in attributes:
         for name in ("warmShards", "warmBeforePublish", "warmTimeout"):
             if name in attributes:
-                raise InvalidArgumentError(f"{name}: there is no warm, which says what")
+                raise InvalidArgumentError(
+                    f"{name}: needs the attribute warm, which names the paths"
+                )
         return WarmOption()
     paths = dict.fromkeys(_warm_path(text.strip()) for text in attributes["warm"].split(","))
     if len(paths) > MOST_WARM_PATHS:

@@ -183,7 +183,7 @@ class Catalog:
             if not in_any_case:
                 raise
             logger.warning(
-                "%s can't be written (%s): what arrives is forgotten at the end", path, error
+                "%s can't be written (%s): the next mount fetches new files again", path, error
             )
             self._db = sqlite3.connect(":memory:", check_same_thread=False)
             self._db.isolation_level = None

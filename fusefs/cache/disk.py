@@ -480,7 +480,7 @@ def _write_mark(mark: Path) -> None:
 
 def _not_a_cache(directory: Path) -> CacheDirectoryError:
     return CacheDirectoryError(
-        f"{directory} is not empty and no cache of fusefs: choose another with --cache-dir"
+        f"{directory} is not empty, and is not a cache of fusefs: choose another with --cache-dir"
     )
 
 

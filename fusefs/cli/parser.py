@@ -198,7 +198,8 @@ _COMMANDS = (
     _Command(
         "umount",
         "unmount",
-        "Unmount, and wait until uploads are done and the daemon has ended.",
+        "Unmount, and wait until uploads are done and the daemon has ended. Exit status 0: every "
+        "written file is in the bucket; else the command names the files that are not.",
         (
             _MOUNTPOINT,
             _switch(
@@ -211,9 +212,10 @@ _COMMANDS = (
     _Command(
         "status",
         "show the mounts, or how much of a path is on the local disk",
-        "Show one mount, or all mounts of this user, or of a file or directory in a "
-        f"mount how much is on the local disk, and how much is pinned. {_PATTERNS} Exit status of "
-        "mounts: 0 if each answers, reaches S3 and has no upload that fails, else 1.",
+        "Show the state of one mount, or of all mounts of this user. For a file or directory in "
+        "a mount, show how much of it is on the local disk, and how much is pinned. "
+        f"{_PATTERNS} Exit status of mounts: 0 if each answers, reaches S3 and has no upload that "
+        "fails, else 1.",
         (
             _argument("path", metavar="PATH", nargs="?", help=f"{_A_PATH} (default: all mounts)"),
             _JSON,
@@ -275,7 +277,11 @@ _COMMANDS = (
         "let pinned files be evicted",
         "Let the files that are pinned at and below PATH be evicted when the cache "
         f"needs their room. Pins that fusefs pin is still fetching are cancelled. {_PATTERNS}",
-        (_argument("paths", metavar="PATH", nargs="+", help="a path that is pinned, or above"),),
+        (
+            _argument(
+                "paths", metavar="PATH", nargs="+", help="a pinned path, or a directory above"
+            ),
+        ),
     ),
     _Command(
         "drop",
@@ -289,8 +295,8 @@ _COMMANDS = (
             _switch("--force", "drop pinned copies as well; they stay pinned"),
             _switch(
                 "--unsent",
-                "give up what could not be uploaded: files are as the bucket has them, and what "
-                "was written stays in the cache directory, where no mount takes it up",
+                "give up files that could not be uploaded: the mount shows the bucket's versions "
+                "again. The written data stays in the cache directory, but no mount uses it",
             ),
         ),
     ),

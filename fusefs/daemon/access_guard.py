@@ -113,9 +113,9 @@ class AccessGuard:
         self.is_shut = is_shut
         if is_shut:
             logger.warning(
-                "S3 has refused everything for %.0f s: what is cached is not served any more",
+                "S3 has refused every request for %.0f s: cached files are no longer served",
                 refused_s,
             )
         else:
-            logger.warning("S3 answers again, and what is cached is served")
+            logger.warning("S3 answers again: cached files are served")
         self._shut(is_shut)

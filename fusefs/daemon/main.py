@@ -367,26 +367,26 @@ class Daemon:
         settings, warnings = self.settings, []
         if self.prober.denial:
             warnings.append(
-                f"these credentials may not write to {settings.source} ({self.prober.denial}): what"
-                " programs write stays on this machine; mount with --read-only, or with credentials"
-                " that have s3:PutObject"
+                f"these credentials may not write to {settings.source} ({self.prober.denial}):"
+                " files that programs write stay on this machine. Mount with --read-only, or with"
+                " credentials that have s3:PutObject"
             )
         if settings.source.prefix and self.store.is_prefix_empty:
-            warnings.append(f"there is nothing below {settings.source} (yet): is the prefix meant?")
+            warnings.append(f"{settings.source} is empty. Is the prefix spelled correctly?")
             # Each new claim begins so: a warning is for the person who typed the prefix.
             logger.info("%s", warnings[-1])
         room = self.cache.quota.limit
         if room < LEAST_ROOM:
             why = f" ({limit_why})" if (limit_why := self.cache.quota.limit_why) else ""
             warnings.append(
-                f"the cache in {settings.cache_dir} has room for {human_size(room)}{why}: what does"
-                " not fit is read from S3 each time. Make room, or see --cache-dir, --cache-size"
-                " and --min-free"
+                f"the cache in {settings.cache_dir} has room for {human_size(room)}{why}: files"
+                " that do not fit are read from S3 each time. Make room, or see --cache-dir,"
+                " --cache-size and --min-free"
             )
         if settings.cluster_cache is not None and settings.cluster_cache_key is None:
             warnings.append(
-                f"whoever may write to {settings.cluster_cache} can change what is read here:"
-                " --cluster-cache-key prevents that"
+                f"anyone who may write to {settings.cluster_cache} can change the data that this"
+                " mount reads; --cluster-cache-key prevents that"
             )
             logger.warning("%s", warnings[-1])
         return warnings

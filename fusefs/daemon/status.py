@@ -108,7 +108,9 @@ async def _give_up(daemon: MountParts, path: str) -> dict[str, Any]:
     try:
         answer = await writer.backlog.give_up(daemon.settings.source.prefix + path)
     except StoreError as error:
-        raise ControlError(f"the bucket does not tell what it has: {error}") from error
+        raise ControlError(
+            f"the bucket cannot be asked for its version of the files: {error}"
+        ) from error
     return answer | {"kept": str(writer.staging.directory)}
 
 

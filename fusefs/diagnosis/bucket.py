@@ -144,16 +144,16 @@ def _remedy(what: str, error: StoreError) -> str:
     """The remedy for a refusal that has other causes than the identity's permissions."""
     match error:
         case CredentialsError():
-            return "renew or correct the credentials: above is where they are from"
+            return "renew or correct the credentials; a finding above names their source"
         case AccessDeniedError():
             return (
                 f"allow {_ACTIONS[what]} to this identity (policies of identity, bucket and key), "
                 "and see the findings above"
             )
         case ThrottledError():
-            return "the store takes no more requests at the moment: see what else sends it many"
+            return "the store refuses further requests for now: find out what else sends it many"
         case UnreachableError():
-            return "see the state of the store, and the findings above about the way to it"
+            return "check the state of the store, and the findings above about the network"
     return "correct what the sentence names"
 
 
@@ -210,16 +210,16 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
     if done < STUCK_BYTES:
         return problem(
             "throughput",
-            f"small answers arrive, and of large ones {human_size(done)} in {took_s:.0f} s",
-            "see the MTU of the way to S3 (ping -M do -s 1472 HOST), firewalls and proxies",
+            f"small answers arrive, but only {human_size(done)} of large ones in {took_s:.0f} s",
+            "check the MTU of the path to S3 (ping -M do -s 1472 HOST), firewalls and proxies",
             **figures,
         )
     if rate < SLOW_BYTES_S:
         return advice(
             "throughput",
             text,
-            "see whether this machine's network, a proxy or the store limits it; another machine "
-            "with the same bucket tells",
+            "find out whether this machine's network, a proxy or the store limits it: run the same "
+            "check on another machine",
             **figures,
         )
     return ok("throughput", text, **figures)
@@ -265,7 +265,7 @@ async def _tried(what: str, attempt: Callable[[], Awaitable[object]]) -> Finding
         if what in _OPTIONAL:
             return advice(f"may {what}", f"{error}: {_NEEDED_FOR[what]}", _remedy(what, error))
         if isinstance(error, NotFoundError):
-            return skipped(f"may {what}", "the object of the trial is not there")
+            return skipped(f"may {what}", "the test object does not exist")
         return replace(_refused(what, error), check=f"may {what}")
     return ok(f"may {what}", "allowed")
 

@@ -21,7 +21,7 @@ def check(settings: S3Settings) -> tuple[Finding, Access | None]:
     try:
         access = trio.run(_connect, settings)
     except AttemptError as error:
-        text, what_to_do = str(error), "correct that: it is what every request to S3 begins with"
+        text, what_to_do = str(error), "correct this first: every request to S3 needs credentials"
         if error.failure in (NO_CREDENTIALS, SILENT_SOURCE):  # they have both
             text, _, what_to_do = text.partition(": ")
         return problem("credentials", text, what_to_do), None

@@ -134,8 +134,8 @@ def _cluster_cache(found: dict[str, Any] | None) -> Iterator[Finding]:
     if lookups["bad"]:
         yield problem(
             "cluster cache",
-            f"{lookups['bad']} blocks were not what was stored there; S3 was read instead",
-            "its disks fail, or another one writes there: see docs/guides/cluster-cache.md",
+            f"{lookups['bad']} blocks were damaged or forged; fusefs read S3 instead",
+            "its disks fail, or a stranger writes to it: see docs/guides/cluster-cache.md",
             bad_blocks=lookups["bad"],
         )
     if fills["failed"]:
@@ -148,7 +148,7 @@ def _cluster_cache(found: dict[str, Any] | None) -> Iterator[Finding]:
     if not found["is_signed"]:
         yield advice(
             "cluster cache",
-            f"whoever may write to {place} can change what is read here",
+            f"anyone who may write to {place} can change the data that this mount reads",
             "give all machines the same --cluster-cache-key",
         )
 

@@ -35,7 +35,7 @@ _CAUSES = {
     ),
     "s3_transfer": (
         "for bytes to and from S3",
-        "the way to S3 is full: fetch the data before it is needed (fusefs warm)",
+        "the network path to S3 is full: fetch the data before it is needed (fusefs warm)",
     ),
     "metadata": (
         "for listings and attributes",
@@ -51,13 +51,13 @@ _CAUSES = {
     ),
     "cluster_cache": (
         "for the cluster cache",
-        "it answers late: fusefs status shows how it does, and"
+        "the cluster cache answers late: fusefs status shows its state, and"
         " docs/operate/cluster-cache.md says how large it should be",
     ),
     "credentials": (
         "for credentials",
-        "keys are looked up, as after a daemon's start, or refused: see the log, and what provides"
-        " them",
+        "fusefs fetches credentials, as after a start, or S3 refuses them: see the log, and"
+        " check their provider",
     ),
 }
 _SPANS = {"10": "the last 10 s", "60": "the last minute", "300": "the last 5 minutes"}

@@ -166,8 +166,8 @@ def _check_session(settings: MountSettings) -> None:
     if mountinfo.has_automount(settings.mountpoint) and not is_own:
         # pyfuse3 and fusermount3 go by the path, and so would wait for the mount that they make.
         raise LaunchError(
-            f"{settings.mountpoint} is mounted on demand (autofs), which takes root and the "
-            "kernel session"
+            f"{settings.mountpoint} is mounted on demand (autofs): mounting there needs root "
+            "and --session kernel"
         )
     if settings.session == SessionKind.PYFUSE3:
         for flag, value in (

@@ -70,7 +70,7 @@ def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ)
     """
     if os.geteuid() != 0:
         if settings.user is not None:
-            raise UserError("--user is root's to choose; drop it")
+            raise UserError("only root may use --user; drop it")
         return current_user()
     if settings.user is not None:
         user = _look_up(settings.user)
@@ -79,7 +79,7 @@ def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ)
         if not user.is_own and (why := _obstacle(user, settings, environment)):
             raise UserError(f"--user {user.name}: {why}")
         return user
-    why = "no number is free for a user of its own"
+    why = "no user id is free for the daemon"
     for user in filter(None, (_look_up(DEFAULT_USER), _user_of_cache(settings.cache_dir))):
         why = _obstacle(user, settings, environment) or _default_obstacle(settings, environment)
         if not why:
@@ -121,7 +121,7 @@ def _user_of_cache(directory: Path) -> User | None:
     if owner == _NOBODY:
         # Files in it may wait for their upload, and its user could have prepared it for a chown.
         why = (
-            f"{directory} belongs to nobody, as whom other programs may run; once"
+            f"{directory} belongs to the user nobody, who may run other programs too; once"
             " `fusefs status` shows nothing to upload, unmount it and remove the directory"
         )
         return _nameless(owner, why)

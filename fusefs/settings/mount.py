@@ -101,7 +101,7 @@ class MountSettings:
     addressing: Addressing = option(
         choice(Addressing),
         "S3",
-        "whether the bucket's name is part of the URL's path or of its host name",
+        "where the bucket's name goes: into the URL's path, or into its host name (virtual)",
         Addressing.AUTO,
     )
     ca_bundle: Path | None = option(
@@ -171,8 +171,8 @@ class MountSettings:
     cluster_cache: MountSource | None = option(
         SOURCE,
         "Cluster cache",
-        "bucket near this machine in which several machines keep what they have read: looked"
-        " into after the local cache and before S3",
+        "bucket near this machine that several machines use as a common cache, between the local"
+        " cache and S3",
         None,
         otherwise="none",
     )
@@ -193,8 +193,8 @@ class MountSettings:
     cluster_cache_key: Path | None = option(
         PATH,
         "Cluster cache",
-        "file of the secret, 16 bytes or more, with which all machines sign what they store"
-        " there; without it, whoever may write there can change what is read here",
+        "file of the secret, 16 bytes or more, with which all machines sign the blocks that they"
+        " store; without it, anyone who may write there can change the data that is read here",
         None,
         otherwise="none",
     )
@@ -202,8 +202,8 @@ class MountSettings:
     metadata_ttl: PathRules[float] = option(
         TTL,
         "Metadata",
-        "how long listings and attributes are used at most before they are requested again; what"
-        " others have changed lately is looked at sooner; indefinite if the bucket never changes;"
+        "how long listings and attributes are used at most before they are requested again (sooner"
+        " where others have changed files lately); indefinite if the bucket never changes;"
         " TIME:PATTERN is for some paths, as in 60s,1h:data/**",
         PathRules(METADATA_TTL_S),
     )
@@ -211,7 +211,7 @@ class MountSettings:
         choice(AttributeForm),
         "Metadata",
         "how new objects get modes, owners and times: as s3fs writes them, or as S3 Files, FSx,"
-        " DataSync and Storage Gateway do; both are read, and an object keeps what it has",
+        " DataSync and Storage Gateway do; both are read, and an object keeps its form",
         AttributeForm.S3FS,
     )
 
@@ -227,8 +227,8 @@ class MountSettings:
     shared_group: bool = option(
         SWITCH,
         "Files",
-        "show all files and directories as the group's that --gid names, with the rights of their"
-        " owners but for what is an owner's alone",
+        "show all files and directories as belonging to the group --gid, and give the group the"
+        " permissions of the owner, except for files that only their owner may use (0600, 0700)",
         False,
     )
 

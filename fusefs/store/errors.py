@@ -189,9 +189,9 @@ _SENTENCES = {
     "InvalidPart": "the bucket does not have all the parts that it took",
     "EntityTooLarge": "it is larger than the store allows",
     "MetadataTooLarge": "the metadata are larger than the store allows",
-    "InvalidAccessKeyId": "the access key is not known there: check the credentials",
+    "InvalidAccessKeyId": "the store does not know the access key: check the credentials",
     "SignatureDoesNotMatch": "the secret key does not match the access key",
-    "InvalidBucketName": "that is not a valid name for a bucket",
+    "InvalidBucketName": "the name of the bucket is not valid",
     "PermanentRedirect": "the bucket is in another region: set --region",
     "AuthorizationHeaderMalformed": "the bucket is in another region: set --region",
     "RequestTimeTooSkewed": "the clock of this machine is wrong",
@@ -264,8 +264,8 @@ NO_CREDENTIALS = Failure(
 # Of what a profile or the environment names as the source of credentials.
 SILENT_SOURCE = Failure(
     CredentialsError,
-    "what gives out the credentials does not answer: run the profile's credential_process"
-    " by hand, or see whether the identity service can be reached",
+    "the provider of the credentials does not answer: run the profile's credential_process"
+    " by hand, or check whether the identity service can be reached",
 )
 
 

@@ -2,9 +2,7 @@
 
 import json
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,22 @@ from prometheus_client import generate_latest
 from fusefs.exporter.collector import PREFIX, MountCollector, registry_of
 from fusefs.exporter.queries import MountAnswer, Target
 from fusefs.telemetry.metrics import METRICS
+from tests.support.packaging.monitoring import (
+    DASHBOARD,
+    PROJECT,
+    RULES,
+    dashboard_expressions,
+    program,
+    rules,
+)
 
-PROJECT = Path(__file__).parents[2]
-RULES = PROJECT / "monitoring/prometheus/rules.yaml"
-DASHBOARD = PROJECT / "monitoring/grafana/fusefs.json"
 SCENARIOS = RULES.parent / "tests.yaml"
 EXPORTED = {"fusefs_volume_up", "fusefs_volume_pod_info", *(f"{PREFIX}{name}" for name in METRICS)}
 
 
 def promtool(*arguments: object, text: str | None = None, cwd: Path | None = None) -> str:
-    program = shutil.which("promtool", path=f"{sys.prefix}/bin") or shutil.which("promtool")
-    if program is None:
-        pytest.skip("promtool is not there (make setup fetches Debian's)")
     done = subprocess.run(
-        [program, *map(str, arguments)],
+        [program("promtool"), *map(str, arguments)],
         input=text,
         capture_output=True,
         text=True,
@@ -39,28 +39,6 @@ def promtool(*arguments: object, text: str | None = None, cwd: Path | None = Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def rules() -> list[dict[str, Any]]:
-    """All rules, as they are."""
-    groups = yaml.safe_load(RULES.read_text())["groups"]
-    return [rule for group in groups for rule in group["rules"]]
-
-
-def dashboard_expressions() -> dict[str, str]:
-    """The expressions of all panels, by panel and letter, with the variables' defaults."""
-    board = json.loads(DASHBOARD.read_text())
-    values = {
-        one["name"]: ".*" if one["type"] == "query" else one["query"]
-        for one in board["templating"]["list"]
-    }
-    values["__rate_interval"] = "5m"
-    found = {}
-    for panel in board["panels"]:
-        for target in panel.get("targets", []):
-            text = re.sub(r"\$(\w+)", lambda match: str(values[match[1]]), target["expr"])
-            found[f"{panel['title']} {target['refId']}"] = text
-    return found
 
 
 def test_the_rules_are_valid() -> None:

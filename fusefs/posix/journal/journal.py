@@ -322,7 +322,7 @@ class Journal(NodeLog):
 
     def _give_up(self, error: OSError) -> None:
         logger.warning(
-            "the journal %s is off, this mount cannot be taken over: %s",
+            "the journal %s has stopped, so no other daemon can take this mount over: %s",
             self._path,
             os.strerror(error.errno or errno.EIO),
         )

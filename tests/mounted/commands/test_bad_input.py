@@ -106,7 +106,7 @@ def attempts(shared: Bucket, tmp_path: Path) -> Iterator[Attempts]:
         (("--profile", "nope"), {}, "there is no AWS profile 'nope'"),
         (("--ca-bundle", "/nonexistent"), {}, "/nonexistent"),
         (("--endpoint-url", "http://127.0.0.1:1"), {}, "127.0.0.1:1: connection refused"),
-        ((), {"AWS_ACCESS_KEY_ID": "UNKNOWN"}, "the access key is not known there"),
+        ((), {"AWS_ACCESS_KEY_ID": "UNKNOWN"}, "the store does not know the access key"),
         ((), {"AWS_SECRET_ACCESS_KEY": "a wrong one"}, "the secret key does not match"),
         ((), {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "no AWS credentials were"),
     ],
@@ -173,7 +173,7 @@ def test_a_prefix_with_nothing_below_it_is_mentioned(attempts: Attempts, shared:
     for prefix, is_empty in (("ther", True), ("there", False)):
         arguments = attempts.arguments(source=f"s3://{shared.name}/{prefix}")
         output = fusefs(*arguments, environment=attempts.environment).stderr
-        warning = f"fusefs: warning: there is nothing below s3://{shared.name}/{prefix}/ (yet)"
+        warning = f"fusefs: warning: s3://{shared.name}/{prefix}/ is empty"
         assert output.startswith(warning) if is_empty else output == ""
         fusefs("umount", attempts.mountpoint)
 
@@ -238,7 +238,7 @@ def test_a_cache_directory_that_is_none(attempts: Attempts) -> None:
     attempts.cache.unlink()
     attempts.cache.mkdir()
     (attempts.cache / "letter.txt").write_text("dear reader")
-    assert "no cache of fusefs" in attempts.refused()
+    assert "is not a cache of fusefs" in attempts.refused()
     assert (attempts.cache / "letter.txt").read_text() == "dear reader"
     os.chown(attempts.cache, NOBODY, NOBODY)
     assert "belongs to another user" in attempts.refused()

@@ -6,6 +6,7 @@ The sizes are small; with PROGRAMS_FULL in the environment they are those of rea
 import contextlib
 import mmap
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -325,6 +326,29 @@ def test_safetensors_renames_a_file_that_it_has_open(mount: Mount, shared: Bucke
     left = check_what_is_left(mount, shared, "safetensors")
     assert list(left) == ["model.safetensors"]
     assert left["model.safetensors"].mode == 0o644
+
+
+def test_checkpoints_are_renamed_when_they_are_whole_and_the_oldest_deleted(
+    mount: Mount, shared: Bucket
+) -> None:
+    root = mount.path / "rotation"
+    root.mkdir()
+    for step in range(5):
+        unfinished = root / f"tmp-checkpoint-{step}"
+        unfinished.mkdir()
+        save_safetensors(unfinished / "model.safetensors", tensors(step))
+        torch_save(unfinished / "optimizer.pt", tensors(step))
+        (unfinished / "state.json").write_text(f'{{"step": {step}}}')
+        os.rename(unfinished, root / f"checkpoint-{step}")
+        for old in sorted(root.glob("checkpoint-*"))[:-2]:
+            shutil.rmtree(old)
+        assert read_torch(root / f"checkpoint-{step}" / "optimizer.pt") == tensors(step)
+    left = check_what_is_left(mount, shared, "rotation")
+    names = ("model.safetensors", "optimizer.pt", "state.json")
+    assert {path for path in left if "/" in path} == {
+        f"checkpoint-{step}/{name}" for step in (3, 4) for name in names
+    }
+    assert (root / "checkpoint-4" / "state.json").read_text() == '{"step": 4}'
 
 
 def test_the_libraries_themselves_save_and_load(mount: Mount, shared: Bucket) -> None:

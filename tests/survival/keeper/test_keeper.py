@@ -3,8 +3,12 @@
 import errno
 import json
 import os
+import shutil
 import signal
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.support.machine.ordinary_user import NOBODY, public_python
 from tests.support.survival.keeping import (
@@ -135,3 +139,32 @@ def test_a_keeper_without_privilege_gets_the_mount_from_the_daemon(kept: Kept) -
     kept.served_by_another_than(kept.kill_daemon())
     kept.umount()
     until(lambda: kept.processes() == [])
+
+
+def test_an_ordinary_users_mount_is_kept_as_well(kept: Kept) -> None:
+    if shutil.which("fusermount3") is None:
+        pytest.skip("fusermount3 is not installed")
+    if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:
+        pytest.skip("/dev/fuse is not open to ordinary users")
+
+    def read() -> bytes:
+        command = ["cat", str(kept.mountpoint / "plain")]
+        return subprocess.run(
+            command, user=NOBODY, group=NOBODY, stdout=subprocess.PIPE, check=True, timeout=LIMIT_S
+        ).stdout
+
+    kept.directory.chmod(0o777)
+    os.chown(kept.mountpoint, NOBODY, NOBODY)
+    with public_python() as python:
+        kept.start(
+            command=[python, str(STANDIN)], user=NOBODY, privileged=False, uid=NOBODY, gid=NOBODY
+        )
+        assert read() == b"plain content"
+        kept.served_by_another_than(kept.kill_daemon())
+        assert read() == b"plain content"
+        kept.kill_keeper()
+        kept.served_by_another_than(kept.kill_daemon())
+        assert read() == b"plain content"
+        os.kill(kept.status()["pid"], signal.SIGTERM)
+        until(lambda: kept.processes() == [])
+        assert kept.connection_now() is None

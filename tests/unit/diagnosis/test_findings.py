@@ -104,7 +104,7 @@ def test_a_host_without_an_address_is_a_problem(host: str) -> None:
     [
         ("", "no AWS credentials were found", "AWS_ACCESS_KEY_ID"),
         ("sh -c 'echo no ticket >&2; exit 3'", "no ticket", "correct that"),
-        ("sleep 30", "what gives out the credentials does not answer", "credential_process"),
+        ("sleep 30", "the provider of the credentials does not answer", "credential_process"),
     ],
 )
 def test_credentials_that_are_missing_or_not_given_out_are_a_problem_with_what_to_do(

@@ -17,7 +17,9 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.pending_changes import KEPT_S, PendingChanges
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
 from fusefs.posix.nodes.inode_table import InodeTable
+from fusefs.posix.types import NewAttributes
 from fusefs.posix.write.removals import MANY, Removals
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
@@ -55,6 +57,10 @@ class HeldStore(MemoryStore):
     async def put_file(self, *arguments: Any, **more: Any) -> ObjectInfo:
         await self.held.pass_by()
         return await super().put_file(*arguments, **more)
+
+    async def copy(self, *arguments: Any, **more: Any) -> ObjectInfo:
+        await self.held.pass_by()
+        return await super().copy(*arguments, **more)
 
     async def delete(self, *arguments: Any, **more: Any) -> None:
         await self.held.pass_by()
@@ -100,6 +106,46 @@ async def test_a_write_waits_for_the_upload_of_its_file(tmp_path: Path) -> None:
         await assert_waits_for(held, lambda: process.write(fh, 0, b"CON"))
         await process.close(fh)
     assert mount.store.contents() == {"file": b"CONtent"}
+
+
+@asynccontextmanager
+async def attributes(held: Held, directory: Path) -> AsyncIterator[DeferredAttributes]:
+    """Of a mount whose object `file` has a mode that the bucket does not have yet."""
+    mount = MortalMount(directory)
+    mount.store = HeldStore(held)
+    mount.store.put("file", b"content")
+    async with mount.serving() as process:
+        node = await process.node("file")
+        with served():  # as the request that changes them, which does not wait
+            await process.operations.mutations.setattr(node.nodeid, NewAttributes(mode=0o600))
+        yield process.writer.deferred
+
+
+async def test_an_fsync_waits_for_attributes_that_are_sent(tmp_path: Path) -> None:
+    held = Held()
+    async with attributes(held, tmp_path) as deferred:
+        deferred.hurry("file")
+        await assert_waits_for(held, lambda: deferred.flush("file"))
+
+
+async def test_an_fsync_that_sends_attributes_waits_for_them_once(tmp_path: Path) -> None:
+    held = Held()
+    async with attributes(held, tmp_path) as deferred, trio.open_nursery() as nursery:
+
+        async def fsync() -> None:
+            with served():
+                await deferred.flush("file")
+
+        nursery.start_soon(fsync)
+        await trio.testing.wait_all_tasks_blocked()
+        before = STALLS.totals()
+        await trio.sleep(0.01)
+        after = STALLS.totals()
+        stalled = after.stalled[AT] - before.stalled[AT]
+        # One request waits: each second of it is one second of waiting.
+        assert after.wait[AT] - before.wait[AT] == pytest.approx(stalled)
+        assert stalled > 0
+        held.may_end.set()
 
 
 @asynccontextmanager
