@@ -35,7 +35,7 @@ _CAUSES = {
     ),
     "s3_transfer": (
         "for bytes to and from S3",
-        "the network path to S3 is full: fetch the data before it is needed (fusefs warm)",
+        "bytes take long to and from S3: for reads, fetch the data beforehand (fusefs warm)",
     ),
     "metadata": (
         "for listings and attributes",

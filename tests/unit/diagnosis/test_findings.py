@@ -103,7 +103,7 @@ def test_a_host_without_an_address_is_a_problem(host: str) -> None:
     ("process", "text", "remedy"),
     [
         ("", "no AWS credentials were found", "AWS_ACCESS_KEY_ID"),
-        ("sh -c 'echo no ticket >&2; exit 3'", "no ticket", "correct that"),
+        ("sh -c 'echo no ticket >&2; exit 3'", "no ticket", "correct this"),
         ("sleep 30", "the provider of the credentials does not answer", "credential_process"),
     ],
 )
@@ -130,8 +130,8 @@ def test_credentials_that_are_missing_or_not_given_out_are_a_problem_with_what_t
     [
         (AccessDeniedError("access denied"), "allow s3:ListBucket"),
         (CredentialsError("the credentials have expired"), "renew or correct the credentials"),
-        (ThrottledError("S3 asks to slow down"), "the store takes no more requests"),
-        (UnreachableError("S3 failed with status 500"), "see the state of the store"),
+        (ThrottledError("S3 asks to slow down"), "the store refuses further requests"),
+        (UnreachableError("S3 failed with status 500"), "check the state of the store"),
         (StoreError("the bucket is in another region: set --region"), "correct what the sentence"),
         (StoreError("there is no such bucket"), "correct what the sentence names"),
     ],

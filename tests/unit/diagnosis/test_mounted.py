@@ -36,9 +36,9 @@ def test_a_cluster_cache_that_works_is_named() -> None:
     [
         ({"state": "open", "why": "no answer"}, Level.PROBLEM, "is not in use: no answer"),
         ({"state": "opening", "why": ""}, Level.PROBLEM, "is not in use: it did not answer"),
-        ({"lookups": {"hits": 1, "bad": 2}}, Level.PROBLEM, "2 blocks were not what was stored"),
+        ({"lookups": {"hits": 1, "bad": 2}}, Level.PROBLEM, "2 blocks were damaged or forged"),
         ({"fills": {"failed": 3}}, Level.ADVICE, "did not take 3 blocks"),
-        ({"is_signed": False}, Level.ADVICE, "can change what is read here"),
+        ({"is_signed": False}, Level.ADVICE, "can change the data that this"),
     ],
 )
 def test_what_is_wrong_with_a_cluster_cache_is_a_finding(

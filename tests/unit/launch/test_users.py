@@ -100,4 +100,4 @@ def test_a_cache_of_nobody_s_is_used_and_its_danger_told(
     os.chown(public_path / "cache", 65534, 65534)
     user = chosen(public_path / "cache")
     assert user.uid == 65534
-    assert "belongs to nobody" in user.why
+    assert "belongs to the user nobody" in user.why
