@@ -97,7 +97,6 @@ def _completions(share: Path) -> dict[str, str]:
         "fusefs top --pl": "fusefs top --plain",
         "fusefs mount s3://b /m --addressing v": "fusefs mount s3://b /m --addressing virtual",
         "fusefs mount --encryption=aws:kms:d": "fusefs mount --encryption=aws:kms:dsse",
-        "fusefs cluster-cache st": "fusefs cluster-cache status",
         "fusefs umount /mnt/o": "fusefs umount /mnt/one",
         "fusefs doctor /mnt/o": "fusefs doctor /mnt/one",
     }
