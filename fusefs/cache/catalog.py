@@ -298,16 +298,6 @@ class Catalog:
                 self._db.execute("SELECT count(*) FROM files WHERE NOT is_synced").fetchone()[0]
             )
 
-    def measure(self, larger_than: int) -> Total:
-        """The bytes and the number of the files that are larger than so many bytes."""
-        with self._lock, readable_errors():
-            return Total(
-                *self._db.execute(
-                    "SELECT coalesce(sum(bytes), 0), count(*) FROM files WHERE size > ?",
-                    (larger_than,),
-                ).fetchone()
-            )
-
     def _rows(self, condition: str, *values: object) -> list[Row]:
         with self._lock, readable_errors():
             found = self._db.execute(f"SELECT {_COLUMNS} FROM files {condition}", values)

@@ -42,7 +42,7 @@ import trio
 
 from fusefs.cache import disk
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
-from fusefs.cache.catalog import Catalog, Row, Total
+from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.catalog_writer import CatalogWriter
 from fusefs.cache.eviction_order import MOST_LATEST, EvictionOrder
 from fusefs.cache.handover import Handover
@@ -558,11 +558,6 @@ class FileCache:
             await self._catalog_writer.in_catalog(self._catalog.close)
             if self._use >= 0:
                 os.close(self._use)
-
-    async def measure(self, larger_than: int) -> Total:
-        """The bytes and the number of the files that are larger than so many bytes."""
-        measure = partial(self._catalog.measure, larger_than)
-        return await self._catalog_writer.in_catalog(measure) or Total(0, 0)
 
     # Eviction, for evictor.py.
 

@@ -1,4 +1,4 @@
-"""The command `fusefs`: mount, umount, status, warm, pin, drop, sync, verify and others.
+"""The command `fusefs`: mount, umount, status, warm, pin, drop, sync and others.
 
 `mount` reads the settings (see `settings`), makes the checks that need no S3
 and starts the daemon (see `launch`). The other commands find the daemon in the
@@ -280,13 +280,6 @@ def _drop(options: argparse.Namespace) -> int:
     return 0 if all(are_dropped) else 1
 
 
-def _verify(options: argparse.Namespace) -> int:
-    from fusefs.cli import verify
-
-    path = _path(options.path)
-    return 0 if verify.report(path, verify.verify(path)) else 1
-
-
 def _status(options: argparse.Namespace) -> int:
     from fusefs.cli import status as overview
 
@@ -385,7 +378,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "unpin": _unpin,
     "drop": _drop,
     "sync": _sync,
-    "verify": _verify,
     "doctor": _doctor,
     "profile": _profile,
     "report": _report,

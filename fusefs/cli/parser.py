@@ -313,14 +313,6 @@ _COMMANDS = (
         ),
     ),
     _Command(
-        "verify",
-        "compare cached copies with their checksums",
-        "Read the cached copies of all files at or below PATH and compare them with "
-        "their checksums. A copy that differs is dropped and fetched again from the bucket; the "
-        "command fails if that is not possible.",
-        (_PATH,),
-    ),
-    _Command(
         "doctor",
         "check the machine, a mount or a bucket, and show what to do",
         "Check what a mount needs: the kernel, /dev/fuse, privileges and the cache "

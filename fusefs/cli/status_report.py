@@ -141,8 +141,7 @@ def _integrity(integrity: Status) -> str:
 def _scrub(scrub: Status) -> str:
     match scrub.get("state"):
         case "under way":
-            done, of = human_size(scrub["done_bytes"]), human_size(scrub["bytes"])
-            return f"; scrub under way, {done} of {of}"
+            return f"; scrub under way, {human_size(scrub['done_bytes'])} so far"
         case "done":
             ago = human_duration(max(0.0, time.time() - scrub["ended"]))
             return f"; {human_size(scrub['done_bytes'])} scrubbed, {ago} ago"

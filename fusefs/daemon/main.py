@@ -43,7 +43,6 @@ from fusefs.daemon.error_groups import first_of
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
-from fusefs.daemon.jobs.verifier import Verifier
 from fusefs.daemon.takeover import (
     Takeover,
     TakeoverError,
@@ -68,7 +67,6 @@ from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import InodeTable, Ownership
 from fusefs.posix.nodes.name_pruner import NamePruner
 from fusefs.posix.nodes.notifier import Notifier
@@ -186,12 +184,8 @@ class Daemon:
             self.downloader.on_fetched = self.cluster_cache.filler.fetched
             self.downloader.proves_versions = False
             nursery.start_soon(self.cluster_cache.run)
-        cache = self.cache
-        self.scrub = Scrub(cache.residency.pages, cache.measure, cache.integrity)
+        self.scrub = Scrub(self.cache.residency.pages, self.cache.integrity)
         selector = Selector(self.store, prefix)
-        self.verifier = Verifier(
-            selector, self.cache, self.downloader, prefix, nursery, self._unsent
-        )
         self.warmer = CacheWarmer(
             self.store,
             self.cache,
@@ -230,13 +224,10 @@ class Daemon:
             lambda: self.downloader.under_way > 0,
         )
 
-    def _unsent(self, key: str) -> list[StagedFile]:
-        writer = self.operations.writer
-        return writer.backlog.files(key) if writer is not None else []
-
     def _pending(self, key: str) -> tuple[int, int]:
         """The number of files and bytes at or below a key that are not in the bucket."""
-        staged = self._unsent(key)
+        writer = self.operations.writer
+        staged = writer.backlog.files(key) if writer is not None else []
         return len(staged), sum(file.size() for file in staged)
 
     async def _open_cache(self) -> None:

@@ -10,7 +10,6 @@ from fusefs.cache.integrity.scrub import Scrub
 from fusefs.daemon.access_guard import AccessGuard
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer
 from fusefs.daemon.jobs.local_copies import LocalCopies
-from fusefs.daemon.jobs.verifier import Verifier
 from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.session import RunningSession
 from fusefs.posix.directory.listings import Directories
@@ -41,7 +40,6 @@ class MountParts(Protocol):
     unanswered: UnansweredChanges
     cluster_cache: ClusterCache | None
     scrub: Scrub
-    verifier: Verifier
     warmer: CacheWarmer
     local_copies: LocalCopies
     access_guard: AccessGuard

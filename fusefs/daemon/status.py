@@ -1,4 +1,4 @@
-"""The daemon's side of `fusefs status`, `sync`, `warm` and `verify`."""
+"""The daemon's side of `fusefs status`, `sync`, `warm` and the like."""
 
 from __future__ import annotations
 
@@ -65,8 +65,6 @@ def answer(
             return _append(daemon, name, offset, text)
         case {"command": "cancel warming", "path": str(path)}:
             return {"was_under_way": daemon.warmer.cancel(path)}
-        case {"command": "verify", "path": str(path), "start": bool(is_first)}:
-            return daemon.verifier.job(path, is_new=is_first).describe()
         case {"command": "warming"}:
             return {"jobs": daemon.warmer.describe()}
         case {"command": "unpin", "path": str(path), "start": bool(is_first)}:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
 import os
-import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from fusefs.cache.integrity.checksums import BLOCK
 
@@ -29,12 +25,6 @@ _LOST = {
     errno.ENODEV,
     errno.ETIMEDOUT,
 }
-
-# ioprio_set(2), which the C library does not have: include/uapi/linux/ioprio.h.
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_THIS_THREAD = (1, 0)  # IOPRIO_WHO_PROCESS, the caller
-_IDLE = 3 << 13
-_DEFAULT = 0
 
 
 class DirectReader:
@@ -90,20 +80,3 @@ class DirectReader:
 def is_lost(error: OSError) -> bool:
     """True if an error says that a disk can't read what was written to it."""
     return error.errno in _LOST
-
-
-@contextmanager
-def idle_priority() -> Iterator[None]:
-    """Have the disk serve this thread when no other has requests for it."""
-    _set_priority(_IDLE)
-    try:
-        yield
-    finally:
-        _set_priority(_DEFAULT)
-
-
-def _set_priority(priority: int) -> None:
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        # An error is ignored: the thread is then served like others.
-        ctypes.CDLL(None).syscall(number, *_THIS_THREAD, priority)

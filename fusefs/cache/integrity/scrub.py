@@ -2,7 +2,7 @@
 
 A small file is compared when it is first opened; to read a large one whole
 would keep its reader waiting. So the large ones are read once after each start, and
-all files once a week, past the page cache and when no other process reads from the disk.
+all files once a week, past the page cache.
 
 Beside reading there is the processor: after each part the scrub rests for
 several times as long as that took.
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import trio
 
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile
-from fusefs.cache.catalog import Total
 from fusefs.cache.integrity.verify import Integrity
 
 logger = logging.getLogger("fusefs.cache")
@@ -33,21 +32,17 @@ REST = 3.0
 class Scrub:
     """The scrub of one cache. Belongs to the event loop.
 
-    `pages` has the files of the cache that are larger than so many bytes, page by page, and
-    `measure` tells how much that is.
+    `pages` has the files of the cache that are larger than so many bytes, page by page.
     """
 
     def __init__(
         self,
         pages: Callable[[int], AsyncIterator[list[CacheFile]]],
-        measure: Callable[[int], Awaitable[Total]],
         integrity: Integrity,
     ) -> None:
         self._pages = pages
-        self._measure = measure
         self._integrity = integrity
         self._state = "waiting"
-        self._of_files = self._of_bytes = 0
         self._done_files = self._done_bytes = 0
         self._ended: float | None = None
 
@@ -55,8 +50,6 @@ class Scrub:
         """Its progress; `state` is waiting, under way or done, `ended` in epoch seconds."""
         return {
             "state": self._state,
-            "files": self._of_files,
-            "bytes": self._of_bytes,
             "done_files": self._done_files,
             "done_bytes": self._done_bytes,
             "ended": self._ended,
@@ -76,7 +69,6 @@ class Scrub:
 
         With `is_first` those alone that have not been compared since the start.
         """
-        self._of_bytes, self._of_files = await self._measure(larger_than)
         self._done_files = self._done_bytes = 0
         self._state = "under way"
         async for files in self._pages(larger_than):
@@ -88,8 +80,7 @@ class Scrub:
             logger.info("compared %d cached files, %d bytes", self._done_files, self._done_bytes)
 
     async def _compare(self, file: CacheFile) -> None:
-        examined = await self._integrity.examine(file, is_direct=True, rest=REST)
+        size, is_whole = await self._integrity.examine(file, is_direct=True, rest=REST)
         self._done_files += 1
-        self._done_bytes += examined.size
-        if examined.is_whole:
-            file.is_checked = True
+        self._done_bytes += size
+        file.is_checked = file.is_checked or is_whole

@@ -19,7 +19,6 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ from fusefs.cache.catalog import SUMS_PART, Catalog
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity import checksums
 from fusefs.cache.integrity.checksums import BLOCK, Read, Sum
-from fusefs.cache.integrity.direct_reader import idle_priority, is_lost
+from fusefs.cache.integrity.direct_reader import is_lost
 from fusefs.cache.ranges import RangeMap
 from fusefs.store.checksum import crc32
 
@@ -41,14 +40,6 @@ logger = logging.getLogger("fusefs.cache")
 SUMMED_AT_ONCE = 128 << 10
 # The latest faults that `fusefs status` names.
 MOST_NAMED = 10
-
-
-class Examination(NamedTuple):
-    """The result for one file: the bytes compared, what is wrong, and whether all were compared."""
-
-    size: int
-    fault: OSError | Sum | None
-    is_whole: bool
 
 
 class Integrity:
@@ -120,14 +111,13 @@ class Integrity:
 
     async def examine(
         self, file: CacheFile, *, is_direct: bool = False, rest: float = 0.0
-    ) -> Examination:
-        """Compare all of a file; what differs is dropped.
+    ) -> tuple[int, bool]:
+        """Compare all of a file, and drop it if it differs; bytes without a checksum get one.
 
-        Bytes without a checksum get one. With `is_direct` they come from the
-        disk, not from the page cache, when no other process wants to read from it.
-        After each part it rests for `rest` times as long as that took. What is
-        downloaded meanwhile is left out, and so is the rest of a file that is
-        evicted or renamed.
+        Returns how many bytes were compared, and whether that was all of it, and right. With
+        `is_direct` they come from the disk, not from the page cache. After each part it rests for
+        `rest` times as long as that took. What is downloaded meanwhile is left out, and so is
+        the rest of a file that is evicted or renamed.
         """
         generation, examined = file.generation, 0
         for start in range(0, file.size, SUMS_PART):
@@ -142,17 +132,17 @@ class Integrity:
             examine_part = partial(self._examine_part, *place, start, present, pending, is_direct)
             outcome = await trio.to_thread.run_sync(examine_part, limiter=self._examiners)
             if outcome is None or file.generation != generation or not file.is_kept:
-                return Examination(examined, None, is_whole=False)
+                return examined, False
             fault, new = outcome
             examined += present.total
             if fault is not None:
                 self.drop(file, fault)
-                return Examination(examined, fault, is_whole=False)
+                return examined, False
             if new:
                 self._summed(file, new)
             if rest:
                 await trio.sleep(rest * (time.monotonic() - began))
-        return Examination(examined, None, is_whole=True)
+        return examined, True
 
     def _examine_part(
         self,
@@ -171,8 +161,7 @@ class Integrity:
             # It may have been evicted or renamed.
             return (error, []) if is_lost(error) else None
         try:
-            with idle_priority() if is_direct else nullcontext():
-                return examine(file.read, sums, present)
+            return examine(file.read, sums, present)
         finally:
             file.close()
 

@@ -41,7 +41,7 @@ class Sharing:
         if self._is_served(file):
             return False
         # What no program writes to is uploaded as it is here, too.
-        if not (await self._cache.integrity.examine(file)).is_whole:
+        if not (await self._cache.integrity.examine(file))[1]:
             return False
         with trio.CancelScope(shield=True):
             if not await self._cache.handover.prepare(file):

@@ -78,7 +78,7 @@ def test_a_kernel_that_soon_ends_silent_mounts_is_warned_of(
     "command",
     [
         *(["mount", "s3://bucket"], ["umount"], ["status"], ["upgrade"], ["doctor"], ["report"]),
-        *(["sync"], ["warm"], ["pin"], ["unpin"], ["drop"], ["verify"]),
+        *(["sync"], ["warm"], ["pin"], ["unpin"], ["drop"]),
         ["warm", "--manifest", "list"],
     ],
     ids=" ".join,

@@ -1,7 +1,5 @@
-"""Jobs beside changes and faults: pins, lists, drops and verifications."""
+"""Jobs beside changes and faults: pins, lists and drops."""
 
-import errno
-import os
 import sys
 import time
 from dataclasses import replace
@@ -14,15 +12,10 @@ import trio
 import trio.testing
 
 from fusefs.cache.retention import HashSet
-from fusefs.cli import verify
 from fusefs.daemon.jobs import cache_warmer
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer, JobSpec
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
-from fusefs.daemon.jobs.verifier import Verifier
-from fusefs.posix.nodes.inode import Inode, StagedFile
-from fusefs.posix.nodes.object_metadata import Meta
-from fusefs.posix.write import staged_sums
 from fusefs.settings.mount import MountSettings, MountSource
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
@@ -43,66 +36,6 @@ from tests.support.waiting import eventually
 def faulty(what: str, _key: str) -> None:
     if what == "LIST":
         raise AssertionError("a fault")
-
-
-def staged_file(path: Path) -> StagedFile:
-    path.write_bytes(b"content")
-    inode = Inode(20, 20, None, path.name, info(path.name))
-    staged = StagedFile(inode, str(path), os.open(path, os.O_RDWR), Meta(0o600, 0, 0), None)
-    inode.staged = staged
-    return staged
-
-
-async def test_a_file_may_be_uploaded_and_closed_while_another_one_is_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, other = staged_file(tmp_path / "one"), staged_file(tmp_path / "other")
-
-    async def check(staged: StagedFile) -> None:
-        assert staged is one
-        os.close(other.fd)
-        other.inode.staged = None
-
-    monkeypatch.setattr(staged_sums, "check", check)
-    async with cache_in(tmp_path / "cache") as parts, trio.open_nursery() as nursery:
-        verifier = Verifier(
-            Selector(parts.bucket, ""),
-            parts.cache,
-            parts.downloader,
-            "",
-            nursery,
-            lambda _key: [one, other],
-        )
-        job = verifier.job("", is_new=True)
-        await eventually(lambda: job.has_ended)
-        assert (job.files, job.lost, job.why) == (1, [], None)
-    os.close(one.fd)
-
-
-async def test_what_cannot_be_opened_or_has_gone_is_not_counted_as_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    bucket = WideBucket(["a", "b"])
-    async with cache_in(tmp_path / "cache", bucket=bucket) as parts, trio.open_nursery() as nursery:
-        for key in ("a", "b"):
-            await parts.fetch(info(key).version)
-        (gone,) = (
-            path
-            for path in parts.files()
-            if path.name.startswith(parts.cache.name_of(info("b").version))
-        )
-        gone.unlink()
-        selector = Selector(bucket, "")
-        verifier = Verifier(selector, parts.cache, parts.downloader, "", nursery, lambda _key: [])
-        monkeypatch.setattr(parts.cache._disk, "open_to_examine", refuse)
-        job = verifier.job("", is_new=True)
-        await eventually(lambda: job.has_ended)
-        assert (job.files, job.skipped_files, job.why) == (0, 1, None)
-        assert not verify.report(Path("/mnt/data"), job.describe())
-        assert "1 could not be compared" in capsys.readouterr().out
 
 
 async def test_a_fault_ends_a_warm_job_and_not_each_daemon_that_finds_it_on_record(
@@ -230,10 +163,9 @@ async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Pat
         copies = LocalCopies(
             parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
         )
-        verifier = Verifier(selector, parts.cache, parts.downloader, "", nursery, lambda _key: [])
-        jobs = [copies.job("a", is_new=True), verifier.job("a", is_new=True)]
-        await eventually(lambda: all(job.has_ended for job in jobs))
-        assert ["fault" in (job.why or "") for job in jobs] == [True, True]
+        job = copies.job("a", is_new=True)
+        await eventually(lambda: job.has_ended)
+        assert "fault" in (job.why or "")
 
 
 class SlowFiller:
