@@ -85,9 +85,9 @@ def _name(root: KernelMount) -> str:
 
 
 class Daemons:
-    """The daemons that are started for mounts by a supervisor, if there is to be one."""
+    """The daemons that are started for mounts by a supervisor."""
 
-    def __init__(self, supervisor: launcher.SupervisorAddress | None, node: str) -> None:
+    def __init__(self, supervisor: launcher.SupervisorAddress, node: str) -> None:
         self.supervisor = supervisor
         self._node = node
 
@@ -97,7 +97,7 @@ class Daemons:
         Raises:
             UnavailableError: the daemons' pod, which has to start them, is not there.
         """
-        if self.supervisor is not None and self.supervisor.is_needed:
+        if self.supervisor.is_needed:
             try:
                 supervisor_protocol.connect(os.fspath(self.supervisor.socket)).close()
             except (FileNotFoundError, ConnectionRefusedError) as error:
@@ -110,8 +110,6 @@ class Daemons:
 
     def serve(self, root: Path, *, if_silent: bool = False) -> bool:
         """True if there is one for the mount at `root`; `if_silent` where no answer comes."""
-        if self.supervisor is None:
-            return False
         path, number = os.fspath(self.supervisor.socket), launcher.mount_number(root)
         try:
             return supervisor_protocol.count(path, number) > 0
@@ -126,8 +124,5 @@ class Daemons:
 
     def end(self, root: Path) -> None:
         """Kill those of the mount at `root`."""
-        if self.supervisor is not None:
-            with contextlib.suppress(OSError):  # then there is none
-                supervisor_protocol.end(
-                    os.fspath(self.supervisor.socket), launcher.mount_number(root)
-                )
+        with contextlib.suppress(OSError):  # then there is none
+            supervisor_protocol.end(os.fspath(self.supervisor.socket), launcher.mount_number(root))

@@ -74,11 +74,11 @@ class NodeConfiguration:
         return self.state_directory / DESCRIPTOR_STORE
 
     @property
-    def supervisor(self) -> SupervisorAddress | None:
-        """The socket where `fusefs-csi daemons` starts daemons."""
-        if self.daemons == "here":
-            return None
-        return SupervisorAddress(self.state_directory / SUPERVISOR, self.daemons == "there")
+    def supervisor(self) -> SupervisorAddress:
+        """The sockets of `fusefs-csi daemons`."""
+        return SupervisorAddress(
+            self.state_directory / SUPERVISOR, self.daemons == "there", self.descriptor_store
+        )
 
     def prepare(self) -> None:
         """Make the directories, which the mounts' users may pass through.
@@ -213,10 +213,10 @@ def _add_places(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--daemons",
-        choices=("there", "here", "either"),
+        choices=("there", "either"),
         default="either",
         help="where the mounts' daemons run: there, in `fusefs-csi daemons`, for which mounts wait;"
-        " here, in this container; or either, there if it runs (default: %(default)s)",
+        " or either, there if it runs, else in this container (default: %(default)s)",
     )
     add(
         "--pod-identity-agent",

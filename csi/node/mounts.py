@@ -124,7 +124,7 @@ class Mounts:
         except ControlError:
             if keeper_pid(root) is not None:
                 return True
-            # A supervisor's daemon waits for a keeper; any other starts one itself.
+            # A supervisor's daemon waits for a keeper; any other goes on without.
             return daemon_pid(root) is not None and not self._daemons.serve(root)
 
     def may_be_served(self, record: MountRecord) -> bool:

@@ -356,7 +356,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 mountpoint=os.fspath(self._mounts.root_of(key)),
                 cache_dir=os.fspath(domain.directory),
                 user=str(domain.uid),
-                descriptor_store=os.fspath(self._configuration.descriptor_store),
                 max_pause=LONGEST_PAUSE,
                 **(self._files.cluster_cache_settings(key) if cluster_cache else {}),
                 **(self._files.customer_key_settings(key) if identity.customer_key else {}),

@@ -185,12 +185,6 @@ def _upgrade(options: argparse.Namespace) -> int:
     return 0
 
 
-def _keeper(options: argparse.Namespace) -> int:
-    from fusefs.keeper import fd_store
-
-    return fd_store.main(options.socket)
-
-
 def _umount(options: argparse.Namespace) -> int:
     from fusefs.cli import sync, umount
 
@@ -384,7 +378,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "metrics": _metrics,
     "top": _top,
     "upgrade": _upgrade,
-    "keeper": _keeper,
 }
 
 

@@ -35,8 +35,6 @@ def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
     """
     chosen = settings(options, os.environ)
     os.environ[FORMAT_VARIABLE] = chosen.log_format  # for all processes of the mount
-    if launcher.resume(chosen):
-        return 0
     preflight.check(chosen)
     for warning in [*mistyped(os.environ), *preflight.warnings()]:
         warn(f"warning: {warning}")

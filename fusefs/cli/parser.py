@@ -409,11 +409,4 @@ _COMMANDS = (
         (_MOUNTPOINT,),
         add_settings=_add_upgrade_settings,
     ),
-    _Command(
-        "keeper",
-        "hold the descriptors of mounts",
-        "Hold the /dev/fuse descriptors of mounts made with --descriptor-store, so "
-        "that these mounts outlive their own keepers, too. For root only.",
-        (_argument("--socket", metavar="PATH", required=True, help="the socket to listen on"),),
-    ),
 )

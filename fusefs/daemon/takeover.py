@@ -9,10 +9,9 @@ A mount under the kernel session outlives its daemons. The keeper
 - *prepare*: an upgrade. The last daemon still serves; check everything, and
   read its journal as a trial. What fails now fails without harm.
 
-When keeper and broker are both gone, the daemon starts a keeper itself; as an
-ordinary user's process that one cannot register files, which `status` shows.
-A daemon that a supervisor has started (keeper/supervisor_protocol.py) waits for another
-keeper instead: it comes over the socket to the supervisor.
+When keeper and broker are both gone, the daemon serves on without them, and no other one
+follows it. One that a supervisor has started (keeper/supervisor_protocol.py) waits for another
+keeper: it comes over the socket to the supervisor.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.client import KeeperClient, KeeperError, TakenMount
 from fusefs.keeper.protocol import FRESH, PREPARE
-from fusefs.launch import launcher, registry
-from fusefs.launch.preflight import LaunchError
+from fusefs.launch import registry
 from fusefs.linux import files, fuse_connection, mount, mountinfo
 from fusefs.linux.mount import MountError
 from fusefs.posix.journal import journal
@@ -44,8 +42,6 @@ from fusefs.settings.mount import MountSettings
 logger = logging.getLogger("fusefs.daemon.takeover")
 
 Result = TypeVar("Result")
-
-REVIVE_PAUSE_S = 1.0
 
 
 class TakeoverError(Exception):
@@ -163,8 +159,6 @@ class Takeover:
             self.keeper.prepared()
         self.taken = await self.keeper.take()
         self.fd = self.taken.fd
-        if self.taken.lingers:
-            logger.warning("the last daemon is still in the kernel, its disk may be stuck")
 
     async def mount(self) -> None:
         """Have the bucket mounted.
@@ -234,54 +228,29 @@ class Takeover:
         return fuse_connection.is_disconnected(self.fd)
 
     async def keep(self, in_flight: Callable[[], int], files: PassthroughFiles | None) -> None:
-        """Tick for the keeper, and have another one in its place when it is gone.
+        """Tick for the keeper; when it is gone, for another if a supervisor can bring one.
 
-        It gets to know the `files` that the kernel reads.
+        That gets to know the `files` that the kernel reads.
         """
-        if self._supervisor is not None:
-            await self._keep_with(self._supervisor, in_flight, files)
-        while True:
+        if self._supervisor is None:
             await self.keeper.run(in_flight, self._settings.hang_timeout)
-            logger.warning("the keeper is gone: starting another")
-            await trio.sleep(REVIVE_PAUSE_S)
-            await self._revive(files)
-
-    async def _keep_with(
-        self,
-        supervisor: socket.socket,
-        in_flight: Callable[[], int],
-        files: PassthroughFiles | None,
-    ) -> None:
+            logger.error("the keeper is gone: the mount ends when this process does")
+            return
         sender, keepers = trio.open_memory_channel[socket.socket](1)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_hear_supervisor, supervisor, sender)
+            nursery.start_soon(_hear_supervisor, self._supervisor, sender)
             while True:
                 await self.keeper.run(in_flight, self._settings.hang_timeout)
                 logger.warning("the keeper is gone: waiting for another")
                 keeper = KeeperClient(await keepers.receive())
                 for backing_id, inode in files.table() if files is not None else ():
                     keeper.known(backing_id, inode)
-                self._go_on(keeper, files)
+                keeper.quiesced = self.keeper.quiesced
+                self.keeper = keeper
+                self.serving(has_resend=self._has_resend)
+                if files is not None:
+                    files.move_to(keeper)
                 logger.info("another keeper is there")
-
-    async def _revive(self, files: PassthroughFiles | None) -> None:
-        table = files.table() if files is not None else []
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its:
-            try:
-                await trio.to_thread.run_sync(
-                    launcher.revive_keeper, self._settings, self.fd, its.fileno(), table
-                )
-            except (OSError, LaunchError) as error:
-                logger.warning("no keeper can be started: %s", error)
-        self._go_on(KeeperClient(ours), files)
-
-    def _go_on(self, keeper: KeeperClient, files: PassthroughFiles | None) -> None:
-        keeper.quiesced = self.keeper.quiesced
-        self.keeper = keeper
-        self.serving(has_resend=self._has_resend)
-        if files is not None:
-            files.move_to(keeper)
 
     def serving(self, *, has_resend: bool) -> None:
         """Tell the keeper that requests are answered, and whether they can be sent again."""

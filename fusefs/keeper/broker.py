@@ -68,7 +68,6 @@ PREPARING = _ALWAYS | {wire.PREPARED}
 ATTACHED = _ALWAYS | {
     wire.SERVING,
     wire.BACKING_OPEN,
-    wire.BACKINGS_OPEN,
     wire.BACKING_CLOSE,
     wire.UNMOUNT,
     wire.LOOK,
@@ -78,8 +77,7 @@ ATTACHED = _ALWAYS | {
 class Broker:
     """One daemon's session, over the non-blocking socket `daemon`.
 
-    `task` is FRESH, TAKE_OVER or PREPARE, as in WELCOME. `is_lingering` tells
-    the daemon that the one before it is still in the kernel.
+    `task` is FRESH, TAKE_OVER or PREPARE, as in WELCOME.
     """
 
     def __init__(
@@ -89,14 +87,12 @@ class Broker:
         daemon: socket.socket,
         process: ProcessHandle,
         task: int,
-        is_lingering: bool = False,
     ) -> None:
         self.configuration = configuration
         self.state = state
         self.daemon = daemon
         self.process = process
         self.task = task
-        self.is_lingering = is_lingering
         self.is_cut_off = False
         self._keeper: socket.socket
         self._allowed = NEW
@@ -109,7 +105,6 @@ class Broker:
             wire.DEPOSIT: self._deposit,
             wire.SERVING: self._serving,
             wire.BACKING_OPEN: self._backing_open,
-            wire.BACKINGS_OPEN: self._backings_open,
             wire.BACKING_CLOSE: self._backing_close,
             wire.TICK: self._tick,
             wire.ENDING: self._report,
@@ -126,9 +121,8 @@ class Broker:
         """Give the mount to a daemon that has sent HELLO, and PREPARED if it had to."""
         self.task = wire.TAKE_OVER
         self._allowed = ATTACHED
-        self._sweep()
         count = len(self.state.files)
-        take = wire.pack(wire.TAKE, count, int(self.is_lingering), int(self.state.is_all_answered))
+        take = wire.pack(wire.TAKE, count, int(self.state.is_all_answered))
         self._post(take, self.state.fuse_fd)
         device = self.configuration.cache_device
         for backing_id, inode in self.state.files.items():
@@ -172,7 +166,7 @@ class Broker:
             self._post(wire.pack(wire.QUIESCE))
             return True
         if message.kind == FAILED:
-            self.state.keeper_failed(time.monotonic())
+            self.state.keeper_failures += 1
             return True
         if not message.error:
             self.state.connection = message.a
@@ -269,7 +263,7 @@ class Broker:
             raise wire.ProtocolError("KNOWN, too often")
         if not 0 < message.b < 1 << 31:
             raise wire.ProtocolError("KNOWN of no id")
-        self.state.opened(message.b, message.c)
+        self.state.files[message.b] = message.c
         self._tell_registered([(message.b, message.c)])
 
     def _serving(self, message: wire.KeeperMessage) -> None:
@@ -306,16 +300,11 @@ class Broker:
     # --- backing files ---
 
     def _backing_open(self, message: wire.KeeperMessage) -> None:
-        ((backing_id, error),) = self._register_all(message.fds)
-        self._post(wire.pack(wire.BACKING_OPENED, message.a, backing_id, error=error))
-        _close(message.fd)  # may hang, so everybody knows before
-
-    def _backings_open(self, message: wire.KeeperMessage) -> None:
         results = self._register_all(message.fds)
-        answer = wire.pack(wire.BACKINGS_OPENED, message.a, len(results))
+        answer = wire.pack(wire.BACKING_OPENED, message.a, len(results))
         self._post(wire.with_pairs(answer, results))
         for fd in message.fds:
-            _close(fd)
+            _close(fd)  # may hang, so everybody knows before
 
     def _register_all(self, fds: Sequence[int]) -> list[tuple[int, int]]:
         """Register files, and report them; the id of each and an errno, of which one is 0."""
@@ -330,7 +319,7 @@ class Broker:
             except OSError as refusal:
                 error = refusal.errno or errno.EIO
             else:
-                self.state.opened(backing_id, inode)
+                self.state.files[backing_id] = inode
                 registered.append((backing_id, inode))
             results.append((backing_id, error))
         self._tell_registered(registered)
@@ -368,18 +357,13 @@ class Broker:
 
     def _backing_close(self, message: wire.KeeperMessage) -> None:
         error = 0
-        if message.b in self.state.files:
-            self.state.closing(message.b)
+        # Before the kernel closes it: a lost id costs less than a wrong one.
+        if self.state.files.pop(message.b, None) is not None:
             self._report(message)
             self._close_id(message.b)
         else:
             error = errno.ENOENT
         self._post(wire.pack(wire.BACKING_CLOSED, message.a, error=error))
-
-    def _sweep(self) -> None:
-        if self.configuration.is_privileged:
-            for backing_id in self.state.unaccounted_ids():
-                self._close_id(backing_id)
 
     def _close_id(self, backing_id: int) -> None:
         try:

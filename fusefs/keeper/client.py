@@ -58,7 +58,6 @@ class TakenMount:
 
     fd: int
     backing: dict[int, tuple[int, int]]
-    lingers: bool
     is_all_answered: bool
 
 
@@ -126,7 +125,7 @@ class KeeperClient:
         for _ in range(take.a):
             entry = await self._receive(wire.ENTRY)
             backing[entry.a] = (entry.b, entry.c)
-        return TakenMount(take.fd, backing, bool(take.b), bool(take.c))
+        return TakenMount(take.fd, backing, bool(take.b))
 
     async def _ask(self, question: bytes, answer: int) -> KeeperMessage:
         wire.send(self._socket, question)
@@ -199,7 +198,8 @@ class KeeperClient:
         if self.gone.is_set():
             raise OSError(errno.ECONNRESET, "there is no keeper")
         number, reply = self._expect_reply()
-        self._send(wire.pack(wire.BACKING_OPEN, number), fd)
+        self._unanswered += 1
+        self._send(wire.pack(wire.BACKING_OPEN, number, 1), fd)
         # Not cancelled: an id that comes must be known, and it comes soon.
         with trio.CancelScope(shield=True):
             await reply.event.wait()
@@ -230,7 +230,7 @@ class KeeperClient:
             for _, done in files:
                 self._expect_reply()[1].done = done
             self._unanswered += 1
-            message = wire.pack(wire.BACKINGS_OPEN, first, len(files))
+            message = wire.pack(wire.BACKING_OPEN, first, len(files))
             self._send(message, *(fd for fd, _ in files))
 
     async def _send_gathered(self) -> None:
@@ -308,7 +308,7 @@ class KeeperClient:
                 self.quiesced.set()
             elif message.kind == wire.ABLE:
                 self.namespace = message.b
-            elif message.kind == wire.BACKINGS_OPENED:
+            elif message.kind == wire.BACKING_OPENED:
                 self._unanswered -= 1
                 for number, (backing_id, error) in enumerate(message.pairs, message.a):
                     if number in self._waiting:
@@ -330,11 +330,11 @@ class KeeperClient:
                 await ACTIVITY.pause(TICK_S, max(TICK_S, min(IDLE_S, hang_s / 3)))
 
 
-_REPLIES = (wire.BACKING_OPENED, wire.BACKING_CLOSED, wire.LOOKED)
+_REPLIES = (wire.BACKING_CLOSED, wire.LOOKED)
 
 
 class _Reply:
-    """The answer to one BACKING_OPEN, BACKING_CLOSE or LOOK, or to a file of a BACKINGS_OPEN."""
+    """The answer to one BACKING_CLOSE or LOOK, or to a file of a BACKING_OPEN."""
 
     def __init__(self) -> None:
         self.event = trio.Event()

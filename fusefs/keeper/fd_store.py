@@ -26,16 +26,13 @@ Only root, or the user that runs the process, is answered.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Mapping
 from functools import partial
-from types import FrameType
 
 from fusefs.keeper import exchange
 from fusefs.keeper.control import Client, ControlSocket, Listener, Loop
 from fusefs.keeper.exchange import ControlError
-from fusefs.keeper.state import log
 from fusefs.linux.fuse_connection import is_device
 
 TYPE_CHECKING = False  # the keeper imports this module, and does without typing
@@ -151,24 +148,3 @@ class FdStore:
         fd = self._held.pop(name)
         self.loop.forget(fd)
         os.close(fd)
-
-
-def main(path: str | os.PathLike[str]) -> int:
-    """Hold descriptors until SIGTERM; return the exit status."""
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(0)
-
-    try:
-        store = FdStore(os.path.abspath(path), {})
-    except OSError as error:
-        log(f"the socket {path} can't be made: {error.strerror}")
-        return 1
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
-    try:
-        while True:
-            store.loop.run_once(LOOK_S)
-            store.dismiss_late()
-    finally:
-        store.close()

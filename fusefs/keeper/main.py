@@ -11,8 +11,7 @@ programs that wait for it get an error and can end.
 
 The keeper is one loop over descriptors and deadlines, and touches nothing that
 could wait: what comes from a daemon goes through a broker (broker.py), a child
-that also takes the keeper's place if the keeper is killed. If both are killed,
-the daemon starts a keeper, which adopts it.
+that also takes the keeper's place if the keeper is killed.
 
 It is started by `python -I -S -c`, calls `main`, and is configured by one JSON
 object on standard input (`Configuration` and `begin`). Standard output belongs
@@ -42,7 +41,7 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
-
+# In the whole life of a mount.
 MOST_FAILURES = 10
 
 
@@ -51,8 +50,8 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
 
     With `fuse_fd` the mount is there already, and `table` tells what is
     registered with it, as [id, st_ino] pairs. With `daemon_fd` too, our end of a
-    daemon's socket, that daemon serves it: our parent, if `adopt_pid` is its pid,
-    or one whose `pidfd`, `supervisor_fd` and `supervisor` number are given.
+    daemon's socket, a supervisor's daemon serves it, whose `pidfd`, `supervisor_fd` and
+    `supervisor` number are given.
 
     Raises:
         OSError: the daemon could not be started.
@@ -68,15 +67,14 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
             or 0
         )
         state.has_served = state.has_resend = True
-        for backing_id, inode in given["table"]:
-            state.opened(backing_id, inode)
+        state.files.update(given["table"])
     elif configuration.is_privileged:
         state.fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     keeper = Keeper(configuration, state, listener)
-    daemon = _find_adoptee(given, state.program) if "daemon_fd" in given else None
-    if daemon is None:
+    if "daemon_fd" not in given:
         keeper.start()
     else:
+        daemon = _find_adoptee(given, state.program)
         broker = Broker(configuration, state, daemon.socket, daemon.process, wire.TAKE_OVER)
         broker.attach()
         log(f"{daemon.name} is adopted", "INFO")
@@ -84,27 +82,18 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     return keeper
 
 
-def _find_adoptee(given: dict[str, Any], program: Program) -> DaemonProcess | None:
-    """The daemon that is to be gone on with, unless it has died meanwhile."""
-    channel = socket.socket(fileno=given["daemon_fd"])
-    channel.set_inheritable(False)
-    channel.setblocking(False)
-    if "supervisor_fd" in given:
-        pidfd, supervisor = given["pidfd"], socket.socket(fileno=given["supervisor_fd"])
-        os.set_inheritable(pidfd, False)
-        supervisor.set_inheritable(False)
-        supervisor.setblocking(False)
-        pid = processes.pid_behind(pidfd)
-        elsewhere = ProcessHandle(pid, pidfd, supervisor, given["supervisor"])
-        return DaemonProcess(elsewhere, channel, program)
-    try:
-        pidfd = os.pidfd_open(given["adopt_pid"])
-    except ProcessLookupError:
-        return None
-    if os.getppid() != given["adopt_pid"]:  # the number may be somebody else's by now
-        os.close(pidfd)
-        return None
-    return DaemonProcess(ProcessHandle(given["adopt_pid"], pidfd), channel, program)
+def _find_adoptee(given: dict[str, Any], program: Program) -> DaemonProcess:
+    """The daemon that is to be gone on with."""
+    channel, pidfd = socket.socket(fileno=given["daemon_fd"]), given["pidfd"]
+    supervisor = socket.socket(fileno=given["supervisor_fd"])
+    os.set_inheritable(pidfd, False)
+    for sock in (channel, supervisor):
+        sock.set_inheritable(False)
+        sock.setblocking(False)
+    pid = processes.pid_behind(pidfd)
+    return DaemonProcess(
+        ProcessHandle(pid, pidfd, supervisor, given["supervisor"]), channel, program
+    )
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:

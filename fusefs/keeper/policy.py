@@ -183,10 +183,9 @@ class Keeper:
         if kind == wire.TICK:
             self._state.in_flight = message.a
         elif kind == wire.REGISTERED:
-            for backing_id, inode in message.pairs:
-                self._state.opened(backing_id, inode)
+            self._state.files.update(message.pairs)
         elif kind == wire.BACKING_CLOSE:
-            self._state.closing(message.b)
+            self._state.files.pop(message.b, None)
         elif kind == wire.MOUNT:
             self._mount(daemon)
         elif kind == wire.DEPOSIT:

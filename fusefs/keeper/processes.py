@@ -24,7 +24,7 @@ from fusefs.keeper.broker import CUT_OFF, FROM_BROKER, Broker
 from fusefs.keeper.control import Loop
 from fusefs.keeper.state import NEVER, Configuration, KeeperState, Program, log
 from fusefs.keeper.supervisor_protocol import ProcessHandle
-from fusefs.linux.processes import has_ended, spawn
+from fusefs.linux.processes import spawn
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -200,7 +200,6 @@ class ProcessTable:
         self.incoming: DaemonProcess | None = None  # prepares itself, in an upgrade
         # The broker of the last daemon, who would succeed us until there is another.
         self._spare: BrokerHandle | None = None
-        self._lingering: list[int] = []  # pidfds
         self._unreaped: dict[int, float] = {}  # pids, and since when
         self._tasks: dict[str, int] = {}  # pids
 
@@ -266,10 +265,7 @@ class ProcessTable:
         self._loop.watch(daemon.pidfd, select.POLLIN, partial(self._die, daemon))
 
     def _new_broker(self, daemon: DaemonProcess, task: int) -> Broker:
-        is_lingering = any(not has_ended(pidfd) for pidfd in self._lingering)
-        return Broker(
-            self._configuration, self._state, daemon.socket, daemon.process, task, is_lingering
-        )
+        return Broker(self._configuration, self._state, daemon.socket, daemon.process, task)
 
     def _fork_broker(self, daemon: DaemonProcess, broker: Broker) -> None:
         if not daemon.is_incoming:
@@ -300,8 +296,6 @@ class ProcessTable:
 
     def _close_in_child(self, kept: DaemonProcess | None = None) -> None:
         self._close_keepers_own()
-        for pidfd in self._lingering:
-            os.close(pidfd)
         for daemon in (self.current, self.incoming):
             if daemon is not None and daemon is not kept:
                 daemon.close()
@@ -368,7 +362,6 @@ class ProcessTable:
             self.kill(daemon, "did not end in time")
         elif daemon.step == KILLED:
             log(f"{daemon.name} does not go away; it is left behind")
-            self._lingering.append(os.dup(daemon.pidfd))
             if daemon.is_child:
                 self._unreaped[daemon.pid] = now
             self._on_exit(daemon)

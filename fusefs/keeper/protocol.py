@@ -17,7 +17,9 @@ Daemon to keeper, in the order in which they come:
                   once, only after FRESH, and only where d of WELCOME is 0
     SERVING       a: 1 if the kernel can resend requests, which are answered from now on.
                   Answered by ABLE.
-    BACKING_OPEN  a: a number of the daemon's; + the file. Answered by BACKING_OPENED.
+    BACKING_OPEN  a: a number of the daemon's for the first file, which the others'
+                  follow, b: how many files, at most MOST_FILES; + these. Answered by
+                  BACKING_OPENED.
     BACKING_CLOSE a: a number of the daemon's, b: id. Answered by BACKING_CLOSED.
     TICK          a: requests in flight. Each second, from the event loop.
     UNMOUNT       have the mount taken away, or out of sight if it is in use. Not
@@ -27,9 +29,6 @@ Daemon to keeper, in the order in which they come:
                   daemon that has got another keeper, before SERVING.
     LOOK          a: a number of the daemon's, b: the number of a thread, as requests
                   have it, c: 0, or the st_ino of a file; only after ABLE. Answered by LOOKED.
-    BACKINGS_OPEN a: a number of the daemon's for the first file, which the others'
-                  follow, b: how many files; + these. As many BACKING_OPEN in one, at most
-                  MOST_FILES. Answered by BACKINGS_OPENED.
 
 Keeper to daemon:
 
@@ -38,20 +37,18 @@ Keeper to daemon:
                    keeper mounts and registers files, plus twice the number of the
                    mount's connection, if that is known. Answers HELLO.
     MOUNTED        error, or + the /dev/fuse descriptor
-    TAKE           + the /dev/fuse descriptor; a: how many ENTRY follow; b: 1 if the
-                   process before this one lingers in the kernel; c: 1 if whatever
+    TAKE           + the /dev/fuse descriptor; a: how many ENTRY follow; b: 1 if whatever
                    was read from the descriptor has been answered, so that nothing
                    has to be sent again. Follows
                    TAKE_OVER at once, and PREPARE when the old daemon is gone.
     ENTRY          a: id, b: st_dev, c: st_ino of a registered file
-    BACKING_OPENED error; a: as in the request, b: id
+    BACKING_OPENED a, b: as in the request; for each file a pair of its id and an errno,
+                   of which one is 0
     BACKING_CLOSED error; a: as in the request
     ABLE           b: the PID namespace in which requests' processes have their numbers,
                    if the keeper is in it and looks at them, else 0. Answers SERVING.
     LOOKED         a: as in the request, b: what becomes of the process, or whether it has the
                    file open, as in linux/callers.py
-    BACKINGS_OPENED a, b: as in the request; for each file a pair of its id and an errno,
-                   of which one is 0
     QUIESCE        read no more requests, answer those in flight, say ENDING, exit 0
 
 A daemon that exits with CANNOT_TAKE_OVER is not followed by another one.
@@ -74,7 +71,7 @@ VERSION = 1
 
 MESSAGE = struct.Struct("<IiQQQQ")
 PAIR = struct.Struct("<QQ")
-# The most files of a BACKINGS_OPEN, and so the most pairs of a message.
+# The most files of a BACKING_OPEN, and so the most pairs of a message.
 MOST_FILES = 16
 
 HELLO = 1
@@ -89,7 +86,6 @@ ENDING = 9
 UNMOUNT = 10
 KNOWN = 11
 LOOK = 12
-BACKINGS_OPEN = 13
 
 WELCOME = 32
 MOUNTED = 33
@@ -100,7 +96,6 @@ BACKING_CLOSED = 37
 QUIESCE = 38
 ABLE = 39
 LOOKED = 40
-BACKINGS_OPENED = 41
 
 # What a of WELCOME says about the mount.
 FRESH = 0
@@ -110,13 +105,13 @@ PREPARE = 2
 # The exit status of a daemon for which the mount's state cannot be used.
 CANNOT_TAKE_OVER = 3
 
-FROM_DAEMON = frozenset(range(HELLO, BACKINGS_OPEN + 1))
-FROM_KEEPER = frozenset(range(WELCOME, BACKINGS_OPENED + 1))
-_WITH_DESCRIPTOR = frozenset((DEPOSIT, BACKING_OPEN, MOUNTED, TAKE))
+FROM_DAEMON = frozenset(range(HELLO, LOOK + 1))
+FROM_KEEPER = frozenset(range(WELCOME, LOOKED + 1))
+_WITH_DESCRIPTOR = frozenset((DEPOSIT, MOUNTED, TAKE))
 # From a broker to its keeper only: files were registered (b: how many; for each a pair of its
 # id and its st_ino).
 REGISTERED = 64
-_WITH_PAIRS = frozenset((BACKINGS_OPENED, REGISTERED))
+_WITH_PAIRS = frozenset((BACKING_OPENED, REGISTERED))
 _LONGEST = MESSAGE.size + MOST_FILES * PAIR.size
 
 
@@ -183,7 +178,7 @@ def receive(sock: socket.socket, kinds: frozenset[int]) -> KeeperMessage | None:
 
 
 def _descriptors_due(message: KeeperMessage) -> int:
-    if message.kind == BACKINGS_OPEN:
+    if message.kind == BACKING_OPEN:
         return message.b or -1
     is_refusal = message.kind == MOUNTED and message.error != 0
     return 1 if message.kind in _WITH_DESCRIPTOR and not is_refusal else 0

@@ -7,17 +7,14 @@ change it through the same few methods.
 
 from __future__ import annotations
 
-import array
-import bisect
 import contextlib
 import math
 import os
 import select
 import signal
 import time
-from collections.abc import Iterator
 
-from fusefs.keeper.protocol import CANNOT_TAKE_OVER, MOST_FILES
+from fusefs.keeper.protocol import CANNOT_TAKE_OVER
 from fusefs.linux import fuse_connection, log_line
 from fusefs.linux.libc import MS_RDONLY
 from fusefs.linux.processes import Credentials
@@ -27,9 +24,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 NEVER = math.inf
-
-# A keeper that fails so soon after another met what its successor will meet as well.
-QUICK_FAILURE_S = 5.0
 
 
 def log(sentence: str, level: str = "WARNING") -> None:
@@ -89,38 +83,6 @@ class Program:
         self.settings = settings
 
 
-class FileTable:
-    """Registered files: backing id to st_ino. They are all on one device.
-
-    In arrays, for 16 bytes a file where a dict takes 120: there may be ten
-    thousands, and the keeper is to stay small.
-    """
-
-    def __init__(self) -> None:
-        self._ids = array.array("Q")  # ascending, as the kernel gives them out
-        self._inodes = array.array("Q")
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __contains__(self, backing_id: int) -> bool:
-        at = bisect.bisect_left(self._ids, backing_id)
-        return at < len(self._ids) and self._ids[at] == backing_id
-
-    def items(self) -> Iterator[tuple[int, int]]:
-        return zip(self._ids, self._inodes, strict=True)
-
-    def add(self, backing_id: int, inode: int) -> None:
-        at = bisect.bisect_left(self._ids, backing_id)
-        self._ids.insert(at, backing_id)
-        self._inodes.insert(at, inode)
-
-    def remove(self, backing_id: int) -> None:
-        if backing_id in self:
-            at = bisect.bisect_left(self._ids, backing_id)
-            del self._ids[at], self._inodes[at]
-
-
 class KeeperState:
     """The mount, its registered files and its history. Times are monotonic seconds."""
 
@@ -138,10 +100,8 @@ class KeeperState:
         # Whether all requests that were read are answered: the last daemon has
         # finished, and none has served since.
         self.is_all_answered = False
-        self.files = FileTable()
-        self.last_id = 0
-        # An id that was about to be given back when its broker was last heard.
-        self.doubtful_id = 0
+        # Registered files: backing id to st_ino. They are all on one device.
+        self.files: dict[int, int] = {}
         self.in_flight = 0
         self.restarts = 0  # after a death
         self.upgrades = 0
@@ -149,28 +109,9 @@ class KeeperState:
         self.last_death_ns = 0
         self.last_reason = ""
         self.keeper_failures = 0
-        self.keeper_failed_at = 0.0
         self.pause_since: float | None = None
         self.longest_pause_s = 0.0
         self.pauses_s = 0.0  # all of them
-
-    def opened(self, backing_id: int, inode: int) -> None:
-        self.files.add(backing_id, inode)
-        self.last_id = max(self.last_id, backing_id)
-
-    def closing(self, backing_id: int) -> None:
-        """Called before the kernel closes it: a lost id costs less than a wrong one."""
-        self.files.remove(backing_id)
-        self.doubtful_id = backing_id
-
-    def unaccounted_ids(self) -> list[int]:
-        """The ids that a broker which was killed may have left open.
-
-        The kernel numbers them in order, so it is the next ones, or the one
-        that was being closed.
-        """
-        following = range(self.last_id + 1, self.last_id + 1 + MOST_FILES) if self.last_id else ()
-        return [*following, *([self.doubtful_id] if self.doubtful_id else [])]
 
     def paused(self, since: float) -> None:
         """No daemon answers requests any more, since this time unless it was so before."""
@@ -194,12 +135,6 @@ class KeeperState:
         self.pauses_s += pause_s
         self.pause_since = None
         return pause_s
-
-    def keeper_failed(self, now: float) -> None:
-        """A keeper has ended by itself, soon after another or long after."""
-        is_quick = now - self.keeper_failed_at < QUICK_FAILURE_S
-        self.keeper_failures = self.keeper_failures + 1 if is_quick else 1
-        self.keeper_failed_at = now
 
     @property
     def can_go_on(self) -> bool:

@@ -2,9 +2,7 @@
 
 A keeper that is killed has a successor (keeper/main.py), which goes on with the mount. The
 command is then followed by that: a service manager that saw it end would end all that it
-has started, and mount anew, and programs would lose their open files. A keeper that was started
-by a daemon of another user has no socket, since the directory is not that user's: there the
-command is followed by the daemon.
+has started, and mount anew, and programs would lose their open files.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from fusefs.launch.control import ControlError
-from fusefs.launch.mount_requests import daemon_pid, daemon_request, keeper_pid, keeper_status
-from fusefs.linux import mountinfo, processes, service_manager, unmount
+from fusefs.launch.mount_requests import keeper_pid, keeper_status
+from fusefs.linux import mountinfo, processes, service_manager
 
 # How long after a keeper's death another one may take to come up.
 SUCCESSOR_S = 15.0
@@ -36,9 +34,8 @@ class Foreground:
         self._process = process
         self._mountpoint = mountpoint
         self._has_keeper = has_keeper
-        # Of the keeper, or daemon, that goes on; -1 while the first one lives.
+        # Of the keeper that goes on; -1 while the first one lives.
         self._pidfd = -1
-        self._is_daemons = False  # that is the daemon's
         self._is_ending = False
 
     def run(self) -> int:
@@ -53,61 +50,34 @@ class Foreground:
             return status
 
     def _works(self) -> bool:
-        # A keeper replaces a daemon that hangs, and one that has died; a daemon a keeper.
-        return (
-            not self._has_keeper
-            or keeper_pid(self._mountpoint) is not None
-            or self._daemon_answers()
-        )
-
-    def _daemon_answers(self) -> bool:
-        try:
-            daemon_request(self._mountpoint, {"command": "status"}, ANSWER_S)
-        except ControlError:
-            return False
-        return True
+        # A keeper replaces a daemon that hangs, and one that has died.
+        return not self._has_keeper or keeper_pid(self._mountpoint) is not None
 
     def _end(self, _number: int, _frame: FrameType | None) -> None:
         self._is_ending = True
         if self._pidfd < 0:
             self._process.terminate()
         else:
-            self._end_followed()
-
-    def _end_followed(self) -> None:
-        if not self._is_daemons:
             processes.send_signal(self._pidfd, signal.SIGTERM)
-            return
-        # Neither the daemon nor the keeper that it has started may unmount.
-        with contextlib.suppress(unmount.UnmountError):
-            unmount.umount_path(self._mountpoint, is_lazy=True)
 
     def _has_successor(self) -> bool:
-        """True if another process goes on with the mount, which has not ended: `_pidfd` is its."""
+        """True if another keeper goes on with the mount, which has not ended: `_pidfd` is its."""
         until = time.monotonic() + SUCCESSOR_S
         while self._has_keeper and mountinfo.is_mountpoint(self._mountpoint):
             # Who answers: the socket may be one that the keeper before has made.
             with contextlib.suppress(ControlError, ProcessLookupError):
                 pid = int(keeper_status(self._mountpoint, ANSWER_S)["pid"])
-                self._pidfd, self._is_daemons = os.pidfd_open(pid), False
+                self._pidfd = os.pidfd_open(pid)
                 return True
             if time.monotonic() >= until:
-                return self._has_daemon()
+                break
             time.sleep(POLL_S)
         return False
-
-    def _has_daemon(self) -> bool:
-        # One that hangs is not followed: its keeper may have given the mount up.
-        pid = daemon_pid(self._mountpoint) if self._daemon_answers() else None
-        with contextlib.suppress(ProcessLookupError):
-            self._pidfd = os.pidfd_open(pid) if pid is not None else -1
-            self._is_daemons = True
-        return self._pidfd >= 0
 
     def _follow(self) -> int:
         """Wait for the end of a process that is no child; return the exit status for it."""
         if self._is_ending:  # the signal came while there was no keeper
-            self._end_followed()
+            processes.send_signal(self._pidfd, signal.SIGTERM)
         try:
             while not processes.has_ended(self._pidfd, 3600.0):
                 pass

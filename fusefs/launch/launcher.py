@@ -62,11 +62,12 @@ class SupervisorAddress:
     See keeper/supervisor_protocol.py.
 
     If no process listens there, the keeper waits if it `is_needed`, and else starts a
-    daemon itself.
+    daemon itself. `descriptor_store` is where it holds copies of mounts' descriptors.
     """
 
     socket: Path
     is_needed: bool
+    descriptor_store: Path
 
 
 # What a start may take beyond the time in which S3 requests are retried.
@@ -114,7 +115,7 @@ def start(
 
 def resume(
     settings: MountSettings,
-    supervisor: SupervisorAddress | None = None,
+    supervisor: SupervisorAddress,
     *,
     environment: Mapping[str, str] = os.environ,
     deadline: float = math.inf,
@@ -128,26 +129,25 @@ def resume(
     """
     mountpoint = settings.mountpoint
     mount = mountinfo.find_mount(mountpoint)
-    if settings.descriptor_store is None or mount is None or not mount.is_fusefs:
+    if mount is None or not mount.is_fusefs:
         return None
     if control.peer(registry.keeper_socket(mountpoint)):
         return None
     name = fd_store.name_of(os.fspath(mountpoint), mount.connection)
     try:
-        fuse_fd = fd_store.fetch(os.fspath(settings.descriptor_store), name)
+        fuse_fd = fd_store.fetch(os.fspath(supervisor.descriptor_store), name)
     except control.ControlError:
         return None
     with os.fdopen(fuse_fd), log_location.opened(log_location.path_of(settings)) as log:
         user = _choose_user(settings, environment)
         configuration = _keeper_configuration(_with_owner(settings), user, supervisor, environment)
         configuration |= {"fuse_fd": fuse_fd, "table": []}
-        if supervisor is not None and (
-            keeper := _adopt(configuration, supervisor, log, environment, deadline)
-        ):
+        keeper = _adopt(configuration, supervisor, log, environment, deadline)
+        if keeper is not None:
             return keeper
         registration = registry.registration_of(mountpoint)
         if registration is not None and registration.is_alive():
-            return None  # it starts another keeper itself
+            return None  # it goes on without
         process = _popen(KEEPER, json.dumps(configuration), log, environment, (fuse_fd,))
         assert process.stdout is not None
         with process.stdout:
@@ -272,15 +272,14 @@ def _spawn(
 def _popen(
     command: Sequence[str],
     configuration: str,
-    log: IO[bytes] | None,
+    log: IO[bytes],
     environment: Mapping[str, str],
     pass_fds: tuple[int, ...] = (),
-    stdout: int = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
-        stdout=stdout,
+        stdout=subprocess.PIPE,
         stderr=log,
         cwd="/",
         start_new_session=True,
@@ -367,8 +366,8 @@ def mount_number(mountpoint: Path) -> int:
 def _keeper_configuration(
     settings: MountSettings,
     user: users.User,
-    supervisor: SupervisorAddress | None = None,
-    environment: Mapping[str, str] = os.environ,
+    supervisor: SupervisorAddress | None,
+    environment: Mapping[str, str],
 ) -> dict[str, Any]:
     """The configuration of a keeper; see keeper/main.py."""
     flags, data = mount_arguments(settings.mount_request)
@@ -386,9 +385,7 @@ def _keeper_configuration(
         "settings": daemon_input(settings, user, environment),
         "cache_dir": os.fspath(settings.cache_dir),
         "control": os.fspath(registry.new_keeper_socket(settings.mountpoint)),
-        "descriptor_store": os.fspath(settings.descriptor_store)
-        if settings.descriptor_store
-        else None,
+        "descriptor_store": supervisor and os.fspath(supervisor.descriptor_store),
         "launcher": supervisor
         and {
             "socket": os.fspath(supervisor.socket),
@@ -399,26 +396,6 @@ def _keeper_configuration(
         "hang_s": settings.hang_timeout,
         "max_pause_s": settings.max_pause,
     }
-
-
-def revive_keeper(
-    settings: MountSettings, fuse_fd: int, daemon_fd: int, table: list[tuple[int, int]]
-) -> None:
-    """Start a keeper for this process, which serves a mount whose keeper is gone.
-
-    It has this process's privilege and no more. `table` are the registered
-    files, as (id, st_ino).
-    """
-    own = users.User("", os.geteuid(), os.getegid(), tuple(os.getgroups()))
-    configuration = _keeper_configuration(settings, own) | {
-        "adopt_pid": os.getpid(),
-        "fuse_fd": fuse_fd,
-        "daemon_fd": daemon_fd,
-        "table": table,
-    }
-    fds = (fuse_fd, daemon_fd)
-    text = json.dumps(configuration)
-    _popen(KEEPER, text, None, os.environ, pass_fds=fds, stdout=subprocess.DEVNULL)
 
 
 def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float, deadline: float) -> None:

@@ -169,16 +169,10 @@ def _check_session(settings: MountSettings) -> None:
             f"{settings.mountpoint} is mounted on demand (autofs): mounting there needs root "
             "and --session kernel"
         )
-    if settings.session == SessionKind.PYFUSE3:
-        for flag, value in (
-            ("--user", settings.user),
-            ("--descriptor-store", settings.descriptor_store),
-        ):
-            if value is not None:
-                raise LaunchError(
-                    f"{flag} needs the kernel session: under pyfuse3 the daemon runs as "
-                    "whoever mounts, and without a keeper"
-                )
+    if settings.session == SessionKind.PYFUSE3 and settings.user is not None:
+        raise LaunchError(
+            "--user needs the kernel session: under pyfuse3 the daemon runs as whoever mounts"
+        )
 
 
 def _has_user_allow_other() -> bool:

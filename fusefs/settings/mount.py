@@ -284,14 +284,6 @@ class MountSettings:
     hang_timeout: float = option(
         SILENCE, "Survival", "how long a daemon may be silent before it is replaced", 30.0
     )
-    descriptor_store: Path | None = option(
-        PATH,
-        "Survival",
-        "socket of a `fusefs keeper` that holds the mount's descriptor as well",
-        None,
-        otherwise="none",
-    )
-
     max_connections: int = option(
         CONNECTIONS, "Limits", "maximum number of simultaneous requests to S3", 128
     )
@@ -411,7 +403,6 @@ FIXED = frozenset(
         "user",
         "max_pause",
         "hang_timeout",
-        "descriptor_store",
         "foreground",
         "log_file",
         "log_format",

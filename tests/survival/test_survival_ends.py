@@ -8,7 +8,6 @@ import re
 import signal
 import stat
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from fusefs.launch import control
 from tests.support.machine.ordinary_user import runnable_by_all
-from tests.support.mounting import FUSEFS, OLD_KERNEL, Mount, Mounter, fusefs
+from tests.support.mounting import OLD_KERNEL, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.survival import survival_data as data
@@ -290,57 +289,7 @@ def test_a_daemon_gives_up_capabilities_that_outlive_a_change_of_the_user(
             assert [int(found, 16) for found in sets] == [0] * 4
 
 
-def test_a_daemon_starts_a_keeper_with_secrets_whose_files_it_cannot_read(
-    filled: Bucket, public_path: Path
-) -> None:
-    key = public_path / "key"
-    key.touch(mode=0o600)
-    key.write_text("a key of the domain")
-    options = ["--cluster-cache", "s3://near", "--cluster-cache-endpoint", "http://127.0.0.1:1"]
-    options += ["--cluster-cache-key", str(key)]
-    with mounted_for_nobody(filled, public_path, *options) as mount:
-        daemon, keeper = serving_pid(mount), keeper_status(mount)["pid"]
-        brokers = set(children_of(keeper)) - {daemon}
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in (keeper, *brokers):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        # Its socket would be in a directory of root's, so it is only in the log.
-        until(lambda: f"the daemon {daemon} is adopted" in mount.log.read_text(), "no keeper came")
-        os.kill(daemon, signal.SIGKILL)
-        assert (mount.path / data.small_name(3)).read_bytes() == data.small(3)
-
-
 def capabilities_of(pid: int) -> int:
     text = Path(f"/proc/{pid}/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith("CapPrm:"))
     return int(line.split()[1], 16)
-
-
-def test_a_held_mount_outlives_keeper_and_daemon(filled: Bucket, mounter_of: Mounter) -> None:
-    with tempfile.TemporaryDirectory(prefix="fusefs-store-") as directory:
-        path = os.path.join(directory, "socket")
-        service = subprocess.Popen([FUSEFS, "keeper", "--socket", path])
-        try:
-            until(lambda: os.path.exists(path), "the descriptor store does not listen")
-            mount = mounter_of(filled, FUSEFS_DESCRIPTOR_STORE=path)
-            with open(mount.path / data.large_name(1), "rb", buffering=0) as held:
-                assert held.read(4096) == data.large(1, 0, 4096)
-                kill_everything(mount)
-                output = fusefs(
-                    "mount",
-                    mount.source,
-                    mount.path,
-                    "--endpoint-url",
-                    mount.endpoint_url,
-                    "--cache-dir",
-                    mount.cache,
-                    environment=mount.environment,
-                )
-                assert "goes on" in output.stderr
-                at = data.LARGE_SIZE - 4096
-                assert os.pread(held.fileno(), 4096, at) == data.large(1, at, 4096)
-            mount.end()
-        finally:
-            service.terminate()
-            service.wait(LIMIT_S)

@@ -230,23 +230,6 @@ class Kept:
         assert status["daemon"] == before["daemon"]
         return status
 
-    def kill_keeper_and_broker(self) -> dict[str, Any]:
-        """Returns the status once the daemon has started another keeper."""
-        before = self.status()
-        os.kill(before["broker"], signal.SIGSTOP)
-        os.kill(before["pid"], signal.SIGKILL)
-        os.kill(before["broker"], signal.SIGKILL)
-
-        def adopted() -> dict[str, Any] | None:
-            with contextlib.suppress(OSError, ValueError):
-                status = self.status()
-                return status if status["is_serving"] else None
-            return None
-
-        status: dict[str, Any] = until(adopted)
-        assert status["daemon"] == before["daemon"]
-        return status
-
     def abort(self) -> None:
         assert self.connection is not None
         unmount.abort_connection(self.connection)

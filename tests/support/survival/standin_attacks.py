@@ -43,7 +43,7 @@ def file_of_the_mount_itself(standin: Standin) -> int:
     if os.fork() == 0:
         try:
             fd = os.open(os.path.join(standin.settings["mountpoint"], "plain"), os.O_RDONLY)
-            protocol.send(standin.channel, protocol.pack(protocol.BACKING_OPEN, 1), fd)
+            protocol.send(standin.channel, protocol.pack(protocol.BACKING_OPEN, 1, 1), fd)
         finally:
             os._exit(0)
     return 0
@@ -70,8 +70,8 @@ def several_files(standin: Standin) -> list[int]:
     fd = os.open(_in_cache(standin, "through"), os.O_RDWR)
     null = os.open(os.devnull, os.O_RDWR)
     fds = [null if number == 2 else fd for number in range(protocol.MOST_FILES)]
-    _send(standin, protocol.pack(protocol.BACKINGS_OPEN, 70, len(fds)), *fds)
-    answer = standin.hear(protocol.BACKINGS_OPENED)
+    _send(standin, protocol.pack(protocol.BACKING_OPEN, 70, len(fds)), *fds)
+    answer = standin.hear(protocol.BACKING_OPENED)
     assert (answer.a, answer.b) == (70, len(fds))
     assert len({backing_id for backing_id, _ in answer.pairs}) == len(fds)
     return [error for _, error in answer.pairs]
@@ -105,7 +105,7 @@ def two_descriptors(standin: Standin) -> None:
     _wait_for_death()
 
 
-_OPEN = protocol.pack(protocol.BACKING_OPEN)
+_OPEN = protocol.pack(protocol.BACKING_OPEN, 1, 1)
 
 
 def _flood(standin: Standin, *messages: bytes) -> int:
@@ -138,12 +138,13 @@ def flood_without_listening(standin: Standin) -> int:
 def hostile_file(standin: Standin) -> None:
     """No process that looks at the descriptor, or closes it, gets away."""
     path = os.path.join(standin.settings["hostile"], "file")
-    standin.say(protocol.BACKING_OPEN, 1, fd=os.open(path, os.O_RDWR))
+    standin.say(protocol.BACKING_OPEN, 1, 1, fd=os.open(path, os.O_RDWR))
 
 
 def hostile_files_in_one_message(standin: Standin) -> None:
     path = os.path.join(standin.settings["hostile"], "file")
-    _send(standin, _OPEN, os.open(path, os.O_RDWR), os.open(path, os.O_RDWR))
+    files = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
+    _send(standin, protocol.pack(protocol.BACKING_OPEN, 1, 2), *files)
     _wait_for_death()
 
 
@@ -151,7 +152,7 @@ def hostile_file_behind_others(standin: Standin) -> None:
     """In one message: those before it have been registered when the broker hangs."""
     good = os.open(_in_cache(standin, "through"), os.O_RDWR)
     hostile = os.open(os.path.join(standin.settings["hostile"], "file"), os.O_RDWR)
-    _send(standin, protocol.pack(protocol.BACKINGS_OPEN, 1, 3), good, good, hostile)
+    _send(standin, protocol.pack(protocol.BACKING_OPEN, 1, 3), good, good, hostile)
     _wait_for_death()
 
 

@@ -16,7 +16,6 @@ import select
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -155,8 +154,7 @@ class Standin:
     def take(self) -> None:
         message = self.hear(protocol.TAKE)
         self.fuse = message.fd
-        self.facts["is_lingering"] = bool(message.b)
-        self.facts["is_all_answered"] = bool(message.c)
+        self.facts["is_all_answered"] = bool(message.b)
         for _ in range(message.a):
             entry = self.hear(protocol.ENTRY)
             self.table[entry.a] = (entry.b, entry.c)
@@ -164,35 +162,12 @@ class Standin:
 
     def register(self, fd: int) -> tuple[int, int]:
         """Returns the error and the id."""
-        self.say(protocol.BACKING_OPEN, 77, fd=fd)
+        self.say(protocol.BACKING_OPEN, 77, 1, fd=fd)
         answer = self.receive()
-        return (errno.ECONNRESET, 0) if answer is None else (answer.error, answer.b)
-
-    def adopt_a_keeper(self) -> None:
-        """Both keeper and broker are dead."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        given = self.settings["keeper"] | {
-            "settings": json.dumps(self.settings),
-            "privileged": os.geteuid() == 0,
-            "adopt_pid": os.getpid(),
-            "fuse_fd": self.fuse,
-            "daemon_fd": theirs.fileno(),
-            "table": [(backing_id, inode) for backing_id, (_, inode) in self.table.items()],
-        }
-        keeper = subprocess.Popen(
-            [sys.executable, *given["keeper_command"][1:]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[self.fuse, theirs.fileno()],
-            start_new_session=True,
-        )
-        assert keeper.stdin is not None
-        with keeper.stdin as stdin:
-            stdin.write(json.dumps(given).encode())
-        theirs.close()
-        self.channel.close()
-        self.channel = ours
-        self.say(protocol.SERVING, 1)
+        if answer is None:
+            return errno.ECONNRESET, 0
+        [(backing_id, error)] = answer.pairs
+        return error, backing_id
 
     def write(self, unique: int, error: int, data: bytes = b"") -> None:
         header = wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(data), error, unique)
@@ -222,17 +197,15 @@ class Standin:
                 self.is_to_end = False
                 self.say(protocol.UNMOUNT)
             if self.channel.fileno() in ready:
-                self.hear_keeper(poll)
+                self.hear_keeper()
             if self.fuse in ready:
                 self.read_requests()
 
-    def hear_keeper(self, poll: select.poll) -> None:
-        old = self.channel.fileno()
+    def hear_keeper(self) -> None:
         message = protocol.receive(self.channel, protocol.FROM_KEEPER)
         if message is None:
-            poll.unregister(old)
-            self.adopt_a_keeper()
-        elif message.kind == protocol.QUIESCE:
+            sys.exit(1)  # keeper and broker are dead
+        if message.kind == protocol.QUIESCE:
             self.misbehave("quiesced")
             self.answer_held()
             self.end()

@@ -21,7 +21,18 @@ from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
 
-SERVICE = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"
+SERVICE = """
+import signal, sys
+from fusefs.keeper.fd_store import FdStore
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+store = FdStore(sys.argv[1], {})
+try:
+    while True:
+        store.loop.run_once(1.0)
+        store.dismiss_late()
+finally:
+    store.close()
+"""
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from tests.support.waiting import until
 pytestmark = needs_root
 
 MOUNT = 0x1122334455667788
-HOLD = "import sys; from fusefs.keeper.fd_store import main; sys.exit(main(sys.argv[1]))"
 # In place of a daemon: reads its input, says who it is, and waits to be killed.
 RUN = """
 import os, sys, time
@@ -220,23 +219,3 @@ def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
     settings = {"source": "s3://bucket", "mountpoint": "/mnt", "cache_dir": "/c", "newer": "1"}
     message = {"settings": json.dumps(settings), "files": {}}
     assert process.read_input(json.dumps(message)).source.bucket == "bucket"
-
-
-def test_the_descriptor_store_refuses_a_version_that_it_does_not_know(tmp_path: Path) -> None:
-    with holding(tmp_path) as path, socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(path)
-        sock.send(b'{"do": "list", "protocol": 99}\n')
-        refusal = b'{"error": "version 99 of the protocol is not spoken here"}\n'
-        assert sock.recv(1000) == refusal
-
-
-@contextmanager
-def holding(directory: Path) -> Iterator[str]:
-    path = directory / "descriptor-store.sock"
-    process = subprocess.Popen([sys.executable, "-c", HOLD, path], cwd=PROJECT)
-    try:
-        until(path.exists, "it listens")
-        yield os.fspath(path)
-    finally:
-        process.terminate()
-        process.wait(LIMIT_S)

@@ -74,7 +74,6 @@ def test_a_volume_is_writable_unless_its_access_mode_or_an_option_says_otherwise
         "shared-cache",
         "min-free",
         "user",
-        "descriptor-store",
         "log-file",
         "foreground",
         "allow-other",

@@ -49,7 +49,7 @@ class Registering:
 
     async def answer(self, message: KeeperMessage, error: int = 0) -> None:
         pairs = [(0, error) if error else (100 + number, 0) for number in range(message.b)]
-        answer = protocol.pack(protocol.BACKINGS_OPENED, message.a, len(pairs))
+        answer = protocol.pack(protocol.BACKING_OPENED, message.a, len(pairs))
         self.there.send(protocol.with_pairs(answer, pairs))
         count = len(self.done) + len(pairs)
         await eventually(lambda: len(self.done) == count)
@@ -79,7 +79,7 @@ async def test_what_comes_shortly_after_each_other_goes_together() -> None:
     async with registering() as one:
         one.add(1, 2, 3)
         message = await one.receive()
-        assert (message.kind, message.b, len(message.fds)) == (protocol.BACKINGS_OPEN, 3, 3)
+        assert (message.kind, message.b, len(message.fds)) == (protocol.BACKING_OPEN, 3, 3)
         await one.answer(message)
         assert one.done == [(1, 100, 0), (2, 101, 0), (3, 102, 0)]
         one.add(4)

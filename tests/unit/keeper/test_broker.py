@@ -60,20 +60,19 @@ def serving(**more: object) -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 TICK = wire.pack(wire.TICK)
-OPEN = wire.pack(wire.BACKING_OPEN)
 PAIR = wire.PAIR.pack(1, 1)
 
 
 def open_files(count: int) -> bytes:
-    return wire.pack(wire.BACKINGS_OPEN, 1, count)
+    return wire.pack(wire.BACKING_OPEN, 1, count)
 
 
 @pytest.mark.parametrize(
     ("message", "descriptors"),
     [
-        (OPEN, 0),
-        (OPEN, 2),
-        (OPEN, 200),
+        (open_files(1), 0),
+        (open_files(1), 2),
+        (open_files(1), 200),
         (open_files(3), 2),
         (open_files(3), 4),
         (open_files(0), 0),
@@ -176,9 +175,9 @@ def test_only_a_file_of_the_daemons_own_in_its_cache_is_registered(
         "credentials": SimpleNamespace(uid=NOBODY, gid=NOBODY),
     }
     with serving(**given) as (_, daemon):
-        wire.send(daemon, wire.pack(wire.BACKING_OPEN, 7), fd)
+        wire.send(daemon, wire.pack(wire.BACKING_OPEN, 7, 1), fd)
         answer = wire.receive(daemon, wire.FROM_KEEPER)
-        assert (answer.kind, answer.a, answer.error) == (wire.BACKING_OPENED, 7, number)
+        assert (answer.kind, answer.a, answer.pairs) == (wire.BACKING_OPENED, 7, [(0, number)])
     os.close(fd)
 
 
@@ -203,9 +202,6 @@ def test_a_file_whose_close_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
     with tempfile.TemporaryFile() as file, serving() as (_, daemon):
         fd = file.fileno()
         for number in range(2):
-            wire.send(daemon, wire.pack(wire.BACKING_OPEN, number), fd)
+            sockets.send(daemon, wire.pack(wire.BACKING_OPEN, number, 2), (fd, fd))
             answer = wire.receive(daemon, wire.FROM_KEEPER)
-            assert (answer.kind, answer.a) == (wire.BACKING_OPENED, number)
-            sockets.send(daemon, wire.pack(wire.BACKINGS_OPEN, 10, 2), (fd, fd))
-            answer = wire.receive(daemon, wire.FROM_KEEPER)
-            assert (answer.kind, answer.a, answer.b) == (wire.BACKINGS_OPENED, 10, 2)
+            assert (answer.kind, answer.a, answer.b) == (wire.BACKING_OPENED, number, 2)

@@ -8,16 +8,14 @@ import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import trio
 
 from fusefs.daemon import control_socket
 from fusefs.keeper.exchange import exchange_fds
-from fusefs.launch import control, foreground, registry, users
-from fusefs.launch.control import ControlError
-from fusefs.launch.foreground import Foreground
+from fusefs.launch import control, registry, users
 from fusefs.linux import sockets
 from tests.support.commands import runtime as runtime
 from tests.support.commands import sleeper as sleeper
@@ -179,39 +177,6 @@ def test_the_mount_of_a_job_without_a_session_is_found_from_one(
 
 
 MOUNTPOINT = Path("/mnt/data")
-
-
-def test_a_daemon_whose_keeper_cannot_be_reached_is_followed_itself(
-    runtime: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_answer(*_: object) -> NoReturn:
-        raise ControlError("no answer")
-
-    monkeypatch.setattr(foreground, "SUCCESSOR_S", 0.0)
-    monkeypatch.setattr(foreground, "keeper_status", no_answer)
-    monkeypatch.setattr(foreground, "keeper_pid", lambda _path: None)
-    monkeypatch.setattr(foreground.mountinfo, "is_mountpoint", lambda _path: True)
-    monkeypatch.setattr(foreground, "daemon_request", lambda *_: {})
-    registry.register(MOUNTPOINT, "s3://bucket/", sleeper.pid)
-    with subprocess.Popen(["true"]) as keeper:
-        keeper.wait()
-        command = Foreground(keeper, MOUNTPOINT, has_keeper=True)
-        assert command._works()
-        with monkeypatch.context() as hanging:
-            hanging.setattr(foreground, "daemon_request", no_answer)
-            assert not command._works()
-            assert not command._has_successor()
-        assert command._has_successor()
-        unmounted: list[Path] = []
-        monkeypatch.setattr(
-            foreground.unmount, "umount_path", lambda path, is_lazy: unmounted.append(path)
-        )
-        command._end(15, None)  # what it follows may not unmount
-        assert (unmounted, sleeper.poll()) == ([MOUNTPOINT], None)
-        sleeper.kill()
-        assert command._follow() == 1  # once it has ended
-        sleeper.wait()
-        assert not command._has_successor()
 
 
 async def ask(path: Path, command: str = "status") -> dict[str, Any]:
