@@ -26,7 +26,7 @@ sum are as good as others: a killed process may not have recorded the last ones.
 that is damaged itself has a cached copy dropped, no more.
 
 Which paths are pinned is in another table, and in one more which files are not evicted for
-that, one for each key of a bucket (retention.py). A last one has listings (listing_cache.py).
+that, one for each key of a bucket (retention.py).
 
 All calls block; a lock lets one thread in at a time.
 """
@@ -60,7 +60,7 @@ from fusefs.cache.ranges import RangeMap
 
 logger = logging.getLogger("fusefs.cache")
 
-FORMAT = 5
+FORMAT = 6
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -97,14 +97,6 @@ CREATE TABLE IF NOT EXISTS pins (
     identity TEXT NOT NULL,
     key TEXT NOT NULL,
     UNIQUE (identity, key)
-);
-CREATE TABLE IF NOT EXISTS pages (
-    number INTEGER PRIMARY KEY,
-    identity TEXT NOT NULL,
-    place TEXT NOT NULL,
-    at REAL NOT NULL,
-    page BLOB NOT NULL,
-    UNIQUE (identity, place)
 );
 CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS total (

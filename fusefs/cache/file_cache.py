@@ -50,7 +50,6 @@ from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import create, open_or_create
 from fusefs.cache.integrity.trouble import Trouble
 from fusefs.cache.integrity.verify import Integrity
-from fusefs.cache.listing_cache import ListingCache, NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.residency import Residency
@@ -181,14 +180,6 @@ class FileCache:
             self.quota,
             most_in_memory,
         )
-
-    def listings(self, ttl_s: float) -> ListingCache | NoListingCache:
-        """The listings that are remembered for `ttl_s` seconds beside the files. Blocks."""
-        try:
-            return ListingCache(self._catalog, self._catalog_writer, self._identity, ttl_s)
-        except sqlite3.Error as error:
-            logger.info("listings are not remembered: %s", error)
-            return NoListingCache()
 
     def __len__(self) -> int:
         """The number of files, of all mounts that share the directory."""

@@ -235,9 +235,7 @@ class Daemon:
         directory = settings.cache_dir / self._principal_directory()
         is_fresh = self._is_fresh
         opening = partial(setup.open_cache, in_any_case=not is_fresh)
-        self.cache, self.pages = await trio.to_thread.run_sync(
-            opening, settings, directory, self._identity
-        )
+        self.cache = await trio.to_thread.run_sync(opening, settings, directory, self._identity)
         self.evictor = Evictor(self.cache)
         if self._takeover is not None and is_fresh:
             self._takeover.remember(directory.name)
@@ -308,7 +306,6 @@ class Daemon:
                     ready(self._warnings())
                     nursery.start_soon(self.cache.run)
                     nursery.start_soon(self.evictor.run)
-                    nursery.start_soon(self.pages.run)
                     nursery.start_soon(self.name_pruner.run)
                     nursery.start_soon(self.scrub.run)
                     nursery.start_soon(self.warmer.run, self._takeover, self.operations.head_cache)
@@ -462,7 +459,6 @@ class Daemon:
             self.watched or self.store,
             inodes,
             settings.metadata_ttl,
-            self.pages,
             self._nursery,
             HeadPolicy(changed, is_read_only=settings.read_only),
             self._budget.entries,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from fusefs.cache.disk import prepare_directory
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.listing_cache import ListingCache, NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.daemon import log_handlers
 from fusefs.linux.descriptors import raise_limit
@@ -49,8 +48,8 @@ def read_input(text: str) -> MountSettings:
 
 def open_cache(
     settings: MountSettings, directory: Path, identity: str, *, in_any_case: bool
-) -> tuple[FileCache, ListingCache | NoListingCache]:
-    """Open the part of the cache in `directory`, and the listings that are kept there. Blocks.
+) -> FileCache:
+    """Open the part of the cache in `directory`. Blocks.
 
     With `in_any_case`, for a mount that is taken over, also on a disk that is full.
 
@@ -61,9 +60,7 @@ def open_cache(
     floors = settings.min_free.bytes_of, FREE_INODES.bytes_of
     quota = Quota(directory, settings.cache_size, *floors)
     files = MemoryBudget.of(settings.memory_limit).files
-    cache = FileCache(directory, identity, quota, most_in_memory=files, in_any_case=in_any_case)
-    longest_s = max(settings.metadata_ttl.values)
-    return cache, cache.listings(longest_s) if settings.read_only else NoListingCache()
+    return FileCache(directory, identity, quota, most_in_memory=files, in_any_case=in_any_case)
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:

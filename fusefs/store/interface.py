@@ -447,11 +447,8 @@ class UnansweredChanges:
 
     @property
     def unsettled_s(self) -> float:
-        """The seconds for which requests of a killed process may be on their way still.
-
-        Minus infinity where there are none: what an earlier process has listed is relied on.
-        """
-        return -math.inf
+        """The seconds for which requests of a killed process may be on their way still."""
+        return 0.0
 
     def concerns(self, key: str) -> bool:
         """True if such a change of a key is known."""

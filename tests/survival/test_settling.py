@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.late.request_log import PUT, Change, RequestLog
@@ -72,7 +71,7 @@ async def test_what_was_listed_before_all_had_landed_is_listed_again() -> None:
     async with trio.open_nursery() as nursery:
         store.unanswered = SettledSoon()
         directories = Directories(
-            store, InodeTable("", NoJournal()), PathRules(60.0), NoListingCache(), nursery
+            store, InodeTable("", NoJournal()), PathRules(60.0), nursery
         )
         root = directories.get("")
         for lists in (1, 2, 2):

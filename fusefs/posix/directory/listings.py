@@ -24,7 +24,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 import trio
@@ -53,7 +52,7 @@ from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo, Store
 from fusefs.telemetry.stalls import WaitCause, stage
 
-__all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "PageStore", "Segment"]
+__all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "Segment"]
 
 # About 560 bytes each: 110 MB when full, a hundred times a usual data set's folder. Less
 # memory holds fewer (settings/memory.py).
@@ -72,16 +71,6 @@ def _size_of(segment: Segment) -> int:
     return len(segment.entries) + len(segment.hidden) + _SEGMENT_SIZE
 
 
-class PageStore(Protocol):
-    """Pages that a restart may reuse; see cache/listing_cache.py."""
-
-    async def load(self, prefix: str, start_after: str) -> tuple[ListPage, float] | None:
-        """A remembered page and its age in seconds."""
-
-    def save(self, prefix: str, start_after: str, page: ListPage) -> None:
-        """Remember a page, some time soon."""
-
-
 class Directories:
     """The known part of all directories; see the module's text.
 
@@ -96,7 +85,6 @@ class Directories:
         store: Store,
         inodes: InodeTable,
         ttl: PathRules[float],
-        memory: PageStore,
         nursery: trio.Nursery,
         head_policy: HeadPolicy | None = None,
         most_entries: int = MAX_ENTRIES,
@@ -111,7 +99,6 @@ class Directories:
         self.pending_changes = PendingChanges()
         self._creations = Creations()
         self._store = store
-        self._memory = memory
         self.nursery = nursery
         self._walks = Walks(store, nursery, self.pending_changes, self._fill, inodes.prefix)
         # A bucket may have millions: those in use, and those of segments below.
@@ -374,22 +361,13 @@ class Directories:
             event.set()
 
     async def _page(self, directory: Directory, after: str, began: float) -> tuple[ListPage, float]:
-        """A page from memory or from the bucket, and when it was fetched; now is `began`."""
+        """A page from the bucket, and when it was fetched; now is `began`."""
         prefix = directory.prefix
-        remembered = await self._memory.load(prefix, after)
-        if remembered is not None:
-            page, age_s = remembered
-            if age_s < belief_s(_still_s(page.objects, age_s), 0.0, directory.most_s):
-                return page, began - age_s
         page = await self._store.list_page(prefix, start_after=after)
         if page.next_token is not None and page.last == prefix:
             # The folder's own marker and no more: a listing from there on would not get further.
             page = await self._store.list_page(prefix, start_after=prefix)
-        if page.listed_at < began:
-            return page, page.listed_at
-        if not page.unnamed:
-            self._memory.save(prefix, after, page)
-        return page, began
+        return page, min(page.listed_at, began)
 
     def _absorb(self, directory: Directory, start: str, page: ListPage, fetched: float) -> Segment:
         """Make a segment of a page and put it in its place."""

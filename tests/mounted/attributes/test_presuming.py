@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.head_policy import (
     EXPERIENCE,
     MOST_CHANGED,
@@ -162,7 +161,7 @@ async def walking(store: MemoryStore, *, is_read_only: bool = False) -> AsyncIte
     policy, inodes = HeadPolicy(is_read_only=is_read_only), InodeTable("", NoJournal())
     async with trio.open_nursery() as nursery:
         directories = Directories(
-            store, inodes, PathRules(math.inf), NoListingCache(), nursery, policy
+            store, inodes, PathRules(math.inf), nursery, policy
         )
         owner = Ownership(1, 2, 0o644, 0o755)
         head_cache = HeadCache(store, directories, inodes, owner, nursery)

@@ -10,7 +10,6 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.cache.listing_cache import NoListingCache
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import NoJournal
@@ -209,7 +208,6 @@ async def test_listings_are_dropped_when_there_is_no_memory_for_them() -> None:
                 store,
                 InodeTable("", NoJournal()),
                 PathRules(60.0),
-                NoListingCache(),
                 nursery,
                 most_entries=200,
             )

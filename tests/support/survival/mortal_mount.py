@@ -20,7 +20,6 @@ import trio
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.listing_cache import NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.posix.directory.listings import Directories
@@ -230,7 +229,7 @@ class MortalMount:
                 notifier = Notifier()
                 inodes = InodeTable(self.prefix, journal, notifier, most=self.most_nodes)
                 directories = Directories(
-                    self.store, inodes, PathRules(60.0), NoListingCache(), nursery
+                    self.store, inodes, PathRules(60.0), nursery
                 )
                 mount_state = MountState(
                     store=self.store,

@@ -15,7 +15,6 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory.head_policy import SAMPLE
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import NoJournal
@@ -95,7 +94,7 @@ async def test_the_root_of_a_prefix_is_what_its_marker_says() -> None:
     store.put("data/set/", mode=str(stat.S_IFDIR | 0o711), mtime="7")
     inodes = InodeTable("data/set/", NoJournal())
     async with trio.open_nursery() as nursery:
-        directories = Directories(store, inodes, PathRules(60.0), NoListingCache(), nursery)
+        directories = Directories(store, inodes, PathRules(60.0), nursery)
         head_cache = HeadCache(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
         assert head_cache.lacks(inodes.root)
         await head_cache.learn(inodes.root)

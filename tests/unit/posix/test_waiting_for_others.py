@@ -11,7 +11,6 @@ import trio
 import trio.testing
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs.cache.listing_cache import NoListingCache
 from fusefs.posix.directory import pending_changes
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.pending_changes import KEPT_S, PendingChanges
@@ -153,7 +152,7 @@ async def removals(store: MemoryStore, directory: Path) -> AsyncIterator[Removal
     """Of a program that removes many files of the directory `a/`."""
     async with trio.open_nursery() as nursery:
         inodes, ttl = InodeTable("", NoJournal()), PathRules(60.0)
-        directories = Directories(store, inodes, ttl, NoListingCache(), nursery)
+        directories = Directories(store, inodes, ttl, nursery)
         made = Removals(store, directories, directory, nursery)
         for number in range(MANY):
             assert not made.try_defer(f"a/{number}", None)

@@ -13,7 +13,6 @@ import trio
 import trio.testing
 
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.listing_cache import NoListingCache
 from fusefs.cache.quota import Quota
 from fusefs.cache.readahead.siblings import FOLDER_AFTER, UNREAD_EACH
 from fusefs.posix.directory.listings import Directories
@@ -40,7 +39,7 @@ async def known(page_size: int = 1000) -> AsyncIterator[tuple[KnownFiles, Direct
             store,  # type: ignore[arg-type]
             InodeTable("", NoJournal()),
             PathRules(math.inf),
-            NoListingCache(),
+           
             nursery,
         )
         yield KnownFiles(directories), directories
