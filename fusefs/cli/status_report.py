@@ -260,16 +260,12 @@ def _has_room(cache: Status) -> bool:
 
 
 def _waits(stalls: Status, *, has_room: bool) -> Iterable[tuple[str, str]]:
-    """The waits of programs of late, a hint, and the requests that waited longest."""
+    """The waits of programs of late, and a hint."""
     for sentence in stall_report.sentences(stalls):
         yield "waits", sentence
     hint = stall_report.hint(stalls, has_room=has_room)
     if hint is not None:
         yield "hint", hint
-    for wait in stall_report.slowest(stalls):
-        waited_s, ago = wait["waited_s"], human_duration(round(wait["ago_s"]))
-        waited = human_duration(waited_s) if waited_s >= 1 else f"{1000 * waited_s:.0f} ms"
-        yield "slowest", f"{wait['operation']} of {wait['key']}: {waited}, {ago} ago"
 
 
 def _survival(status: Status) -> str:

@@ -16,7 +16,6 @@ import fusefs
 from fusefs.daemon import metrics
 from fusefs.daemon.jobs.cache_warmer import JobSpec
 from fusefs.daemon.mount_parts import MountParts
-from fusefs.fuse.session import RunningSession
 from fusefs.launch.control import ControlError
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes import names
@@ -176,21 +175,15 @@ def collect(daemon: MountParts) -> dict[str, Any]:
             "waiting": len(session.waiting),
             "downloads": daemon.downloader.under_way,
         },
-        "stalls": _stalls(session),
+        "stalls": {
+            "shares": {
+                str(seconds): dict(zip(CAUSES, STALLS.shares(seconds), strict=True))
+                for seconds in STALL_SPANS_S
+            }
+        },
         "writing": _writing(daemon),
         "warming": _warming(daemon),
         "daemon": _process(daemon),
-    }
-
-
-def _stalls(session: RunningSession) -> dict[str, Any]:
-    """The share of the last seconds that requests waited, by cause, and the longest waits."""
-    return {
-        "shares": {
-            str(seconds): dict(zip(CAUSES, STALLS.shares(seconds), strict=True))
-            for seconds in STALL_SPANS_S
-        },
-        "slowest": session.slowest.describe(),
     }
 
 

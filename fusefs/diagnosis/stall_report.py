@@ -14,9 +14,8 @@ Shares = Mapping[str, float]
 # Below this share of the time a wait is not worth a word, nor below the next one a hint.
 LEAST_SHARE = 0.005
 LEAST_FOR_HINT = 0.05
-# Most causes that a sentence names, and slow requests that are listed.
+# Most causes that a sentence names.
 MOST_CAUSES = 3
-MOST_SLOWEST = 3
 
 # By cause: what is waited for, and what to do about it.
 _CAUSES = {
@@ -96,12 +95,6 @@ def advice(shares: Shares, *, has_room: bool = True) -> str | None:
         return None
     found = _CAUSES[causes[0]][1]
     return found if has_room or "fusefs warm" not in found else _CAUSES["cache_full"][1]
-
-
-def slowest(stalls: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """The requests of the last minutes that waited longest, with `waited_s` and `ago_s`."""
-    waits: list[Mapping[str, Any]] = stalls.get("slowest", [])
-    return waits[:MOST_SLOWEST]
 
 
 def _causes(shares: Shares) -> list[str]:

@@ -14,14 +14,13 @@ import stat
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import pyfuse3
 import trio
 
 from fusefs.fuse.protocol import Opcode
-from fusefs.fuse.session import OPERATIONS, WaitingRequest, name_request
+from fusefs.fuse.session import OPERATIONS, WaitingRequest
 from fusefs.linux.mount import MountError, MountRequest, helper_options
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
@@ -30,7 +29,6 @@ from fusefs.posix.operations import Operations
 from fusefs.posix.types import Answer, Caller, NameKind, NewAttributes
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
-from fusefs.telemetry.slowest import SlowestWaits
 from fusefs.telemetry.stalls import served
 
 logger = logging.getLogger("fusefs.session")
@@ -51,7 +49,6 @@ class PyfuseSession(KernelNotifications):
         self.times = self._handlers.times
         self.polled_s = 0.0
         self.compiled_requests: int | None = None
-        self.slowest = self._handlers.slowest
         operations.notifier.connect(self)
 
     @property
@@ -106,7 +103,6 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self._operations = operations
         self.requests = 0
         self.times = RequestTimes(OPERATIONS)
-        self.slowest = SlowestWaits(partial(name_request, operations))
         self.waiting: dict[int, WaitingRequest] = {}
 
     async def lookup(
@@ -356,13 +352,14 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self, opcode: Opcode, nodeid: int, answer: Coroutine[Any, Any, T], pid: int
     ) -> T:
         """The answer of an operation that waits; it is on the list of those meanwhile."""
-        unique, since = id(answer), time.monotonic()
-        self.waiting[unique] = WaitingRequest(opcode, nodeid, pid, since, trio.CancelScope())
+        unique = id(answer)
+        self.waiting[unique] = WaitingRequest(
+            opcode, nodeid, pid, time.monotonic(), trio.CancelScope()
+        )
         try:
             with served():
                 return await answer
         finally:
-            self.slowest.ended(opcode, nodeid, since)
             del self.waiting[unique]
 
     @contextmanager

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import mmap
 import os
 import struct
@@ -37,7 +36,6 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import trio
@@ -55,7 +53,6 @@ from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
-from fusefs.telemetry.slowest import LEAST_S, SlowestWaits
 from fusefs.telemetry.stalls import serve
 
 logger = logging.getLogger("fusefs.session")
@@ -115,16 +112,11 @@ class WaitingRequest:
 
     def describe(self, now: float, operations: Operations) -> str:
         """The request as a line of the log; `now` is in seconds of the monotonic clock."""
-        name, key = name_request(operations, self.opcode, self.nodeid)
+        inode = operations.inodes.find(self.nodeid)
+        key = operations.inodes.key(inode) if inode is not None else f"node {self.nodeid}"
+        name = OPERATIONS.get(self.opcode, str(self.opcode))
         who = f" by process {self.pid}" if self.pid else ""
         return f"{name.upper()} of {key!r}{who} waits for {now - self.since:.1f} s"
-
-
-def name_request(operations: Operations, opcode: int, nodeid: int) -> tuple[str, str]:
-    """A request for people: its operation, and the key that it is about."""
-    inode = operations.inodes.find(nodeid)
-    key = operations.inodes.key(inode) if inode is not None else f"node {nodeid}"
-    return OPERATIONS.get(opcode, str(opcode)), key
 
 
 class RunningSession(Protocol):
@@ -136,7 +128,6 @@ class RunningSession(Protocol):
 
     name: str
     times: RequestTimes
-    slowest: SlowestWaits
 
     @property
     def requests(self) -> int: ...
@@ -195,7 +186,6 @@ class Session(KernelNotifications):
         self.negotiated = Init(0)
         self._requests = 0
         self.times = RequestTimes(OPERATIONS)
-        self.slowest = SlowestWaits(partial(name_request, operations))
         handlers = ReadHandlers(operations)
         self._handlers: dict[int, Handler] = handlers.table | {
             Opcode.DESTROY: self._destroy,
@@ -414,13 +404,12 @@ class Session(KernelNotifications):
     ) -> None:
         """Wait for an answer and give it; EINTR if the process is being killed."""
         work = serve()
-        took_s = math.inf  # if it is not answered
         try:
             with waiting.scope:
                 payload = await result
                 if payload is not None:
                     self._reply(unique, payload)
-                    took_s = self.times.answered(waiting.opcode, waiting.since)
+                    self.times.answered(waiting.opcode, waiting.since)
             if waiting.scope.cancelled_caught:
                 self._reply_error(unique, OSError(errno.EINTR, "interrupted"))
                 self.times.failed(waiting.opcode, waiting.since, errno.EINTR)
@@ -433,8 +422,6 @@ class Session(KernelNotifications):
             self._reply_fault(unique)
         finally:
             work.wait(-1)
-            if took_s >= LEAST_S:
-                self.slowest.ended(waiting.opcode, waiting.nodeid, waiting.since)
             del self._waiting[unique & _UNMARKED]
             self._interrupts.forget(unique & _UNMARKED)
 

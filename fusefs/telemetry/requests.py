@@ -66,15 +66,10 @@ class RequestTimes:
         if (opcode, "refused") not in self._others:
             self._others[opcode, "refused"] = Histogram(REQUEST_BOUNDS)
 
-    def answered(self, opcode: int, began: float) -> float:
-        """A request that was read at `began`, in monotonic seconds, is answered now.
-
-        Returns how long it took, in seconds.
-        """
-        took_s = time.monotonic() - began
+    def answered(self, opcode: int, began: float) -> None:
+        """A request that was read at `began`, in monotonic seconds, is answered now."""
         self.counts[opcode] += 1
-        self._ok[opcode].observe(took_s)
-        return took_s
+        self._ok[opcode].observe(time.monotonic() - began)
 
     def failed(self, opcode: int, began: float, number: int | None, weight: int = 1) -> None:
         """As `answered`, with an errno; 0 for `began` if it was not timed."""

@@ -105,5 +105,5 @@ def test_a_wait_for_a_late_answer_is_in_the_status(
     (one.path / "data" / "slow").read_bytes()
     faulty.remove(late)
     text = fusefs("status", one.path).stdout
-    for part in ("programs waited", "S3's first byte", "hint  ", "slowest  ", "of data/"):
+    for part in ("programs waited", "S3's first byte", "hint  "):
         assert part in text

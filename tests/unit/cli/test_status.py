@@ -194,12 +194,11 @@ def test_the_key_of_an_object_gives_no_command_to_a_terminal() -> None:
     key = "a\x1b[2J\n/mnt/other\n  daemon\x9b5m"
     pending = {"key": key, "bytes": 1, "since_s": 1, "state": "failed", "error": f"no {key}"}
     shares = {"10": {}, "60": {}, "300": {}}
-    slowest = [{"operation": "open", "key": key, "waited_s": 1.0, "ago_s": 1.0}]
     status = {
         **STATUS,
         "mountpoint": "/mnt/a\nb",
         "writing": {"pending": [pending], "pending_files": 1, "pending_bytes": 1},
-        "stalls": {"shares": shares, "slowest": slowest},
+        "stalls": {"shares": shares},
     }
     text = status_report.render(status)
     assert text.replace("\n", "").isprintable()
@@ -339,10 +338,6 @@ STALLS: dict[str, Any] = {
         "60": {"any": 0.38, "s3_first_byte": 0.31, "connection": 0.07, "cache_disk": 0.001},
         "300": {"any": 0.02, "s3_first_byte": 0.02},
     },
-    "slowest": [
-        {"operation": "open", "key": "train/1", "waited_s": 1.25, "ago_s": 31.4},
-        {"operation": "lookup", "key": "train/", "waited_s": 0.25, "ago_s": 4.0},
-    ],
 }
 
 
@@ -355,8 +350,6 @@ def test_what_programs_waited_for_is_a_sentence_with_a_hint() -> None:
     assert "programs waited 2% of the last 5 minutes: 2% for S3's first byte\n" in text
     assert "of the last 10 s" not in text
     assert "hint        fetch the data before it is needed (fusefs warm)" in text
-    assert "slowest     open of train/1: 1.2 s, 31 s ago" in text
-    assert "slowest     lookup of train/: 250 ms, 4 s ago" in text
     full = STATUS["cache"] | {"used_bytes": 50 << 30}
     text = status_report.render({**STATUS, "cache": full, "stalls": STALLS})
     assert "hint        the cache is full: a larger --cache-size" in text
@@ -420,7 +413,7 @@ def test_what_programs_waited_for_is_named_where_it_matters(
     shares: dict[str, dict[str, float]], shown: str
 ) -> None:
     assert MemoryBudget.of(256 << 20).streams == 40  # of 128 connections
-    text = status_report.render({**STATUS, "stalls": {"shares": shares, "slowest": []}})
+    text = status_report.render({**STATUS, "stalls": {"shares": shares}})
     assert f"{shown}\n" in f"{text}\n"
 
 

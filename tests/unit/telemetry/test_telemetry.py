@@ -12,7 +12,6 @@ from fusefs.telemetry import metrics, stalls
 from fusefs.telemetry.histogram import REQUEST_BOUNDS, Histogram
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.s3_requests import RequestClock, S3Requests
-from fusefs.telemetry.slowest import MOST, SlowestWaits
 from fusefs.telemetry.stalls import Stalls, WaitCause, Work, current, served, unattended
 
 
@@ -161,27 +160,6 @@ async def test_tasks_have_the_work_of_the_task_that_starts_them() -> None:
             nursery.start_soon(note_unattended)
     assert found["child"] is found["request"] is not nothing
     assert found["ahead"] is nothing is current()
-
-
-def test_the_longest_waits_are_kept_for_a_while(clock: Clock) -> None:
-    def describe(opcode: int, nodeid: int) -> tuple[str, str]:
-        return f"op{opcode}", f"key{nodeid}"
-
-    slowest = SlowestWaits(describe)
-    for number in range(20):
-        clock.pass_s(1)
-        slowest.ended(15, number, clock() - number)
-    slowest.ended(14, 19, clock() - 2)  # not the longest of its key
-    slowest.ended(15, 99, clock() - 0.001)  # too short to be of interest
-    waits = slowest.describe()
-    assert [wait["waited_s"] for wait in waits] == list(range(19, 19 - MOST, -1))
-    slowest.ended(15, 18, clock() - 30)
-    assert [wait["key"] for wait in slowest.describe()[:3]] == ["key18", "key19", "key17"]
-    assert (waits[0]["operation"], waits[0]["key"]) == ("op15", "key19")
-    clock.pass_s(300)
-    assert slowest.describe()
-    clock.pass_s(300)
-    assert slowest.describe() == []
 
 
 @pytest.mark.parametrize("use", [stalls.served, lambda: stalls.stage(WaitCause.METADATA)])
