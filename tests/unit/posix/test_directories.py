@@ -28,23 +28,13 @@ from tests.support.semantics import states
 from tests.support.survival.mortal_mount import MortalMount
 
 
-class Forgetful:
-    """A memory of pages that holds none."""
-
-    async def load(self, prefix: str, start_after: str) -> None:
-        pass
-
-    def save(self, prefix: str, start_after: str, page: ListPage) -> None:
-        pass
-
-
 @asynccontextmanager
 async def listings(
     bucket: Bucket, ttl_s: float = math.inf, *, top: str = "", most_entries: int = MAX_ENTRIES
 ) -> AsyncIterator[Directories]:
     async with trio.open_nursery() as nursery:
         inodes, ttl = InodeTable(top, NoJournal()), PathRules(ttl_s)
-        yield Directories(bucket, inodes, ttl, Forgetful(), nursery, most_entries=most_entries)
+        yield Directories(bucket, inodes, ttl, nursery, most_entries=most_entries)
         nursery.cancel_scope.cancel()
 
 

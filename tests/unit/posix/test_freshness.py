@@ -18,7 +18,6 @@ from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.settings.patterns import PathRules
 from fusefs.store.interface import ListPage, ObjectInfo, UnansweredChanges
 from tests.support.semantics import states
-from tests.unit.posix.test_directories import Forgetful
 
 TTL_S = 60.0
 RULE = states(
@@ -105,7 +104,7 @@ async def listings(
             bucket,  # type: ignore[arg-type]
             inodes or Doubted(),
             PathRules(TTL_S),
-            Forgetful(),
+           
             nursery,
         )
         nursery.cancel_scope.cancel()
