@@ -70,9 +70,7 @@ async def test_what_was_listed_before_all_had_landed_is_listed_again() -> None:
     store = MemoryBucket(["a"])
     async with trio.open_nursery() as nursery:
         store.unanswered = SettledSoon()
-        directories = Directories(
-            store, InodeTable("", NoJournal()), PathRules(60.0), nursery
-        )
+        directories = Directories(store, InodeTable("", NoJournal()), PathRules(60.0), nursery)
         root = directories.get("")
         for lists in (1, 2, 2):
             await directories.lookup(root, "a")

@@ -160,9 +160,7 @@ class Walk:
 async def walking(store: MemoryStore, *, is_read_only: bool = False) -> AsyncIterator[Walk]:
     policy, inodes = HeadPolicy(is_read_only=is_read_only), InodeTable("", NoJournal())
     async with trio.open_nursery() as nursery:
-        directories = Directories(
-            store, inodes, PathRules(math.inf), nursery, policy
-        )
+        directories = Directories(store, inodes, PathRules(math.inf), nursery, policy)
         owner = Ownership(1, 2, 0o644, 0o755)
         head_cache = HeadCache(store, directories, inodes, owner, nursery)
         parent = inodes.resolve(inodes.root, "p", None)

@@ -228,9 +228,7 @@ class MortalMount:
             async with trio.open_nursery() as nursery:
                 notifier = Notifier()
                 inodes = InodeTable(self.prefix, journal, notifier, most=self.most_nodes)
-                directories = Directories(
-                    self.store, inodes, PathRules(60.0), nursery
-                )
+                directories = Directories(self.store, inodes, PathRules(60.0), nursery)
                 mount_state = MountState(
                     store=self.store,
                     directories=directories,

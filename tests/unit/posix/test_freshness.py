@@ -104,7 +104,6 @@ async def listings(
             bucket,  # type: ignore[arg-type]
             inodes or Doubted(),
             PathRules(TTL_S),
-           
             nursery,
         )
         nursery.cancel_scope.cancel()

@@ -39,7 +39,6 @@ async def known(page_size: int = 1000) -> AsyncIterator[tuple[KnownFiles, Direct
             store,  # type: ignore[arg-type]
             InodeTable("", NoJournal()),
             PathRules(math.inf),
-           
             nursery,
         )
         yield KnownFiles(directories), directories
