@@ -106,7 +106,6 @@ def _completions(share: Path) -> dict[str, str]:
         "mount s3://b",
         "mount --config",
         "drop --force",
-        "cluster-cache clear",
     ):
         whole[f"fusefs {words} {share}/ma"] = f"fusefs {words} {share}/man/"
     return whole | {f"ls {share}/ma": f"ls {share}/man/"}
