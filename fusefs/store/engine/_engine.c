@@ -46,6 +46,7 @@ enum {
     GATHERED = 256 << 10,
     FIRST = 64 << 10, /* the beginning is written, and shown, when so much is there */
     RECEIVED_AT_ONCE = 256 << 10,
+    SMALL_AT_ONCE = 64 << 10, /* of a small body: many of them are under way at a time */
     SENT_AT_ONCE = 256 << 10,
     SUM_BLOCK = 1 << 20, /* as BLOCK in cache/integrity/checksums.py */
     MOST_IDLE_S = 30,    /* a connection is not reused after that: the network may have lost it */
@@ -457,7 +458,7 @@ static int set_options(struct transfer *t, CURL *easy) {
     SET(CONNECTTIMEOUT_MS, (long)(fmin(t->connect_s, 1e6) * 1e3) + 1);
     SET(TIMEOUT_MS, (long)(fmin(t->total_s, 1e6) * 1e3));
     SET(QUICK_EXIT, 1L); /* or a cancelled name lookup has the worker wait for its thread */
-    SET(BUFFERSIZE, (long)RECEIVED_AT_ONCE);
+    SET(BUFFERSIZE, (long)(t->length > LARGE ? RECEIVED_AT_ONCE : SMALL_AT_ONCE));
     /* Empty: the environment's variables are not looked at. */
     SET(PROXY, t->proxy ? t->proxy : "");
     SET(NOPROXY, "");

@@ -67,8 +67,9 @@ class Call:
 
     @property
     def is_large(self) -> bool:
-        """True if it takes as long as there are bytes, and an engine's buffers."""
-        return isinstance(self.sink, FileSink) or isinstance(self.body, FileBody)
+        """True if a body is long: of more than LARGE bytes, or that of a file which is sent."""
+        has_long_answer = isinstance(self.sink, FileSink) and self.sink.length > LARGE
+        return has_long_answer or isinstance(self.body, FileBody)
 
     @property
     def makes_object(self) -> bool:

@@ -18,7 +18,7 @@ from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import download, opened
 from tests.support.store_reading import shared as shared
-from tests.support.waiting import mostly
+from tests.support.waiting import eventually, mostly
 
 SMALL, LARGE = 100_000, 2 << 20
 
@@ -74,6 +74,18 @@ async def test_a_connection_that_others_have(shared: Bucket, faulty: FaultyS3) -
             async with trio.open_nursery() as nursery:
                 for version in versions:
                     nursery.start_soon(read, store, version)
+
+
+async def test_small_objects_do_not_wait_for_the_places_of_large_ones(
+    shared: Bucket, faulty: FaultyS3
+) -> None:
+    versions = [put(shared, f"small/{number}", SMALL) for number in range(3)]
+    async with connected(shared, faulty, max_streams=1) as store, trio.open_nursery() as nursery:
+        hold = faulty.hold("GET", "small/*", 0.0, times=len(versions))
+        for version in versions:
+            nursery.start_soon(read, store, version)
+        await eventually(lambda: len(hold.held) == len(versions))
+        hold.released.set()
 
 
 @pytest.mark.parametrize("operation", ["LIST", "HEAD"])
