@@ -28,6 +28,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,18 +47,16 @@ MOST_DIRECTORIES = 100_000
 MOST_CHANGED = 20_000
 
 
+@dataclass(slots=True)
 class _Directory:
     """The knowledge of one directory's objects, or of those of all directories of one parent."""
 
-    __slots__ = ("has_attributes", "has_usual", "oldest_ns", "without", "youngest_ns")
-
-    def __init__(self) -> None:
-        self.without = 0
-        self.oldest_ns = math.inf
-        self.youngest_ns = 0
-        self.has_attributes = False
-        # An object has attributes which the mount shows anyway.
-        self.has_usual = False
+    without: int = 0
+    oldest_ns: float = math.inf
+    youngest_ns: int = 0
+    has_attributes: bool = False
+    # An object has attributes which the mount shows anyway.
+    has_usual: bool = False
 
 
 class Assumed(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
+from dataclasses import dataclass, field, replace
 
 from fusefs.posix.directory.freshness import FIRST_S
 from fusefs.posix.nodes import names
@@ -51,6 +52,7 @@ def is_stored(entry: Entry | Absent) -> bool:
     return entry is None or (isinstance(entry, ObjectInfo) and bool(entry.etag))
 
 
+@dataclass(slots=True, eq=False)
 class Segment:
     """All names of a directory at positions in (start, stop].
 
@@ -61,34 +63,21 @@ class Segment:
     `has_hidden` there may be keys that are not shown, these or others.
     """
 
-    __slots__ = (
-        "belief",
-        "doubtful",
-        "entries",
-        "expires",
-        "fetched",
-        "has_hidden",
-        "hidden",
-        "ordered",
-        "pending",
-        "start",
-        "stop",
-        "sure_until",
-    )
+    start: str
+    stop: str | None
+    entries: dict[str, Entry]
+    pending: Carried | None = field(default_factory=dict)  # None if it is not known
+    doubtful: set[str] = field(default_factory=set)
+    hidden: dict[str, ObjectInfo | None] = field(default_factory=dict)
+    has_hidden: bool = False
+    fetched: float = 0.0
+    expires: float = 0.0
+    sure_until: float = 0.0
+    belief: float = 0.0
+    ordered: list[str] = field(init=False)
 
-    def __init__(self, start: str, stop: str | None, entries: dict[str, Entry]) -> None:
-        self.start = start
-        self.stop = stop
-        self.entries = entries
-        self.ordered = sorted(entries, key=names.position)
-        self.pending: Carried | None = {}  # None if it is not known
-        self.doubtful: set[str] = set()
-        self.hidden: dict[str, ObjectInfo | None] = {}
-        self.has_hidden = False
-        self.fetched = 0.0
-        self.expires = 0.0
-        self.sure_until = 0.0
-        self.belief = 0.0
+    def __post_init__(self) -> None:
+        self.ordered = sorted(self.entries, key=names.position)
 
     def __lt__(self, other: Segment) -> bool:
         return self.start < other.start
@@ -156,13 +145,15 @@ class Segment:
         """This segment's part of a smaller stretch."""
         low = self.after(start)
         high = len(self.ordered) if stop is None else self.after(stop)
-        part = Segment(start, stop, {name: self.entries[name] for name in self.ordered[low:high]})
+        part = replace(
+            self,
+            start=start,
+            stop=stop,
+            entries={name: self.entries[name] for name in self.ordered[low:high]},
+            pending=self.pending if stop == self.stop else None,
+        )
         part.doubtful = {name for name in self.doubtful if part.holds(names.position(name))}
-        part.pending = self.pending if stop == self.stop else None
         part.hidden = {name: self.hidden[name] for name in self.hidden.keys() & part.entries}
-        part.has_hidden = self.has_hidden
-        part.fetched, part.expires = self.fetched, self.expires
-        part.belief, part.sure_until = self.belief, self.sure_until
         return part
 
 
@@ -236,12 +227,7 @@ def segment_from(
             if name in files:
                 covered[name] = file
             entries[name] = None
-    segment = Segment(start, stop, entries)
-    segment.pending = pending
-    segment.hidden = covered
-    segment.has_hidden = has_hidden
-    segment.doubtful = doubtful - entries.keys()
-    return segment
+    return Segment(start, stop, entries, pending, doubtful - entries.keys(), covered, has_hidden)
 
 
 def _why_hidden(prefix: str, name: str) -> str:

@@ -22,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import trio
 
@@ -48,6 +49,7 @@ MOST_OWN = 4096
 MOST_TOKENS = 8
 
 
+@dataclass(slots=True, eq=False)
 class DeferredChange:
     """The attributes that one object is to have; `info` is the version that it is about.
 
@@ -58,30 +60,16 @@ class DeferredChange:
     of the next one, None until it is on record.
     """
 
-    __slots__ = (
-        "changes",
-        "due",
-        "error",
-        "info",
-        "meta",
-        "sending",
-        "since",
-        "token",
-        "tokens",
-        "work",
-    )
-
-    def __init__(self, info: ObjectInfo, meta: Meta, tokens: tuple[str, ...] = ()) -> None:
-        self.info = info
-        self.meta = meta
-        self.tokens = tokens
-        self.token: ChangeToken | None = None
-        self.changes = 0
-        self.since = trio.current_time()
-        self.due = self.since + DEFER_S
-        self.sending: trio.Event | None = None
-        self.error: Exception | None = None
-        self.work = Work()
+    info: ObjectInfo
+    meta: Meta
+    tokens: tuple[str, ...] = ()
+    token: ChangeToken | None = None
+    changes: int = 0
+    since: float = field(default_factory=trio.current_time)
+    due: float = field(default_factory=lambda: trio.current_time() + DEFER_S)
+    sending: trio.Event | None = None
+    error: Exception | None = None
+    work: Work = field(default_factory=Work)
 
     @property
     def key(self) -> str:

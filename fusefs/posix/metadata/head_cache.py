@@ -21,6 +21,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 import trio
@@ -53,22 +54,21 @@ EVICTING_S = 1.0
 SETTLED_NS = 5 * SECOND_NS
 
 
+@dataclass(slots=True, eq=False)
 class PendingHead:
     """One HEAD, under way or answered. `info` is None if there is no such object.
 
     `sent` is in seconds of the monotonic clock.
     """
 
-    __slots__ = ("done", "error", "info", "sent", "work")
-
-    def __init__(self, work: Work | None = None) -> None:
-        self.sent = time.monotonic()
-        self.done = trio.Event()
-        self.info: ObjectInfo | None = None
-        self.error: StoreError | None = None
-        self.work = work or Work()
+    work: Work = field(default_factory=Work)
+    sent: float = field(default_factory=time.monotonic)
+    done: trio.Event = field(default_factory=trio.Event)
+    info: ObjectInfo | None = None
+    error: StoreError | None = None
 
 
+@dataclass(slots=True)
 class ScanState:
     """A program that goes through a directory in order, with HEADs sent ahead of it.
 
@@ -76,12 +76,9 @@ class ScanState:
     at the last step, and `remaining` how many of them it has not reached.
     """
 
-    __slots__ = ("last", "remaining", "width")
-
-    def __init__(self) -> None:
-        self.last = ""
-        self.width = 0
-        self.remaining = 0
+    last: str = ""
+    width: int = 0
+    remaining: int = 0
 
 
 class HeadCache:

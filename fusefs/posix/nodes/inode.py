@@ -84,8 +84,9 @@ class Attributes:
     blocks: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Inode:
-    """One node id. Plain slots: there are as many as names that the kernel knows.
+    """One node id: there are as many as names that the kernel knows.
 
     `info` is the object version (None for a directory); `children` holds the
     current inode of each name (None for a file). `served` and `passthrough`
@@ -93,10 +94,9 @@ class Inode:
     the kernel refuses to mix them in one inode. A directory's are all served,
     and `marks` are the positions that the offsets of its entries refer to, with their
     numbers (offsets.py). Until `valid_until` it is relied on to be what its name stands for, and
-    until `shown_until` the kernel shows its attributes, in seconds
-    of the monotonic clock; `looked_up` says that the kernel looked the name up
-    since the last open, and the bucket told what it stands for. `packed` is the session's own
-    form of the attributes.
+    until `shown_until` the kernel shows its attributes, in seconds of the monotonic clock;
+    `looked_up` says that the kernel looked the name up since the last open, and the bucket told
+    what it stands for. `packed` is the session's own form of the attributes.
 
     `is_removed` says that a file's name was taken from it here. Of the nodes
     that were one file by then, and may be open in different versions, one
@@ -105,66 +105,39 @@ class Inode:
     directory's entries, 0 if it has not since the time was set.
     """
 
-    __slots__ = (
-        "children",
-        "entries_changed_ns",
-        "has_other_pages",
-        "info",
-        "ino",
-        "is_current",
-        "is_removed",
-        "lead",
-        "links",
-        "looked_up",
-        "marker_etag",
-        "marks",
-        "meta",
-        "name",
-        "nlookup",
-        "nodeid",
-        "packed",
-        "parent",
-        "passthrough",
-        "served",
-        "shown_until",
-        "staged",
-        "streamed_generation",
-        "valid_until",
-    )
+    nodeid: int
+    ino: int
+    parent: Inode | None
+    name: str
+    info: ObjectInfo | None
+    children: dict[str, Inode] | None = None
+    marks: dict[str, int] | None = None
+    nlookup: int = 0
+    served: int = 0
+    passthrough: int = 0
+    valid_until: float = 0.0
+    shown_until: float = 0.0
+    looked_up: bool = False
+    is_current: bool = True
+    is_removed: bool = False
+    lead: Inode | None = None
+    # Its other names, where hard links have made some that are not parted yet.
+    links: LinkedNames | None = None
+    entries_changed_ns: int = 0
+    # The attributes of its object, on a writable mount; None until they are known.
+    meta: Meta | None = None
+    staged: StagedFile | None = None
+    packed: bytes | None = None
+    # The kernel may have pages of what the file was before another node's change went in.
+    has_other_pages: bool = False
+    # Of a directory that is known to have a marker without content: the marker's.
+    marker_etag: str | None = None
+    # The state of the listing that the kernel has read to its end (directory/listings.py).
+    streamed_generation: int = -1
 
-    def __init__(
-        self, nodeid: int, ino: int, parent: Inode | None, name: str, info: ObjectInfo | None
-    ) -> None:
-        self.nodeid = nodeid
-        self.ino = ino
-        self.parent = parent
-        self.name = name
-        self.info = info
-        self.children: dict[str, Inode] | None = {} if info is None else None
-        self.marks: dict[str, int] | None = None
-        self.nlookup = 0
-        self.served = 0
-        self.passthrough = 0
-        self.valid_until = 0.0
-        self.shown_until = 0.0
-        self.looked_up = False
-        self.is_current = True
-        self.is_removed = False
-        self.lead: Inode | None = None
-        # Its other names, where hard links have made some that are not parted yet.
-        self.links: LinkedNames | None = None
-        self.entries_changed_ns = 0
-        # The attributes of its object, on a writable mount; None until they are known.
-        self.meta: Meta | None = None
-        self.staged: StagedFile | None = None
-        self.packed: bytes | None = None
-        # The kernel may have pages of what the file was before another node's change went in.
-        self.has_other_pages = False
-        # Of a directory that is known to have a marker without content: the marker's.
-        self.marker_etag: str | None = None
-        # The state of the listing that the kernel has read to its end
-        # (see posix/directory/listings.py).
-        self.streamed_generation = -1
+    def __post_init__(self) -> None:
+        if self.info is None:
+            self.children = {}
 
     @property
     def is_open(self) -> bool:

@@ -15,18 +15,6 @@ from fusefs.posix.types import DirectoryBuffer, NameKind
 class Entries:
     """Adds the entries of one segment to one reply."""
 
-    __slots__ = (
-        "_assumed",
-        "_buffer",
-        "_entries",
-        "_expires",
-        "_head_cache",
-        "_inodes",
-        "_parent",
-        "_plain_until",
-        "_valid_s",
-    )
-
     def __init__(
         self,
         inodes: InodeTable,

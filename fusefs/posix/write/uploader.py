@@ -19,7 +19,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import trio
@@ -53,6 +53,7 @@ MOST_CONFLICTS = 20
 BACKGROUND_S = 20.0
 
 
+@dataclass(slots=True, eq=False)
 class UploadAttempt:
     """One upload of one file. `scope` may be cancelled while `is_cancellable`.
 
@@ -60,14 +61,13 @@ class UploadAttempt:
     writes wait for it.
     """
 
-    def __init__(self, work: Work, *, is_background: bool = False) -> None:
-        self.is_background = is_background
-        self.done = trio.Event()
-        self.hurry = trio.Event()
-        self.work = work
-        self.error: Exception | None = None
-        self.scope = trio.CancelScope()
-        self.is_cancellable = True
+    work: Work
+    is_background: bool = False
+    done: trio.Event = field(default_factory=trio.Event)
+    hurry: trio.Event = field(default_factory=trio.Event)
+    error: Exception | None = None
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    is_cancellable: bool = True
 
     def commit(self) -> None:
         """Note that what is done from now on may come to pass even if it is cancelled."""
@@ -75,17 +75,17 @@ class UploadAttempt:
         self.scope.deadline = math.inf
 
 
+@dataclass(slots=True, eq=False)
 class StreamingUpload:
     """The upload of a file while a program still writes it.
 
     Its work is that of the file's upload: who waits for the upload waits for these parts too.
     """
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.done = trio.Event()
-        self.scope = trio.CancelScope()
-        self.is_last = False
+    work: Work
+    done: trio.Event = field(default_factory=trio.Event)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    is_last: bool = False
 
 
 class Uploader:
@@ -156,7 +156,7 @@ class Uploader:
         if attempt is None:
             ahead = self._aheads.get(staged)
             work = ahead.work if ahead is not None else Work()
-            attempt = UploadAttempt(work, is_background=is_background)
+            attempt = UploadAttempt(work, is_background)
             self._attempts[staged] = attempt
             self._nursery.start_soon(self._run, staged, attempt, delay_s)
         return attempt
