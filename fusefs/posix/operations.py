@@ -103,9 +103,7 @@ class Operations:
 
     def show_repaired(self, key: str, made: ObjectInfo | None) -> None:
         """Have names and attributes show what the store has made of a key again, or removed."""
-        stem = key.removesuffix("/")
-        cut = stem.rfind("/") + 1
-        prefix, name = key[:cut], stem[cut:]
+        prefix, name = names.split_entry(key)
         if not key.startswith(self.inodes.prefix) or not name:
             return
         if self._directories.pending_changes.get(prefix, name) is not None:
@@ -114,9 +112,7 @@ class Operations:
         if key.endswith("/"):
             entry = UNCOVERED if made is None else None
         self._directories.changed(prefix, name, entry)
-        inode: Inode | None = self.inodes.root
-        for part in stem[len(self.inodes.prefix) :].split("/"):
-            inode = (inode.children or {}).get(part) if inode is not None else None
+        inode = self.inodes.at(key)
         if inode is not None and inode.staged is None and made is not None:
             deferred = self.writer.deferred.get(made) if self.writer is not None else None
             inode.meta = deferred or object_metadata.read(

@@ -15,7 +15,8 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.store.errors import StoreError
+from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.interface import ObjectInfo, Store
 
 Result = TypeVar("Result")
 # Above what threads are numbered with.
@@ -199,6 +200,14 @@ class ReadCounters:
             self.hit_bytes += size - fetched
         else:
             self.hit(size)
+
+
+async def find(store: Store, key: str) -> ObjectInfo | None:
+    """The object that the bucket has under a key, None if there is none."""
+    try:
+        return await store.head(key)
+    except NotFoundError:
+        return None
 
 
 async def waiting(answer: Awaitable[Result]) -> Result:

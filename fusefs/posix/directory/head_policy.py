@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from fusefs.posix.nodes.names import parent_of
+
 logger = logging.getLogger("fusefs.posix")
 
 SAMPLE = 16
@@ -166,7 +168,7 @@ class HeadPolicy:
 
     def is_like_others(self, prefix: str, modified_ns: Sequence[int]) -> bool:
         """Decide for a directory by those beside it; False if it takes a sample of its own."""
-        alike = self._alike.get(_parent(prefix)) if prefix and modified_ns else None
+        alike = self._alike.get(parent_of(prefix)) if prefix and modified_ns else None
         if alike is None or alike.has_attributes or alike.without < self.sample_size:
             return False
         if (
@@ -206,7 +208,7 @@ class HeadPolicy:
         return _entry(self._directories, prefix)
 
     def _beside(self, prefix: str) -> _Directory:
-        return _entry(self._alike, _parent(prefix))
+        return _entry(self._alike, parent_of(prefix))
 
     def moved(self, old: str, new: str) -> None:
         """A directory was renamed, with all that is below it."""
@@ -237,10 +239,6 @@ def _entry(known: OrderedDict[str, _Directory], prefix: str) -> _Directory:
     if len(known) > MOST_DIRECTORIES:
         known.popitem(last=False)
     return directory
-
-
-def _parent(prefix: str) -> str:
-    return prefix[: prefix.rstrip("/").rfind("/") + 1]
 
 
 def _read(record: Path) -> set[str]:

@@ -266,10 +266,6 @@ class Directories:
         if directory.note_change(time.monotonic(), is_ours=is_ours):
             self._inodes.doubt(directory.prefix)
 
-    def settled(self, prefix: str, name: str) -> None:
-        """A lasting change of a name is in the bucket, and listings show it."""
-        self.pending_changes.settle(prefix, name)
-
     def left(self, key: str) -> None:
         """The bucket is without an object that this mount has removed before."""
         self.pending_changes.leaving.discard(key)

@@ -19,7 +19,7 @@ import trio
 
 from fusefs.posix.directory.pending_changes import PendingChanges
 from fusefs.posix.directory.segment import Segment
-from fusefs.posix.nodes.names import split_key
+from fusefs.posix.nodes.names import parent_of, split_key
 from fusefs.store.errors import AccessDeniedError, StoreError
 from fusefs.store.interface import ListPage, Store
 from fusefs.telemetry.stalls import WaitCause, stage, unattended
@@ -38,10 +38,6 @@ MOST_APART_S = 60.0
 
 # Called with the directories that a program is about to read, and what is in them.
 Expect = Callable[[str, Segment], None]
-
-
-def _parent_of(prefix: str) -> str:
-    return prefix[: prefix.rfind("/", 0, -1) + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +99,7 @@ class Walks:
         """
         if len(prefix) <= len(self._top):
             return  # what is beside it may not be listed
-        parent = _parent_of(prefix)
+        parent = parent_of(prefix)
         walk = self._walks.setdefault(parent, Walk(parent))
         self._walks.move_to_end(parent)
         if len(self._walks) > MOST_WALKS:
@@ -181,7 +177,7 @@ def _grouped(prefix: str, page: ListPage, begun: dict[str, ListPage]) -> dict[st
         found = pages.get(folder)
         if found is None:
             found = pages[folder] = ListPage([], [], None, "")
-            above = _parent_of(folder)
+            above = parent_of(folder)
             if len(above) > len(prefix):
                 page_of(above).prefixes.append(folder)
         return found

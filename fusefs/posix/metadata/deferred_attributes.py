@@ -27,7 +27,9 @@ from dataclasses import dataclass, field
 import trio
 
 from fusefs.posix.metadata.attribute_log import AttributeLog, RecordedAttributes
+from fusefs.posix.nodes.names import is_at_or_below
 from fusefs.posix.nodes.object_metadata import Meta
+from fusefs.posix.types import find
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Store
@@ -160,14 +162,7 @@ class DeferredAttributes:
 
     def pending(self, key: str) -> list[DeferredChange]:
         """The waiting changes of a file, or of all below a prefix ("": of everything)."""
-        if not self._by_key:
-            return []
-        below = key if not key or key.endswith("/") else key + "/"
-        return [
-            entry
-            for entry in self._by_key.values()
-            if entry.key == key or entry.key.startswith(below)
-        ]
+        return [one for one in self._by_key.values() if is_at_or_below(one.key, key)]
 
     # Changing
 
@@ -461,11 +456,8 @@ class DeferredAttributes:
         """
         if entry.info.etag == info.etag or not entry.tokens:
             return entry.info.etag == info.etag
-        try:
-            made = await self._store.head(entry.key)
-        except NotFoundError:
-            return False
-        return made.etag == info.etag and str(made.token) in entry.tokens
+        made = await find(self._store, entry.key)
+        return made is not None and made.etag == info.etag and str(made.token) in entry.tokens
 
     def _failed(self, entry: DeferredChange, error: Exception) -> None:
         if entry.error is None:

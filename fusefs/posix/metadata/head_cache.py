@@ -192,7 +192,7 @@ class HeadCache:
             except StoreError:
                 if not self.asks_less:
                     raise
-                prefix = _directory(self._inodes.key(inode))
+                prefix = names.parent_of(self._inodes.key(inode))
                 self._policy.observe(prefix, _modified_ns(inode), has_attributes=False)
 
     async def learn(self, inode: Inode) -> None:
@@ -246,7 +246,7 @@ class HeadCache:
         One of the directories of a parent is enough at a time: it may decide for the others.
         """
         has_room = len(self._sampled) * self._policy.sample_size < MOST_AHEAD
-        if has_room and _directory(prefix) not in map(_directory, self._sampled):
+        if has_room and names.parent_of(prefix) not in map(names.parent_of, self._sampled):
             self._send_sample(prefix, segment, is_listed=True)
 
     def _send_sample(self, prefix: str, segment: Segment, *, is_listed: bool) -> None:
@@ -292,7 +292,7 @@ class HeadCache:
         has_room = len(self._remembered) < MOST_REMEMBERED
         if not has_room or _version(info) in self._remembered:
             return False
-        return not self._policy.has_no_attributes(_directory(info.key), info.mtime_ns)
+        return not self._policy.has_no_attributes(names.parent_of(info.key), info.mtime_ns)
 
     async def learn_version(self, info: ObjectInfo) -> None:
         """Remember a listed object's attributes before its name is looked up.
@@ -310,9 +310,7 @@ class HeadCache:
     def described(self, info: ObjectInfo) -> None:
         """Take note of what a GET said of an object beside its bytes."""
         known = self._observe(info)
-        prefix, name = names.split_key(info.key)
-        directory = self._inodes.at(prefix)
-        inode = (directory.children or {}).get(name) if directory is not None else None
+        inode = self._inodes.at(info.key)
         if inode is not None and _is_same(info, inode.info) and self.lacks(inode):
             self._learned(inode, known)
             # Not of what is learned for a GETATTR: the kernel would not believe its answer.
@@ -373,7 +371,7 @@ class HeadCache:
                 head.info = await self._store.head(key)
             self._observe(head.info)
         except NotFoundError:
-            self._policy.observe(_directory(key), 0, has_attributes=False)
+            self._policy.observe(names.parent_of(key), 0, has_attributes=False)
         except StoreError as error:
             head.error = error
         finally:
@@ -388,7 +386,7 @@ class HeadCache:
         if self.asks_less and has_attributes:
             has_usual = self._owner.shown(known) == self._owner.shown(default) and not known.xattrs
             has_attributes = not has_usual
-        prefix = _directory(info.key)
+        prefix = names.parent_of(info.key)
         if has_attributes and self.asks_less and not self._policy.has_attributes(prefix):
             self._doubt_told(prefix)
         modified_ns = 0 if is_directory else info.mtime_ns
@@ -440,7 +438,7 @@ class HeadCache:
 
     def _send_ahead(self, parent: Inode, prefix: str, name: str, entry: Entry) -> None:
         key = prefix + name if entry is not None else prefix + name + "/"
-        known = (parent.children or {}).get(name)
+        known = parent.child(name)
         if key in self._pending or (known is not None and not self.lacks(known)):
             return
         self._keep(key, self._send(key))
@@ -450,11 +448,6 @@ class HeadCache:
         self._pending[key] = head
         if len(self._pending) > MOST_KEPT:
             self._pending.popitem(last=False)
-
-
-def _directory(key: str) -> str:
-    """The prefix of the directory that a key, or a marker, is in."""
-    return key[: key.rstrip("/").rfind("/") + 1]
 
 
 def _modified_ns(inode: Inode) -> int:

@@ -27,10 +27,10 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
-from fusefs.posix.types import Caller
+from fusefs.posix.types import Caller, find
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
-from fusefs.store.errors import ConflictError, ExistsError, NotFoundError, UnsupportedError
+from fusefs.store.errors import ConflictError, ExistsError, UnsupportedError
 from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, Write
 from fusefs.telemetry.stalls import WaitCause, stage
 
@@ -123,9 +123,6 @@ class CreateRemove:
         directory = self._directories.get(self._inodes.key(parent))
         known = self._directories.lookup_now(directory, name)
         return known[0] if known is not None and isinstance(known[0], ObjectInfo) else entry
-
-    def _current(self, parent: Inode, name: str) -> Inode | None:
-        return (parent.children or {}).get(name)
 
     async def file_now(self, inode: Inode) -> Inode:
         """The node to change where a program changes a node's mode, owner, times or attributes.
@@ -221,10 +218,7 @@ class CreateRemove:
         """
         prefix = self._inodes.key(parent)
         below = await self._store.list_page(f"{prefix}{name}/", delimiter="", max_keys=1)
-        try:
-            if not below.objects:
-                await self._store.head(prefix + name)
-        except NotFoundError:
+        if not below.objects and await find(self._store, prefix + name) is None:
             return
         self._directories.correct(self._directories.get(prefix), name, None)
         raise OSError(errno.EEXIST, name)
@@ -248,12 +242,10 @@ class CreateRemove:
         if inode.marker_etag is not None:
             with suppress(ConflictError):
                 return await self._writer.empties.put_marker(prefix, meta, inode.marker_etag)
-        try:
-            there = await self._store.head(prefix)
-        except NotFoundError:
-            return await self._writer.empties.put_marker(prefix, meta, None)
-        if not there.size:
-            return await self._writer.empties.put_marker(prefix, meta, there.etag)
+        there = await find(self._store, prefix)
+        if there is None or not there.size:
+            etag = there.etag if there is not None else None
+            return await self._writer.empties.put_marker(prefix, meta, etag)
         await self._store.copy(there, prefix, Write(meta.as_metadata()))
         return None
 
@@ -269,7 +261,7 @@ class CreateRemove:
         if not self._writer.removals.may_defer(key) or not self.is_open((parent, name)):
             return False
         known = self._directories.lookup_now(self._directories.get(prefix), name)
-        inode = self._current(parent, name)
+        inode = parent.child(name)
         if known is None or not isinstance(known[0], ObjectInfo) or not self._may_delete:
             return False
         if (inode is not None and inode.staged is not None) or self._writer.deferred.has(key):
@@ -302,7 +294,7 @@ class CreateRemove:
             self._gone(parent, name)
 
     async def _delete_file(self, parent: Inode, name: str, entry: ObjectInfo) -> None:
-        inode = self._current(parent, name)
+        inode = parent.child(name)
         key = self._inodes.key(parent) + name
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._writer.not_staged(inode))
@@ -311,7 +303,7 @@ class CreateRemove:
             if staged is None or self._may_be_there(staged):
                 await self._delete(key, staged, self._file_now(parent, name, entry))
             if staged is not None:
-                self._unlink_staged(staged)
+                self._writer.staging.unlink(staged)
         self._let_go(staged)
 
     async def _delete(self, key: str, staged: StagedFile | None, entry: ObjectInfo) -> None:
@@ -342,7 +334,7 @@ class CreateRemove:
             self._check_deleting(name)
             self._begin(caller)
             await self._keep_directory(parent, name)
-            inode = self._current(parent, name)
+            inode = parent.child(name)
             etag = inode.marker_etag if inode is not None else None
             try:
                 await self._store.delete(prefix, etag, adopts=True)
@@ -392,7 +384,7 @@ class CreateRemove:
                 directory.marker_etag = await self._writer.empties.put_marker(prefix, meta, None)
 
     def _gone(self, parent: Inode, name: str, left: Absent = ABSENT) -> None:
-        inode = self._current(parent, name)
+        inode = parent.child(name)
         if inode is not None and inode.info is not None:
             self._cache.obsolete(inode.info.version)
         self._inodes.numbers.removed(parent, name, is_directory=left is UNCOVERED)
@@ -417,9 +409,6 @@ class CreateRemove:
                 return staged
             await held.__aexit__(None, None, None)  # it was settled meanwhile
         return None
-
-    def _unlink_staged(self, staged: StagedFile) -> None:
-        self._writer.staging.unlink(staged)
 
     def _let_go(self, staged: StagedFile | None) -> None:
         """Forget an unlinked file's content, unless somebody has it open."""

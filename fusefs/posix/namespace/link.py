@@ -21,7 +21,7 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import Meta, read
 from fusefs.posix.nodes.prefix_lock import PrefixLock
-from fusefs.posix.types import Caller
+from fusefs.posix.types import Caller, find
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -81,9 +81,8 @@ class LinkChanges(CreateRemove):
 
         An object that says the same time, to the nanosecond, is no other node's.
         """
-        try:
-            found = await self._store.head(key)
-        except NotFoundError:
+        found = await find(self._store, key)
+        if found is None:
             return None
         if self._unanswered.concerns(key):
             is_own = self._unanswered.may_have_made(found)
@@ -94,9 +93,8 @@ class LinkChanges(CreateRemove):
     async def _says_as(self, inode: Inode, found: ObjectInfo) -> bool:
         assert inode.info is not None
         if inode.staged is None and inode.meta is None:
-            try:
-                source = await self._store.head(inode.info.key)
-            except NotFoundError:
+            source = await find(self._store, inode.info.key)
+            if source is None:
                 return True  # the rename has gone on to remove it
             inode.meta = read(source.metadata or {}, inode.default_meta(self._owner))
         meta = _said(inode)

@@ -30,10 +30,6 @@ from fusefs.posix.nodes.prefix_lock import Name
 from fusefs.posix.types import Answer, Caller, NewAttributes, OpenResult, waiting
 from fusefs.posix.write.writer import Writer
 
-# The kernel takes no longer target of a symbolic link (PATH_MAX without the NUL). Any object may
-# say that it is one.
-LONGEST_TARGET = 4095
-
 Result = TypeVar("Result")
 
 

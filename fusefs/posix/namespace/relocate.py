@@ -18,6 +18,7 @@ from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.names import parent_of, split_entry
 from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
@@ -39,8 +40,7 @@ class Relocator:
 
     def is_dated(self, info: ObjectInfo) -> bool:
         """True if an object is known to say in its metadata when it was modified."""
-        parent = self._inodes.at(_parent(info.key))
-        inode = (parent.children or {}).get(_name(info.key)) if parent is not None else None
+        inode = self._inodes.at(info.key)
         if inode is None or inode.info is None or inode.info.version != info.version:
             return False
         # One of a large object that was sent while it was written is not in its metadata.
@@ -71,7 +71,7 @@ class Relocator:
         old, new = self._inodes.key(parent), self._inodes.key(to)
         entry = next(iter(moved.values()), None)
         replaced = self._handles.former(to, new_name)
-        current = (to.children or {}).get(new_name)
+        current = to.child(new_name)
         if current is not None and current is not inode:
             replaced.add(current)
             if current.info is not None:
@@ -140,33 +140,33 @@ class Relocator:
 
     def _move_nodes(self, old: str, new: str, moved: Moved) -> None:
         staged = [file for file in self._staging if file.key.startswith(old)]
-        inode, to = self._inodes.at(old), self._inodes.at(_parent(new))
+        inode, to = self._inodes.at(old), self._inodes.at(parent_of(new))
         if inode is not None and to is not None:
-            self._inodes.move(inode, to, _name(new), moved)
+            self._inodes.move(inode, to, split_entry(new)[1], moved)
         elif inode is not None:
             self._inodes.mark_replaced(inode)
         for file in staged:
             self._staging.try_record(file)
-        for parent in (self._inodes.at(_parent(old)), to):
+        for parent in (self._inodes.at(parent_of(old)), to):
             if parent is not None:
                 self._inodes.entries_changed(parent)
         self._directories.moved(old, new)
         # The bucket has it until all below it is deleted.
-        self._directories.changed(_parent(old), _name(old), UNCOVERED, lasting=True)
-        self._directories.changed(_parent(new), _name(new), None)
+        self._directories.changed(*split_entry(old), UNCOVERED, lasting=True)
+        self._directories.changed(*split_entry(new), None)
 
     def ended(self, old: str, new: str, *, is_ours: bool) -> None:
         """Take note that a directory's rename is finished or undone.
 
         Where another process had begun it, a listing may have shown it half done.
         """
-        self._directories.settled(_parent(old), _name(old))
+        self._directories.pending_changes.settle(*split_entry(old))
         if is_ours:
             return
         self._directories.moved(old, new)
         for prefix in (old, new):
-            above = self._directories.get(_parent(prefix))
-            self._directories.correct(above, _name(prefix), None)
+            above, name = split_entry(prefix)
+            self._directories.correct(self._directories.get(above), name, None)
 
     def _follow(self, moved: Moved, uncached: set[ObjectVersion]) -> None:
         """Have handles of nodes that their names no longer stand for go on with the copies.
@@ -191,11 +191,3 @@ def _follow_copy(staged: StagedFile, copies: PrefixCopy) -> None:
     # What somebody else has put there meanwhile is for the upload to find.
     if source is not None and source.etag == staged.etag:
         staged.etag = copies.made[staged.key].etag
-
-
-def _parent(key: str) -> str:
-    return key[: key.rfind("/", 0, -1) + 1]
-
-
-def _name(key: str) -> str:
-    return key[len(_parent(key)) :].removesuffix("/")

@@ -113,14 +113,14 @@ class NameChanges(LinkChanges):
                 return  # a directory, by this very request
             is_new = bool(flags & RENAME_NOREPLACE)
             if is_new and is_repeated and not isinstance(target, Absent):
-                inode, key = self._current(parent, name), self._inodes.key(to) + new_name
+                inode, key = parent.child(name), self._inodes.key(to) + new_name
                 is_new = inode is None or await self._made_before(inode, key) is None
             replaced = self._replaced(to, new_name, is_repeated=is_repeated)
             await self._move_file(
                 parent, name, to, new_name, entry, target, replaced, is_strict=is_new
             )
             old_key = self._inodes.key(parent) + name
-        renamed = self._current(to, new_name)
+        renamed = to.child(new_name)
         if renamed is not None and renamed.staged is not None:
             await self._make_safe(renamed.staged, old_key)
 
@@ -237,7 +237,7 @@ class NameChanges(LinkChanges):
             for staged in self._writer.staging:
                 if staged.key == key and not staged.is_unlinked:
                     return staged.inode
-        return self._current(to, name)
+        return to.child(name)
 
     async def _move_file(
         self,
@@ -257,7 +257,7 @@ class NameChanges(LinkChanges):
         nothing is replaced, whoever may have made it.
         """
         old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
-        inode = self._current(parent, name)
+        inode = parent.child(name)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._writer.not_staged(inode, replaced))
             described = await stack.enter_async_context(self._writer.deferred.taken(old_key))
@@ -284,7 +284,7 @@ class NameChanges(LinkChanges):
                 etag = made[0].etag if made is not None and is_copy else (staged or entry).etag
                 await self._delete_renamed(old_key, etag or None, made, rival, is_new=is_new)
             if rival is not None and staged is None:
-                self._unlink_staged(rival)
+                self._writer.staging.unlink(rival)
             elif rival is not None:
                 rival.state = FileState.UNLINKED
             if staged is not None:
@@ -401,7 +401,7 @@ class NameChanges(LinkChanges):
         if staged is not None:
             self._writer.staging.try_record(staged)
         if rival is not None:
-            self._unlink_staged(rival)
+            self._writer.staging.unlink(rival)
 
     async def _held_to_go(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
         """As `_held`, for a file whose name another one is to get: that is on record as later."""
@@ -488,7 +488,7 @@ class NameChanges(LinkChanges):
         state = rival.state if rival is not None else None
         try:
             if rival is not None and made is not None:
-                self._unlink_staged(rival)
+                self._writer.staging.unlink(rival)
             await self._store.delete(key, etag)
         except (StoreError, OSError):
             is_there = made is None or await self._is_there(key, etag)

@@ -86,10 +86,6 @@ class HandleTable:
         handle.inode.served += 1
         self.restored[handle.unique] = handle.fh
 
-    def go_on_from(self, next_fh: int) -> None:
-        """Number the next handles from `next_fh` on."""
-        self.next_fh = next_fh
-
     def opened_by(self, unique: int) -> int:
         """The handle that an earlier process opened for this very request, else 0.
 

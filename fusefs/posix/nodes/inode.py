@@ -161,6 +161,10 @@ class Inode:
     def _names(self) -> int:
         return 1 if self.links is None else len(self.links.nodes)
 
+    def child(self, name: str) -> Inode | None:
+        """The current node of a name in this directory, if the kernel knows it."""
+        return self.children.get(name) if self.children else None
+
     def keeps_pages(self) -> bool:
         """True if the kernel may keep its pages at an open for reads; else it drops them then."""
         keeps, self.has_other_pages = not self.has_other_pages, False

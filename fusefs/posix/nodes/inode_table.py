@@ -117,7 +117,8 @@ class InodeTable:
         self.prefix = prefix
         self._log = log
         self._ids_are_inos = ids_are_inos
-        self._next_id = FIRST_ID
+        # No node id from here on has been used.
+        self.next_id = FIRST_ID
         self.root = Inode(ROOT_ID, ROOT_ID, None, "", None)
         self.root.nlookup = 1
         self.by_id: dict[int, Inode] = {ROOT_ID: self.root}  # never another dict
@@ -142,15 +143,6 @@ class InodeTable:
 
     def all(self) -> list[Inode]:
         return list(self.by_id.values())
-
-    @property
-    def next_id(self) -> int:
-        """No node id from here on has been used."""
-        return self._next_id
-
-    def go_on_from(self, next_id: int) -> None:
-        """Number the next nodes from `next_id` on."""
-        self._next_id = next_id
 
     def adopt(self, inode: Inode) -> None:
         """Take up a node that the kernel knows from an earlier process."""
@@ -308,11 +300,14 @@ class InodeTable:
             self.mark_replaced(old)
         return self.resolve(parent, name, info)
 
-    def at(self, prefix: str) -> Inode | None:
-        """The directory of a prefix, if it has an inode."""
-        inode: Inode | None = self.root
-        for name in prefix[len(self.prefix) :].split("/")[:-1]:
-            inode = (inode.children or {}).get(name) if inode is not None else None
+    def at(self, key: str) -> Inode | None:
+        """The node of a file's key or a directory's prefix, if the kernel knows it."""
+        path, inode = key[len(self.prefix) :].removesuffix("/"), self.root
+        for name in path.split("/") if path else ():
+            child = inode.child(name)
+            if child is None:
+                return None
+            inode = child
         return inode
 
     def doubt(self, prefix: str) -> None:
@@ -470,10 +465,10 @@ class InodeTable:
             self.drop_unknown(parent)
 
     def _new_id(self) -> int:
-        while self._next_id in self.by_id:
-            self._next_id += 1
-        self._next_id += 1
-        return self._next_id - 1
+        while self.next_id in self.by_id:
+            self.next_id += 1
+        self.next_id += 1
+        return self.next_id - 1
 
 
 def choose_lead(nodes: list[Inode]) -> Inode:

@@ -34,6 +34,22 @@ def split_key(key: str) -> tuple[str, str]:
     return key[:at], key[at:]
 
 
+def split_entry(key: str) -> tuple[str, str]:
+    """As `split_key`, also of a directory by its own prefix."""
+    prefix = parent_of(key)
+    return prefix, key[len(prefix) :].removesuffix("/")
+
+
+def parent_of(key: str) -> str:
+    """The prefix of the directory that a file, or another directory, is in."""
+    return key[: key.rfind("/", 0, -1) + 1]
+
+
+def is_at_or_below(key: str, top: str) -> bool:
+    """True if a key is this one or below it; each is below ""."""
+    return not top or key == top or key.startswith(top if top.endswith("/") else top + "/")
+
+
 def is_expressible(name: str) -> bool:
     """True if a file name can stand for this segment of a key."""
     if not name or name in (".", ".."):

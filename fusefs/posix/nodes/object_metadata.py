@@ -34,7 +34,8 @@ from fusefs.store.fencing import CHANGE, CHANGE_SIZE, METADATA_LIMIT
 # The permissions that are taken from a bucket, and given to it.
 PERMISSIONS = 0o1777
 SECOND_NS = 1_000_000_000
-# The target of a symbolic link, which is the content of its object, has at most so many bytes.
+# The target of a symbolic link, which is its object's content, has at most so many bytes: the
+# kernel takes no longer one (PATH_MAX without the NUL).
 LONGEST_TARGET = 4095
 # Times lie between this and its negative, which is the years from 1677 to 2262.
 MOST_NS = (1 << 63) - 1

@@ -32,7 +32,7 @@ from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.read.known_files import KnownFiles
-from fusefs.posix.types import Answer, Caller, OpenResult, waiting
+from fusefs.posix.types import Answer, Caller, OpenResult, find, waiting
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo, ObjectVersion
@@ -167,7 +167,7 @@ class Opener:
         """Ask for the object alone; if it is another one, the inode is current no more."""
         assert inode.info is not None
         asked = inode.info.version
-        info = await self._current_info(inode)
+        info = await find(self._store, asked.key)
         if inode.info.version != asked:
             return  # this mount has changed it meanwhile: the answer is older
         if info is None or info.version != asked:
@@ -226,7 +226,7 @@ class Opener:
                 return await self._opened_either_way(inode, file, flags, caller, keep_cache=True)
         finally:
             self._cache.unpin(file)
-        info = await self._current_info(inode)
+        info = await find(self._store, inode.info.key)
         if inode.is_open or info is None:
             raise OSError(errno.ESTALE, "the object has been replaced while it was open")
         is_new = info.version != inode.info.version
@@ -239,14 +239,6 @@ class Opener:
             return await self._opened_either_way(inode, file, flags, caller, keep_cache=not is_new)
         finally:
             self._cache.unpin(file)
-
-    async def _current_info(self, inode: Inode) -> ObjectInfo | None:
-        """The object under the inode's key, None if there is none."""
-        assert inode.info is not None
-        try:
-            return await self._store.head(inode.info.key)
-        except NotFoundError:
-            return None
 
     async def _prepare(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> bool:
         """Have a version's first bytes in its file, all of them if it is small.

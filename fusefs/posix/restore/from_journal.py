@@ -58,7 +58,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     for nodeid, pid in state.stale:
         operations.recall_stale(nodeid, pid)
     operations.inodes.prune()
-    operations.handles.go_on_from(state.next_fh)
+    operations.handles.next_fh = state.next_fh
 
 
 def _taken_out(
@@ -83,7 +83,7 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
     Of the nodes of one name the youngest is current, unless it is on record as
     replaced. Nothing is valid yet: an open asks the bucket.
     """
-    inodes.go_on_from(state.next_id)
+    inodes.next_id = state.next_id
     inodes.numbers.adopt(state.numbers)
     for node in state.nodes.values():
         if node.nodeid != ROOT_ID:

@@ -171,8 +171,7 @@ def restore(writer: Writer, inode: Inode) -> None:
 
 def _was_replaced(writer: Writer, inode: Inode) -> bool:
     """True if a rename that was under way has given a node's name to another staged file."""
-    siblings = inode.parent.children if inode.parent is not None else None
-    now = (siblings or {}).get(inode.name)
+    now = inode.parent.child(inode.name) if inode.parent is not None else None
     if now is None or now is inode:
         return False
     return (writer.staging.directory / str(now.nodeid)).exists()
@@ -323,9 +322,7 @@ def _unlink(path: Path) -> None:
 
 def _younger(writer: Writer, key: str) -> StagedFile | None:
     """The file that is staged under a key already: the youngest is taken up first."""
-    prefix, name = split_key(key)
-    parent = writer.inodes.at(prefix)
-    inode = (parent.children or {}).get(name) if parent is not None else None
+    inode = writer.inodes.at(key)
     is_it = inode is not None and inode.info is not None and inode.info.key == key
     return inode.staged if inode is not None and is_it else None
 

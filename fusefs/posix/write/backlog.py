@@ -9,6 +9,7 @@ import trio
 
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.nodes.names import is_at_or_below
 from fusefs.posix.write.flush import Flusher
 from fusefs.posix.write.removals import Removal
 from fusefs.posix.write.staging import Staging
@@ -45,14 +46,8 @@ class Backlog:
         self._removals = flusher.removals
 
     def files(self, key: str) -> list[StagedFile]:
-        """The staged files at a key, or below a prefix, that are not in the bucket.
-
-        That of everything for "".
-        """
-        below = key if not key or key.endswith("/") else key + "/"
-        return [
-            file for file in self._staging.pending if file.key == key or file.key.startswith(below)
-        ]
+        """The staged files at or below a key ("": all) that are not in the bucket."""
+        return [file for file in self._staging.pending if is_at_or_below(file.key, key)]
 
     def unsent(self, key: str) -> list[StagedFile | DeferredChange | Removal]:
         """As `files`, with the attributes that the bucket lacks, and what is to go from it."""

@@ -31,7 +31,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.nodes.prefix_lock import PrefixLock
-from fusefs.posix.types import Answer, waiting
+from fusefs.posix.types import Answer, find, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.removals import Removals
@@ -42,7 +42,7 @@ from fusefs.posix.write.staging_record import may_tell_uploaded
 from fusefs.posix.write.upload_times import AppendRuns
 from fusefs.posix.write.uploader import AHEAD, Uploader
 from fusefs.settings.durability import Durability
-from fusefs.store.errors import NotFoundError, StoreError
+from fusefs.store.errors import StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Write
 from fusefs.telemetry.activity import ACTIVITY
@@ -318,9 +318,8 @@ class Flusher:
 
     def _named_now(self, inode: Inode) -> Inode:
         """The node that has the file's name now, where an edit has given it another one."""
-        siblings = inode.parent.children if inode.parent is not None else None
-        now = (siblings or {}).get(inode.name, inode)
-        return now if now.info is not None else inode
+        now = inode.parent.child(inode.name) if inode.parent is not None else None
+        return now if now is not None and now.info is not None else inode
 
     def described(self, inode: Inode) -> None:
         """The attributes of a staged file have changed: send them if no program will close it."""
@@ -376,11 +375,9 @@ class Flusher:
         unanswered = self._store.unanswered
         if not unanswered.concerns(info.key):
             return False
-        try:
-            found = await self._store.head(info.key)
-        except NotFoundError:
-            return unanswered.has_undone(info.key, None)
-        return found.etag == info.etag or unanswered.has_undone(info.key, found)
+        found = await find(self._store, info.key)
+        is_there = found is not None and found.etag == info.etag
+        return is_there or unanswered.has_undone(info.key, found)
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
         """A version's object has other attributes, and is another version for that."""
@@ -388,28 +385,27 @@ class Flusher:
             self.uploads.own.note(new)
         # The copy may have another ETag, and has the same bytes.
         await self._cache.move(old.version, new.version)
-        prefix, name = split_key(old.key)
-        inode = self._node_of(prefix, name, old)
+        inode = self._node_of(old)
         if inode is not None:
             if inode.staged is not None and inode.staged.etag == old.etag:
                 inode.staged.etag = new.etag
                 self._staging.try_record(inode.staged)
             self._has(inode, new)
             return
+        prefix, name = split_key(old.key)
         known = self._directories.lookup_now(self._directories.get(prefix), name)
         if known is not None and isinstance(known[0], ObjectInfo) and known[0].etag == old.etag:
             self._directories.changed(prefix, name, new)
 
     def _attributes_lost(self, info: ObjectInfo) -> None:
         """The version whose attributes were changed is gone."""
-        inode = self._node_of(*split_key(info.key), info)
+        inode = self._node_of(info)
         if inode is not None and inode.staged is None:
             self._state.mark_stale(inode)
 
-    def _node_of(self, prefix: str, name: str, info: ObjectInfo) -> Inode | None:
+    def _node_of(self, info: ObjectInfo) -> Inode | None:
         """The node that a version is shown as, if the kernel knows it."""
-        parent = self._inodes.at(prefix)
-        inode = (parent.children or {}).get(name) if parent is not None else None
+        inode = self._inodes.at(info.key)
         is_it = inode is not None and inode.info is not None and inode.info.version == info.version
         return inode if is_it else None
 
@@ -498,7 +494,7 @@ class Flusher:
         self._release(staged, is_taken=is_taken)
         if not staged.is_unlinked and inode.info is not None:
             prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
-            self._directories.settled(prefix, inode.name)
+            self._directories.pending_changes.settle(prefix, inode.name)
 
     def _may_settle(self, staged: StagedFile) -> bool:
         """True if no program has a staged file open that would miss it."""

@@ -29,7 +29,7 @@ import trio
 
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
-from fusefs.posix.nodes.names import split_key
+from fusefs.posix.nodes.names import is_at_or_below, split_key
 from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError
 from fusefs.store.interface import Store
 from fusefs.telemetry.stalls import Work, waiting_for
@@ -117,14 +117,7 @@ class Removals:
 
     def pending(self, key: str) -> list[Removal]:
         """The waiting removals at a key or below it ("": all)."""
-        if not self._by_key:
-            return []
-        below = key if not key or key.endswith("/") else key + "/"
-        return [
-            removal
-            for removal in self._by_key.values()
-            if removal.key == key or removal.key.startswith(below)
-        ]
+        return [one for one in self._by_key.values() if is_at_or_below(one.key, key)]
 
     def keys(self, prefix: str) -> set[str]:
         """The keys with a prefix whose objects wait to be deleted."""

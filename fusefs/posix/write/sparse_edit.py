@@ -28,6 +28,7 @@ from fusefs.posix.nodes.edit_base import (
     has_small_holes,
     page_edges,
 )
+from fusefs.posix.types import find
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectVersion, Store
 
@@ -108,9 +109,8 @@ class SparseEditor:
         Raises:
             StoreError: the bucket could not tell.
         """
-        try:
-            found = await self._store.head(lost.key)
-        except NotFoundError:
+        found = await find(self._store, lost.key)
+        if found is None:
             return False
         if base.version == lost != found.version and str(found.token) in base.tokens:
             old, base.file = base.file, self._cache.pin(found.version)

@@ -21,6 +21,7 @@ from fusefs.posix.metadata.deferred_attributes import OwnObjects
 from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.edit_base import IN_PARTS, EditBase
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.types import find
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import (
@@ -229,11 +230,8 @@ class UploadSteps:
         staged.upload = staged.upload_state = None
         self._staging.record(staged)
         if self.is_careful(staged):
-            try:
-                etag = (await self._store.head(staged.key)).etag
-            except NotFoundError:
-                etag = None
-            if etag != staged.etag:
+            found = await find(self._store, staged.key)
+            if (found.etag if found is not None else None) != staged.etag:
                 raise ConflictError("the object has been replaced")
 
     async def _copy_parts(
@@ -383,14 +381,7 @@ class UploadSteps:
     async def give_up(self, staged: StagedFile) -> ObjectInfo | None:
         """Send a file no more; return what the bucket has under its key."""
         await self.abandon(staged)
-        return await self.find(staged.key)
-
-    async def find(self, key: str) -> ObjectInfo | None:
-        """The object that the bucket has under a key, None if there is none."""
-        try:
-            return await self._store.head(key)
-        except NotFoundError:
-            return None
+        return await find(self._store, staged.key)
 
     async def store_beside(self, staged: StagedFile) -> ObjectInfo:
         """Keep the content under a key of its own, beside the object that somebody else made.

@@ -27,6 +27,7 @@ import trio
 from fusefs.posix.nodes.edit_base import IN_PARTS
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.prefix_lock import PrefixLock
+from fusefs.posix.types import find
 from fusefs.posix.write import exclusive, staged_sums
 from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.conflicts import Conflicts
@@ -107,13 +108,13 @@ class Uploader:
         kept_apart: Callable[[StagedFile, ObjectInfo, ObjectInfo | None], None],
         set_aside: Callable[[StagedFile, ObjectInfo | None], None],
     ) -> None:
+        self._store = store
         staging, fails = writing.staging, writing.rules.fails_on_conflict
         self._nursery = nursery = writing.nursery
         self._steps = UploadSteps(store, staging, editor, self._unaborted, fails_on_conflict=fails)
         self.aborts = PendingAborts(staging.directory, nursery, self._steps.abort_recorded)
         self.own = self._steps.own
         self.put_new = self._steps.put_new
-        self.find = self._steps.find
         self._staging = staging
         self._editor = editor
         self._prefix_lock = prefix_lock
@@ -334,7 +335,7 @@ class Uploader:
                 is_described = not staged.is_content_dirty
                 if is_last or not (is_described or self._steps.is_careful(staged)):
                     raise
-                theirs = await self._steps.find(staged.key)
+                theirs = await find(self._store, staged.key)
                 if not await self._conflicts.is_settled(staged, theirs):
                     await self._yield_to(staged, theirs, error)
                     return

@@ -32,7 +32,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.nodes.prefix_lock import PrefixLock
-from fusefs.posix.types import Answer, Caller, OpenResult, waiting
+from fusefs.posix.types import Answer, Caller, OpenResult, find, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import EmptyObjects, is_undecided
@@ -110,7 +110,7 @@ class Writer:
             OSError: EEXIST, with O_EXCL, and there is one by now.
         """
         meta = self._state.owner.of_new(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
-        made = (parent.children or {}).get(name)
+        made = parent.child(name)
         is_exclusive = flags & os.O_EXCL and (
             is_reserved or self._is_reserved(parent, name, caller)
         )
@@ -132,12 +132,12 @@ class Writer:
     ) -> tuple[Inode, OpenResult]:
         now = time.time_ns()
         info = ObjectInfo(self.inodes.key(parent) + name, 0, "", now)
-        made = (parent.children or {}).get(name)
+        made = parent.child(name)
         is_made = made is not None and made.staged is not None and is_undecided(made.staged)
         if flags & os.O_EXCL and not is_made:
             # The bucket decides between two nodes that create one lock file.
             info = await self.empties.put(info.key, meta.changed(mtime_ns=now), caller)
-        made = (parent.children or {}).get(name)
+        made = parent.child(name)
         if made is not None and made.staged is not None and not made.staged.is_unlinked:
             # By this very request, before a process died over it, or by one that was cancelled.
             if flags & os.O_TRUNC:
@@ -242,7 +242,7 @@ class Writer:
         assert inode.info is not None
         await self.deferred.settle(inode.info.key)
         known, staged = inode.info, inode.staged
-        found = await self.uploads.find(known.key)
+        found = await find(self._store, known.key)
         if self._store.unanswered.has_undone(known.key, found):
             found = await self._store.unanswered.restored(known.key)
         if inode.info is not known or inode.staged is not staged or not inode.is_current:
