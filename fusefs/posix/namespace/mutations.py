@@ -1,7 +1,7 @@
 """The requests that change something, on a writable mount.
 
 Each waits until no rename of a directory is in its way (nodes/prefix_lock.py), and then goes on
-when its request is cancelled (uncancelled.py), so that none is left half done. One that
+when its request is cancelled (tasks.py), so that none is left half done. One that
 must not be applied twice is put on record before it is begun: when it is sent again,
 finding it done is success.
 """
@@ -22,11 +22,11 @@ from fusefs.posix.metadata import xattrs
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.rename import NameChanges
-from fusefs.posix.namespace.uncancelled import UncancelledRunner
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import MOST_NS, PERMISSIONS, Meta
 from fusefs.posix.nodes.prefix_lock import Name
+from fusefs.posix.tasks import run_uncancelled
 from fusefs.posix.types import Answer, Caller, NewAttributes, OpenResult, waiting
 from fusefs.posix.write.writer import Writer
 
@@ -49,7 +49,7 @@ class Mutations:
         self._inodes = state.inodes
         self._head_cache = head_cache
         self._release = release
-        self._uncancelled = UncancelledRunner(nursery, state.notifier.invalidate_names)
+        self._nursery = nursery
         self.writer = writer
         self.changes = changes
 
@@ -64,7 +64,13 @@ class Mutations:
         What it has made is given to `unwanted` then.
         """
         await waiting(self.changes.until_open(*names))
-        return await self._uncancelled.run(waiting(work()), unwanted=unwanted)
+        return await self._go_on(waiting(work()), unwanted)
+
+    async def _go_on(
+        self, work: Coroutine[Any, Any, Result], unwanted: Callable[[Result], None]
+    ) -> Result:
+        unseen = self._state.notifier.invalidate_names
+        return await run_uncancelled(self._nursery, work, unseen, unwanted)
 
     # What stat shows, and extended attributes
 
@@ -226,8 +232,8 @@ class Mutations:
     async def _created(
         self, answer: Coroutine[Any, Any, tuple[Inode, OpenResult]], name: Name
     ) -> tuple[Inode, OpenResult]:
-        return await self._uncancelled.run(
-            self.changes.below(name, answer), unwanted=lambda made: self._forget_opened(*made)
+        return await self._go_on(
+            self.changes.below(name, answer), lambda made: self._forget_opened(*made)
         )
 
     def _forget_opened(self, inode: Inode, opened: OpenResult) -> None:

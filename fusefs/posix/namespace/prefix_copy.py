@@ -11,24 +11,20 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
-from typing import TypeVar
-
-import trio
 
 from fusefs.posix.nodes import names
+from fusefs.posix.nodes.object_metadata import SECOND_NS
+from fusefs.posix.tasks import for_each
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError, UnreachableError
 from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Store, Write
 from fusefs.store.s3.head import sendable
 
 logger = logging.getLogger("fusefs.renaming")
 
-Item = TypeVar("Item")
 IsDated = Callable[[ObjectInfo], bool]
-
-SECOND_NS = 1_000_000_000
 
 # The store has fewer connections, or as many; each copy is a request or two.
 AT_ONCE = 64
@@ -163,8 +159,8 @@ class PrefixCopy:
         # that makes directories for keys would race with them, and both lose by that.
         markers = [info for info in todo if _is_marker(info)]
         for _, level in groupby(sorted(markers, key=_depth), key=_depth):
-            await _each(self._copy, list(level))
-        await _each(self._copy, [info for info in todo if not _is_marker(info)])
+            await for_each(self._copy, list(level), AT_ONCE)
+        await for_each(self._copy, [info for info in todo if not _is_marker(info)], AT_ONCE)
 
     def check_length(self, keys: Iterable[str]) -> None:
         """See that the keys below the old prefix have none that is too long below the new one.
@@ -356,7 +352,7 @@ async def delete_all(
         note([key for key in batch if key not in failed])
         errors.extend(failure.error for failure in failures)
 
-    await _each(delete, _batches(files))
+    await for_each(delete, _batches(files), AT_ONCE)
     for batch in _batches(markers):
         await delete(batch)
     if errors:
@@ -402,28 +398,3 @@ async def list_all(store: Store, prefix: str) -> list[ObjectInfo]:
         if page.next_token is None:
             return objects
         after = page.last
-
-
-async def _each(work: Callable[[Item], Awaitable[None]], items: Iterable[Item]) -> None:
-    """Do something for each, many at a time; after the first error no more is begun.
-
-    What is under way then is done to its end: what a request that is cancelled has made is not
-    known.
-    """
-    todo = iter(items)
-    errors: list[StoreError | OSError] = []
-
-    async def go_on() -> None:
-        for item in todo:
-            try:
-                await work(item)
-            except (StoreError, OSError) as error:
-                errors.append(error)
-            if errors:
-                return
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(AT_ONCE):
-            nursery.start_soon(go_on)
-    if errors:
-        raise errors[0]

@@ -23,7 +23,6 @@ each other's failure for the end of the rename, and remove the only objects that
 from __future__ import annotations
 
 import enum
-import errno
 import json
 import logging
 import os
@@ -40,6 +39,7 @@ import trio
 from fusefs.linux import files
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
 from fusefs.posix.nodes.prefix_lock import Closure, PrefixLock
+from fusefs.posix.tasks import judged
 from fusefs.posix.write.rules import Writing
 from fusefs.store.errors import StoreError
 
@@ -372,9 +372,7 @@ class RenameJobs:
         except (StoreError, OSError) as error:
             logger.warning("the rename of %s to %s is undone: %s", job.old, job.new, error)
         except Exception as error:  # the next process would meet this fault as well
-            logger.exception("a fault in the rename of %s to %s", job.old, job.new)
-            fault = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
-            self._prefix_lock.fail(job.closure, fault)
+            self._prefix_lock.fail(job.closure, judged(error))
 
     # Records
 

@@ -16,7 +16,6 @@ listings do not show it (`Directories.pending_changes`).
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import math
@@ -30,7 +29,8 @@ import trio
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.posix.nodes.names import is_at_or_below, split_key
-from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError
+from fusefs.posix.tasks import judged
+from fusefs.store.errors import NotFoundError, UnsupportedError
 from fusefs.store.interface import Store
 from fusefs.telemetry.stalls import Work, waiting_for
 
@@ -263,7 +263,7 @@ class Removals:
             failures = await self._store.delete_many(list(etags), etags)
             failed = {failure.key: failure.error for failure in failures}
         except Exception as error:
-            failed = dict.fromkeys(etags, self._judged(error))
+            failed = dict.fromkeys(etags, judged(error))
         self._done([removal for removal in batch if removal.key not in failed])
         for removal in batch:
             why = failed.get(removal.key)
@@ -285,7 +285,7 @@ class Removals:
                     async with self._retrying:
                         await self._delete(removal)
             except Exception as error:
-                self._note_failed(removal, self._judged(error))
+                self._note_failed(removal, judged(error))
                 delay_s = RETRY_S
             else:
                 self._done([removal])
@@ -306,13 +306,6 @@ class Removals:
             await self._store.delete(removal.key, removal.etag)
         else:
             logger.warning("%s was removed, and replaced by somebody else: it stays", removal.key)
-
-    def _judged(self, error: Exception) -> Exception:
-        """The failure of a request; the next process would meet a fault of ours as well."""
-        if not isinstance(error, StoreError | OSError):
-            logger.error("a fault in removing files", exc_info=error)
-            return OSError(errno.EIO, f"a fault of fusefs: {error!r}")
-        return error
 
     def _note_failed(self, removal: Removal, error: Exception) -> None:
         if removal.error is None:

@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-import trio
-
 from fusefs.posix.metadata.deferred_attributes import OwnObjects
 from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.edit_base import IN_PARTS, EditBase
 from fusefs.posix.nodes.inode import StagedFile
+from fusefs.posix.tasks import for_each
 from fusefs.posix.types import find
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging import Staging
@@ -238,11 +237,9 @@ class UploadSteps:
         self, staged: StagedFile, base: EditBase, upload: Upload, size: int
     ) -> None:
         """Have S3 copy the parts that no program wrote to, and bring what the others lack."""
-        errors: list[Exception] = []
-        todo = iter(upload.missing(size))
         modified_ns, described = os.fstat(staged.fd).st_mtime_ns, staged.meta_changes
 
-        async def settle(number: int) -> None:
+        async def have_part(number: int) -> None:
             start, stop = upload.part_range(number, size)
             while base.keeps(start, stop):
                 source = base.version
@@ -256,22 +253,16 @@ class UploadSteps:
                         break
             await self._editor.fill(base, staged.fd, start, stop)
 
-        async def go_on() -> None:
-            for number in todo:
-                try:
-                    await settle(number)
-                except (StoreError, OSError) as error:
-                    errors.append(error)
-                    nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(COPIES_AT_ONCE):
-                nursery.start_soon(go_on)
+        failure: Exception | None = None
+        try:
+            await for_each(have_part, upload.missing(size), COPIES_AT_ONCE)
+        except (StoreError, OSError) as error:
+            failure = error
         if staged.meta_changes == described:
             # Each fill leaves the time as it is, but not beside others.
             os.utime(staged.fd, ns=(modified_ns, modified_ns))
-        if errors:
-            raise errors[0]
+        if failure is not None:
+            raise failure
 
     async def _corrected(self, staged: StagedFile, upload: Upload, info: ObjectInfo) -> ObjectInfo:
         """Have a new object say what was not known when its upload was begun."""

@@ -27,6 +27,7 @@ import trio
 from fusefs.posix.nodes.edit_base import IN_PARTS
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.prefix_lock import PrefixLock
+from fusefs.posix.tasks import judged
 from fusefs.posix.types import find
 from fusefs.posix.write import exclusive, staged_sums
 from fusefs.posix.write.aborts import PendingAborts
@@ -244,16 +245,11 @@ class Uploader:
                     return
                 attempt.scope = trio.CancelScope()
             staged.error = None
-        except (StoreError, OSError) as error:
-            staged.error = attempt.error = error
+        except Exception as error:
+            staged.error = attempt.error = judged(error)
             self.failures += 1
             logger.warning("%s is not in the bucket yet: %s", staged.key, error)
             await self._keep_sum(staged)
-        except Exception as error:
-            # The next process would meet this fault as well: the content stays, and all goes on.
-            staged.error = attempt.error = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
-            self.failures += 1
-            logger.exception("%s is not in the bucket yet", staged.key)
         finally:
             del self._attempts[staged]
             attempt.done.set()
@@ -492,10 +488,9 @@ class Uploader:
                     await upload.send(staged.fd, parts, staged.written_to)
                     # Not every store tells of parts as much as it takes to know them again.
                     self._staging.record(staged)
-        except (StoreError, OSError) as error:
-            logger.info("%s could not be sent while it is written: %s", staged.key, error)
-        except Exception:  # the upload at the end would meet it as well, and all goes on
-            logger.exception("%s could not be sent while it is written", staged.key)
+        except Exception as error:  # the upload at the end would meet a fault as well
+            why = judged(error)
+            logger.info("%s could not be sent while it is written: %s", staged.key, why)
         finally:
             del self._aheads[staged]
             ahead.done.set()

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.lowlevel
 
-from fusefs.posix.namespace.uncancelled import UncancelledRunner
+from fusefs.posix.tasks import run_uncancelled
 from fusefs.store.errors import ExistsError
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
@@ -101,8 +101,7 @@ async def test_what_no_task_waits_for_any_more_is_done_to_its_end() -> None:
 
     async with trio.open_nursery() as nursery:
         with trio.move_on_after(0) as scope:
-            apart = UncancelledRunner(nursery, lambda: done.append("unseen"))
-            await apart.run(work(), unwanted=done.append)
+            await run_uncancelled(nursery, work(), lambda: done.append("unseen"), done.append)
         assert scope.cancelled_caught
         assert done == []
         gate.set()
@@ -119,7 +118,7 @@ async def test_a_failure_that_no_task_waits_for_ends_nothing_else() -> None:
 
     async with trio.open_nursery() as nursery:
         with trio.move_on_after(0):
-            await UncancelledRunner(nursery, lambda: unseen.append(1)).run(work())
+            await run_uncancelled(nursery, work(), lambda: unseen.append(1))
         gate.set()
     assert unseen == [1]
 
@@ -132,9 +131,8 @@ async def test_a_fault_ends_who_waits_for_it_and_nothing_else(
         raise ZeroDivisionError
 
     async with trio.open_nursery() as nursery:
-        apart = UncancelledRunner(nursery, lambda: None)
         with pytest.raises(ZeroDivisionError):
-            await apart.run(fail())
+            await run_uncancelled(nursery, fail(), lambda: None)
         with trio.move_on_after(0):
-            await apart.run(fail())
+            await run_uncancelled(nursery, fail(), lambda: None)
     assert "ZeroDivisionError" in caplog.text

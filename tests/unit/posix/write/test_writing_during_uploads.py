@@ -198,6 +198,6 @@ async def test_a_fault_while_a_file_is_sent_ahead_ends_no_mount(
     async with mount.serving() as process:
         fh = await process.create("file", b"")
         await process.write(fh, 0, b"two parts")
-        await eventually(lambda: "sent while it is written" in caplog.text)
+        await eventually(lambda: "a fault of fusefs" in caplog.text)
         await process.save("other", b"y")
     assert store.contents()["other"] == b"y"
