@@ -25,6 +25,7 @@ class Rank(enum.IntEnum):
     KEPT = enum.auto()
     PASSING = enum.auto()
     AHEAD = enum.auto()
+    PLANNED = enum.auto()
 
 
 class OpenFile(NamedTuple):

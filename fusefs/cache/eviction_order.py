@@ -27,16 +27,21 @@ Files *ahead* were fetched before their first use. They have a small share of a 
 cache, and evict no kept file that is not stale. They stay until they are used, or
 until as many bytes as the cache may hold were fetched.
 
+*Planned* files are those of which a `Forecast` (planning/) knows the next use. A file that is
+fetched for a planned use may take the room of a file that is used later, and of what was not used
+since there is a plan. A file that a plan had, and that is not used again, is passing.
+
 bench/README.md compares this order with published ones (`python -m bench.eviction`).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Protocol
 
 from fusefs.cache.cached_file import CacheFile, Rank
@@ -81,6 +86,25 @@ class Room(Protocol):
     def limit(self) -> int: ...
 
 
+class Forecast(Protocol):
+    """The known future of files. Times are in an order of its own; `since` is the epoch's."""
+
+    since: float
+
+    @property
+    def frontier(self) -> float:
+        """The time of the use for which is fetched: what is used later may go for that."""
+
+    def next_use(self, file: CacheFile) -> float | None:
+        """The time of a file's next use; inf if it has none, None if that is unknown."""
+
+    def opening(self, file: CacheFile) -> bool:
+        """Note that a program begins to open a file; True if it is planned."""
+
+    def used(self, file: CacheFile) -> None:
+        """Note that a program has opened a file."""
+
+
 class EvictionOrder:
     """The order of one mount's files. Belongs to the event loop.
 
@@ -94,11 +118,18 @@ class EvictionOrder:
         self._kept: OrderedDict[CacheFile, None] = OrderedDict()
         self._passing: OrderedDict[CacheFile, None] = OrderedDict()
         self._ahead: OrderedDict[CacheFile, None] = OrderedDict()
+        self._planned: OrderedDict[CacheFile, None] = OrderedDict()
         self._ranks = {
             Rank.KEPT: self._kept,
             Rank.PASSING: self._passing,
             Rank.AHEAD: self._ahead,
+            Rank.PLANNED: self._planned,
         }
+        # Another one holds for a file from its next `settle` on.
+        self.forecast: Forecast | None = None
+        # Planned files by their next use, the last one first; some have another place by now.
+        self._uses: list[tuple[float, int, CacheFile]] = []
+        self._numbers = count()
         # Those that were kept last, at the end; some may be pinned or evicted by now.
         self._latest: deque[CacheFile] = deque(maxlen=most_latest)
         self._passing_bytes = 0
@@ -149,7 +180,7 @@ class EvictionOrder:
         Of those that go first because they were kept last, the place is not on record.
         """
         latest = set(self._latest)
-        ranked = chain(self._kept, self._passing, self._ahead)
+        ranked = chain(self._kept, self._passing, self._ahead, self._planned)
         return list(islice((file for file in ranked if file not in latest), most))
 
     @property
@@ -159,6 +190,8 @@ class EvictionOrder:
 
     def use(self, file: CacheFile) -> None:
         """Note that a program opens a file, which is pinned."""
+        if self.forecast is not None:
+            self.forecast.used(file)
         self._end_ahead(file)
         last_use = file.last_use
         if last_use is None:
@@ -192,7 +225,9 @@ class EvictionOrder:
     def settle(self, file: CacheFile) -> None:
         """Give a file with bytes its place, when it is pinned no more."""
         self.leave(file)
-        if file.rank is None or file.rank is Rank.PASSING:
+        if self.forecast is not None and self._plan(file, self.forecast.next_use(file)):
+            return
+        if file.rank in (None, Rank.PASSING, Rank.PLANNED):
             stays = self._room.used - self._passing_bytes
             is_kept = stays <= (1 - PASSING_SHARE) * self._room.limit
             file.rank = Rank.KEPT if is_kept else Rank.PASSING
@@ -205,6 +240,42 @@ class EvictionOrder:
         self._ranks[file.rank][file] = None
         if file.rank is Rank.PASSING:
             self._passing_bytes += file.present.total
+
+    def is_planned(self, file: CacheFile) -> bool:
+        """Note that a program begins to open a file; True if the forecast has it."""
+        return self.forecast is not None and self.forecast.opening(file)
+
+    def _plan(self, file: CacheFile, next_use: float | None) -> bool:
+        """Give a file its place by its next use, if that is known and it is used again."""
+        if next_use is None:
+            return False
+        self._end_ahead(file)
+        if next_use == math.inf:
+            file.rank = Rank.PASSING
+            self._passing[file] = None
+            self._passing_bytes += file.present.total
+            return True
+        file.rank = Rank.PLANNED
+        self._planned[file] = None
+        if len(self._uses) > 2 * len(self._planned) + 1024:
+            self._uses = [use for use in self._uses if use[2] in self._planned]
+            heapq.heapify(self._uses)
+        heapq.heappush(self._uses, (-next_use, next(self._numbers), file))
+        return True
+
+    def _farthest(self) -> tuple[float, CacheFile | None]:
+        """The planned file with the last next use, and when that is."""
+        assert self.forecast is not None
+        while self._uses:
+            use, number, file = self._uses[0]
+            if file not in self._planned:
+                heapq.heappop(self._uses)
+                continue
+            next_use = self.forecast.next_use(file)
+            if next_use is None or next_use in (-use, math.inf):
+                return next_use or math.inf, file
+            heapq.heapreplace(self._uses, (-next_use, number, file))
+        return -math.inf, None
 
     def unload(self, file: CacheFile) -> None:
         """Take a file out of memory that stays in the cache."""
@@ -237,6 +308,13 @@ class EvictionOrder:
             return kept
         if passing is not None:
             return passing
+        last_use, planned = -math.inf, None
+        if self.forecast is not None:
+            if kept is not None and kept.used_at < self.forecast.since:
+                return kept
+            last_use, planned = self._farthest()
+            if last_use >= self.forecast.frontier:
+                return planned
         limit = self._room.limit
         if ahead is not None and self._fetched - ahead.ahead_since > limit:
             return ahead
@@ -244,7 +322,7 @@ class EvictionOrder:
             return None
         if ahead is not None and (not self._kept or self._ahead_bytes > AHEAD_SHARE * limit):
             return ahead
-        return self._kept_last() or kept
+        return self._kept_last() or kept or planned
 
     def _kept_last(self) -> CacheFile | None:
         """Of the kept files the one that was first kept last, if that is known."""

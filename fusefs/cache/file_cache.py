@@ -120,7 +120,7 @@ class FileCache:
             self._disk, self._catalog, self.discard, self._summed, self._threads
         )
         self.handover = Handover(
-            self._disk, self._files, self._catalog_writer, self._order, self.ensure_open
+            self._disk, self._files, self._catalog_writer, self.order, self.ensure_open
         )
         self._use = disk.hold_in_use(directory)
         # Called for each file that is dropped because its bytes are wrong.
@@ -160,14 +160,14 @@ class FileCache:
     def _restore(self, rows: list[Row], retained: set[str], most_in_memory: int) -> None:
         """Have the files of rows in memory, and in the order of eviction those not retained."""
         self._files.update((row.name, CacheFile.from_row(row)) for row in rows)
-        self._order = EvictionOrder(self.quota, min(MOST_LATEST, most_in_memory // 4))
-        self._order.restore(self._files.values())
+        self.order = EvictionOrder(self.quota, min(MOST_LATEST, most_in_memory // 4))
+        self.order.restore(self._files.values())
         self.retained = RetainedFiles(
             self._files,
             self._catalog,
             self._catalog_writer,
             self.retention,
-            self._order.leave,
+            self.order.leave,
             self.put_back,
         )
         for name in retained:
@@ -176,7 +176,7 @@ class FileCache:
             self._files,
             self._catalog,
             self._catalog_writer,
-            self._order,
+            self.order,
             self.quota,
             most_in_memory,
         )
@@ -247,7 +247,7 @@ class FileCache:
     def pin_again(self, file: CacheFile) -> None:
         """Add a user of a file that is at hand."""
         if not file.pins:
-            self._order.leave(file)
+            self.order.leave(file)
             self.residency.leave(file)
             # Readers of a file that was dropped go on; the name may be its successor's by now.
             if file.is_kept:
@@ -260,11 +260,11 @@ class FileCache:
         """Note that a program opens a pinned file: that is a use of it."""
         if self._kept_open.pop(file, None) is not None:
             self.unpin(file)
-        self._order.use(file)
+        self.order.use(file)
 
     def fetch_ahead(self, file: CacheFile) -> bool:
         """Note that a pinned file is to be fetched ahead of its use; False if it has no room."""
-        return self._order.fetch_ahead(file)
+        return self.order.fetch_ahead(file)
 
     def unpin(self, file: CacheFile, *, was_used: bool = True) -> None:
         """Take a user off a file; the last one closes it and gives it its place in the order."""
@@ -286,7 +286,7 @@ class FileCache:
     def _drop(self, file: CacheFile) -> None:
         if self._files.get(file.name) is file:
             del self._files[file.name]
-        self._order.forget(file)
+        self.order.forget(file)
         self.residency.leave(file)
         self._catalog_writer.forget(file)
         if not file.pins:
@@ -404,7 +404,7 @@ class FileCache:
         file.written_at = time.monotonic()
         self._catalog_writer.arrived(file)
         self.quota.written(new)
-        self._order.arrived(new)
+        self.order.arrived(new)
 
     async def assume_complete(self, file: CacheFile, st_ino: int) -> None:
         """Take a pinned file for complete: the kernel reads the file with this `st_ino`.
@@ -524,7 +524,7 @@ class FileCache:
                     now = time.monotonic()
                     self._end_keeping_open(sum(until <= now for until in self._kept_open.values()))
                     await self._catalog_writer.sync(SYNC_AFTER_S)
-                    self._order.note_time(steady_time())
+                    self.order.note_time(steady_time())
                     await self.residency.unload(self._unloaded)
                 await self._catalog_writer.touch()
 
@@ -574,10 +574,10 @@ class FileCache:
         self, *, is_ahead: bool = False, used_before: float = math.inf
     ) -> CacheFile | None:
         """The file to be evicted next; see `EvictionOrder.next`."""
-        file = self._order.next(is_ahead=is_ahead, used_before=used_before)
+        file = self.order.next(is_ahead=is_ahead, used_before=used_before)
         if file is None and not is_ahead and self._kept_open:
             self.close_unused()
-            file = self._order.next(used_before=used_before)
+            file = self.order.next(used_before=used_before)
         return file
 
     def put_back(self, file: CacheFile) -> None:
@@ -587,7 +587,7 @@ class FileCache:
 
     def _settle(self, file: CacheFile) -> None:
         if not file.is_retained:
-            self._order.settle(file)
+            self.order.settle(file)
 
     async def evict(self, file: CacheFile, *, for_room: bool = True) -> int:
         """Unlink a file that is not pinned; return a descriptor if it is still mapped, else -1.
@@ -598,7 +598,7 @@ class FileCache:
         blocks. A file that another mount uses or retains, or that is being opened, stays,
         without a place in the order of eviction (`put_back`). Not cancelled halfway.
         """
-        self._order.leave(file)
+        self.order.leave(file)
         self.residency.leave(file)
         if file.is_opening:
             return -1  # a rename has waited for the eviction before, and goes on next
@@ -623,7 +623,7 @@ class FileCache:
                     # Forgotten first: else what is recorded meanwhile could bring its row back.
                     if file.generation == generation:
                         self._catalog_writer.forget(file)
-                        self._order.forget(file)
+                        self.order.forget(file)
                         file.forget()
                     await self._catalog_writer.remove(file.name, generation, st_ino, recorded)
         finally:
@@ -660,7 +660,7 @@ class FileCache:
             self.quota.uncommitted -= file.unrecorded
             file.become(found.generation, found.st_ino, found.ranges)
             if found.ranges:
-                self._order.keep(file, found.used_at)
+                self.order.keep(file, found.used_at)
 
     async def sweep(self) -> None:
         """Remove files that a killed daemon has left."""

@@ -377,6 +377,8 @@ class Opener:
     def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
         """Let readahead know that a file is being opened."""
         assert inode.parent is not None
+        if self._cache.order.is_planned(file):
+            return
         prefix = self._inodes.key(inode.parent)
         if info.size <= SMALL:
             self._siblings.opened(prefix, info, was_there=file.is_complete)

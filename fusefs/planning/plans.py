@@ -1,0 +1,279 @@
+"""The plans of one mount: what is known of the next use of its files.
+
+Each reader has a plan (table.py): a program's plan, or a rank's of several. Together they tell
+the cache what goes first: of planned files the one whose next use is farthest (Belady, "A study
+of replacement algorithms for a virtual-storage computer", IBM Systems Journal 1966). Positions
+of several plans are compared as what lies between them and their readers, which are taken to be
+equally fast.
+
+A plan's text is in a file in the mount's state directory, so the daemon that takes a mount over
+goes on with it; the position is found by the next opens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile, Rank
+from fusefs.cache.file_cache import FileCache
+from fusefs.linux.clock import steady_time
+from fusefs.planning.prefetcher import Prefetcher
+from fusefs.planning.table import Plan
+
+logger = logging.getLogger("fusefs.planning")
+
+# Of all plans: 200 MB of memory, and what they may take of the cache's disk.
+MOST_ENTRIES = 1 << 24
+MOST_BYTES = 2 << 30
+LONGEST_ENTRY = 4096
+MOST_READERS = 256
+# Files that get their places before other tasks have their turn.
+FILES_TURN = 500
+# Files that are being opened, and were not there.
+MOST_LATE = 4096
+# Bytes of a text that are taken in before other tasks have their turn.
+TURN = 1 << 16
+
+
+class PlanError(Exception):
+    """A plan can't be taken; the message is one line for the user."""
+
+
+class Plans:
+    """The plans of one mount, by reader. Belongs to the event loop.
+
+    `settle` gives unpinned files their place in the order of eviction anew. As a `Forecast`
+    (cache/eviction_order.py) it is asked at each open and each eviction.
+    """
+
+    def __init__(
+        self, directory: Path, prefix: str, cache: FileCache, prefetcher: Prefetcher
+    ) -> None:
+        self._directory = directory
+        self._prefix = prefix
+        self._cache = cache
+        self._prefetcher = prefetcher
+        self._plans: dict[str, Plan] = {}
+        self._adding = trio.Lock()
+        self._active: list[Plan] = []
+        # How far readers have come on average, in entries: so that uses noted at different
+        # times can be compared.
+        self._clock = 0.0
+        self._known: dict[int, CacheFile] = {}  # unpinned files, by the checksums of their keys
+        self._late: set[CacheFile] = set()
+        self._has_changed = trio.Event()
+        self.since = math.inf
+
+    # Plans come and go
+
+    async def run(self, *, goes_on: bool) -> None:
+        """Follow the plans until cancelled; those of the last daemon first if it `goes_on`."""
+        names = await trio.to_thread.run_sync(self._on_record, goes_on)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._prefetcher.run)
+            nursery.start_soon(self._settle)
+            for reader in names:
+                await self._restore(reader)
+
+    def _on_record(self, goes_on: bool) -> list[str]:
+        """The readers whose plans are on record; without `goes_on` these are removed. Blocks."""
+        try:
+            paths = sorted(self._directory.iterdir()) if self._directory.exists() else []
+            if not goes_on:
+                for path in paths:
+                    path.unlink()
+                return []
+            return [bytes.fromhex(path.name).decode() for path in paths]
+        except (OSError, ValueError) as error:
+            logger.warning("the plans on record can't be read: %s", error)
+            return []
+
+    async def _restore(self, reader: str) -> None:
+        try:
+            plan = await self._open(reader, is_new=False)
+            offset = 0
+            while text := await trio.to_thread.run_sync(os.pread, plan.fd, TURN, offset):
+                offset += len(text)
+                self._take_in(plan, text)
+            self._begin(plan)
+            logger.info("going on with a plan of %d files", plan.size)
+        except OSError as error:
+            logger.warning("a plan can't be read again: %s", error)
+
+    async def add(self, reader: str, offset: int, text: bytes, *, is_last: bool) -> dict[str, Any]:
+        """Add a piece to a reader's plan, at `offset` bytes; at 0 it replaces the plan.
+
+        Each entry is a path relative to the mount, ended by a NUL.
+
+        Raises:
+            PlanError: it can't be taken.
+        """
+        async with self._adding:
+            plan = self._plans.get(reader)
+            try:
+                if offset == 0:
+                    if plan is None and len(self._plans) >= MOST_READERS:
+                        raise PlanError(f"there are plans of {MOST_READERS} readers already")
+                    self.end(reader)
+                    plan = await self._open(reader, is_new=True)
+                elif plan is None or plan.text_bytes != offset:
+                    raise PlanError("the plan is incomplete, for it was replaced; give it again")
+                self._check(plan, text)
+                await trio.to_thread.run_sync(_write, plan.fd, text, offset)
+            except OSError as error:
+                self.end(reader)
+                raise PlanError(f"the plan can't be kept: {error.strerror}") from error
+            except PlanError:
+                self.end(reader)
+                raise
+            for at in range(0, len(text), TURN):
+                self._take_in(plan, text[at : at + TURN])
+                await trio.lowlevel.checkpoint()
+            plan.has_all = is_last
+            if offset == 0:
+                self._begin(plan)
+            self._prefetcher.moved()
+            return self._prefetcher.describe(plan)
+
+    def _check(self, plan: Plan, text: bytes) -> None:
+        entries = sum(other.size for other in self._plans.values()) + text.count(b"\0")
+        if entries > MOST_ENTRIES:
+            raise PlanError(f"the plans of a mount have {MOST_ENTRIES:,} entries at most")
+        if sum(other.text_bytes for other in self._plans.values()) + len(text) > MOST_BYTES:
+            raise PlanError("the plans of a mount have 2 GiB of text at most")
+        if any(len(entry) > LONGEST_ENTRY for entry in text.split(b"\0")):
+            raise PlanError("an entry is too long for a path: is it a list of paths?")
+
+    async def _open(self, reader: str, *, is_new: bool) -> Plan:
+        path = self._directory / (reader.encode().hex() or "00")
+
+        def open_file() -> int:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if is_new else 0)
+            return os.open(path, flags, 0o600)
+
+        plan = Plan(reader, self._prefix, await trio.to_thread.run_sync(open_file))
+        self._plans[reader] = plan
+        return plan
+
+    def _take_in(self, plan: Plan, text: bytes) -> None:
+        """Add entries; files that seemed to be of no more use get their place anew."""
+        known = self._known
+        for mark in plan.add(text):
+            file = known.get(mark)
+            if file is not None:
+                self._cache.put_back(file)
+
+    def _begin(self, plan: Plan) -> None:
+        self._prefetcher.begin(plan)
+        self._refresh()
+
+    def end(self, reader: str) -> bool:
+        """Forget a reader's plan; False if there is none."""
+        plan = self._plans.pop(reader, None)
+        if plan is None:
+            return False
+        self._prefetcher.end(plan)
+        plan.close()
+        (self._directory / (reader.encode().hex() or "00")).unlink(missing_ok=True)
+        self._refresh()
+        return True
+
+    def _refresh(self) -> None:
+        """Have the order of eviction follow the plans that are read, or none."""
+        self._active = [plan for plan in self._plans.values() if not plan.is_ignored]
+        if not self._active:
+            self.since = math.inf
+        elif self.since == math.inf:
+            self.since = steady_time()
+        # Also a plan that is ignored needs the opens: its reader may come back.
+        self._cache.order.forecast = self if self._plans else None
+        self._has_changed.set()
+        self._prefetcher.moved()
+
+    async def _settle(self) -> None:
+        """Give all files in memory their places anew when plans have come or gone."""
+        while True:
+            await self._has_changed.wait()
+            self._has_changed = trio.Event()
+            for number, file in enumerate(self._cache.files()):
+                mark = self._mark(file)
+                if mark is not None and self._plans:
+                    self._known[mark] = file
+                if file.rank is Rank.PLANNED or self.next_use(file) is not None:
+                    self._cache.put_back(file)
+                if number % FILES_TURN == 0:
+                    await trio.lowlevel.checkpoint()
+            if not self._plans:
+                self._known.clear()
+
+    # The forecast
+
+    def _mark(self, file: CacheFile) -> int | None:
+        return crc32(file.version.key.encode()) if file.version is not None else None
+
+    def next_use(self, file: CacheFile) -> float | None:
+        """The time of a file's next use; inf if it has none, None if no plan has the file."""
+        mark = self._mark(file)
+        if mark is None:
+            return None
+        found = math.inf
+        for plan in self._active:
+            at = plan.find(mark, plan.low)
+            if at >= 0:
+                found = min(found, self._clock + at - plan.low)
+        if found == math.inf and not any(plan.find(mark, 0) >= 0 for plan in self._active):
+            return None
+        self._known[mark] = file
+        return found
+
+    @property
+    def frontier(self) -> float:
+        """The time of the use for which is fetched: what is used later may go for that."""
+        ahead = max((self._prefetcher.frontier(plan) for plan in self._active), default=math.inf)
+        return self._clock + ahead
+
+    def opening(self, file: CacheFile) -> bool:
+        """True if a file that is being opened is in a plan: no guess is needed."""
+        if self.next_use(file) is None:
+            return False
+        if not file.is_complete and len(self._late) < MOST_LATE:
+            self._late.add(file)
+        return True
+
+    def used(self, file: CacheFile) -> None:
+        """Note the open of a file."""
+        mark = self._mark(file)
+        if mark is None:
+            return
+        is_late = file in self._late
+        self._late.discard(file)
+        distances = {plan: plan.distance(mark) for plan in self._plans.values()}
+        nearest = min(distances, key=distances.__getitem__)
+        # It is the open of one reader. Of which is unknown where none expects it.
+        for plan in (nearest,) if distances[nearest] < nearest.window else distances:
+            was_ignored, jumps = plan.is_ignored, plan.jumps
+            moved = plan.opened(mark)
+            if not was_ignored:
+                self._clock += moved / max(1, len(self._active))
+            if plan.is_ignored != was_ignored or plan.jumps != jumps:
+                self._refresh()
+        self._prefetcher.opened(nearest, is_late=is_late)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The plans as JSON can hold them."""
+        return [self._prefetcher.describe(plan) for plan in self._plans.values()]
+
+
+def _write(fd: int, text: bytes, offset: int) -> None:
+    while text:
+        done = os.pwrite(fd, text, offset)
+        text, offset = text[done:], offset + done

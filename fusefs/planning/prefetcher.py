@@ -1,0 +1,355 @@
+"""Fetches what plans say will be read next.
+
+A task for each plan walks along its entries from the reader's position on and has each file's
+parts on their way, in the order of need, as many at a time as the path bears and programs leave
+(cache/readahead/): what a program waits for goes first. A path is looked up by the listings of
+the mount, as the program will do, when its turn comes.
+
+The walk goes on until the cache has no room: for a planned file that goes which is of no use
+any more, or was not used since there is a plan; and a file that is used later, as long as what
+was fetched ahead is a small share of the cache. The longer before its use a file is fetched, the
+less is known to be useless by then, so to go farther would have more fetched in all (Cao et
+al., "A study of integrated prefetching and caching strategies", SIGMETRICS 1995).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import PART, Downloader, NotKeptError
+from fusefs.cache.file_cache import FileCache
+from fusefs.cache.readahead.siblings import FILES_PER_SECOND, LEAST_WIDTH, SMALL
+from fusefs.planning.table import Plan
+from fusefs.posix.directory.listings import Directories
+from fusefs.posix.metadata.head_cache import HeadCache
+from fusefs.posix.nodes import names
+from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
+from fusefs.store.interface import ObjectInfo
+
+logger = logging.getLogger("fusefs.planning")
+
+# Of the cache, what may be ahead of a reader where that evicts what it will use later.
+AHEAD_SHARE = 1 / 8
+# And as many parts in any case.
+LEAST_AHEAD = 4 * PART
+# Files ahead of a reader that are there or on their way; more say nothing new.
+MOST_AHEAD = 8192
+# Files of a plan that are looked up and fetched at a time.
+MOST_AT_ONCE = 256
+# Where the walk waits for something to change, it looks again after so long.
+LOOK_AGAIN_S = 1.0
+# The pace of a reader is measured over its last opens.
+PACE_OPENS = 256
+
+
+@dataclass(slots=True, eq=False)
+class Walk:
+    """The prefetch of one plan: `at` is the next entry, `ahead` has sizes by position."""
+
+    plan: Plan
+    scope: trio.CancelScope
+    at: int = 0
+    jumps: int = 0
+    ahead: dict[int, int] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=dict)  # those that are there
+    ahead_bytes: int = 0
+    lacks_room: bool = False
+    opens: int = 0
+    in_time: int = 0
+    late: dict[str, int] = field(default_factory=lambda: {"rate": 0, "room": 0, "position": 0})
+    missing: int = 0
+    first_missing: str = ""
+    looked_up: int = 0
+    fetched_bytes: int = 0
+    late_since: float | None = None
+    room: trio.Lock = field(default_factory=trio.Lock)  # held by the part that waits for room
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_OPENS))
+
+    def pass_by(self) -> None:
+        """Forget what the reader has opened."""
+        plan = self.plan
+        if plan.jumps != self.jumps:
+            self.jumps, self.at = plan.jumps, plan.low
+            self.ahead, self.ready, self.ahead_bytes = {}, {}, 0
+        self.at = max(self.at, plan.low)
+        for position in [position for position in self.ahead if plan.was_opened(position)]:
+            self.ahead_bytes -= self.ahead.pop(position)
+            self.ready.pop(position, None)
+
+    def pace(self) -> float:
+        """The opens in a second, of late; 0 if that is unknown."""
+        if len(self.times) < 2:
+            return 0.0
+        return (len(self.times) - 1) / max(1e-6, time.monotonic() - self.times[0])
+
+
+class Prefetcher:
+    """The prefetch of all plans of one mount. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        prefix: str,
+        directories: Directories,
+        head_cache: HeadCache,
+        cache: FileCache,
+        downloader: Downloader,
+    ) -> None:
+        self._prefix = prefix
+        self._directories = directories
+        self._head_cache = head_cache
+        self._cache = cache
+        self._downloader = downloader
+        self._walks: dict[Plan, Walk] = {}
+        self._small = trio.CapacityLimiter(LEAST_WIDTH)
+        self._parts = trio.CapacityLimiter(LEAST_WIDTH)
+        self._changed = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        """Fetch until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for walk in self._walks.values():
+                nursery.start_soon(self._walk, walk)
+            await trio.sleep_forever()
+
+    def begin(self, plan: Plan) -> None:
+        walk = self._walks[plan] = Walk(plan, trio.CancelScope())
+        if self._nursery is not None:
+            self._nursery.start_soon(self._walk, walk)
+
+    def end(self, plan: Plan) -> None:
+        """Fetch no more of a plan."""
+        walk = self._walks.pop(plan, None)
+        if walk is not None:
+            walk.scope.cancel()
+
+    def moved(self) -> None:
+        """A reader, or a plan, has come farther."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def opened(self, plan: Plan, *, is_late: bool) -> None:
+        """Note the open of a planned file; `is_late` says that it was not there."""
+        walk = self._walks.get(plan)
+        if walk is None:
+            return
+        walk.opens += 1
+        walk.times.append(time.monotonic())
+        if is_late:
+            why = "position" if plan.is_ignored else "room" if walk.lacks_room else "rate"
+            walk.late[why] += 1
+            walk.late_since = walk.late_since or time.time()
+        else:
+            walk.in_time += 1
+            walk.late_since = None
+        self.moved()
+
+    def frontier(self, plan: Plan) -> float:
+        """The number of entries to the one that is fetched next; inf if that is far enough."""
+        walk = self._walks.get(plan)
+        most = max(LEAST_AHEAD, AHEAD_SHARE * self._downloader.room)
+        if walk is None or walk.ahead_bytes > most:
+            return math.inf
+        return walk.at - plan.low
+
+    # One plan
+
+    async def _walk(self, walk: Walk) -> None:
+        plan = walk.plan
+        turns = trio.Semaphore(MOST_AT_ONCE)
+        paths: deque[tuple[int, str]] = deque()
+        with walk.scope:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    walk.pass_by()
+                    is_far = len(walk.ahead) >= MOST_AHEAD or walk.lacks_room
+                    if plan.is_ignored or walk.at >= plan.size or is_far:
+                        await self._change()
+                        continue
+                    if plan.was_opened(walk.at) or walk.at in walk.ahead:
+                        walk.at += 1
+                        continue
+                    while paths and paths[0][0] < walk.at:
+                        paths.popleft()
+                    if not paths or paths[0][0] != walk.at:
+                        start = walk.at
+                        texts = await trio.to_thread.run_sync(plan.paths, start)
+                        paths = deque(enumerate(texts, start))
+                        continue
+                    await turns.acquire()
+                    nursery.start_soon(self._bring, walk, *paths.popleft(), turns)
+                    walk.at += 1
+
+    async def _change(self) -> None:
+        with trio.move_on_after(LOOK_AGAIN_S):
+            await self._changed.wait()
+
+    async def _bring(self, walk: Walk, position: int, path: str, turns: trio.Semaphore) -> None:
+        """Have the file of an entry in the cache, unless its reader is faster."""
+        walk.ahead[position] = 0
+        try:
+            info = await self._info(walk, path)
+            for _ in range(2):
+                if info is None or walk.plan.was_opened(position):
+                    return
+                try:
+                    await self._fetch(walk, position, info)
+                    return
+                except (NotFoundError, StaleVersionError):
+                    info = await self._info(walk, path, is_again=True)
+        except StoreError as error:
+            logger.debug("%s is not fetched ahead: %s", path, error)
+        finally:
+            turns.release()
+
+    async def _info(self, walk: Walk, path: str, *, is_again: bool = False) -> ObjectInfo | None:
+        """The object of a path, with what else an open of it needs; None if there is none."""
+        prefix, name = names.split_key(self._prefix + path)
+        entry: object = None
+        if all(map(names.is_expressible, path.split("/"))) and not names.is_private(prefix, name):
+            directory = self._directories.get(prefix)
+            entry, _ = await self._directories.lookup(directory, name, is_opened=is_again)
+        walk.looked_up += not is_again
+        if not isinstance(entry, ObjectInfo):
+            walk.missing += 1
+            walk.first_missing = walk.first_missing or path
+            return None
+        if self._head_cache.lacks_version(entry):
+            await self._head_cache.learn_version(entry)
+        return entry
+
+    async def _fetch(self, walk: Walk, position: int, info: ObjectInfo) -> None:
+        """Fetch what a version lacks; waits while there is no room."""
+        await self._cache.look_up([info.version])
+        file = self._cache.pin(info.version)
+        try:
+            if position in walk.ahead and not walk.plan.was_opened(position):
+                walk.ahead[position] = info.size
+                walk.ahead_bytes += info.size
+            job = _File(walk, position, file)
+            missing = [
+                (start, min(info.size, start + PART))
+                for start in range(0, info.size, PART)
+                if not file.present.covers(start, min(info.size, start + PART))
+            ]
+            if len(missing) == 1:
+                await self._part(job, *missing[0])
+            elif missing:
+                async with trio.open_nursery() as nursery:
+                    for start, stop in missing:
+                        nursery.start_soon(self._part, job, start, stop)
+            if job.error is not None:
+                raise job.error
+            if position in walk.ahead and file.is_complete:
+                walk.ready[position] = info.size
+        finally:
+            self._cache.unpin(file, was_used=False)
+
+    async def _part(self, job: _File, start: int, stop: int) -> None:
+        walk = job.walk
+        if not walk.lacks_room and await self._fill(job, start, stop):
+            return
+        async with walk.room:  # of those that wait for room the first one tries
+            while not job.is_over and not await self._fill(job, start, stop):
+                walk.lacks_room = job.file.is_kept
+                if not walk.lacks_room:
+                    return
+                await self._change()
+            if walk.lacks_room:
+                walk.lacks_room = False
+                self.moved()
+
+    async def _fill(self, job: _File, start: int, stop: int) -> bool:
+        """Have a part in the cache; False if there is no room for it."""
+        turn, limiter = object(), self._limiter(job.file.size)
+        await limiter.acquire_on_behalf_of(turn)
+        try:
+            if not job.is_over:
+                job.walk.fetched_bytes += await self._downloader.fill(
+                    job.file, start, stop, -math.inf
+                )
+        except NotKeptError:
+            return False
+        except StoreError as error:
+            job.error = error
+        finally:
+            limiter.release_on_behalf_of(turn)
+        return True
+
+    def _limiter(self, size: int) -> trio.CapacityLimiter:
+        """The turns of small files, or of parts of large ones: as many as the path bears now."""
+        path, demand = self._downloader.path, self._downloader.demand.count
+        if size > SMALL:
+            self._parts.total_tokens = max(LEAST_WIDTH, path.width - demand)
+            return self._parts
+        wanted = min(self._downloader.most_small, round(FILES_PER_SECOND * path.latency_s))
+        self._small.total_tokens = max(LEAST_WIDTH, wanted - demand)
+        return self._small
+
+    # What is shown
+
+    def state(self, plan: Plan) -> str:
+        """What becomes of a plan now, in a few words."""
+        walk = self._walks[plan]
+        if plan.is_ignored:
+            return "ignored: files are opened in another order, or by nobody"
+        if plan.is_done:
+            return "read to its end"
+        if walk.looked_up and walk.missing == walk.looked_up:
+            return "waiting: no path was found in the bucket"
+        return "followed, as far as the cache has room" if walk.lacks_room else "followed"
+
+    def describe(self, plan: Plan) -> dict[str, Any]:
+        """A plan's progress as JSON can hold it: entries, bytes and seconds."""
+        walk = self._walks[plan]
+        walk.pass_by()
+        ahead, at = [], plan.low
+        while at in walk.ready or (at < walk.at and plan.was_opened(at)):
+            ahead.append(walk.ready.get(at, -1))
+            at += 1
+        sizes = [size for size in ahead if size >= 0]
+        pace = walk.pace()
+        return {
+            "reader": plan.reader,
+            "state": self.state(plan),
+            "is_ignored": plan.is_ignored,
+            "entries": plan.size,
+            "has_all": plan.has_all,
+            "position": plan.low,
+            "left_out": plan.skipped,
+            "ahead_files": len(sizes),
+            "ahead_bytes": sum(sizes),
+            "ahead_s": len(sizes) / pace if pace else None,
+            "opens": walk.opens,
+            "in_time": walk.in_time,
+            "late": dict(walk.late),
+            "late_since": walk.late_since,
+            "looked_up": walk.looked_up,
+            "missing": walk.missing,
+            "first_missing": walk.first_missing,
+            "fetched_bytes": walk.fetched_bytes,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    """The file of an entry that is being fetched, and why it can't be."""
+
+    walk: Walk
+    position: int
+    file: CacheFile
+    error: StoreError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True if no further part is worth beginning."""
+        return self.error is not None or self.walk.plan.was_opened(self.position)

@@ -1,0 +1,244 @@
+"""One reader's plan: which paths it will read, in order, and how far it has come.
+
+Ten million entries have room, so an entry is no object. The text of the plan stays in a file
+on the cache's disk, each entry ended by a NUL. In memory an entry has 4 bytes of a checksum of
+its key and 4 bytes of a link, and a hash table of a segment leads from a checksum to the
+entries that have it. Two keys with one checksum (one pair in four billion) are taken for each
+other: then a file is fetched or evicted at the wrong time, and nothing else.
+
+The *position* follows from the opens. Entries before `low` are done, those in `_seen` were
+opened out of order, as several workers do. An open is expected within a window behind `low`. One
+elsewhere *strays*; when several in a row stray to one place, the reader has jumped there (a
+restart from a checkpoint). When most stray, the reader follows another order: the plan is
+ignored until a jump is found again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from array import array
+from collections.abc import Sequence
+from zlib import crc32
+
+# Entries of the first segment, and of the largest.
+SMALLEST_SEGMENT = 1 << 14
+LARGEST_SEGMENT = 1 << 20
+# Each so manieth entry has its place in the text on record.
+BLOCK = 64
+# Of the distinct paths, the share in which an open is expected: a random order would have as
+# many of its opens there. At most as many entries as workers have in their batches.
+WINDOW_SHARE = 1 / 4
+LEAST_WINDOW = 8
+LARGEST_WINDOW = 8192
+# Opens in a row that stray to one place until it is the position.
+JUMP_AFTER = 8
+# The share of expected opens, over about the last so many, below which the plan is ignored.
+RECENT_OPENS = 32
+LEAST_SHARE = 0.5
+# Entries of one checksum that are looked at.
+MOST_LINKS = 256
+# Without an expected open for so long, while so many others came, nobody reads the plan.
+IDLE_S = 300.0
+IDLE_OPENS = 1000
+
+
+class Segment:
+    """Some of a plan's entries: `size` at most, a power of two, counted from `start` on."""
+
+    __slots__ = ("_heads", "_links", "_mask", "marks", "start")
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start = start
+        self._mask = size - 1
+        self._heads = array("i", [-1]) * size
+        self._links = array("i")
+        self.marks = array("I")
+
+    @property
+    def room(self) -> int:
+        """The number of entries that fit."""
+        return self._mask + 1 - len(self.marks)
+
+    def add(self, marks: Sequence[int]) -> int:
+        """Add entries as far as they fit; return how many of their checksums seem to be new."""
+        heads, links, own, mask, new = self._heads, self._links, self.marks, self._mask, 0
+        number = len(own)
+        for mark in marks:
+            slot = mark & mask
+            last = heads[slot]
+            new += last < 0 or own[last] != mark
+            links.append(last)
+            own.append(mark)
+            heads[slot] = number
+            number += 1
+        return new
+
+    def places(self, mark: int, least: int) -> list[int]:
+        """The positions of a checksum from `least` on, the last one first."""
+        found, own, links, start = [], self.marks, self._links, self.start
+        at = self._heads[mark & self._mask]
+        for _ in range(MOST_LINKS):
+            if at < 0 or start + at < least:
+                break
+            if own[at] == mark:
+                found.append(start + at)
+            at = links[at]
+        return found
+
+
+class Plan:
+    """The plan of one reader, whose text is in an open file. Belongs to the event loop.
+
+    `prefix` is that of the mount's keys. `jumps` counts how often the position was set anew.
+    """
+
+    def __init__(self, reader: str, prefix: str, fd: int) -> None:
+        self.reader = reader
+        self.fd = fd
+        self.size = self.text_bytes = 0
+        self.low = self.jumps = self.skipped = 0
+        self.is_ignored = self.has_all = False
+        self.last_expected = time.monotonic()
+        self._start_mark = crc32(prefix.encode())
+        self._rest = b""  # an entry of which the end has not come
+        self._segments: list[Segment] = []
+        self._offsets = array("Q")
+        self._next_offset = 0
+        self._distinct = 0
+        self._seen: set[int] = set()
+        self._stray: list[int] = []
+        self._share = 1.0
+        self._others = 0
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    @property
+    def window(self) -> int:
+        """The number of entries behind `low` within which an open is expected."""
+        return max(LEAST_WINDOW, min(LARGEST_WINDOW, int(WINDOW_SHARE * self._distinct)))
+
+    @property
+    def is_done(self) -> bool:
+        return self.has_all and self.low >= self.size
+
+    def add(self, text: bytes) -> list[int]:
+        """Add entries of a piece of the text, which is in the file; return their checksums."""
+        *entries, self._rest = (self._rest + text).split(b"\0")
+        self.text_bytes += len(text)
+        start, at = self._start_mark, self._next_offset
+        for number, entry in enumerate(entries, self.size):
+            if number % BLOCK == 0:
+                self._offsets.append(at)
+            at += len(entry) + 1
+        self._next_offset = at
+        marks = [crc32(entry, start) for entry in entries]
+        done = 0
+        while done < len(marks):
+            if not self._segments or not self._segments[-1].room:
+                size = max(SMALLEST_SEGMENT, min(LARGEST_SEGMENT, self.size))
+                self._segments.append(Segment(self.size, size))
+            last = self._segments[-1]
+            part = marks[done : done + last.room]
+            self._distinct += last.add(part)
+            self.size += len(part)
+            done += len(part)
+        return marks
+
+    def paths(self, start: int) -> list[str]:
+        """The paths of some entries from `start` on, up to the end of a block. Blocks."""
+        block = start // BLOCK
+        offset = self._offsets[block]
+        is_last = block + 1 == len(self._offsets)
+        stop = self._next_offset if is_last else self._offsets[block + 1]
+        entries = os.pread(self.fd, stop - offset, offset).split(b"\0")[:-1]
+        return [entry.decode(errors="replace") for entry in entries[start % BLOCK :]]
+
+    def find(self, mark: int, least: int) -> int:
+        """The first position of a checksum from `least` on that was not opened; -1: none."""
+        for segment in self._segments:
+            if segment.start + len(segment.marks) > least:
+                for at in reversed(segment.places(mark, least)):
+                    if at not in self._seen:
+                        return at
+        return -1
+
+    def distance(self, mark: int) -> float:
+        """The number of entries from `low` to the next one of a checksum; inf: there is none."""
+        at = self.find(mark, self.low)
+        return at - self.low if at >= 0 else math.inf
+
+    def was_opened(self, position: int) -> bool:
+        """True if an entry was opened, or passed over."""
+        return position < self.low or position in self._seen
+
+    def opened(self, mark: int) -> int:
+        """Note the open of a key; return by how much the position moved.
+
+        An open that was not expected moves nothing, unless it shows that the reader has jumped.
+        """
+        before = self.low
+        at = self.find(mark, self.low)
+        if 0 <= at < self.low + self.window:
+            self._expected(at)
+            return self.low - before
+        if self._is_recent(mark):
+            return 0
+        if at < 0:
+            at = self.find(mark, 0)
+        if at >= 0:
+            self._strayed(at)
+            return 0
+        self._others += 1
+        idle_s = time.monotonic() - self.last_expected
+        self.is_ignored |= self._others > IDLE_OPENS and idle_s > IDLE_S
+        return 0
+
+    def _is_recent(self, mark: int) -> bool:
+        """True if an entry near the position has this checksum, opened already: opened again."""
+        least, stop = max(0, self.low - self.window), self.low + self.window
+        return any(
+            at < stop
+            for segment in self._segments
+            if segment.start + len(segment.marks) > least and segment.start < stop
+            for at in segment.places(mark, least)
+        )
+
+    def _expected(self, at: int) -> None:
+        self._judge(1.0)
+        self._stray.clear()
+        self._others = 0
+        self.last_expected = time.monotonic()
+        self._seen.add(at)
+        # What was left out so far behind is not read any more.
+        least = at - self.window // 2
+        while self.low in self._seen or self.low < least:
+            if self.low not in self._seen:
+                self.skipped += 1
+            self._seen.discard(self.low)
+            self.low += 1
+
+    def _strayed(self, at: int) -> None:
+        self._judge(0.0)
+        if self._stray and abs(at - self._stray[0]) > self.window // 2:
+            self._stray.clear()
+        self._stray.append(at)
+        if len(self._stray) >= min(JUMP_AFTER, max(2, self._distinct // 4)):
+            self._jump(self._stray)
+            self._stray = []
+
+    def _jump(self, opened: Sequence[int]) -> None:
+        self.low = min(opened)
+        self.jumps += 1
+        self._seen = set(opened)
+        while self.low in self._seen:
+            self._seen.discard(self.low)
+            self.low += 1
+        self.is_ignored, self._share = False, 1.0
+
+    def _judge(self, value: float) -> None:
+        self._share += (value - self._share) / RECENT_OPENS
+        if self._share < LEAST_SHARE:
+            self.is_ignored = True
