@@ -229,6 +229,19 @@ def _warm(options: argparse.Namespace) -> int:
     return _fetch([request], is_waiting=options.wait) or min(bad, 1)
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from fusefs.cli import plan
+
+    path = _path(options.path)
+    if options.end:
+        plan.end(path, options.reader)
+        return 0
+    if options.file is None:
+        raise _settings_error("FILE is missing; - is standard input")
+    separator = b"\0" if options.null else b"\n"
+    return 0 if plan.send(path, options.file, options.reader, separator, _complain) else 1
+
+
 def _fetch(requests: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
     """Have daemons do jobs of `fusefs warm` or `fusefs pin`."""
     from fusefs.cli import status_report, warm
@@ -368,6 +381,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "umount": _umount,
     "status": _status,
     "warm": _warm,
+    "plan": _plan,
     "pin": _pin,
     "unpin": _unpin,
     "drop": _drop,

@@ -258,6 +258,34 @@ _COMMANDS = (
         "       %(prog)s --cancel PATH...",
     ),
     _Command(
+        "plan",
+        "tell a mount what will be read next, in which order",
+        "Give a mount the list of files that a program will read, in the order of reading: it "
+        "fetches each before its turn, and keeps what is used again soonest. A line is a path, "
+        "relative to PATH, absolute, or an s3:// URI of the mount's bucket; after a tab it may "
+        "have the name of its reader, each of which has an order of its own. fusefs status shows "
+        "how far ahead the mount is. A new plan replaces the reader's last one.",
+        (
+            _PATH,
+            _argument(
+                "file",
+                metavar="FILE",
+                nargs="?",
+                help="the list; - is standard input, which may still grow",
+            ),
+            _argument(
+                "--reader",
+                metavar="NAME",
+                default="",
+                help="the reader of the lines that name none (a rank, say)",
+            ),
+        ),
+        (
+            _switch("--null", "entries end with a NUL byte instead of a newline"),
+            _switch("--end", "forget the reader's plan"),
+        ),
+    ),
+    _Command(
         "pin",
         "fetch files into the cache and keep them there",
         "Fetch files, and all files below directories, and never evict them until "

@@ -49,6 +49,7 @@ from fusefs.daemon.takeover import (
     late_requests_directory,
     renames_directory,
     staging_directory,
+    state_directory,
 )
 from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
@@ -59,6 +60,8 @@ from fusefs.linux import mount, mountinfo
 from fusefs.linux.libc import forbid_inspection
 from fusefs.linux.mount import MountError
 from fusefs.linux.unmount import UnmountError, umount_path
+from fusefs.planning.plans import Plans
+from fusefs.planning.prefetcher import Prefetcher
 from fusefs.posix.directory.head_policy import HeadPolicy
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal, NoJournal
@@ -309,6 +312,7 @@ class Daemon:
                     nursery.start_soon(self.name_pruner.run)
                     nursery.start_soon(self.scrub.run)
                     nursery.start_soon(self.warmer.run, self._takeover, self.operations.head_cache)
+                    nursery.start_soon(self.plans.run, not self._is_fresh)
                     if self.operations.mutations is not None:
                         nursery.start_soon(self.operations.mutations.writer.backlog.run)
                         nursery.start_soon(self.operations.mutations.changes.run)
@@ -446,7 +450,11 @@ class Daemon:
             endpoint=settings.endpoint_url or "",
         )
         self.operations = Operations(state, writing)
-        self.store.getter.described = self.operations.head_cache.described
+        head_cache = self.operations.head_cache
+        self.store.getter.described = head_cache.described
+        prefix = settings.source.prefix
+        prefetcher = Prefetcher(prefix, self.directories, head_cache, self.cache, self.downloader)
+        self.plans = Plans(state_directory(settings) / "plans", prefix, self.cache, prefetcher)
         if self.operations.writer is not None:
             self.store.requester.upload_log = self.operations.writer.uploads.aborts
         self.name_pruner = NamePruner(inodes, notifier.prune_names)

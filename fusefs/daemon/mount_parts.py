@@ -12,6 +12,7 @@ from fusefs.daemon.jobs.cache_warmer import CacheWarmer
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.session import RunningSession
+from fusefs.planning.plans import Plans
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.nodes.name_pruner import NamePruner
 from fusefs.posix.operations import Operations
@@ -42,4 +43,5 @@ class MountParts(Protocol):
     scrub: Scrub
     warmer: CacheWarmer
     local_copies: LocalCopies
+    plans: Plans
     access_guard: AccessGuard

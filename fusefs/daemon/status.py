@@ -17,6 +17,7 @@ from fusefs.daemon import metrics
 from fusefs.daemon.jobs.cache_warmer import JobSpec
 from fusefs.daemon.mount_parts import MountParts
 from fusefs.launch.control import ControlError
+from fusefs.planning.plans import PlanError
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes import names
 from fusefs.posix.write.backlog import UPLOADING
@@ -64,6 +65,12 @@ def answer(
             return _append(daemon, name, offset, text)
         case {"command": "cancel warming", "path": str(path)}:
             return {"was_under_way": daemon.warmer.cancel(path)}
+        case {"command": "plan", "reader": str(reader), "offset": int(offset), "entries": entries}:
+            return _plan(daemon, reader, offset, entries, is_last=bool(request.get("is_last")))
+        case {"command": "end plan", "reader": str(reader)}:
+            return {"was_there": daemon.plans.end(reader)}
+        case {"command": "plans"}:
+            return {"plans": daemon.plans.describe()}
         case {"command": "warming"}:
             return {"jobs": daemon.warmer.describe()}
         case {"command": "unpin", "path": str(path), "start": bool(is_first)}:
@@ -109,6 +116,18 @@ async def _give_up(daemon: MountParts, path: str) -> dict[str, Any]:
             f"the bucket cannot be asked for its version of the files: {error}"
         ) from error
     return answer | {"kept": str(writer.staging.directory)}
+
+
+async def _plan(
+    daemon: MountParts, reader: str, offset: int, entries: list[str], *, is_last: bool
+) -> dict[str, Any]:
+    try:
+        text = "".join(f"{entry}\0" for entry in entries).encode()
+        return await daemon.plans.add(reader, offset, text, is_last=is_last)
+    except UnicodeEncodeError:
+        raise ControlError("no object has such a name") from None
+    except PlanError as error:
+        raise ControlError(str(error)) from error
 
 
 async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dict[str, Any]:
@@ -183,6 +202,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         },
         "writing": _writing(daemon),
         "warming": _warming(daemon),
+        "plans": daemon.plans.describe()[:MOST_JOBS],
         "daemon": _process(daemon),
     }
 

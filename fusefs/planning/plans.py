@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -74,7 +73,7 @@ class Plans:
 
     # Plans come and go
 
-    async def run(self, *, goes_on: bool) -> None:
+    async def run(self, goes_on: bool) -> None:
         """Follow the plans until cancelled; those of the last daemon first if it `goes_on`."""
         names = await trio.to_thread.run_sync(self._on_record, goes_on)
         async with trio.open_nursery() as nursery:

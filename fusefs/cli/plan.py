@@ -1,0 +1,159 @@
+"""`fusefs plan`: gives a mount the list of what a program will read, in order."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fusefs.cli import manifest, sync
+from fusefs.cli.polling import ANSWER_TIMEOUT_S, FIRST_PAUSE_S, POLL_S
+from fusefs.launch.control import CommandError
+from fusefs.launch.mount_requests import daemon_request
+
+# Bytes that are read at a time, and those of an entry: a longer one is no path.
+CHUNK = 1 << 20
+LONGEST_ENTRY = 8192
+# Entries without a good one before them until the file is no list of paths.
+MOST_BAD = 100
+BAD_NAMED = 10
+# By then the daemon has mostly looked up the first entries.
+FIRST_LOOK_S = 3.0
+
+
+class Sender:
+    """The plan of one reader on its way to the daemon, in pieces."""
+
+    def __init__(self, mountpoint: Path, reader: str) -> None:
+        self._mountpoint = mountpoint
+        self._reader = reader
+        self._offset = self._size = self.count = 0
+        self._piece: list[str] = []
+
+    def add(self, path: str) -> None:
+        self._piece.append(path)
+        self._size += len(path.encode()) + 1
+        self.count += 1
+        if self._size >= manifest.PIECE:
+            self.flush()
+
+    def flush(self, *, is_last: bool = False) -> None:
+        """Send what has been added; the first request replaces the reader's plan.
+
+        Raises:
+            ControlError: the mount has ended, or its daemon refused the plan.
+        """
+        if not self._piece and not (is_last and self.count):
+            return
+        message = {
+            "command": "plan",
+            "reader": self._reader,
+            "offset": self._offset,
+            "entries": self._piece,
+            "is_last": is_last,
+        }
+        daemon_request(self._mountpoint, message, ANSWER_TIMEOUT_S)
+        self._offset, self._size, self._piece = self._offset + self._size, 0, []
+
+    def plan(self) -> dict[str, Any]:
+        """The state of the plan, as `status` has it."""
+        answer = daemon_request(self._mountpoint, {"command": "plans"}, ANSWER_TIMEOUT_S)
+        found = [plan for plan in answer["plans"] if plan["reader"] == self._reader]
+        if not found:
+            raise CommandError("the plan was ended meanwhile")
+        plan: dict[str, Any] = found[0]
+        return plan
+
+
+def send(
+    base: Path, file: str, reader: str, separator: bytes, complain: Callable[[str], None]
+) -> bool:
+    """Send a plan; False if some of its entries are bad. `complain` gets lines for these.
+
+    Raises:
+        CommandError: `base` is in no mount, or the file is no list of paths.
+        ControlError: the mount has ended, or its daemon refused the plan.
+        OSError: the file can't be read.
+    """
+    mountpoint, below = sync.find(base)
+    reading = manifest.Manifest(mountpoint, below)
+    senders: dict[str, Sender] = {}
+    bad = number = 0
+
+    def refuse(at: int, why: str) -> None:
+        nonlocal bad
+        bad += 1
+        if bad >= MOST_BAD and not senders:
+            raise CommandError(f"{file} is no list of paths of {mountpoint}: line {at}: {why}")
+        if bad <= BAD_NAMED and senders:
+            complain(f"{file}:{at}: {why}")
+
+    with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
+        for entries in _entries(source.fileno(), separator, file):
+            pairs = [entry.partition(b"\t") for entry in entries]
+            before = number
+            paths = reading.paths(
+                [path for path, _, _ in pairs],
+                lambda at, why, before=before: refuse(before + at, why),  # type: ignore[misc]
+            )
+            for (_, _, name), path in zip(pairs, paths, strict=True):
+                if path:
+                    whose = name.decode(errors="replace").strip() or reader
+                    if whose not in senders:
+                        senders[whose] = Sender(mountpoint, whose)
+                    senders[whose].add(path)
+            number += len(entries)
+            # A stream may go on much later.
+            for sender in senders.values():
+                sender.flush()
+    for sender in senders.values():
+        sender.flush(is_last=True)
+    if not senders:
+        raise CommandError(f"{file} names no file of {mountpoint}")
+    if bad > BAD_NAMED:
+        complain(f"{file}: {bad:,} lines in all name nothing of the mount")
+    return _are_found(list(senders.values()), complain) and not bad
+
+
+def _entries(fd: int, separator: bytes, file: str) -> Iterator[list[bytes]]:
+    import os
+
+    rest = b""
+    while chunk := os.read(fd, CHUNK):
+        *entries, rest = (rest + chunk).split(separator)
+        if len(rest) > LONGEST_ENTRY or any(len(entry) > LONGEST_ENTRY for entry in entries):
+            raise CommandError(f"{file} is no list of paths: an entry is too long for one")
+        if entries:
+            yield entries
+    if rest:
+        yield [rest]
+
+
+def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
+    """Wait for up to three seconds until the daemon has looked up the first paths."""
+    deadline, pause_s = time.monotonic() + FIRST_LOOK_S, FIRST_PAUSE_S
+    for sender in senders:
+        while not (plan := sender.plan())["looked_up"] and time.monotonic() < deadline:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S)
+        if plan["missing"]:
+            complain(
+                f"{plan['missing']:,} of the first {plan['looked_up']:,} paths are not in the"
+                f" bucket; the first of them is {plan['first_missing']}"
+            )
+            return False
+    return True
+
+
+def end(base: Path, reader: str) -> None:
+    """Have a mount forget a reader's plan.
+
+    Raises:
+        CommandError: there is none.
+    """
+    mountpoint, _ = sync.find(base)
+    message = {"command": "end plan", "reader": reader}
+    if not daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)["was_there"]:
+        raise CommandError(f"{mountpoint} has no plan" + (f" of {reader}" if reader else ""))
