@@ -122,6 +122,8 @@ def _entries(fd: int, separator: bytes, file: str) -> Iterator[list[bytes]]:
 
     rest = b""
     while chunk := os.read(fd, CHUNK):
+        if separator != b"\0" and b"\0" in chunk:
+            raise CommandError(f"{file} is no list of paths: it has NUL bytes (see --null)")
         *entries, rest = (rest + chunk).split(separator)
         if len(rest) > LONGEST_ENTRY or any(len(entry) > LONGEST_ENTRY for entry in entries):
             raise CommandError(f"{file} is no list of paths: an entry is too long for one")

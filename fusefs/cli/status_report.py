@@ -60,6 +60,7 @@ def render(status: Status) -> str:
         )
         for job in status.get("warming", ())
     ]
+    rows += [("plan", plan_progress(plan)) for plan in status.get("plans", ())]
     rows += [("warning", warning) for warning in _warnings(status)]
     return _block(status, rows)
 
@@ -328,6 +329,27 @@ def warm_progress(job: Status) -> str:
         return "listing"
     here = f"{_count(job['done_files'], 'file')}, {human_size(job['done_bytes'])} in the cache"
     return "; ".join([*(["cancelled"] if job["state"] == "cancelled" else []), here, *troubles])
+
+
+def plan_progress(plan: Status) -> str:
+    """The progress of a plan of `fusefs plan`: how far ahead, and why opens were late."""
+    reader = f"{plan['reader']}: " if plan["reader"] else ""
+    text = (
+        f"{reader}{plan['state']}, {plan['position']:,} of {_count(plan['entries'], 'file')} read"
+    )
+    text += f", {_count(plan['ahead_files'], 'file')} ({human_size(plan['ahead_bytes'])}"
+    if plan["ahead_s"] is not None:
+        text += f", {human_duration(plan['ahead_s'])}"
+    text += ") ahead"
+    if plan["opens"]:
+        text += f"; {plan['in_time'] / plan['opens']:.1%} of {plan['opens']:,} opens in time"
+    reasons = {"rate": "the rate of S3", "room": "room", "position": "an unknown position"}
+    late = [f"{plan['late'][key]:,} for {why}" for key, why in reasons.items() if plan["late"][key]]
+    if late:
+        text += f", late {', '.join(late)}"
+    if plan["missing"]:
+        text += f"; {plan['missing']:,} not in the bucket, the first: {plan['first_missing']}"
+    return text
 
 
 def progress(job: Status) -> str:

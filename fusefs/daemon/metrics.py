@@ -31,7 +31,7 @@ KEEPER_TIMEOUT_S = 0.5
 
 async def collect(parts: MountParts) -> dict[str, Any]:
     samples = _mount(parts) | _cache(parts) | _store(parts) | _warming(parts) | _process(parts)
-    samples |= _uploads(parts) | _cluster_cache(parts) | _stalls()
+    samples |= _plans(parts) | _uploads(parts) | _cluster_cache(parts) | _stalls()
     samples |= S3_REQUESTS.samples() | CLUSTER_REQUESTS.samples()
     if parts.settings.session != SessionKind.PYFUSE3:
         samples |= await _keeper(parts.settings.mountpoint)
@@ -152,6 +152,15 @@ def _warming(parts: MountParts) -> Samples:
     return {
         "warm_done_bytes": [value(sum(job["done_bytes"] for job in jobs))],
         "warm_target_bytes": [value(sum(job["bytes"] - job["left_out_bytes"] for job in jobs))],
+    }
+
+
+def _plans(parts: MountParts) -> Samples:
+    in_time, late = parts.plans.opens()
+    ahead = [plan["ahead_s"] for plan in parts.plans.describe() if plan["ahead_s"] is not None]
+    return {
+        "plan_ahead_seconds": [value(min(ahead))] if ahead else [],
+        "plan_opens_total": [value(in_time, outcome="in_time"), value(late, outcome="late")],
     }
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -34,6 +35,7 @@ MOST_ENTRIES = 1 << 24
 MOST_BYTES = 2 << 30
 LONGEST_ENTRY = 4096
 MOST_READERS = 256
+LONGEST_READER = 100  # its name is in that of a file, twice as long
 # Files that get their places before other tasks have their turn.
 FILES_TURN = 500
 # Files that are being opened, and were not there.
@@ -69,7 +71,9 @@ class Plans:
         self._known: dict[int, CacheFile] = {}  # unpinned files, by the checksums of their keys
         self._late: set[CacheFile] = set()
         self._has_changed = trio.Event()
+        self._has_begun = trio.Event()
         self.since = math.inf
+        self._in_time = self._opens = 0
 
     # Plans come and go
 
@@ -81,6 +85,7 @@ class Plans:
             nursery.start_soon(self._settle)
             for reader in names:
                 await self._restore(reader)
+            self._has_begun.set()
 
     def _on_record(self, goes_on: bool) -> list[str]:
         """The readers whose plans are on record; without `goes_on` these are removed. Blocks."""
@@ -90,7 +95,7 @@ class Plans:
                 for path in paths:
                     path.unlink()
                 return []
-            return [bytes.fromhex(path.name).decode() for path in paths]
+            return [bytes.fromhex(path.name.removeprefix("plan-")).decode() for path in paths]
         except (OSError, ValueError) as error:
             logger.warning("the plans on record can't be read: %s", error)
             return []
@@ -102,7 +107,7 @@ class Plans:
             while text := await trio.to_thread.run_sync(os.pread, plan.fd, TURN, offset):
                 offset += len(text)
                 self._take_in(plan, text)
-            self._begin(plan)
+                self._prefetcher.moved()
             logger.info("going on with a plan of %d files", plan.size)
         except OSError as error:
             logger.warning("a plan can't be read again: %s", error)
@@ -115,6 +120,9 @@ class Plans:
         Raises:
             PlanError: it can't be taken.
         """
+        if len(reader.encode()) > LONGEST_READER:
+            raise PlanError(f"the name of a reader has {LONGEST_READER} bytes at most")
+        await self._has_begun.wait()
         async with self._adding:
             plan = self._plans.get(reader)
             try:
@@ -137,8 +145,6 @@ class Plans:
                 self._take_in(plan, text[at : at + TURN])
                 await trio.lowlevel.checkpoint()
             plan.has_all = is_last
-            if offset == 0:
-                self._begin(plan)
             self._prefetcher.moved()
             return self._prefetcher.describe(plan)
 
@@ -152,16 +158,19 @@ class Plans:
             raise PlanError("an entry is too long for a path: is it a list of paths?")
 
     async def _open(self, reader: str, *, is_new: bool) -> Plan:
-        path = self._directory / (reader.encode().hex() or "00")
-
         def open_file() -> int:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if is_new else 0)
-            return os.open(path, flags, 0o600)
+            return os.open(self._path(reader), flags, 0o600)
 
         plan = Plan(reader, self._prefix, await trio.to_thread.run_sync(open_file))
         self._plans[reader] = plan
+        self._prefetcher.begin(plan)
+        self._refresh()
         return plan
+
+    def _path(self, reader: str) -> Path:
+        return self._directory / f"plan-{reader.encode().hex()}"
 
     def _take_in(self, plan: Plan, text: bytes) -> None:
         """Add entries; files that seemed to be of no more use get their place anew."""
@@ -171,18 +180,14 @@ class Plans:
             if file is not None:
                 self._cache.put_back(file)
 
-    def _begin(self, plan: Plan) -> None:
-        self._prefetcher.begin(plan)
-        self._refresh()
-
     def end(self, reader: str) -> bool:
         """Forget a reader's plan; False if there is none."""
         plan = self._plans.pop(reader, None)
         if plan is None:
             return False
         self._prefetcher.end(plan)
-        plan.close()
-        (self._directory / (reader.encode().hex() or "00")).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path(reader).unlink()
         self._refresh()
         return True
 
@@ -265,7 +270,14 @@ class Plans:
                 self._clock += moved / max(1, len(self._active))
             if plan.is_ignored != was_ignored or plan.jumps != jumps:
                 self._refresh()
-        self._prefetcher.opened(nearest, is_late=is_late)
+        if distances[nearest] < math.inf:
+            self._prefetcher.opened(nearest, is_late=is_late)
+            self._opens += 1
+            self._in_time += not is_late
+
+    def opens(self) -> tuple[int, int]:
+        """The opens of planned files that were there in time, and of those that were not."""
+        return self._in_time, self._opens - self._in_time
 
     def describe(self) -> list[dict[str, Any]]:
         """The plans as JSON can hold them."""

@@ -38,11 +38,12 @@ logger = logging.getLogger("fusefs.planning")
 
 # Of the cache, what may be ahead of a reader where that evicts what it will use later.
 AHEAD_SHARE = 1 / 8
-# And as many parts in any case.
-LEAST_AHEAD = 4 * PART
+# What is on its way for a plan is at least as much as the path bears, twice, but for this share
+# of the cache at most.
+MOST_UNDER_WAY_SHARE = 1 / 4
 # Files ahead of a reader that are there or on their way; more say nothing new.
 MOST_AHEAD = 8192
-# Files of a plan that are looked up and fetched at a time.
+# Files of a plan that are fetched at a time.
 MOST_AT_ONCE = 256
 # Where the walk waits for something to change, it looks again after so long.
 LOOK_AGAIN_S = 1.0
@@ -61,6 +62,9 @@ class Walk:
     ahead: dict[int, int] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)  # those that are there
     ahead_bytes: int = 0
+    ready_bytes: int = 0
+    # The next entries with their paths, and their objects as far as they were found.
+    next: deque[tuple[int, str, ObjectInfo | None]] = field(default_factory=deque)
     lacks_room: bool = False
     opens: int = 0
     in_time: int = 0
@@ -78,11 +82,12 @@ class Walk:
         plan = self.plan
         if plan.jumps != self.jumps:
             self.jumps, self.at = plan.jumps, plan.low
-            self.ahead, self.ready, self.ahead_bytes = {}, {}, 0
+            self.ahead, self.ready, self.ahead_bytes, self.ready_bytes = {}, {}, 0, 0
         self.at = max(self.at, plan.low)
-        for position in [position for position in self.ahead if plan.was_opened(position)]:
-            self.ahead_bytes -= self.ahead.pop(position)
-            self.ready.pop(position, None)
+        for position in plan.passed:
+            self.ahead_bytes -= self.ahead.pop(position, 0)
+            self.ready_bytes -= self.ready.pop(position, 0)
+        plan.passed.clear()
 
     def pace(self) -> float:
         """The opens in a second, of late; 0 if that is unknown."""
@@ -156,85 +161,121 @@ class Prefetcher:
     def frontier(self, plan: Plan) -> float:
         """The number of entries to the one that is fetched next; inf if that is far enough."""
         walk = self._walks.get(plan)
-        most = max(LEAST_AHEAD, AHEAD_SHARE * self._downloader.room)
+        most = max(self._most_under_way(), AHEAD_SHARE * self._downloader.room)
         if walk is None or walk.ahead_bytes > most:
             return math.inf
         return walk.at - plan.low
 
+    def _most_under_way(self) -> float:
+        """The number of bytes of a plan's files that may be on their way."""
+        wanted = 2 * self._downloader.path.width * PART
+        return min(wanted, MOST_UNDER_WAY_SHARE * self._downloader.room)
+
     # One plan
 
     async def _walk(self, walk: Walk) -> None:
-        plan = walk.plan
         turns = trio.Semaphore(MOST_AT_ONCE)
-        paths: deque[tuple[int, str]] = deque()
-        with walk.scope:
-            async with trio.open_nursery() as nursery:
-                while True:
-                    walk.pass_by()
-                    is_far = len(walk.ahead) >= MOST_AHEAD or walk.lacks_room
-                    if plan.is_ignored or walk.at >= plan.size or is_far:
-                        await self._change()
-                        continue
-                    if plan.was_opened(walk.at) or walk.at in walk.ahead:
-                        walk.at += 1
-                        continue
-                    while paths and paths[0][0] < walk.at:
-                        paths.popleft()
-                    if not paths or paths[0][0] != walk.at:
-                        start = walk.at
-                        texts = await trio.to_thread.run_sync(plan.paths, start)
-                        paths = deque(enumerate(texts, start))
-                        continue
-                    await turns.acquire()
-                    nursery.start_soon(self._bring, walk, *paths.popleft(), turns)
-                    walk.at += 1
+        try:
+            with walk.scope:
+                async with trio.open_nursery() as nursery:
+                    while True:
+                        if await self._has_next(walk):
+                            await turns.acquire()
+                            nursery.start_soon(self._bring, walk, *walk.next.popleft(), turns)
+                            walk.at += 1
+        except OSError as error:
+            logger.warning("the plan of %r can't be read: %s", walk.plan.reader, error)
+            walk.plan.is_ignored = True
+
+    async def _has_next(self, walk: Walk) -> bool:
+        """True if the first of the next entries is to be fetched now; waits if none may be yet."""
+        plan = walk.plan
+        walk.pass_by()
+        under_way = walk.ahead_bytes - walk.ready_bytes
+        is_far = len(walk.ahead) >= MOST_AHEAD or under_way >= self._most_under_way()
+        if plan.is_ignored or walk.at >= plan.size or is_far or walk.lacks_room:
+            await self._change()
+            return False
+        while walk.next and walk.next[0][0] < walk.at:
+            walk.next.popleft()
+        if not walk.next or walk.next[0][0] != walk.at:
+            await self._look_ahead(walk)
+            return False
+        position, _, info = walk.next[0]
+        if info is None or plan.was_opened(position) or position in walk.ahead:
+            if not plan.was_opened(position):
+                walk.ahead.setdefault(position, 0)
+            walk.at += 1
+            return False
+        walk.ahead[position] = info.size
+        walk.ahead_bytes += info.size
+        return True
+
+    async def _look_ahead(self, walk: Walk) -> None:
+        """Look the next entries up, side by side."""
+        start, plan = walk.at, walk.plan
+        paths = await trio.to_thread.run_sync(plan.paths, start)
+        found: dict[int, ObjectInfo | None] = {}
+
+        async def look_up(position: int, path: str) -> None:
+            try:
+                found[position] = await self._info(path)
+            except StoreError as error:
+                logger.debug("%s is not fetched ahead: %s", path, error)
+                return
+            walk.looked_up += 1
+            if found[position] is None:
+                walk.missing += 1
+                walk.first_missing = walk.first_missing or path
+
+        async with trio.open_nursery() as nursery:
+            for position, path in enumerate(paths, start):
+                if not plan.was_opened(position):
+                    nursery.start_soon(look_up, position, path)
+        walk.next = deque((at, path, found.get(at)) for at, path in enumerate(paths, start))
 
     async def _change(self) -> None:
         with trio.move_on_after(LOOK_AGAIN_S):
             await self._changed.wait()
 
-    async def _bring(self, walk: Walk, position: int, path: str, turns: trio.Semaphore) -> None:
+    async def _bring(
+        self, walk: Walk, position: int, path: str, info: ObjectInfo | None, turns: trio.Semaphore
+    ) -> None:
         """Have the file of an entry in the cache, unless its reader is faster."""
-        walk.ahead[position] = 0
         try:
-            info = await self._info(walk, path)
             for _ in range(2):
                 if info is None or walk.plan.was_opened(position):
                     return
+                if self._head_cache.lacks_version(info):
+                    await self._head_cache.learn_version(info)
                 try:
                     await self._fetch(walk, position, info)
                     return
                 except (NotFoundError, StaleVersionError):
-                    info = await self._info(walk, path, is_again=True)
+                    info = await self._info(path, is_again=True)
         except StoreError as error:
             logger.debug("%s is not fetched ahead: %s", path, error)
         finally:
             turns.release()
+            if walk.ahead.get(position, 0) and position not in walk.ready:
+                walk.ahead_bytes -= walk.ahead[position]
+                walk.ahead[position] = 0  # it is not fetched: its reader does that
+            self.moved()
 
-    async def _info(self, walk: Walk, path: str, *, is_again: bool = False) -> ObjectInfo | None:
-        """The object of a path, with what else an open of it needs; None if there is none."""
+    async def _info(self, path: str, *, is_again: bool = False) -> ObjectInfo | None:
+        """The object of a path; None if there is none. With `is_again` it is asked for."""
         prefix, name = names.split_key(self._prefix + path)
-        entry: object = None
-        if all(map(names.is_expressible, path.split("/"))) and not names.is_private(prefix, name):
-            directory = self._directories.get(prefix)
-            entry, _ = await self._directories.lookup(directory, name, is_opened=is_again)
-        walk.looked_up += not is_again
-        if not isinstance(entry, ObjectInfo):
-            walk.missing += 1
-            walk.first_missing = walk.first_missing or path
+        if not all(map(names.is_expressible, path.split("/"))) or names.is_private(prefix, name):
             return None
-        if self._head_cache.lacks_version(entry):
-            await self._head_cache.learn_version(entry)
-        return entry
+        directory = self._directories.get(prefix)
+        entry, _ = await self._directories.lookup(directory, name, is_opened=is_again)
+        return entry if isinstance(entry, ObjectInfo) else None
 
     async def _fetch(self, walk: Walk, position: int, info: ObjectInfo) -> None:
         """Fetch what a version lacks; waits while there is no room."""
         await self._cache.look_up([info.version])
         file = self._cache.pin(info.version)
         try:
-            if position in walk.ahead and not walk.plan.was_opened(position):
-                walk.ahead[position] = info.size
-                walk.ahead_bytes += info.size
             job = _File(walk, position, file)
             missing = [
                 (start, min(info.size, start + PART))
@@ -250,7 +291,8 @@ class Prefetcher:
             if job.error is not None:
                 raise job.error
             if position in walk.ahead and file.is_complete:
-                walk.ready[position] = info.size
+                walk.ready[position] = walk.ahead[position]
+                walk.ready_bytes += walk.ahead[position]
         finally:
             self._cache.unpin(file, was_used=False)
 
@@ -298,7 +340,7 @@ class Prefetcher:
     # What is shown
 
     def state(self, plan: Plan) -> str:
-        """What becomes of a plan now, in a few words."""
+        """The state of a plan in a few words."""
         walk = self._walks[plan]
         if plan.is_ignored:
             return "ignored: files are opened in another order, or by nobody"

@@ -19,6 +19,7 @@ import math
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -39,6 +40,8 @@ RECENT_OPENS = 32
 LEAST_SHARE = 0.5
 # Entries of one checksum that are looked at.
 MOST_LINKS = 256
+# Opens in which a second one of a file is the same use; fewer of a small data set.
+MOST_LATEST = 64
 # Without an expected open for so long, while so many others came, nobody reads the plan.
 IDLE_S = 300.0
 IDLE_OPENS = 1000
@@ -91,7 +94,8 @@ class Segment:
 class Plan:
     """The plan of one reader, whose text is in an open file. Belongs to the event loop.
 
-    `prefix` is that of the mount's keys. `jumps` counts how often the position was set anew.
+    `prefix` is that of the mount's keys, `low` the first entry that was not opened. `jumps`
+    counts how often the position was set anew.
     """
 
     def __init__(self, reader: str, prefix: str, fd: int) -> None:
@@ -108,11 +112,15 @@ class Plan:
         self._next_offset = 0
         self._distinct = 0
         self._seen: set[int] = set()
+        # Those that were opened, or passed over, since somebody took them from here.
+        self.passed: list[int] = []
         self._stray: list[int] = []
+        self._latest: deque[int] = deque()
         self._share = 1.0
         self._others = 0
 
-    def close(self) -> None:
+    def __del__(self) -> None:
+        # Not before: a thread may be reading it.
         os.close(self.fd)
 
     @property
@@ -180,6 +188,11 @@ class Plan:
         An open that was not expected moves nothing, unless it shows that the reader has jumped.
         """
         before = self.low
+        if mark in self._latest:
+            return 0  # opened twice, as by a program that looks at a header first
+        self._latest.append(mark)
+        while len(self._latest) > min(MOST_LATEST, self._distinct // 8):
+            self._latest.popleft()
         at = self.find(mark, self.low)
         if 0 <= at < self.low + self.window:
             self._expected(at)
@@ -212,11 +225,13 @@ class Plan:
         self._others = 0
         self.last_expected = time.monotonic()
         self._seen.add(at)
+        self.passed.append(at)
         # What was left out so far behind is not read any more.
         least = at - self.window // 2
         while self.low in self._seen or self.low < least:
             if self.low not in self._seen:
                 self.skipped += 1
+                self.passed.append(self.low)
             self._seen.discard(self.low)
             self.low += 1
 

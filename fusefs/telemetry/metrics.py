@@ -120,6 +120,12 @@ METRICS: dict[str, Metric] = {
     "upload_failures_total": Metric("counter", "Uploads that failed; they are tried again."),
     "warm_done_bytes": Metric("gauge", "What jobs of fusefs warm under way have in the cache."),
     "warm_target_bytes": Metric("gauge", "What these jobs are to bring there, as far as listed."),
+    "plan_ahead_seconds": Metric(
+        "gauge", "How long readers of a fusefs plan can go on with what is there: the least of all."
+    ),
+    "plan_opens_total": Metric(
+        "counter", "Opens of planned files: there in_time, or late.", ("outcome",)
+    ),
     "stalled_seconds_total": Metric(
         "counter", "Time in which at least one request of a program waited for this.", ("cause",)
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -52,7 +52,10 @@ def fetched(mount: Mount) -> int:
     return count
 
 
-@states("Files of a plan are fetched in its order, before anything opens them.")
+@states(
+    "Files of a plan (`fusefs plan`) are fetched in its order, before anything opens them; "
+    "what programs read goes first."
+)
 def test_planned_files_are_there_before_they_are_opened(
     mounter: Mounter, data: Bucket, faulty: FaultyS3, tmp_path: Path
 ) -> None:
@@ -79,25 +82,31 @@ def farthest_misses(order: list[str], room: int) -> int:
             misses += 1
             if len(there) == room:
                 uses = {one: number for number, one in reversed(list(enumerate(order[at:])))}
-                there.remove(max(there, key=lambda one: uses.get(one, len(order))))  # noqa: B023
+                there.remove(max(there, key=lambda one: uses.get(one, len(order))))
             there.add(key)
     return misses
 
 
-@states("Of planned files the one goes first whose next use is farthest.")
+@states("Of planned files the one goes first whose next use is farthest; pinned files stay.")
 def test_what_is_used_last_goes_first(mounter: Mounter, data: Bucket, tmp_path: Path) -> None:
-    here = mounter("--cache-size", "17MiB", bucket=data)
+    here = mounter("--cache-size", "18MiB", bucket=data)
+    pinned = shuffled(0)[:2]
+    fusefs("pin", *(here.path / key for key in pinned))
     order = [key for epoch in range(4) for key in shuffled(epoch)]
     assert give(here, tmp_path, order).returncode == 0
     for key in order:
         assert read_all(here.path / key) == FILES[key]
     plan = plan_of(here)
+    assert here.status()["pins"]["files"] == 2
     best = farthest_misses(order, 32) * SIZE
     assert plan["position"] == len(order)
-    print(fetched(here) / best, plan)
     assert fetched(here) <= 1.25 * best
 
 
+@states(
+    "A plan that is not followed is ignored after a while, and `fusefs status` says so; "
+    "no read fails because of a plan."
+)
 def test_a_reader_that_leaves_its_plan_has_it_ignored(
     mounter: Mounter, data: Bucket, tmp_path: Path
 ) -> None:
@@ -105,4 +114,51 @@ def test_a_reader_that_leaves_its_plan_has_it_ignored(
     assert give(here, tmp_path, shuffled(1) * 3).returncode == 0
     for key in shuffled(2):
         assert read_all(here.path / key) == FILES[key]
-    until(lambda: plan_of(here)["is_ignored"], "the plan is ignored")
+    assert plan_of(here)["is_ignored"]
+    assert "ignored: files are opened in another order" in fusefs("status", here.path).stdout
+
+
+@states(
+    "A plan outlives its daemon: the one that takes the mount over goes on with it. "
+    "It ends with the mount."
+)
+def test_the_next_daemon_goes_on_with_a_plan(
+    mounter: Mounter, data: Bucket, tmp_path: Path
+) -> None:
+    here = mounter("--session", "kernel", bucket=data)
+    order = shuffled(1)
+    assert give(here, tmp_path, order, "--reader", "rank 0").returncode == 0
+    os.kill(before := here.pid, signal.SIGKILL)
+    until(lambda: serving_pid(here) not in (None, before), "another daemon serves")
+    until(lambda: here.status()["plans"], "it has the plan")
+    until(lambda: plan_of(here)["entries"] == len(order), "it has all of it")
+    for key in order[30:50]:
+        assert read_all(here.path / key) == FILES[key]
+    plan = plan_of(here)
+    assert (plan["reader"], plan["position"]) == ("rank 0", 50)
+
+
+def test_bad_plans_get_one_line_and_disturb_nothing(
+    mounter: Mounter, data: Bucket, tmp_path: Path
+) -> None:
+    here = mounter(bucket=data)
+    assert give(here, tmp_path, shuffled(1)).returncode == 0
+    bad = {
+        "binary": (os.urandom(3 * MIB), "is no list of paths"),
+        "long": (b"a" * 3 * MIB, "an entry is too long"),
+        "empty": (b"\n# a comment\n", "names no file of"),
+        "elsewhere": (b"/etc/passwd\n", "names no file of"),
+    }
+    for name, (content, why) in bad.items():
+        (tmp_path / name).write_bytes(content)
+        result = fusefs("plan", here.path, tmp_path / name, check=False)
+        assert result.returncode == 1
+        assert why in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert plan_of(here)["entries"] == len(FILES)
+    result = give(here, tmp_path, ["no/such/file", "nor/this"], "--reader", "b")
+    assert result.returncode == 1
+    assert "2 of the first 2 paths are not in the bucket; the first of them is" in result.stderr
+    assert fusefs("plan", here.path, "--end", "--reader", "b").returncode == 0
+    assert fusefs("plan", here.path, "--end").returncode == 0
+    assert here.status()["plans"] == []
