@@ -358,14 +358,6 @@ class Catalog:
             self._remove(name, generation, _signed(st_ino))
             return self.total()
 
-    def clear(self) -> None:
-        """Remove all rows of files."""
-        with self.transaction():
-            self._db.execute("DELETE FROM sums")
-            self._db.execute("DELETE FROM files")
-            total = self.total()
-            self._add(-total.bytes, -total.files)
-
     def rename(self, name: str, generation: str, st_ino: int, new_name: str) -> None:
         """Give a file's row another name; it goes if there is a row of that name."""
         file = (name, generation, st_ino)
@@ -433,19 +425,6 @@ class Catalog:
         """Those of these names whose files are not evicted."""
         with self._lock:
             return {name for name in names if self.is_retained(name)}
-
-    def measure_retained(self, identity: str, keys: KeyRange) -> tuple[Total, KeyRange | None]:
-        """The bytes and the number of the files retained for some keys, and what keys are left."""
-        with self._lock, readable_errors():
-            rows = self._db.execute(
-                "SELECT CAST(key AS TEXT), CAST(bytes AS INTEGER)"
-                " FROM retained LEFT JOIN files USING (name)"
-                " WHERE identity = ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
-                (identity, *keys, RETAINED_PAGE),
-            ).fetchall()
-        is_more = len(rows) == RETAINED_PAGE
-        sizes = [size for _, size in rows if size is not None]
-        return Total(sum(sizes), len(sizes)), (rows[-1][0] + "\0", keys[1]) if is_more else None
 
     def is_retained(self, name: str) -> bool:
         """True if a file is not evicted."""

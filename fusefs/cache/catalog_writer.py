@@ -81,13 +81,8 @@ class CatalogWriter:
         self._counting = trio.Lock()
 
     def arrived(self, file: CacheFile) -> None:
-        """A file has new ranges."""
+        """A file has new ranges or checksums."""
         if file.is_ours:  # else the name is another file's
-            self._dirty[file.name] = file
-
-    def summed(self, file: CacheFile) -> None:
-        """A file has new checksums."""
-        if file.is_ours:
             self._dirty[file.name] = file
 
     def used(self, file: CacheFile) -> None:
@@ -153,19 +148,6 @@ class CatalogWriter:
                 released, left = page
                 self._released(released)
         return True
-
-    async def measure_retained(self, path: str) -> Total:
-        """The bytes and the number of the files that are retained for keys at and below a path."""
-        size = count = 0
-        for keys in key_ranges(path):
-            left: KeyRange | None = keys
-            while left is not None:
-                page = await self.in_catalog(self._catalog.measure_retained, self._identity, left)
-                if page is None:
-                    break
-                total, left = page
-                size, count = size + total.bytes, count + total.files
-        return Total(size, count)
 
     def is_idle(self, file: CacheFile) -> bool:
         """True if the catalog has all that is known of a file, so that it can be read again."""

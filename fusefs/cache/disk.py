@@ -15,7 +15,6 @@ import fcntl
 import logging
 import os
 import random
-import re
 import sqlite3
 import struct
 import time
@@ -28,7 +27,7 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.catalog import Catalog
 from fusefs.cache.integrity.direct_reader import DirectReader
 from fusefs.linux import files
 from fusefs.linux.descriptors import check_unreserved
@@ -38,16 +37,11 @@ logger = logging.getLogger("fusefs.cache")
 T = TypeVar("T")
 
 FORMAT_MARK = b"fusefs cache 1\n"
-_ANY_FORMAT = re.compile(rb"fusefs cache \d+\n")
 # What mounts leave to later ones, staged files above all; all else was fetched.
 STATE = "mounts"
 # Locked in its part of the cache by each mount (integrity/scrub.py).
 IN_USE = "in-use"
-# The parts of the cache, by who reads it: see Daemon._principal_directory.
-_PRINCIPAL = re.compile(r"[0-9a-f]{16}")
 
-# Files that are looked for at the start.
-SAMPLES = 16
 FOLDERS = 256  # by the first two digits of the name
 # Files without a row are removed when they are older than any batch of the catalog.
 ORPHAN_AGE_S = 15.0
@@ -219,15 +213,6 @@ class Disk:
         except OSError:
             return False
 
-    def lacks(self, name: str, generation: str, st_ino: int) -> bool:
-        """True if a file is not there, or is another one; False if the disk does not tell."""
-        try:
-            return os.stat(self._path(name, generation)).st_ino != st_ino
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-
     def generation_of(self, name: str, st_ino: int) -> str | None:
         """The generation of the file of a name that has this inode."""
         with (
@@ -304,21 +289,6 @@ def is_unused(fd: int) -> bool:
         return True  # this file system has no leases: believe that it is
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return True
-
-
-def without_strangers(disk: Disk, catalog: Catalog, rows: list[Row]) -> list[Row]:
-    """The rows of the catalog, or none where it is not of the files that are here. Blocks.
-
-    Those of a directory that was copied, or restored from a backup, have other inode numbers.
-    """
-    samples = rows[:: max(1, len(rows) // SAMPLES)]
-    if not all(disk.lacks(row.name, row.generation, row.st_ino) for row in samples):
-        return rows
-    if rows:
-        directory = disk.folder.parent
-        logger.warning("%s was copied, or its files removed: they are fetched again", directory)
-        catalog.clear()
-    return []
 
 
 async def sweep_orphans(disk: Disk, catalog: Catalog, is_ours: Callable[[str, str], bool]) -> None:
@@ -423,9 +393,8 @@ def usable(directory: Path) -> Iterator[None]:
 def prepare_directory(directory: Path, *, in_any_case: bool = False) -> None:
     """Create the cache directory, or check that it is one and belongs to this user. Blocks.
 
-    A damaged format file is written anew: the other files have checksums and
-    formats of their own. With `in_any_case` an error is logged and not raised:
-    a mount that is served already uses the directory.
+    With `in_any_case` an error is logged and not raised: a mount that is served already
+    uses the directory.
 
     Raises:
         CacheDirectoryError: it can't be used; the message says why.
@@ -449,47 +418,22 @@ def _prepare(directory: Path) -> None:
         )
     mark = directory / "format"
     if mark.exists():
-        _check_mark(directory, mark)
+        if mark.read_bytes() != FORMAT_MARK:
+            raise CacheDirectoryError(
+                f"the cache directory {directory} is of another version of fusefs, or damaged:"
+                " remove it, or choose another with --cache-dir"
+            )
         return
     if any(not _is_harmless(entry.name) for entry in directory.iterdir()):
-        raise _not_a_cache(directory)
+        raise CacheDirectoryError(
+            f"{directory} is not empty and no cache of fusefs: choose another with --cache-dir"
+        )
     # Only now that it is known to belong to this user and to have no other use.
     directory.chmod(0o700)
-    _write_mark(mark)
-
-
-def _check_mark(directory: Path, mark: Path) -> None:
-    found = mark.read_bytes()
-    if found == FORMAT_MARK:
-        return
-    if _ANY_FORMAT.fullmatch(found):
-        raise CacheDirectoryError(
-            f"the cache directory {directory} is of another version of fusefs: remove it,"
-            " or choose another with --cache-dir"
-        )
-    if any(not _is_ours(entry.name) for entry in directory.iterdir()):
-        raise _not_a_cache(directory)
-    logger.warning("%s is damaged, and is written anew", mark)
-    _write_mark(mark)
-
-
-def _write_mark(mark: Path) -> None:
-    # Whole or not at all: this process may be killed at any moment.
-    files.replace(mark, FORMAT_MARK, suffix=f".{os.getpid()}")
-
-
-def _not_a_cache(directory: Path) -> CacheDirectoryError:
-    return CacheDirectoryError(
-        f"{directory} is not empty, and is not a cache of fusefs: choose another with --cache-dir"
-    )
+    # Whole or not at all, also after a power cut: a staged file may be beside it by then.
+    files.replace(mark, FORMAT_MARK, is_durable=True, suffix=f".{os.getpid()}")
 
 
 def _is_harmless(name: str) -> bool:
     """True if this may be in an empty cache directory."""
     return name == "lost+found" or name.startswith("format.")
-
-
-def _is_ours(name: str) -> bool:
-    """True if this may be in a cache directory that is in use."""
-    is_known = name in ("format", STATE) or _PRINCIPAL.fullmatch(name) is not None
-    return is_known or _is_harmless(name)

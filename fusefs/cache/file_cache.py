@@ -152,8 +152,6 @@ class FileCache:
         )
         self.retention = Retention(self._catalog, self._catalog_writer, self._identity)
         rows = self._newest(most)
-        if not in_any_case:
-            rows = disk.without_strangers(self._disk, self._catalog, rows)
         self.quota.committed, self.quota.files = self._catalog.total()
         return rows, self._catalog.retained_of(row.name for row in rows)
 
@@ -383,7 +381,7 @@ class FileCache:
     def _summed(self, file: CacheFile, sums: list[Sum]) -> None:
         """Note checksums of bytes that had none."""
         file.summed(sums)
-        self._catalog_writer.summed(file)
+        self._catalog_writer.arrived(file)
 
     def disable(self, file: CacheFile, error: OSError, *, for_now: bool = False) -> None:
         """Have a version read without a cache: the disk failed for its file.

@@ -4,7 +4,7 @@ A pin names a key of a bucket, or the prefix before a slash, and so every versio
 of the objects there. The pins of all mounts that share a directory are in its catalog, and
 are forgotten with it if it is damaged. What is
 pinned is on the disk when the call returns, at a cost that does not grow with the
-number of pins. In memory each mount has 8 bytes of each pin of its bucket, and reads
+number of pins. In memory each mount has a hash of each pin of its bucket, and reads
 only what was added since; after an unpin by another mount it reads all of them again.
 
 Cached files are retained one by one: the catalog has a row with the key and the
@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import errno
 import sqlite3
-from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
@@ -39,53 +37,6 @@ PAGE = 10_000
 Wanted = Callable[[str], bool]
 
 
-class HashSet:
-    """Strings that are known by their hashes. Changed by a thread at a time, read at any time."""
-
-    def __init__(self, pages: Iterable[list[str]] = ()) -> None:
-        values: list[int] = []
-        for page in pages:
-            values += sorted(map(hash, page))
-        self._sorted = array("q", sorted(values))
-        self._added: set[int] = set()
-        self._removed: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._sorted) + len(self._added) - len(self._removed)
-
-    def __contains__(self, key: object) -> bool:
-        value = hash(key)
-        if value in self._added:
-            return True
-        if value in self._removed:
-            return False
-        known = self._sorted
-        at = bisect_left(known, value)
-        return at < len(known) and known[at] == value
-
-    def add(self, keys: Iterable[str]) -> None:
-        """Add strings that are not in it."""
-        self._added.update(map(hash, keys))
-        self._tidy()
-
-    def remove(self, keys: Iterable[str]) -> None:
-        """Remove strings that are in it."""
-        for value in map(hash, keys):
-            if value in self._added:
-                self._added.remove(value)
-            else:
-                self._removed.add(value)
-        self._tidy()
-
-    def _tidy(self) -> None:
-        added, removed = self._added, self._removed
-        if len(added) + len(removed) > max(PAGE, len(self._sorted) // 8):
-            stay = [value for value in self._sorted if value not in removed]
-            tidied = array("q", sorted(stay + sorted(added)))
-            # With nothing between: the event loop looks at them while a thread is here.
-            self._sorted, self._removed, self._added = tidied, set(), set()
-
-
 def above(key: str) -> Iterator[str]:
     """The pins that a key may be retained for: itself, the prefixes it is below, and ""."""
     yield key
@@ -97,9 +48,9 @@ def above(key: str) -> Iterator[str]:
         yield ""
 
 
-def covers(pins: Container[str], key: str) -> bool:
-    """True if a key is one of the pins, or below one; "" pins everything."""
-    return any(pin in pins for pin in above(key))
+def covers(pins: Container[int], key: str) -> bool:
+    """True if a key has one of the pins, which are hashes, or is below one; "" pins everything."""
+    return any(hash(pin) in pins for pin in above(key))
 
 
 class Retention:
@@ -113,20 +64,24 @@ class Retention:
         self._in_catalog = writer.in_catalog
         self._identity = identity
         # Changed in the catalog's thread, or before there is one.
-        self._pins = HashSet()
+        self._pins: set[int] = set()  # their hashes: they are many, and long
         # The latest pin of this bucket that is known, and of the record the latest of all
         # buckets and how many were removed: with these two it has changed.
         self._added = 0
         self._record = -1, -1
         self._counted: tuple[object, int] = None, 0
 
+    def __len__(self) -> int:
+        """The number of pins of the bucket."""
+        return len(self._pins)
+
     def covers(self, key: str) -> bool:
         """True if the files of a key are retained."""
-        return len(self._pins) > 0 and covers(self._pins, key)
+        return bool(self._pins) and covers(self._pins, key)
 
     def pins_above(self, key: str) -> list[str]:
         """The pins that a key is retained for."""
-        return sorted(pin for pin in above(key) if pin in self._pins)
+        return sorted(pin for pin in above(key) if hash(pin) in self._pins)
 
     def covered(self, keys: Iterable[str]) -> set[str]:
         """Those of the keys whose files are retained, by what is on record now."""
@@ -226,7 +181,7 @@ class Retention:
             )
             db.execute("UPDATE removals SET count = count + ?", (len(gone),))
             record = _record(db)
-        self._pins.remove(gone)
+        self._pins.difference_update(map(hash, gone))
         self._record = record
         return len(gone), (keys[-1] + "\0", pins[1]) if len(keys) == PAGE else None
 
@@ -236,11 +191,12 @@ class Retention:
         if record == self._record:
             return False
         if record[1] != self._record[1]:
-            self._added = 0
-            self._pins = HashSet(self._new(db))
+            self._added, pins = 0, set[int]()
         else:
-            for page in self._new(db):
-                self._pins.add(page)
+            pins = self._pins
+        for page in self._new(db):
+            pins.update(map(hash, page))
+        self._pins = pins  # all at once: the event loop looks at them while a thread is here
         self._record = record
         return True
 
@@ -320,12 +276,6 @@ class RetainedFiles:
         """Note that the files of these names may be evicted again."""
         for file in filter(None, map(self._files.get, names)):
             self.note(file, is_retained=False)
-
-    async def count(self, path: str) -> tuple[int, int]:
-        """The number of files retained for keys at and below a path, and of their bytes."""
-        await self._writer.record()
-        total = await self._writer.measure_retained(path)
-        return total.files, total.bytes
 
     async def learn(self) -> None:
         """See which files other mounts retain."""

@@ -105,8 +105,7 @@ def _cache(cache: Status) -> str:
 
 
 def _pins(pins: Status) -> str:
-    files = f"{_count(pins['files'], 'file')}, {human_size(pins['bytes'])} in the cache"
-    return f"{_count(pins['paths'], 'path')}; {files}"
+    return f"{_count(pins['paths'], 'path')} of the bucket; `fusefs status PATH` counts files"
 
 
 def _hits(cache: Status) -> str:

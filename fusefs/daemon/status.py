@@ -47,7 +47,7 @@ def answer(
     """
     match request:
         case {"command": "status"}:
-            return _collect_all(daemon)
+            return collect(daemon)
         case {"command": "settings"}:
             return {"settings": daemon.settings.as_texts()}
         case {"command": "usage"}:
@@ -135,12 +135,6 @@ async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dic
     return {}
 
 
-async def _collect_all(daemon: MountParts) -> dict[str, Any]:
-    status = collect(daemon)
-    status["pins"] = await daemon.local_copies.describe_pins()
-    return status
-
-
 async def _usage(daemon: MountParts) -> dict[str, Any]:
     """The number of files that the mount knows, and the sum of their sizes in bytes."""
     files = size = 0
@@ -172,6 +166,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         "passthrough": {"on": daemon.backing.is_on, "why": daemon.backing.why},
         "survival": dict(zip(("on", "why"), session.survival, strict=True)),
         "cache": _cache(daemon),
+        "pins": {"paths": len(daemon.cache.retention)},
         "cluster_cache": daemon.cluster_cache.describe() if daemon.cluster_cache else None,
         "integrity": _integrity(daemon),
         "access": {"is_shut": guard.is_shut, "refused_s": guard.refused_s},

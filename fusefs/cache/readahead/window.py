@@ -10,12 +10,9 @@ arrive slightly out of order (the kernel's read-ahead sends several at once), so
 "in order" has some tolerance. Threads or forked processes that share a handle
 read several stretches at once: each has a window of its own.
 
-*In steps* (`StridedReads`): reads that go backwards, or that skip the same distance
-each time (a column of a table, a rank's part of each record).
-
-*Everywhere* (`RandomReads`): a mapped file that faults all over, read in whatever
-order. Each such read costs a round trip. When the reader has waited for a quarter
-of the time that all of the file would take, all of it is fetched: what comes too
+*Everywhere* (`RandomReads`): a mapped file that faults all over, or one that is read in
+steps or backwards. Each such read costs a round trip. When the reader has waited for a
+quarter of the time that all of the file would take, all of it is fetched: what comes too
 much is bounded by what was waited for. Of a file that is read in short stretches,
 as a sample or an index is, a quarter has to have come as well.
 """
@@ -27,7 +24,7 @@ from collections.abc import Callable
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.downloader import BLOCK, PART, Download, Downloader
+from fusefs.cache.downloader import PART, Download, Downloader
 from fusefs.cache.readahead.path_meter import LargeFileReader
 
 FIRST_WINDOW = 4 << 20
@@ -38,8 +35,6 @@ TOLERANCE = 4 << 20
 NEAR = 256 << 10
 # Stretches of one handle that are read at the same time.
 MOST_WINDOWS = 32
-# Equal steps before the next ones are fetched.
-STEPS_AFTER = 2
 # A larger file would push too much out of the cache.
 LARGEST_SHARE_OF_CACHE = 0.5
 # Of the time that a file would take as a whole, which its reader has waited for scattered reads.
@@ -66,7 +61,6 @@ class Readahead:
         "_has_several",
         "_read_bytes",
         "_scattered",
-        "_steps",
         "_stretches",
         "_windows",
         "last_read",
@@ -85,7 +79,6 @@ class Readahead:
         self._windows = [self._window(0)]  # the one that was read last is the first
         self._has_several = False
         self._stretches, self._read_bytes = 1, 0
-        self._steps = StridedReads(DownloadsAhead(downloader, file, self))
         self._scattered = RandomReads(downloader, file)
 
     def _window(self, expected: int) -> Window:
@@ -96,8 +89,6 @@ class Readahead:
         if self._file.is_complete:
             return
         self._read_bytes += stop - start
-        if not self._has_several:  # several that take turns look like one that steps
-            self._steps.reads(start, stop)
         for index, window in enumerate(self._windows):
             if window.is_next(start):
                 if index:
@@ -120,7 +111,7 @@ class Readahead:
 
     def waited(self, began: float, ended: float) -> None:
         """Note when a read has waited, in seconds of the monotonic clock."""
-        if not self._windows[0].is_in_order and not self._steps.is_on:
+        if not self._windows[0].is_in_order:
             are_long = self._read_bytes >= LONG * self._stretches
             self._scattered.waited(began, ended, are_long=are_long)
 
@@ -128,7 +119,6 @@ class Readahead:
         """End the interest in all downloads; those without readers stop."""
         for window in self._windows:
             window.close()
-        self._steps.close()
         self._scattered.close()
         self._downloader.path.leaves(self)
 
@@ -218,89 +208,6 @@ class Window:
         """Stop what is under way; the next read in order goes on with it."""
         self._interest.close()
         self._ahead = self._expected
-
-    def close(self) -> None:
-        """End the interest in all downloads."""
-        self._interest.close()
-
-
-class StridedReads:
-    """Reads that go backwards, or skip the same distance each time.
-
-    A *run* is what is read without a gap; a *step* leads from the start of one
-    to the start of the next.
-    """
-
-    __slots__ = ("_ahead", "_interest", "_length", "_repeats", "_size", "_start", "_step", "_stop")
-
-    def __init__(self, interest: DownloadsAhead) -> None:
-        self._interest = interest
-        self._start = self._stop = 0  # the run that is being read
-        self._length = 0  # of the run before
-        self._step = 0
-        self._repeats = 0
-        self._size = 0  # backwards: bytes that are fetched ahead; else how many runs
-        self._ahead = 0  # where the run begins that was wanted last
-
-    @property
-    def is_on(self) -> bool:
-        """True if the last reads say where the next one begins."""
-        is_known = self._step < 0 or self._step > TOLERANCE
-        return is_known and self._repeats >= STEPS_AFTER
-
-    def reads(self, start: int, stop: int) -> None:
-        """Note a read of [start, stop)."""
-        if start == self._stop:
-            self._stop = stop
-            return
-        step, length = start - self._start, self._stop - self._start
-        if step == self._step:
-            self._repeats += 1
-        else:
-            self._repeats = 0
-            self._step = step
-            self._size = 0
-            self._interest.close()
-        self._start, self._stop, self._length = start, stop, length
-        if not self.is_on:
-            return
-        if step < -TOLERANCE or step > 0:
-            self._fetch_runs()
-        else:
-            self._fetch_before()
-
-    def _fetch_runs(self) -> None:
-        # What a long run takes is that of several parts.
-        most = max(1, self._interest.parts() * PART // max(PART, self._length))
-        if self._size == 0:
-            self._ahead = self._start
-        elif abs(self._ahead - self._start) > self._size // 2 * abs(self._step):
-            return
-        self._size = min(max(2, 2 * self._size), most)
-        last = self._start + self._size * self._step
-        size = self._interest.file.size
-        # The share may have become smaller meanwhile, so that this is far enough already.
-        while (last - self._ahead) * self._step > 0:
-            self._ahead += self._step
-            if not 0 <= self._ahead < size:
-                return
-            self._interest.want(self._ahead, min(size, self._ahead + self._length))
-
-    def _fetch_before(self) -> None:
-        if self._size == 0:
-            self._ahead = self._start
-        elif self._start - self._ahead > self._size // 2:
-            return
-        most = self._interest.parts() * PART
-        self._size = min(max(FIRST_WINDOW, GROWTH * self._size), most)
-        low = max(0, self._start - self._size)
-        if low:
-            low += -low % BLOCK
-        while self._ahead > low:
-            # The part that is read first is begun first.
-            begin = max(low, (self._ahead - 1) // PART * PART)
-            self._interest.want(begin, self._ahead)
-            self._ahead = begin
 
     def close(self) -> None:
         """End the interest in all downloads."""

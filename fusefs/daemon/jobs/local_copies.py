@@ -8,9 +8,6 @@ Copies of versions that the bucket no longer has are found if this process has u
 
 from __future__ import annotations
 
-import logging
-import math
-import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,18 +23,10 @@ from fusefs.daemon.jobs.selection import Selected, Selector
 from fusefs.settings.patterns import is_pattern, matches
 from fusefs.store.errors import NotFoundError
 
-logger = logging.getLogger("fusefs.daemon.jobs.local_copies")
-
 # Files that are named in an answer; the others are counted.
 MOST_NAMED = 10
 # Files looked at before other tasks have their turn.
 TURN = 100
-# A status waits so long until the pins are counted. Where more files are retained, they are
-# counted for the hundredth part of the time, or once in 30 s.
-COUNT_S = 1.0
-FEW = 20_000
-COUNTED_FOR = 100
-LONGEST_S = 30.0
 
 # The number of files at or below a key, and of their bytes, that the bucket does not have.
 Pending = Callable[[str], tuple[int, int]]
@@ -96,16 +85,10 @@ class LocalCopies:
         self._evictor = evictor
         self._selector = selector
         self._prefix = prefix
-        self._nursery = nursery
         self._jobs = JobTable[CopiesJob](nursery)
         self._unpinning = JobTable[Unpinning](nursery)
         self._pending = pending
         self._cancel_pins = cancel_pins
-        # What was counted last, whether that is done, and when to count again.
-        self._pins = {"paths": 0, "files": 0, "bytes": 0}
-        self._is_counted = trio.Event()
-        self._is_counted.set()
-        self._count_at = -math.inf
 
     def job(
         self, path: str, *, is_new: bool, drops: bool = False, is_forced: bool = False
@@ -141,34 +124,6 @@ class LocalCopies:
                 job.above = [self._shown(pin) for pin in above[:MOST_NAMED]]
         except OSError as error:
             job.why = f"the pins can't be changed: {error.strerror or error}"
-        finally:
-            self._count_at = -math.inf
-
-    async def describe_pins(self) -> dict[str, int]:
-        """The number of pinned paths of this mount, and of files and bytes that are retained.
-
-        Does not wait for a slow disk, nor count very many each time: then that is of before.
-        """
-        if self._is_counted.is_set() and time.monotonic() >= self._count_at:
-            self._is_counted = trio.Event()
-            self._nursery.start_soon(self._count_pins, self._is_counted)
-        with trio.move_on_after(COUNT_S):
-            await self._is_counted.wait()
-        return dict(self._pins)
-
-    async def _count_pins(self, is_counted: trio.Event) -> None:
-        began, mine = time.monotonic(), self._key("")
-        try:
-            paths = await self._cache.retention.count(mine)
-            self._pins["paths"] = paths
-            files, size = await self._cache.retained.count(mine) if paths else (0, 0)
-            self._pins = {"paths": paths, "files": files, "bytes": size}
-        except Exception:  # no fault in it is to end the mount
-            logger.exception("the pins can't be counted")
-        now = time.monotonic()
-        pause_s = min(COUNTED_FOR * (now - began), LONGEST_S)
-        self._count_at = now + pause_s if self._pins["files"] > FEW else now
-        is_counted.set()
 
     def _key(self, path: str) -> str:
         """The key or prefix of a path, without a slash at the end."""

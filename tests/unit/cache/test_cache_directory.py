@@ -12,7 +12,7 @@ import trio
 
 from fusefs.cache import catalog_writer, disk, file_cache
 from fusefs.cache.catalog import Catalog
-from fusefs.cache.disk import FORMAT_MARK, CacheDirectoryError, Disk, prepare_directory
+from fusefs.cache.disk import CacheDirectoryError, Disk, prepare_directory
 from fusefs.cache.evictor import MOST_REFUSED
 from fusefs.cache.integrity import trouble
 from fusefs.cache.purge import find_obstacles
@@ -41,42 +41,15 @@ def test_a_directory_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
         prepare_directory(tmp_path)
 
 
-def test_a_directory_of_another_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "format").write_bytes(b"fusefs cache 99\n")
+@pytest.mark.parametrize("mark", [b"fusefs cache 99\n", b"", b"\xff\xfe"])
+def test_a_directory_of_another_format_is_refused(tmp_path: Path, mark: bytes) -> None:
+    (tmp_path / "format").write_bytes(mark)
     with pytest.raises(CacheDirectoryError, match="remove it"):
         prepare_directory(tmp_path)
 
 
-DAMAGED = [b"", b"fusefs", b"\xff\xfe"]
-
-
-@pytest.mark.parametrize("mark", DAMAGED)
-def test_a_damaged_mark_is_written_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mark: bytes
-) -> None:
-    prepare_directory(tmp_path)
-    for name in ("mounts", "0123456789abcdef"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "format").write_bytes(mark)
-    prepare_directory(tmp_path)
-    assert (tmp_path / "format").read_bytes() == FORMAT_MARK
-    assert [record.message for record in caplog.records] == [
-        f"{tmp_path}/format is damaged, and is written anew"
-    ]
-
-
-@pytest.mark.parametrize("mark", DAMAGED)
-def test_a_file_of_the_marks_name_makes_no_cache(tmp_path: Path, mark: bytes) -> None:
-    (tmp_path / "precious").touch()
-    (tmp_path / "format").write_bytes(mark)
-    with pytest.raises(CacheDirectoryError, match="not empty"):
-        prepare_directory(tmp_path)
-    assert (tmp_path / "format").read_bytes() == mark
-
-
-@pytest.mark.parametrize("mark", [b"fusefs cache 99\n", *DAMAGED])
+@pytest.mark.parametrize("mark", [b"fusefs cache 99\n", b""])
 def test_a_mount_that_is_served_goes_on_whatever_the_mark_is(tmp_path: Path, mark: bytes) -> None:
-    (tmp_path / "precious").touch()
     (tmp_path / "format").write_bytes(mark)
     prepare_directory(tmp_path, in_any_case=True)
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
@@ -233,56 +232,7 @@ def test_a_reader_that_goes_on_elsewhere_leaves_nothing_under_way() -> None:
     assert not any(download.wanted for download in downloader.downloads)
 
 
-def test_reading_backwards_brings_what_comes_before() -> None:
-    readahead, downloader = readahead_of(1 << 30)
-    for at in range(1 << 29, (1 << 29) - 32 * MIB, -MIB):
-        readahead.reads(at - MIB, at)
-    low = min(start for start, _ in downloader.ranges)
-    assert low < (1 << 29) - 32 * MIB - FIRST_WINDOW
-    # Where reads in order are guessed nothing is wanted twice.
-    seen = RangeMap()
-    for start, stop in downloader.ranges:
-        assert seen.add(start, stop) == stop - start
-
-
-def test_equal_steps_bring_the_next_ones_and_nothing_between() -> None:
-    readahead, downloader = readahead_of(1 << 40)
-    step, length = 50 * MIB, 128 << 10
-    for number in range(20):
-        readahead.reads(number * step + MIB, number * step + MIB + length)
-    wanted = {start for start, _ in downloader.ranges if start > 4 * step}
-    assert {number * step + MIB for number in range(5, 22)} <= wanted
-    assert all(start % step == MIB for start in wanted)
-    assert all(stop - start == length for start, stop in downloader.ranges if start > step)
-
-
-@pytest.mark.parametrize("run", [24 * MIB, 100 * MIB])
-def test_long_runs_with_equal_steps_share_the_width_as_parts_do(run: int) -> None:
-    window, downloader = readahead_of(1 << 40)
-    most = 0
-    for at in range(0, 20 * 2 * run, 2 * run):
-        read_all(window, at, at + run, MIB)
-        wanted = [each for each in downloader.downloads if each.wanted]
-        most = max(most, sum(max(0, each.stop - max(each.start, at + run)) for each in wanted))
-    # The window in order, and a run.
-    assert run <= most <= WINDOW + max(run, WINDOW)
-
-
-def test_a_share_that_gets_smaller_brings_no_more_steps() -> None:
-    readahead, downloader = readahead_of(1 << 40)
-    step = 50 * MIB
-    for number in range(20):
-        readahead.reads(number * step, number * step + MIB)
-    others = [Readahead(downloader, downloader.file) for _ in range(7)]  # type: ignore[arg-type]
-    for other in others:
-        downloader.path.share(other)
-    before = len(downloader.ranges)
-    for number in range(20, 40):
-        readahead.reads(number * step, number * step + MIB)
-    assert len(downloader.ranges) < before + 40
-
-
-def test_unequal_steps_bring_nothing() -> None:
+def test_steps_bring_nothing() -> None:
     readahead, downloader = readahead_of(1 << 40)
     at = 1 << 30
     for number in range(1, 30):

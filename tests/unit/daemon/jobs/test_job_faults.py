@@ -1,17 +1,15 @@
 """Jobs beside changes and faults: pins, lists and drops."""
 
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import trio
 import trio.testing
 
-from fusefs.cache.retention import HashSet
 from fusefs.daemon.jobs import cache_warmer
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer, JobSpec
 from fusefs.daemon.jobs.local_copies import LocalCopies
@@ -304,22 +302,3 @@ async def test_a_path_that_no_key_can_be_is_not_there(tmp_path: Path) -> None:
         await warming.ended.wait()
     assert (unpinning.pins, unpinning.why) == (0, None)
     assert job.why == warming.why == "there is no such file or directory in the bucket"
-
-
-def test_pins_are_counted_while_a_thread_removes_many() -> None:
-    keys = [str(number) for number in range(20_001)]
-    pins, counts = HashSet([keys]), set()
-
-    def count(_frame: FrameType, _event: str, _arg: Any) -> Any:
-        counts.add(len(pins))
-        return count
-
-    def trace(frame: FrameType, _event: str, _arg: Any) -> Any:
-        return count if frame.f_code.co_name == "_tidy" else None
-
-    sys.settrace(trace)
-    try:
-        pins.remove(keys)
-    finally:
-        sys.settrace(None)
-    assert counts == {0}
