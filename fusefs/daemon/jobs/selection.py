@@ -6,14 +6,13 @@ directories they are in. A pattern is followed level by level down to its last p
 its first `**`; what it matches may be files and directories (settings/patterns.py). What
 exists under the very name is no pattern.
 
-A list is sorted, and its neighbours are looked up together: a page of the listing has
-them if they are close, and where they are not, each gets a HEAD, many at a time.
+Each path of a list gets a HEAD, many at a time, and those that are no objects are listed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -28,14 +27,10 @@ from fusefs.store.interface import ListPage, ObjectInfo, Store
 
 # Listings of paths at a time: they do not queue behind what programs wait for.
 LISTINGS = 2
-# Requests for lists at a time.
-LOOK_UPS = 8
-# Paths of a list that are looked up one listing after the other.
+# Requests for lists at a time: at 20 ms each as many as small files are fetched.
+LOOK_UPS = 32
+# Paths of a list that are delivered together: pins among them are on the disk after one sync.
 RUN = 1000
-# A page of a listing costs as much as this many HEADs.
-WORTH = 8
-# HEADs until a listing is tried again.
-HEADS = 64
 
 NO_SUCH = "there is no such file or directory in the bucket"
 
@@ -109,34 +104,39 @@ class Selector:
         numbers: dict[str, int] = {}
         for number, path in lines:
             if not path or self._is_shown(self._prefix + path):
-                numbers.setdefault(self._prefix + path, number)
+                numbers.setdefault(path, number)
             else:
                 miss(number, path, NotFoundError(NO_SUCH))
 
-        async def run(keys: Sequence[str]) -> None:
-            others: list[str] = []
+        async def head(path: str, found: list[ObjectInfo], others: list[str]) -> None:
             try:
-                while keys:
-                    count, without = await self._files(keys, deliver)
-                    others += without
-                    keys = keys[count:]
+                if not path:
+                    raise NotFoundError(NO_SUCH)
+                async with self._looking_up:
+                    found.append(await self._store.head(self._prefix + path))
+            except NotFoundError:
+                others.append(path)  # a directory, or a pattern
             except StoreError as error:
-                for key in keys:
-                    miss(numbers[key], key[len(self._prefix) :], error)
-            async with trio.open_nursery() as nursery:
-                for key in others:
-                    nursery.start_soon(alone, key)
+                miss(numbers[path], path, error)
 
-        async def alone(key: str) -> None:
-            path = key[len(self._prefix) :]
+        async def select(path: str) -> None:
             try:
                 await self._select(path, deliver, self._looking_up)
             except StoreError as error:
-                miss(numbers[key], path, error)
+                miss(numbers[path], path, error)
 
-        async with trio.open_nursery() as nursery:
-            for keys in _runs(sorted(numbers)):
-                nursery.start_soon(run, keys)
+        paths = list(numbers)
+        for at in range(0, len(paths), RUN):
+            found: list[ObjectInfo] = []
+            others: list[str] = []
+            async with trio.open_nursery() as nursery:
+                for path in paths[at : at + RUN]:
+                    nursery.start_soon(head, path, found, others)
+            if found:
+                await deliver(Selected(self._shown(found), [info.key for info in found]))
+            async with trio.open_nursery() as nursery:
+                for path in others:
+                    nursery.start_soon(select, path)
 
     # Paths
 
@@ -240,69 +240,3 @@ class Selector:
             if page.next_token is None:
                 return
             after = page.last
-
-    # Lists
-
-    async def _files(self, keys: Sequence[str], deliver: Deliver) -> tuple[int, list[str]]:
-        """Deliver the objects that have the first of these keys, in order.
-
-        Returns how many keys were looked up, and those of them without an object.
-        """
-        page = await self._page_at(_common(keys[0], keys[-1]), keys[0])
-        is_last = page.next_token is None
-        stop = 0
-        while stop < len(keys) and (is_last or keys[stop] <= page.last):
-            stop += 1
-        listed = {info.key: info for info in page.objects}
-        if stop < WORTH and not is_last:
-            more = keys[stop : stop + HEADS]
-            listed |= {info.key: info for info in await self._heads(more)}
-            stop += len(more)
-        found = [listed[key] for key in keys[:stop] if key in listed]
-        if found:
-            await deliver(Selected(self._shown(found), [info.key for info in found]))
-        return stop, [key for key in keys[:stop] if key not in listed]
-
-    async def _page_at(self, prefix: str, key: str) -> ListPage:
-        """The page of a listing that begins at a key, or shortly before."""
-        # It is a string before the key with few keys between them.
-        before = key[:-1]
-        after = before if len(before) > len(prefix) else ""
-        async with self._looking_up:
-            return await self._store.list_page(prefix, delimiter="", start_after=after)
-
-    async def _heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
-        found: dict[str, ObjectInfo] = {}
-        failed: list[StoreError] = []
-
-        async def look_up(key: str) -> None:
-            try:
-                async with self._looking_up:
-                    found[key] = await self._store.head(key)
-            except NotFoundError:
-                return
-            except StoreError as error:
-                failed.append(error)
-
-        async with trio.open_nursery() as nursery:
-            for key in keys:
-                nursery.start_soon(look_up, key)
-        if failed:
-            raise failed[0]
-        return [found[key] for key in keys if key in found]
-
-
-def _runs(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Sorted keys in parts that are looked up side by side."""
-    for at in range(0, len(keys), RUN):
-        yield keys[at : at + RUN]
-
-
-def _common(one: str, other: str) -> str:
-    """The common beginning of two keys."""
-    size = 0
-    for mine, its in zip(one, other, strict=False):
-        if mine != its:
-            break
-        size += 1
-    return one[:size]
