@@ -105,7 +105,7 @@ def _cache(cache: Status) -> str:
 
 
 def _pins(pins: Status) -> str:
-    return f"{_count(pins['paths'], 'path')} of the bucket; `fusefs status PATH` counts files"
+    return _count(pins["paths"], "path")
 
 
 def _hits(cache: Status) -> str:

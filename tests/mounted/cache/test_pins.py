@@ -67,7 +67,7 @@ def test_what_is_pinned_stays_when_other_files_need_the_room(
     result = run("pin", here.path / "kept")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"{here.path}/kept: 6 files, 6.0 MiB in the cache\n"
-    assert "1 path; 6 files, 6.0 MiB in the cache" in fusefs("status", here.path).stdout
+    assert "pinned      1 path\n" in fusefs("status", here.path).stdout
     here.end()
     here.start()
     assert run("warm", here.path / "other", "--wait").returncode == 1
