@@ -42,9 +42,10 @@ from fusefs.cluster_cache.policy import Breaker, Deadline, Sampling
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.types import MIB
 from fusefs.store.engine.engine import Completion, Engine, Request
-from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.access import Access
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.requester import Requester
+from fusefs.store.s3.settings import S3Settings
 
 NOWHERE = "http://127.0.0.1:9"
 PART = 8 * MIB

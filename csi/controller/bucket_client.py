@@ -36,11 +36,9 @@ from fusefs.store.errors import (
 )
 from fusefs.store.interface import IF_ABSENT, ObjectVersion
 from fusefs.store.s3 import documents
-from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.special_buckets import customer_key_obstacle
+from fusefs.store.s3.settings import NO_OPTIONS, S3Settings, WriteOptions, customer_key_obstacle
 from fusefs.store.s3.store import S3Store
-from fusefs.store.s3.write_options import NO_OPTIONS, WriteOptions
 
 # Of a record, which has some hundred; whoever writes into the bucket may put any object there.
 MOST_BYTES = 1 << 20

@@ -46,7 +46,7 @@ from csi.volume.location import (
 from csi.volume.options import pays_requests, read_options, write_options
 from csi.volume.stores import Stores
 from fusefs.store.errors import AccessDeniedError, ExistsError
-from fusefs.store.s3.write_options import WriteOptions
+from fusefs.store.s3.settings import WriteOptions
 
 DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"

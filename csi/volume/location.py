@@ -20,8 +20,8 @@ from csi.errors import InvalidArgumentError
 from csi.volume.stores import Stores, StoreSettings, is_region
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.settings.types import parse_source
-from fusefs.store.s3.special_buckets import AccessPoint
-from fusefs.store.s3.special_buckets import obstacle as bucket_obstacle
+from fusefs.store.s3.settings import AccessPoint
+from fusefs.store.s3.settings import obstacle as bucket_obstacle
 
 # The attributes that say where a volume is; all others are settings of its mounts.
 LOCATION_KEYS = frozenset(("store", "endpoint", "bucket", "prefix", "region"))

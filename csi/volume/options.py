@@ -22,7 +22,7 @@ from csi.volume.location import Location
 from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
 from fusefs.settings.sources import split_options
 from fusefs.settings.types import DURATION, SIZE, SWITCH, MinFree, MountSource
-from fusefs.store.s3.write_options import WriteOptions
+from fusefs.store.s3.settings import WriteOptions
 
 # Settings that are taken as they are given.
 _FREE = frozenset(

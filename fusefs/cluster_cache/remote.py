@@ -23,10 +23,10 @@ from fusefs.store.errors import (
     UnreachableError,
 )
 from fusefs.store.interface import Priority, Urgency
-from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.list import list_call
 from fusefs.store.s3.requester import Requester
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS
 

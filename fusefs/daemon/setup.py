@@ -19,8 +19,7 @@ from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import FREE_INODES, Conflict
 from fusefs.store import customer_key
-from fusefs.store.s3.access import S3Settings
-from fusefs.store.s3.write_options import WriteOptions
+from fusefs.store.s3.settings import S3Settings, WriteOptions
 
 logger = logging.getLogger("fusefs.daemon")
 

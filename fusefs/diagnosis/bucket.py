@@ -32,7 +32,7 @@ from fusefs.store.errors import (
 )
 from fusefs.store.interface import BytesSink, ObjectInfo, ObjectVersion
 from fusefs.store.probing import probe
-from fusefs.store.s3.access import S3Settings
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store, open_store
 
 RETRY_TIME_S = 3.0

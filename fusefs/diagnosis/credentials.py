@@ -11,7 +11,8 @@ from fusefs.diagnosis.findings import Finding, advice, ok, problem
 from fusefs.settings.display import human_duration
 from fusefs.store.engine.engine import open_engine
 from fusefs.store.errors import NO_CREDENTIALS, SILENT_SOURCE, AttemptError
-from fusefs.store.s3.access import Access, AccessSource, S3Settings
+from fusefs.store.s3.access import Access, AccessSource
+from fusefs.store.s3.settings import S3Settings
 
 LONGEST_S = 7 * 86_400
 

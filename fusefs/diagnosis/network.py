@@ -19,11 +19,11 @@ import trio
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.store import unreachable
 from fusefs.store.engine.engine import Completion, open_engine
-from fusefs.store.errors import AttemptError, StoreError, translate
+from fusefs.store.errors import PROXY_PASSWORD, AttemptError, StoreError, translate
 from fusefs.store.http.proxies import PORTS
-from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.access import DEFAULT_REGION, Access
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.plain import DEFAULT_REGION
+from fusefs.store.s3.settings import S3Settings
 
 CONNECT_TIMEOUT_S = 5.0
 SLOW_NAME_S = 0.5
@@ -120,10 +120,10 @@ def _name(url: str, proxy: str | None) -> Finding:
 def _connection(access: Access, completion: Completion, check: str) -> Finding:
     """Judge the connection by the answer that came over it. A refusal will do."""
     if completion.error is not None and not completion.status:
-        cause = unreachable.of_engine(completion, access.url, access.address.route.proxy)
-        return _unreachable(check, cause.sentence)
+        failure = unreachable.of_engine(completion, access.url, access.address.route.proxy)
+        return _unreachable(check, failure.sentence)
     if completion.status == 407:
-        return _unreachable(check, unreachable.PROXY_PASSWORD)
+        return _unreachable(check, PROXY_PASSWORD)
     text = (
         f"connected in {1e3 * completion.connected_s:.0f} ms, answered in"
         f" {1e3 * completion.last_byte_s:.0f} ms"

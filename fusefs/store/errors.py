@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fusefs.store import unreachable
-
 
 class ErrorCode(enum.StrEnum):
     """Meaning of an error for programs. It travels beside the sentence, which is for people."""
@@ -149,29 +147,73 @@ class AttemptError(Exception):
         self.failure = failure
 
 
-_THROTTLING = {
-    "SlowDown",
-    "TooManyRequests",
-    "TooManyRequestsException",
-    "Throttling",
-    "ThrottlingException",
-    "RequestLimitExceeded",
-    "ServiceUnavailable",
-    "KMS.ThrottlingException",  # with status 400
-}
-# Credentials that their source or its administrator will renew.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+_CHECK = "check the credentials"
 _REJECTED = {
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "InvalidToken",
-    "InvalidIdentityToken",
-    "IDPRejectedClaim",
+    "InvalidAccessKeyId": f"the store does not know the access key: {_CHECK}",
+    "SignatureDoesNotMatch": "the secret key does not match the access key",
+    "InvalidToken": f"the session token is not valid: {_CHECK}",
+    "InvalidIdentityToken": f"the identity token is not accepted: {_CHECK}",
+    "IDPRejectedClaim": "the credentials are rejected",
 }
-# What a client sent did not arrive whole, or not in time.
-_DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody", "RequestTimeout"}
-# Two writes of one key at the same time.
-_COLLIDED = {"ConditionalRequestConflict", "OperationAborted"}
+_SLOW_DOWN = (ThrottledError, "S3 asks to slow down", True)
+_DAMAGED = (UnreachableError, "what was sent did not arrive as it was", True)
+_COLLIDED = (ConflictError, "another write of it is under way", True)
+_UNSUPPORTED = (UnsupportedError, "this store does not implement that", False)
+_STALE = (StaleVersionError, "the object has been replaced", False)
+_DENIED = (AccessDeniedError, "access denied", False)
+PROXY_PASSWORD = "the proxy wants a user and a password, or refuses those that it got"
+_ARCHIVED = (ArchivedError, "it is archived: restore it before it can be read", False)
+_INVALID_NAME = "the name of the bucket is not valid"
+# Kind, sentence, and True if another attempt may succeed: of codes, whatever the status is.
+_BY_CODE: dict[str, tuple[type[StoreError], str, bool]] = {
+    "SlowDown": _SLOW_DOWN,
+    "TooManyRequests": _SLOW_DOWN,
+    "TooManyRequestsException": _SLOW_DOWN,
+    "Throttling": _SLOW_DOWN,
+    "ThrottlingException": _SLOW_DOWN,
+    "RequestLimitExceeded": _SLOW_DOWN,
+    "ServiceUnavailable": _SLOW_DOWN,
+    "KMS.ThrottlingException": _SLOW_DOWN,  # with status 400
+    "BadDigest": _DAMAGED,
+    "XAmzContentSHA256Mismatch": _DAMAGED,
+    "IncompleteBody": _DAMAGED,
+    "RequestTimeout": _DAMAGED,
+    # Two writes of one key at the same time.
+    "ConditionalRequestConflict": _COLLIDED,
+    "OperationAborted": _COLLIDED,
+    "NotImplemented": _UNSUPPORTED,
+    "InvalidBucketName": (MisconfiguredError, _INVALID_NAME, False),
+    "InvalidPart": (PartsError, "the bucket does not have all the parts that it took", False),
+    "InvalidObjectState": _ARCHIVED,
+    # Their source or its administrator will renew them.
+    **dict.fromkeys(_EXPIRED, (CredentialsError, "the credentials have expired", True)),
+    **{code: (CredentialsError, sentence, False) for code, sentence in _REJECTED.items()},
+}
+# The same of other answers. That to a HEAD has no body, and so no code.
+_BY_STATUS: dict[int, tuple[type[StoreError], str, bool]] = {
+    401: _DENIED,
+    403: _DENIED,
+    404: (NotFoundError, "there is no such object", False),
+    407: (UnreachableError, PROXY_PASSWORD, False),
+    # A proxy's, to a request that took too long to come, or met the end of a connection.
+    408: (UnreachableError, "S3 failed with status 408", True),
+    412: _STALE,
+    416: _STALE,
+    429: _SLOW_DOWN,
+    501: _UNSUPPORTED,
+    503: _SLOW_DOWN,
+}
+# What codes say beside their status.
+_SENTENCES = {
+    "NoSuchBucket": "there is no such bucket",
+    "NoSuchUpload": "the upload was completed or aborted",
+    "EntityTooLarge": "it is larger than the store allows",
+    "MetadataTooLarge": "the metadata are larger than the store allows",
+    "PermanentRedirect": "the bucket is in another region: set --region",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: set --region",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong",
+}
 # The usual status of codes that come for single keys, without one.
 _STATUSES = {
     "AccessDenied": 403,
@@ -183,71 +225,26 @@ _STATUSES = {
     "PreconditionFailed": 412,
 }
 
-_SENTENCES = {
-    "NoSuchBucket": "there is no such bucket",
-    "NoSuchUpload": "the upload was completed or aborted",
-    "InvalidPart": "the bucket does not have all the parts that it took",
-    "EntityTooLarge": "it is larger than the store allows",
-    "MetadataTooLarge": "the metadata are larger than the store allows",
-    "InvalidAccessKeyId": "the store does not know the access key: check the credentials",
-    "SignatureDoesNotMatch": "the secret key does not match the access key",
-    "InvalidBucketName": "the name of the bucket is not valid",
-    "PermanentRedirect": "the bucket is in another region: set --region",
-    "AuthorizationHeaderMalformed": "the bucket is in another region: set --region",
-    "RequestTimeTooSkewed": "the clock of this machine is wrong",
-    "InvalidToken": "the session token is not valid: check the credentials",
-    "InvalidIdentityToken": "the identity token is not accepted: check the credentials",
-    **dict.fromkeys(_EXPIRED, "the credentials have expired"),
-}
-
 
 def from_status(status: int, code: str, request_id: str) -> Failure:
     """The failure behind an answer with this HTTP status and S3 error code."""
-
-    def failure(kind: type[StoreError], sentence: str, *, is_retryable: bool = False) -> Failure:
-        sentence = _SENTENCES.get(code, sentence)
-        return Failure(kind, sentence, status, code, request_id, is_retryable)
-
-    if code in _EXPIRED:
-        return Failure(
-            CredentialsError,
-            _SENTENCES[code],
-            status,
-            code,
-            request_id,
-            is_retryable=True,
-            has_expired=True,
-        )
-    if code in _REJECTED:
-        return failure(CredentialsError, "the credentials are rejected")
-    if code == "InvalidBucketName":
-        return failure(MisconfiguredError, "the name is refused")
-    if code == "InvalidPart":
-        return failure(PartsError, "the parts are refused")
-    if code in _COLLIDED:
-        return failure(ConflictError, "another write of it is under way", is_retryable=True)
-    if code in _DAMAGED:
-        sentence = "what was sent did not arrive as it was"
-        return failure(UnreachableError, sentence, is_retryable=True)
-    if status == 407:
-        return failure(UnreachableError, unreachable.PROXY_PASSWORD)
-    if status == 501 or code == "NotImplemented":
-        return failure(UnsupportedError, "this store does not implement that")
-    if code == "InvalidObjectState":
-        return failure(ArchivedError, "it is archived: restore it before it can be read")
-    # The answer to a HEAD has no body, and so no code.
-    if status in (429, 503) or code in _THROTTLING:
-        return failure(ThrottledError, "S3 asks to slow down", is_retryable=True)
-    # 408 is a proxy's, to a request that took too long to come, or met the end of a connection.
-    if status >= 500 or status == 408:
-        return failure(UnreachableError, f"S3 failed with status {status}", is_retryable=True)
-    if status == 404:
-        return failure(NotFoundError, "there is no such object")
-    if status in (412, 416):
-        return failure(StaleVersionError, "the object has been replaced")
-    if status in (401, 403):
-        return failure(AccessDeniedError, "access denied")
-    return failure(StoreError, f"S3 answered with status {status} {code}".strip())
+    known = _BY_CODE.get(code) or _BY_STATUS.get(status)
+    if known is not None:
+        kind, sentence, is_retryable = known
+    elif status >= 500:
+        kind, sentence, is_retryable = UnreachableError, f"S3 failed with status {status}", True
+    else:
+        sentence = f"S3 answered with status {status} {code}".strip()
+        kind, is_retryable = StoreError, False
+    return Failure(
+        kind,
+        _SENTENCES.get(code, sentence),
+        status,
+        code,
+        request_id,
+        is_retryable,
+        has_expired=code in _EXPIRED,
+    )
 
 
 def from_code(code: str) -> Failure:
@@ -292,19 +289,17 @@ def _from_botocore(error: Exception) -> Failure | None:
         failure = _from_answer(error.response)
         if error.operation_name == "AssumeRoleWithWebIdentity" and failure.kind is StoreError:
             # Other STS than AWS's have codes of their own for a token that they refuse.
-            what = f"{_SENTENCES['InvalidIdentityToken']} ({failure.code or failure.status})"
+            what = f"{_REJECTED['InvalidIdentityToken']} ({failure.code or failure.status})"
             return replace(failure, kind=CredentialsError, sentence=what)
         return failure
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return NO_CREDENTIALS
     if isinstance(error, exceptions.ProfileNotFound):
         return Failure(AccessDeniedError, f"there is no AWS profile {error.kwargs['profile']!r}")
-    # SSLError, a failing proxy and a refused connection are no HTTPClientErrors.
-    if isinstance(
-        error,
-        exceptions.HTTPClientError | exceptions.ConnectionError | exceptions.IncompleteReadError,
-    ):
-        return unreachable_failure(unreachable.of_botocore(error))
+    if isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError):
+        sentence = f"no answer from the provider of the credentials: {_one_line(error)}"
+        is_retryable = not isinstance(error, exceptions.SSLError)
+        return Failure(UnreachableError, sentence, is_retryable=is_retryable)
     if isinstance(
         error,
         exceptions.SSOError
@@ -315,7 +310,7 @@ def _from_botocore(error: Exception) -> Failure | None:
     ):
         return Failure(CredentialsError, f"no credentials: {_one_line(error)}", is_retryable=True)
     if isinstance(error, exceptions.ParamValidationError) and "bucket name" in str(error):
-        return Failure(MisconfiguredError, _SENTENCES["InvalidBucketName"])
+        return Failure(MisconfiguredError, _INVALID_NAME)
     if isinstance(error, exceptions.BotoCoreError):
         return Failure(StoreError, f"the AWS configuration can't be used: {_one_line(error)}")
     return None
@@ -363,8 +358,3 @@ def region_of(status: int, headers: Mapping[str, str], text: str) -> str:
     if not found and (match := _REGION.search(text)):
         found = match[1]
     return found if _REGION_NAME.fullmatch(found) else ""
-
-
-def unreachable_failure(cause: unreachable.UnreachableCause) -> Failure:
-    """The failure of a request that got no answer."""
-    return Failure(UnreachableError, cause.sentence, is_retryable=cause.may_pass)

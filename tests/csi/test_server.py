@@ -64,7 +64,7 @@ def test_an_event_is_the_same_each_time() -> None:
     for number in ("17F2B8", "a/b+c=="):
         mount = f"s3://b/p: access denied (request {number}), as access key A"
         assert errors.event_text(mount) == "s3://b/p: access denied, as access key A"
-        claim = f"access denied on s3://b/p as access key A, request {number}"
+        claim = f"access denied (request {number}) on s3://b/p as access key A"
         assert errors.event_text(claim) == "access denied on s3://b/p as access key A"
 
 

@@ -20,7 +20,7 @@ from fusefs.settings.mount import RawValue, build
 from fusefs.store.errors import AccessDeniedError, StoreError
 from fusefs.store.http.server_clock import SKEWED, ServerClock
 from fusefs.store.interface import BytesSink, ObjectVersion
-from fusefs.store.s3.access import S3Settings
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import open_store
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.semantics import states

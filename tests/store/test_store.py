@@ -77,7 +77,7 @@ def test_a_daemon_lists_a_bucket_without_importing_botocore(shared: Bucket) -> N
     script = f"""
 import sys, trio
 import fusefs.daemon.main
-from fusefs.store.s3.access import S3Settings
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import open_store
 async def main():
     settings = S3Settings({shared.name!r}, {shared.server.endpoint_url!r})

@@ -13,7 +13,7 @@ import trio
 
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 from fusefs.store.s3 import store as s3_module
-from fusefs.store.s3.access import S3Settings
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store, open_store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3

@@ -9,8 +9,8 @@ import pytest
 import trio
 
 from fusefs.store.interface import Condition, ObjectInfo, Write
-from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.put import SMALL
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store, open_store
 from tests.support.machine.local_file import LocalFile
 from tests.support.servers.buckets import Bucket

@@ -1,8 +1,10 @@
 """Access to one bucket: the credentials, and the address to which requests go.
 
-Both are found as boto3's users expect it, for which boto3 is imported where it is needed
-(plain.py tells where it is not): that, and to ask an identity service for credentials, blocks
-for half a second and more. No request to the bucket is sent by boto3.
+Both are found as boto3's users expect it. To import boto3 and to make its client, or to ask an
+identity service for credentials, blocks for half a second and more, which is more than all else
+of a mount's start. So it is not imported where everything that it would find is known: where the
+endpoint is named, no configuration of AWS's is there, and nothing in the environment changes how
+requests are made. No request to the bucket is sent by boto3.
 """
 
 from __future__ import annotations
@@ -13,15 +15,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 import trio
 
 from fusefs.store import renewal
-from fusefs.store.customer_key import CustomerKey
 from fusefs.store.engine.engine import Route
 from fusefs.store.errors import (
     NO_CREDENTIALS,
@@ -34,11 +35,8 @@ from fusefs.store.errors import (
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.server_clock import ServerClock
 from fusefs.store.http.sigv4 import Signer
-from fusefs.store.s3 import plain
 from fusefs.store.s3.address import Address, host_of
-from fusefs.store.s3.plain import DEFAULT_REGION
-from fusefs.store.s3.special_buckets import AccessPoint, customer_key_obstacle, obstacle
-from fusefs.store.s3.write_options import NO_OPTIONS, WriteOptions
+from fusefs.store.s3.settings import AccessPoint, S3Settings, customer_key_obstacle, obstacle
 
 if TYPE_CHECKING:
     import boto3
@@ -50,6 +48,34 @@ logger = logging.getLogger("fusefs.store")
 
 T = TypeVar("T")
 
+DEFAULT_REGION = "us-east-1"
+# What these say is where keys come from, or is looked at here.
+_KNOWN_VARIABLES = frozenset(
+    (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+        "AWS_CA_BUNDLE",
+        "AWS_CONFIG_FILE",
+        "AWS_SHARED_CREDENTIALS_FILE",
+        "AWS_EC2_METADATA_DISABLED",
+        "AWS_ROLE_ARN",
+        "AWS_ROLE_SESSION_NAME",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_STS_REGIONAL_ENDPOINTS",
+        "AWS_ENDPOINT_URL_STS",
+    )
+)
+# The same of a profile in AWS's files.
+_KNOWN_IN_PROFILE = frozenset(
+    ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "region", "output")
+)
+_FILES = {
+    "AWS_CONFIG_FILE": "~/.aws/config",
+    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+}
 RECONNECT_EVERY_S = 2.0
 # For what gives out credentials at a mount's start, which a keeper ends after 30 s of silence.
 SOURCE_LIMIT_S = 20.0
@@ -57,37 +83,6 @@ SOURCE_LIMIT_S = 20.0
 _STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
 _SCOPE = re.compile(r"AWS4-HMAC-SHA256 Credential=[^/]+/\d+/([^/]+)/([^/]+)/aws4_request")
 _UNKNOWN_SIGNATURE = Failure(StoreError, "the bucket's requests are signed in an unknown way")
-
-
-@dataclass(frozen=True, slots=True)
-class S3Settings:
-    """The bucket, its place, the identity and the patience of its requests.
-
-    `keys` are fixed ones, by the names that the environment has for them, instead of those
-    that boto3 would find. They and `customer_key` are secrets, and do not show themselves.
-    With `ignores_configured_endpoints`, no environment and no file of AWS's names a host.
-    """
-
-    bucket: str
-    endpoint_url: str | None = None
-    region: str | None = None
-    profile: str | None = None
-    keys: Mapping[str, str] | None = field(default=None, repr=False)
-    anonymous: bool = False
-    addressing: str = "auto"
-    max_connections: int = 32
-    max_streams: int = 32
-    retry_time_s: float = 60.0
-    connect_timeout_s: float = 10.0
-    read_timeout_s: float = 20.0
-    ca_bundle: str | None = None
-    requester_pays: bool = False
-    write_options: WriteOptions = NO_OPTIONS
-    customer_key: CustomerKey | None = None
-    fips: bool = False
-    dual_stack: bool = False
-    ignores_configured_endpoints: bool = False
-    part_size: int = 8 << 20
 
 
 class Access:
@@ -109,16 +104,16 @@ class Access:
         self._session: boto3.Session | None = None
         self._access_point = AccessPoint.parse(settings.bucket)
         is_special = self._access_point is not None or settings.fips or settings.dual_stack
-        is_plain = not is_special and plain.is_plain_endpoint(
+        is_plain = not is_special and _is_plain_endpoint(
             settings.endpoint_url, settings.addressing, os.environ
         )
-        is_found = settings.anonymous or plain.has_keys(os.environ)
-        is_found = is_found and settings.profile is None and not plain.has_files(os.environ)
+        is_found = settings.anonymous or _has_keys(os.environ)
+        is_found = is_found and settings.profile is None and not _has_files(os.environ)
         if is_plain and (is_found or settings.keys is not None):
             configured = os.environ.get("AWS_CA_BUNDLE")
         else:
             core, _ = self._sessions()
-            is_plain = is_plain and plain.is_plain_profile(core.get_scoped_config())
+            is_plain = is_plain and _is_plain_profile(core.get_scoped_config())
             configured = core.get_config_variable("ca_bundle")
         self._trust = trust.find_for(settings.endpoint_url, settings.ca_bundle, configured)
         if self._core is not None and settings.ca_bundle is None and self._trust is not None:
@@ -154,7 +149,7 @@ class Access:
 
     def has_other_credentials(self) -> bool:
         """True if boto3 would find other credentials now. Blocks, and may ask far away."""
-        if isinstance(self.credentials, plain.EnvironmentKeys):
+        if isinstance(self.credentials, EnvironmentKeys):
             return False  # the environment stays as it is
         session = self._session_over(_core_session(self._settings))
         found, known = session.get_credentials(), self.credentials
@@ -169,7 +164,7 @@ class Access:
         if self._core is None or self._session is None:
             self._core = _core_session(self._settings)
             if self._settings.keys is not None:
-                self._core.set_credentials(*plain.EnvironmentKeys(self._settings.keys).frozen)
+                self._core.set_credentials(*EnvironmentKeys(self._settings.keys).frozen)
             self._session = self._session_over(self._core)
         return self._core, self._session
 
@@ -187,7 +182,7 @@ class Access:
 
     def _find_credentials(self) -> Credentials | None:
         if self._session is None or self._settings.keys is not None:
-            return cast("Credentials", plain.EnvironmentKeys(self._settings.keys or os.environ))
+            return cast("Credentials", EnvironmentKeys(self._settings.keys or os.environ))
         return self._session.get_credentials()
 
     def _name_principal(self) -> str:
@@ -466,6 +461,65 @@ def _look_for_others(access: Access) -> Access | None:
     """Return this access if there are other credentials than its own by now. Blocks."""
     return access if access.has_other_credentials() else None
 
+
+# --- what is known without botocore ---------------------------------------------
+
+
+class FrozenKeys(NamedTuple):
+    """As botocore's ReadOnlyCredentials."""
+
+    access_key: str
+    secret_key: str
+    token: str | None
+
+
+class EnvironmentKeys:
+    """Keys as the environment has them, with the interface of botocore's Credentials."""
+
+    method = "env"
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.frozen = FrozenKeys(
+            environment["AWS_ACCESS_KEY_ID"],
+            environment["AWS_SECRET_ACCESS_KEY"],
+            environment.get("AWS_SESSION_TOKEN") or None,
+        )
+
+    def get_frozen_credentials(self) -> FrozenKeys:
+        return self.frozen
+
+
+def _is_plain_endpoint(url: str | None, addressing: str, environment: Mapping[str, str]) -> bool:
+    """True if requests go to this endpoint with the bucket in the path, as far as is seen here."""
+    if url is None or addressing == "virtual" or redirects.is_aws(url):
+        return False
+    address = urlsplit(url)
+    if address.path.strip("/") or address.query or "@" in address.netloc:
+        return False
+    names = {name for name in environment if name.startswith("AWS_")}
+    return names <= _KNOWN_VARIABLES
+
+
+def _is_plain_profile(profile: Mapping[str, Any]) -> bool:
+    """True if what botocore has read of AWS's files says nothing about how requests are made."""
+    return profile.keys() <= _KNOWN_IN_PROFILE
+
+
+def _has_files(environment: Mapping[str, str]) -> bool:
+    """True if there is one of AWS's files, which botocore would read."""
+    for variable, usual in _FILES.items():
+        path = environment.get(variable) or os.path.expanduser(usual)
+        if path != os.devnull and os.path.exists(path):
+            return True
+    return False
+
+
+def _has_keys(environment: Mapping[str, str]) -> bool:
+    """True if the environment has keys, which botocore takes before all others."""
+    return all(environment.get(one) for one in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+
+
+# --- botocore -------------------------------------------------------------------
 
 # botocore's loader with what it has read of S3, while no session has it; see `prepare`.
 _loaders: list[Loader] = []

@@ -39,7 +39,7 @@ from fusefs.store.interface import (
 from fusefs.store.s3 import documents, head, multipart
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.conditions import Fence, condition_headers
-from fusefs.store.s3.list_parser import nanoseconds, quoted
+from fusefs.store.s3.list import nanoseconds, quoted
 from fusefs.store.s3.requester import Requester
 
 OPERATION = "CopyObject"

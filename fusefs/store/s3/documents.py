@@ -22,7 +22,7 @@ from fusefs.store.errors import (
     from_body,
 )
 from fusefs.store.interface import Part, PendingUpload
-from fusefs.store.s3.list_parser import nanoseconds, quoted
+from fusefs.store.s3.list import nanoseconds, quoted
 
 _ODD_LISTING = Failure(UnsupportedError, "this server's listings make no sense, or do not go on")
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"

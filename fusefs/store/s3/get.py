@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from fusefs.store import object_checksum
+from fusefs.store import checksum
 from fusefs.store.admission.hedging import Hedging
+from fusefs.store.checksum import ASKING
 from fusefs.store.engine.engine import Completion, FileSink, MemorySink, Sums
 from fusefs.store.errors import (
     AttemptError,
@@ -27,12 +28,10 @@ from fusefs.store.errors import (
     UnsupportedError,
 )
 from fusefs.store.interface import ObjectInfo, ObjectVersion, Sink, Urgency
-from fusefs.store.object_checksum import ASKING
 from fusefs.store.s3.address import LARGE, Call
-from fusefs.store.s3.answers import OTHER_OBJECT, OTHER_RANGE, OTHER_SIZE
 from fusefs.store.s3.head import META, head, parse_head
-from fusefs.store.s3.list_parser import quoted
-from fusefs.store.s3.requester import Requester
+from fusefs.store.s3.list import quoted
+from fusefs.store.s3.requester import OTHER_OBJECT, OTHER_RANGE, OTHER_SIZE, Requester
 
 logger = logging.getLogger("fusefs.store")
 
@@ -218,7 +217,7 @@ class RangeDownload:
         Raises:
             AttemptError: the bytes have another one.
         """
-        name = object_checksum.mismatch(headers, content, crc)
+        name = checksum.mismatch(headers, content, crc)
         if name is not None:
             sentence = f"what arrived has another {name} than the object"
             failure = Failure(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from urllib.parse import quote
 
+from fusefs.store.checksum import ASKING
 from fusefs.store.errors import (
     AttemptError,
     Failure,
@@ -16,9 +17,8 @@ from fusefs.store.errors import (
 )
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Urgency, demanded
-from fusefs.store.object_checksum import ASKING
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.list_parser import check_size, quoted, usable, whole_seconds
+from fusefs.store.s3.list import check_size, quoted, usable, whole_seconds
 from fusefs.store.s3.requester import Requester
 
 META = "x-amz-meta-"

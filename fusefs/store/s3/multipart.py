@@ -51,7 +51,7 @@ from fusefs.store.s3 import documents, head
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.body import Slice, composed
 from fusefs.store.s3.conditions import Fence, condition_headers
-from fusefs.store.s3.list_parser import quoted
+from fusefs.store.s3.list import quoted
 from fusefs.store.s3.requester import Requester
 
 # Of one upload. Measured against a server with as many processors as the client

@@ -22,7 +22,7 @@ from fusefs.store.s3.address import Call
 from fusefs.store.s3.body import Slice, Sums, sums_of
 from fusefs.store.s3.conditions import Fence, condition_headers
 from fusefs.store.s3.documents import no_result
-from fusefs.store.s3.list_parser import quoted
+from fusefs.store.s3.list import quoted
 from fusefs.store.s3.requester import Requester
 
 # What the event loop has the time to read and to sum.

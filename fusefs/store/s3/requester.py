@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
 import time
 from collections import Counter
@@ -23,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 import trio
 
-from fusefs.store import renewal
+from fusefs.store import renewal, unreachable
 from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.admission.hedging import Hedging
 from fusefs.store.engine.engine import Completion, Engine, OnProgress, Sums
@@ -38,18 +39,36 @@ from fusefs.store.errors import (
     StaleVersionError,
     StoreError,
     ThrottledError,
+    from_body,
+    region_of,
 )
+from fusefs.store.http import redirects
 from fusefs.store.interface import Strict, UploadLog, Urgency, demanded
-from fusefs.store.s3 import answers
-from fusefs.store.s3.access import Access, AccessSource, S3Settings
+from fusefs.store.s3.access import Access, AccessSource
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.conditions import for_condition
 from fusefs.store.s3.list import list_call
+from fusefs.store.s3.settings import S3Settings
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.s3_requests import S3_REQUESTS, RequestClock, S3Requests, cause_of
 from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.store")
+
+OTHER_OBJECT = Failure(StaleVersionError, "the object has been replaced")
+# Perhaps a proxy's mistake.
+OTHER_RANGE = Failure(
+    StoreError,
+    "S3 sent another range than the requested one",
+    is_retryable=True,
+    longest_s=10.0,
+)
+OTHER_SIZE = Failure(
+    StoreError, "what S3 sends is not the object as it is stored (is that compressed?)"
+)
+_TOO_SHORT = Failure(StoreError, "the file became shorter while it was sent")
+_NOT_THE_OBJECT = {"etag": OTHER_OBJECT, "range": OTHER_RANGE, "size": OTHER_SIZE}
+_LOCAL = ("sink-full", "sink-failed", "source-failed")
 
 T = TypeVar("T")
 
@@ -322,7 +341,7 @@ class Requester:
                     clock.first_byte(sent + completion.first_byte_s)
                 if completion.error == "timeout":
                     self._timed_out = trio.current_time()
-                failure = answers.failure_of(completion, call, access, offset_s)
+                failure = failure_of(completion, call, access, offset_s)
                 if failure is not None:
                     code = str(failure.status or "none")
                     raise AttemptError(failure)
@@ -465,3 +484,45 @@ def classify(operation: str, failure: Failure) -> Failure:
         # What has been written must not be lost because an administrator rotates keys.
         return replace(failure, is_retryable=True, has_expired=True)
     return failure
+
+
+def failure_of(
+    completion: Completion, call: Call, access: Access, signed_offset_s: float
+) -> Failure | None:
+    """The failure that a completion stands for; None if S3 did what was requested.
+
+    `signed_offset_s` is that of the store's clock when the request was signed.
+
+    Raises:
+        OSError: the local file of the sink or the body can't be used.
+    """
+    error, address = completion.error, access.address
+    if completion.status >= 300:
+        return _refusal(completion, access, signed_offset_s)
+    if error is None:
+        return None
+    if error == "too-large" and call.method == "GET" and call.key:
+        return None  # the headers tell which object came in place of the requested one
+    if error in _LOCAL:
+        if not completion.errno:
+            return _TOO_SHORT
+        raise OSError(completion.errno, os.strerror(completion.errno))
+    if error in _NOT_THE_OBJECT:
+        return _NOT_THE_OBJECT[error]
+    return unreachable.of_engine(completion, address.origin, address.route.proxy)
+
+
+def _refusal(completion: Completion, access: Access, signed_offset_s: float) -> Failure:
+    status, headers = completion.status, completion.headers
+    text = completion.body.decode(errors="replace")
+    failure = from_body(status, text, headers.get("x-amz-request-id", ""))
+    region, origin = region_of(status, headers, text), access.address.origin
+    if status in redirects.REDIRECTS and not redirects.is_aws(origin):
+        try:
+            redirects.check(headers.get("location"), origin, knows_region=bool(region))
+        except redirects.RedirectError as error:
+            return Failure(redirects.RedirectError, str(error), status)
+    is_off = access.clock.corrects(status, failure.code, headers, signed_offset_s)
+    if is_off and access.credentials is not None:
+        return replace(failure, is_retryable=True)
+    return replace(failure, region=region) if region and region != access.region else failure

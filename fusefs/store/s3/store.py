@@ -38,12 +38,12 @@ from fusefs.store.s3 import delete as deleting
 from fusefs.store.s3 import head as heading
 from fusefs.store.s3 import multipart
 from fusefs.store.s3 import put as putting
-from fusefs.store.s3.access import S3Settings
 from fusefs.store.s3.conditions import Fence
 from fusefs.store.s3.get import Getter
 from fusefs.store.s3.list import list_call, page_of
 from fusefs.store.s3.multipart import S3Upload
 from fusefs.store.s3.requester import Requester
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
 from fusefs.telemetry.s3_requests import S3_REQUESTS, S3Requests
 

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from fusefs.diagnosis import bucket
-from fusefs.store.s3.access import S3Settings
+from fusefs.store.s3.settings import S3Settings
 from tests.support.machine.libc import DirectoryStream
 from tests.support.mounting import WRITABLE, Mount, fusefs, status
 from tests.support.semantics import states

@@ -17,7 +17,7 @@ from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.patterns import PathRules
 from fusefs.settings.types import MIB
-from fusefs.store.s3.access import S3Settings
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import open_store
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states

@@ -12,7 +12,8 @@ from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.store.engine.engine import Engine, open_engine
 from fusefs.store.errors import AttemptError
 from fusefs.store.interface import ObjectVersion, demanded
-from fusefs.store.s3.access import AccessSource, S3Settings
+from fusefs.store.s3.access import AccessSource
+from fusefs.store.s3.settings import S3Settings
 from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS, S3_REQUESTS
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from fusefs.store.checksum import mismatch
 from fusefs.store.errors import StaleVersionError, UnreachableError
 from fusefs.store.interface import ObjectInfo, Store
-from fusefs.store.object_checksum import mismatch
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3

@@ -9,8 +9,9 @@ from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http.proxies import Proxies, ProxyError, shown
-from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.access import Access
 from fusefs.store.s3.get import SMALL
+from fusefs.store.s3.settings import S3Settings
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket

@@ -12,7 +12,8 @@ from fusefs.store import customer_key
 from fusefs.store.customer_key import CustomerKey, CustomerKeyError
 from fusefs.store.errors import AttemptError, UnsupportedError
 from fusefs.store.interface import BytesSink, ObjectVersion
-from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.access import Access
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import MakeFile
 from tests.support.mounting import Mounter, fusefs

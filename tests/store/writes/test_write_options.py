@@ -3,8 +3,8 @@
 import pytest
 
 from fusefs.settings.mount import RawValue, SettingsError, build
-from fusefs.store.s3.access import Access, S3Settings
-from fusefs.store.s3.write_options import WriteOptions
+from fusefs.store.s3.access import Access
+from fusefs.store.s3.settings import S3Settings, WriteOptions
 from tests.support.machine.local_file import MakeFile
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket

@@ -14,8 +14,9 @@ from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, IfMatch, ObjectVersion
 from fusefs.store.s3 import delete
 from fusefs.store.s3 import put as writing
-from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.access import Access
 from fusefs.store.s3.address import Call
+from fusefs.store.s3.settings import S3Settings
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3

@@ -23,7 +23,7 @@ from fusefs.daemon.jobs.cache_warmer import JobSpec
 from fusefs.daemon.jobs.selection import Shard
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import GIB, MIB, MinFree
-from fusefs.store.s3.write_options import WriteOptions
+from fusefs.store.s3.settings import WriteOptions
 from tests.support.packaging.manifests import PROJECT
 
 PLACE = Location(StoreSettings("main", "http://s3:1"), "bucket", "p/", "us-east-1")

@@ -21,7 +21,7 @@ from fusefs.store.errors import (
     UnreachableError,
 )
 from fusefs.store.interface import ObjectInfo
-from fusefs.store.s3.access import S3Settings
+from fusefs.store.s3.settings import S3Settings
 
 
 def settings(cache: Path, **changes: str) -> MountSettings:

@@ -14,9 +14,10 @@ from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.admission.hedging import LEAST_SAMPLES, MOST_AT_ONCE, SHARE, Hedging
 from fusefs.store.engine.engine import Completion, Engine
 from fusefs.store.interface import demanded
-from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.access import Access
 from fusefs.store.s3.list import list_call
 from fusefs.store.s3.requester import LAST_PAUSE_S, Requester, RetryBudget
+from fusefs.store.s3.settings import S3Settings
 
 NO_TASKS = cast(trio.Nursery, None)
 

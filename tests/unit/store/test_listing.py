@@ -13,8 +13,7 @@ from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import UnsupportedError
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.store.s3 import list_parser
-from fusefs.store.s3.list import page_of
-from fusefs.store.s3.list_parser import ListingError, parse
+from fusefs.store.s3.list import ListingError, page_of, parse
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
 
 AWS = ("Key", "LastModified", "ETag", "Size", "StorageClass")

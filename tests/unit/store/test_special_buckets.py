@@ -7,8 +7,9 @@ import pytest
 from fusefs.settings.mount import RawValue, SettingsError, build
 from fusefs.settings.types import MountSource, parse_source
 from fusefs.store.errors import AttemptError
-from fusefs.store.s3.access import Access, S3Settings
+from fusefs.store.s3.access import Access
 from fusefs.store.s3.list import list_call
+from fusefs.store.s3.settings import S3Settings
 from tests.support.semantics import states
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/data"

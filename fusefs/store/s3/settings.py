@@ -1,0 +1,138 @@
+"""Settings of requests to one bucket: where it is, who asks, and the objects that are made in it.
+
+An access point that is named by its ARN has a host name of its own, and requests are signed for
+its region (https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html). Its
+alias is used as a bucket's name. Directory buckets (S3 Express One Zone) are refused: their
+requests are signed with credentials of sessions (CreateSession), which nothing here makes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from fusefs.settings.types import AttributeForm, Encryption
+from fusefs.store.customer_key import CustomerKey
+from fusefs.store.errors import Failure, MisconfiguredError, UnsupportedError
+
+if TYPE_CHECKING:
+    from fusefs.settings.mount import MountSettings
+
+_ENCRYPTION = "x-amz-server-side-encryption"
+# AWS gives no other bucket, and no other access point, a name with one of these ends.
+DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """None leaves a choice to the bucket. `kms_key` is an id, an ARN or an alias.
+
+    With `is_aws_form` a copy says its source's time as AWS's services do, not as s3fs does.
+    """
+
+    storage_class: str | None = None
+    encryption: str | None = None
+    kms_key: str | None = None
+    acl: str | None = None
+    is_aws_form: bool = False
+
+    @classmethod
+    def of(cls, settings: MountSettings) -> WriteOptions:
+        """The options that a mount's settings choose."""
+        # A key alone is for the usual way of using it.
+        encryption = settings.encryption or (Encryption.KMS if settings.kms_key else None)
+        is_aws_form = settings.attribute_form is AttributeForm.AWS
+        return cls(settings.storage_class, encryption, settings.kms_key, settings.acl, is_aws_form)
+
+    def headers(self) -> dict[str, str]:
+        """The headers, with names in lower case."""
+        chosen = {
+            "x-amz-storage-class": self.storage_class,
+            _ENCRYPTION: self.encryption,
+            f"{_ENCRYPTION}-aws-kms-key-id": self.kms_key,
+            # One request to KMS for many objects. S3 has no such keys for double encryption.
+            f"{_ENCRYPTION}-bucket-key-enabled": "true" if self.encryption == "aws:kms" else None,
+            "x-amz-acl": self.acl,
+        }
+        return {name: text for name, text in chosen.items() if text is not None}
+
+
+NO_OPTIONS = WriteOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class S3Settings:
+    """The bucket, its place, the identity and the patience of its requests.
+
+    `keys` are fixed ones, by the names that the environment has for them, instead of those
+    that boto3 would find. They and `customer_key` are secrets, and do not show themselves.
+    With `ignores_configured_endpoints`, no environment and no file of AWS's names a host.
+    """
+
+    bucket: str
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    keys: Mapping[str, str] | None = field(default=None, repr=False)
+    anonymous: bool = False
+    addressing: str = "auto"
+    max_connections: int = 32
+    max_streams: int = 32
+    retry_time_s: float = 60.0
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 20.0
+    ca_bundle: str | None = None
+    requester_pays: bool = False
+    write_options: WriteOptions = NO_OPTIONS
+    customer_key: CustomerKey | None = None
+    fips: bool = False
+    dual_stack: bool = False
+    ignores_configured_endpoints: bool = False
+    part_size: int = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AccessPoint:
+    """The parts of `arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME`."""
+
+    partition: str
+    region: str
+    account: str
+    name: str
+
+    @classmethod
+    def parse(cls, bucket: str) -> AccessPoint | None:
+        """The access point that stands for a bucket; None if it is a bucket's name."""
+        if not bucket.startswith("arn:"):
+            return None
+        _, partition, _, region, account, resource = bucket.split(":", 5)
+        return cls(partition, region, account, resource.partition("/")[2])
+
+
+def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
+    """The reason why a bucket cannot be mounted, whatever it holds."""
+    if is_aws and bucket.endswith(DIRECTORY_BUCKETS):
+        sentence = "directory buckets (S3 Express One Zone) take sessions, which mounts do not make"
+        return Failure(UnsupportedError, sentence)
+    if not is_aws and bucket.startswith("arn:"):
+        sentence = "an access point's ARN is for AWS's own endpoints, and another one is configured"
+        return Failure(UnsupportedError, sentence)
+    return None
+
+
+def customer_key_obstacle(url: str, proxy: str | None) -> Failure | None:
+    """The reason why a customer key must not go to an endpoint: it could be read on the way."""
+    address = urlsplit(url)
+    if address.scheme == "https" or (proxy is None and _is_loopback(address.hostname or "")):
+        return None
+    return Failure(MisconfiguredError, f"a customer key is sent over TLS alone, and {url} has none")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
