@@ -142,7 +142,9 @@ async def probe(store: S3Store, prefix: str, *, in_parts: bool) -> Capabilities:
         os.write(fd, _BODY)
         found = Capabilities(
             conditions=await _honours_conditions(store, key, fd, in_parts=in_parts),
-            checksums=await store.compares_checksum(key, fd, len(_BODY), _OTHER_CRC32),
+            checksums=await put.compares_checksum(
+                store.requester, key, fd, len(_BODY), _OTHER_CRC32
+            ),
         )
     finally:
         os.close(fd)

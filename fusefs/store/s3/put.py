@@ -11,15 +11,13 @@ shows whether the object is this very one (fencing.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 from fusefs.store.engine.engine import Completion, FileBody
-from fusefs.store.errors import ConflictError, Failure, StoreError
+from fusefs.store.errors import AttemptError, ConflictError
 from fusefs.store.interface import Expect, ObjectInfo, Strict, Write, writing
 from fusefs.store.s3 import head
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.body import Slice, Sums, sums_of
+from fusefs.store.s3.body import Slice, sums_of
 from fusefs.store.s3.conditions import Fence, condition_headers
 from fusefs.store.s3.documents import no_result
 from fusefs.store.s3.list import quoted
@@ -27,39 +25,6 @@ from fusefs.store.s3.requester import Requester
 
 # What the event loop has the time to read and to sum.
 SMALL = 128 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A future object: the first `size` bytes of an open file, and its properties."""
-
-    key: str
-    fd: int
-    size: int
-    metadata: Mapping[str, str]
-    content_type: str | None
-    storage_class: str
-
-    def info(self, answer: Completion, sums: Sums) -> ObjectInfo:
-        """Return the object, as the answer and what was sent describe it.
-
-        Raises:
-            AttemptError: the answer has no ETag.
-        """
-        etag = answer.headers.get("etag")
-        if not etag:
-            raise no_result()
-        return ObjectInfo(
-            self.key,
-            self.size,
-            quoted(etag),
-            head.now_ns(),
-            content_type=self.content_type,
-            storage_class=self.storage_class,
-            version_id=answer.headers.get("x-amz-version-id"),
-            metadata=self.metadata,
-            crc32=sums.crc,
-        )
 
 
 async def put(
@@ -71,12 +36,16 @@ async def put(
     write: Write,
 ) -> ObjectInfo:
     """As `Store.put_file`, with one PUT."""
-    metadata = write.stamped()
-    head.check(metadata, write.content_type)
-    source = _Source(key, fd, size, metadata, write.content_type, requester.storage_class)
+    head.check(write.stamped(), write.content_type)
 
     async def send(strict: Strict) -> ObjectInfo:
-        info = await _put(requester, source, strict, sends_md5=fence.sends_md5)
+        if size > SMALL:
+            info = await _send(requester, fence, key, Slice(fd, 0, size), write, strict)
+        else:
+            async with requester.small_bodies:
+                content = _read_now(fd, size)
+                body = Slice(fd, 0, size) if content is None else content
+                info = await _send(requester, fence, key, body, write, strict)
         requester.counted["bytes_sent"] += size
         return info
 
@@ -85,28 +54,11 @@ async def put(
     return await fence.strictly(key, write.condition, send)
 
 
-async def _put(
-    requester: Requester, source: _Source, condition: Strict, *, sends_md5: bool
-) -> ObjectInfo:
-    if source.size > SMALL:
-        return await _send(requester, source, condition, sends_md5=sends_md5, content=None)
-    places = requester.small_bodies
-    if not places.value:
-        await places.acquire()
-    else:
-        places.acquire_nowait()
-    try:
-        content = _read_now(source)
-        return await _send(requester, source, condition, sends_md5=sends_md5, content=content)
-    finally:
-        places.release()
-
-
-def _read_now(source: _Source) -> bytearray | None:
+def _read_now(fd: int, size: int) -> bytearray | None:
     """Return the content of a small file, None if that is not in the page cache."""
-    content = bytearray(source.size)
+    content = bytearray(size)
     try:
-        if source.size and os.preadv(source.fd, [content], 0, os.RWF_NOWAIT) < source.size:
+        if size and os.preadv(fd, [content], 0, os.RWF_NOWAIT) < size:
             return None
     except OSError:
         return None  # it is on the disk, or on tmpfs
@@ -115,52 +67,60 @@ def _read_now(source: _Source) -> bytearray | None:
 
 async def _send(
     requester: Requester,
-    source: _Source,
+    fence: Fence,
+    key: str,
+    body: bytearray | Slice,
+    write: Write,
     condition: Strict,
-    *,
-    sends_md5: bool,
-    content: bytearray | None,
 ) -> ObjectInfo:
-    body: bytearray | FileBody
-    if content is not None:
-        body, sums = content, sums_of((content,), with_md5=sends_md5)
+    size, metadata = len(body), write.stamped()
+    sent: bytearray | FileBody
+    if isinstance(body, Slice):
+        sent, sums = body.body, await body.sums(with_md5=fence.sends_md5)
     else:
-        whole = Slice(source.fd, 0, source.size)
-        body, sums = whole.body, await whole.sums(with_md5=sends_md5)
-    headers = head.metadata_headers(source.metadata, source.content_type)
-    headers |= sums.headers() | condition_headers(condition)
-    try:
-        return await requester.send(
-            Call("PUT", "PUT", source.key, headers=headers, body=body),
-            lambda answer: source.info(answer, sums),
-            priority=writing,
-            condition=condition,
+        sent, sums = body, sums_of((body,), with_md5=fence.sends_md5)
+
+    def accept(answer: Completion) -> ObjectInfo:
+        etag = answer.headers.get("etag")
+        if not etag:
+            raise no_result()
+        return ObjectInfo(
+            key,
+            size,
+            quoted(etag),
+            head.now_ns(),
+            content_type=write.content_type,
+            storage_class=requester.storage_class,
+            version_id=answer.headers.get("x-amz-version-id"),
+            metadata=metadata,
+            crc32=sums.crc,
         )
+
+    headers = head.metadata_headers(metadata, write.content_type)
+    headers |= sums.headers() | condition_headers(condition)
+    call = Call("PUT", "PUT", key, headers=headers, body=sent)
+    try:
+        return await requester.send(call, accept, priority=writing, condition=condition)
     except ConflictError as error:
         if error.may_be_done:
-            size, metadata = source.size, source.metadata
-            info = await head.find(requester, source.key, size, metadata, sums.crc32)
+            info = await head.find(requester, key, size, metadata, sums.crc32)
             if info is not None:
                 return info
         raise
 
 
 async def compares_checksum(requester: Requester, key: str, fd: int, size: int, crc32: str) -> bool:
-    """As `S3Store.compares_checksum`."""
+    """Send a body with another CRC32 (in base64) than its own; True if it is refused.
+
+    Raises:
+        StoreError: S3 could not tell.
+    """
     headers = {"x-amz-checksum-crc32": crc32}
     call = Call("PUT", "PUT", key, headers=headers, body=FileBody(fd, 0, size))
-    refused = False
-
-    async def judge(failure: Failure) -> Failure:
-        nonlocal refused
-        refused = 400 <= failure.status < 500
-        # It was sent for that.
-        kind = ConflictError if refused else failure.kind
-        return replace(failure, kind=kind, is_retryable=failure.is_retryable and not refused)
-
     try:
-        await requester.send(call, lambda _: None, judge=judge)
-    except StoreError:
-        if not refused:
-            raise
-    return refused
+        await requester.attempt(call)
+    except AttemptError as error:
+        if 400 <= error.failure.status < 500 and error.failure.status != 429:
+            return True
+        raise requester.failed(call, error.failure) from error
+    return False

@@ -221,10 +221,6 @@ class S3Store:
     ) -> list[DeleteFailure]:
         return await deleting.delete_many(self.requester, self.fence, keys, etags or {})
 
-    async def compares_checksum(self, key: str, fd: int, size: int, crc32: str) -> bool:
-        """Send a body with another CRC32 (in base64) than its own; True if it is refused."""
-        return await putting.compares_checksum(self.requester, key, fd, size, crc32)
-
 
 @asynccontextmanager
 async def open_store(settings: S3Settings) -> AsyncIterator[S3Store]:
