@@ -37,6 +37,7 @@ from fusefs.store.errors import (
 from fusefs.store.interface import IF_ABSENT, ObjectVersion
 from fusefs.store.s3 import documents
 from fusefs.store.s3.address import Call
+from fusefs.store.s3.list import text_of
 from fusefs.store.s3.settings import NO_OPTIONS, S3Settings, WriteOptions, customer_key_obstacle
 from fusefs.store.s3.store import S3Store
 
@@ -212,9 +213,9 @@ def _expiry_rule(answer: Completion, key: str) -> str:
         prefix = rule.findtext(".//{*}Prefix") or ""
         is_some = any(rule.find(f".//{{*}}{one}") is not None for one in _CONDITIONS)
         expires = any(rule.findtext(f"{{*}}Expiration/{{*}}{one}") for one in ("Days", "Date"))
-        is_enabled = documents.text_of(rule, "Status") == "Enabled"
+        is_enabled = text_of(rule, "Status") == "Enabled"
         if is_enabled and expires and not is_some and key.startswith(prefix):
-            return documents.text_of(rule, "ID") or f"of the prefix {prefix!r}"
+            return text_of(rule, "ID") or f"of the prefix {prefix!r}"
     return ""
 
 

@@ -4,7 +4,7 @@ S3 stores differ: a condition may be honoured, refused with an error, or
 ignored, which no answer tells. So it is tried (probing.py), and what was found
 is kept on the disk for a day, for each bucket and endpoint:
 
-    DIRECTORY/capabilities-HASH.json    {"identity": ..., "probed_ns": ..., "found": {...}}
+    DIRECTORY/capabilities-HASH.json    {"conditions": true, "checksums": true}
 
 A damaged or outdated file is as good as none: it is probed again.
 """
@@ -26,9 +26,10 @@ logger = logging.getLogger("fusefs.store")
 # In whose directory the probes are: no mount lists it (posix/nodes/names.py).
 PROBE_NAME = ".fusefs-probe"
 # A store may be upgraded or configured anew; a day later that is found.
-KEPT_NS = 24 * 3600 * 1_000_000_000
-# Raised when the probes change: what older ones have found does not count then.
-FORMAT = 2
+KEPT_S = 24 * 3600.0
+# A part of the file's name. Raised when the probes change: what older ones have found does not
+# count then.
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Capabilities:
     @property
     def is_known(self) -> bool:
         """True if the probes have found out everything."""
-        return None not in (self.conditions, self.checksums)
+        return {self.conditions, self.checksums} <= {True, False}
 
     @property
     def missing(self) -> list[str]:
@@ -54,24 +55,18 @@ class Capabilities:
 
 
 def _path(directory: Path, identity: str) -> Path:
-    hashed = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+    hashed = hashlib.blake2b(f"{FORMAT} {identity}".encode(), digest_size=16).hexdigest()
     return directory / f"capabilities-{hashed}.json"
 
 
 def load(directory: Path, identity: str) -> Capabilities | None:
     """The findings about a bucket of the last day; None if there are none. Blocks."""
+    path = _path(directory, identity)
     try:
-        record = json.loads(_path(directory, identity).read_text())
-        age_ns = time.time_ns() - int(record["probed_ns"])
-        is_valid = (record["format"], record["identity"]) == (FORMAT, identity)
-        if not is_valid or not 0 <= age_ns < KEPT_NS:
-            return None
-        found = Capabilities(**record["found"])
-        return found if {found.conditions, found.checksums} <= {True, False} else None
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.info("what the store honours is probed again: %s", error)
+        age_s = time.time() - path.stat().st_mtime
+        found = Capabilities(**json.loads(path.read_text()))
+        return found if found.is_known and 0 <= age_s < KEPT_S else None
+    except (OSError, ValueError, TypeError):
         return None
 
 
@@ -80,16 +75,8 @@ def save(directory: Path, identity: str, found: Capabilities) -> None:
 
     Where the disk does not take it, the next mount probes again.
     """
-    text = json.dumps(
-        {
-            "format": FORMAT,
-            "identity": identity,
-            "probed_ns": time.time_ns(),
-            "found": asdict(found),
-        }
-    )
-    path = _path(directory, identity)
+    text = json.dumps(asdict(found))
     try:
-        files.replace(path, text, suffix=f".{os.getpid()}")
+        files.replace(_path(directory, identity), text, suffix=f".{os.getpid()}")
     except OSError as error:
         logger.info("what the store honours is not kept: %s", error)

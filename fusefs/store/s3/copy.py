@@ -39,7 +39,7 @@ from fusefs.store.interface import (
 from fusefs.store.s3 import documents, head, multipart
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.conditions import Fence, condition_headers
-from fusefs.store.s3.list import nanoseconds, quoted
+from fusefs.store.s3.list import nanoseconds, quoted, text_of
 from fusefs.store.s3.requester import Requester
 
 OPERATION = "CopyObject"
@@ -74,8 +74,6 @@ async def copy(
 
     async def send(strict: Strict) -> ObjectInfo:
         try:
-            if write.is_own and isinstance(source, ObjectInfo):
-                return await _copy_own(requester, source, key, write, strict)
             return await _copy(requester, fence, source, key, write, strict)
         except NotFoundError as error:
             # S3 does not say which of the two objects is gone.
@@ -107,10 +105,14 @@ async def _copy(
     condition: Strict,
 ) -> ObjectInfo:
     metadata = write.metadata
+    if write.is_own and isinstance(source, ObjectInfo):  # it has a content type alone
+        kept = {} if source.content_type is None else {"content-type": source.content_type}
+        copied = replace(source, metadata=metadata)
+        return await _copy_whole(requester, copied, key, kept, condition)
     limit = LARGEST_COPY if multipart.is_mistakable(source.key) else COPY_LIMIT
     is_small = source.size <= limit
     if isinstance(source, ObjectInfo) and is_small and metadata is None and not write.keeps_mtime:
-        return await _copy_whole(requester, _Copy(source, key, None, condition))
+        return await _copy_whole(requester, source, key, None, condition)
     info, headers = await head.head(requester, source.key, writing)
     version = source.version if isinstance(source, ObjectInfo) else source
     if info.version != version:
@@ -120,29 +122,16 @@ async def _copy(
         if metadata is not None and _has_room(metadata):
             metadata = replace(write, metadata=metadata).stamped()
     if metadata is None and is_small:
-        return await _copy_whole(requester, _Copy(info, key, None, condition))
+        return await _copy_whole(requester, info, key, None, condition)
     copied = info if metadata is None else replace(info, metadata=dict(metadata))
     kept = {name: headers[name] for name in _KEPT if name in headers}
     if is_small:
-        return await _copy_whole(requester, _Copy(copied, key, kept, condition))
+        return await _copy_whole(requester, copied, key, kept, condition)
     kept["x-amz-storage-class"] = copied.storage_class
     if headers.get("x-amz-tagging-count", "0") != "0":
         kept["x-amz-tagging"] = await _tagging(requester, source.key)
     described = dict(copied.metadata or {})
     return await multipart.copy(requester, fence, version, key, kept, described, condition)
-
-
-async def _copy_own(
-    requester: Requester,
-    source: ObjectInfo,
-    key: str,
-    write: Write,
-    condition: Strict,
-) -> ObjectInfo:
-    """Copy an object that fits into one request and that has a content type alone."""
-    kept = {} if source.content_type is None else {"content-type": source.content_type}
-    copied = replace(source, metadata=write.metadata)
-    return await _copy_whole(requester, _Copy(copied, key, kept, condition))
 
 
 def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
@@ -181,99 +170,77 @@ async def _tagging(requester: Requester, key: str) -> str:
     )
 
 
-async def _copy_whole(requester: Requester, one: _Copy) -> ObjectInfo:
-    headers = one.headers(requester.settings.bucket)
-    try:
-        return await requester.send(
-            Call("COPY", "PUT", one.key, headers=headers), one.accept, priority=writing
-        )
-    except StaleVersionError as error:
-        return await _after_all(requester, one, error)
+async def _copy_whole(
+    requester: Requester,
+    source: ObjectInfo,
+    key: str,
+    kept: Mapping[str, str] | None,
+    condition: Strict,
+) -> ObjectInfo:
+    """Copy with one request.
 
-
-async def _after_all(requester: Requester, one: _Copy, failed: StoreError) -> ObjectInfo:
-    """Return the copy, if a condition fails because it was made before.
-
-    S3 does not say of which of the two objects a condition failed.
-
-    Raises:
-        StoreError: it was not made; `failed` if its source is another object.
+    `kept` are the headers that go with the metadata of `source`; None if the server is to
+    keep everything.
     """
-    is_onto_itself, may_be_done = one.key == one.source.key, failed.may_be_done
-    if one.condition is None and not (is_onto_itself and may_be_done):
-        raise failed
-    try:
-        there, _ = await head.head(requester, one.key, writing)
-    except NotFoundError:
-        if isinstance(one.condition, IfMatch):
-            raise ConflictError("the object to be replaced is gone") from failed
-        raise failed from None
-    if may_be_done and one.has_made(there):
-        return there
-    if one.condition in (None, IfMatch(there.etag)):
-        raise failed  # the source is another one
-    if one.condition == IF_ABSENT:
-        raise ExistsError(f"{one.key}: there is an object already") from failed
-    raise ConflictError("the object has been replaced") from failed
+    headers = {
+        "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
+        "x-amz-copy-source-if-match": source.etag,
+        "x-amz-metadata-directive": "COPY" if kept is None else "REPLACE",
+        "x-amz-storage-class": source.storage_class,
+        **condition_headers(condition),
+    }
+    if kept is not None:
+        headers |= {**kept, **head.metadata_headers(source.metadata or {}, None)}
 
-
-class _Copy:
-    """One copy with one request, over several attempts.
-
-    `kept` are the headers that go with the metadata of `source`; None if the
-    server is to keep everything.
-    """
-
-    def __init__(
-        self, source: ObjectInfo, key: str, kept: Mapping[str, str] | None, condition: Strict
-    ) -> None:
-        self.key = key
-        self.source = source
-        self._kept = kept
-        self.condition = condition
-
-    def headers(self, bucket: str) -> dict[str, str]:
-        """The headers of the request."""
-        source = self.source
-        headers = {
-            "x-amz-copy-source": head.copy_source(bucket, source.key),
-            "x-amz-copy-source-if-match": source.etag,
-            "x-amz-metadata-directive": "COPY" if self._kept is None else "REPLACE",
-            "x-amz-storage-class": source.storage_class,
-        }
-        headers |= condition_headers(self.condition)
-        if self._kept is not None:
-            headers |= {**self._kept, **head.metadata_headers(source.metadata or {}, None)}
-        return headers
-
-    def accept(self, answer: Completion) -> ObjectInfo:
-        """Return the copy, if it was made.
-
-        Raises:
-            AttemptError: the answer does not say so.
-        """
+    def accept(answer: Completion) -> ObjectInfo:
         result = documents.read(answer, "CopyObjectResult")
-        etag = documents.text_of(result, "ETag")
+        etag = text_of(result, "ETag")
         if not etag:
             raise documents.no_result()
         try:
-            mtime_ns = nanoseconds(documents.text_of(result, "LastModified"))
+            mtime_ns = nanoseconds(text_of(result, "LastModified"))
         except ValueError:  # it is done, whatever the server takes for a time
             mtime_ns = head.now_ns()
-        return replace(
-            self.source,
-            key=self.key,
-            etag=quoted(etag),
-            mtime_ns=mtime_ns,
-            version_id=answer.headers.get("x-amz-version-id"),
-        )
+        version_id = answer.headers.get("x-amz-version-id")
+        return replace(source, key=key, etag=quoted(etag), mtime_ns=mtime_ns, version_id=version_id)
 
-    def has_made(self, there: ObjectInfo) -> bool:
-        """True if an object is this copy."""
-        source = self.source
-        if self._kept is None:
+    def has_made(there: ObjectInfo) -> bool:
+        if kept is None:
             return (there.size, there.etag) == (source.size, source.etag)
         if source.token is not None:
             return there.token == source.token
         # What was made of parts has another ETag now.
         return (there.size, there.metadata) == (source.size, dict(source.metadata or {}))
+
+    try:
+        call = Call("COPY", "PUT", key, headers=headers)
+        return await requester.send(call, accept, priority=writing)
+    except StaleVersionError as error:
+        # S3 does not say of which of the two objects a condition failed.
+        may_be_done = error.may_be_done
+        if condition is None and not (key == source.key and may_be_done):
+            raise
+        there = await _find(requester, key, condition, error)
+        if may_be_done and has_made(there):
+            return there
+        if condition in (None, IfMatch(there.etag)):
+            raise  # the source is another one
+        if condition == IF_ABSENT:
+            raise ExistsError(f"{key}: there is an object already") from error
+        raise ConflictError("the object has been replaced") from error
+
+
+async def _find(
+    requester: Requester, key: str, condition: Strict, failed: StoreError
+) -> ObjectInfo:
+    """Return the object under the key of a copy whose condition does not hold.
+
+    Raises:
+        StoreError: there is none; `failed` unless one was to be replaced.
+    """
+    try:
+        return (await head.head(requester, key, writing))[0]
+    except NotFoundError:
+        if isinstance(condition, IfMatch):
+            raise ConflictError("the object to be replaced is gone") from failed
+        raise failed from None

@@ -9,7 +9,6 @@ https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Sto
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -22,7 +21,7 @@ from fusefs.store.errors import (
     from_body,
 )
 from fusefs.store.interface import Part, PendingUpload
-from fusefs.store.s3.list import nanoseconds, quoted
+from fusefs.store.s3.list import decoded, nanoseconds, quoted, text_of
 
 _ODD_LISTING = Failure(UnsupportedError, "this server's listings make no sense, or do not go on")
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
@@ -51,11 +50,6 @@ def read(answer: Completion, tag: str) -> Element:
     if found != tag:
         raise no_result()
     return root
-
-
-def text_of(element: Element, name: str) -> str:
-    """Return the text of an element's child; "" if there is none."""
-    return element.findtext(f"{{*}}{name}") or ""
 
 
 def completion(parts: Iterable[Part]) -> bytes:
@@ -145,7 +139,7 @@ def uploads(
     try:
         found = [
             PendingUpload(
-                _decoded(text_of(one, "Key"), is_encoded),
+                decoded(text_of(one, "Key"), is_encoded),
                 text_of(one, "UploadId"),
                 nanoseconds(text_of(one, "Initiated")),
             )
@@ -156,12 +150,8 @@ def uploads(
     markers = {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}
     following = _behind(root, start, markers)
     if following is not None and "key-marker" in following:
-        following["key-marker"] = _decoded(following["key-marker"], is_encoded)
+        following["key-marker"] = decoded(following["key-marker"], is_encoded)
     return found, following
-
-
-def _decoded(text: str, is_encoded: bool) -> str:
-    return unquote_plus(text) if is_encoded else text
 
 
 def _behind(

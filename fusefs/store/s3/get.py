@@ -22,14 +22,13 @@ from fusefs.store.engine.engine import Completion, FileSink, MemorySink, Sums
 from fusefs.store.errors import (
     AttemptError,
     Failure,
-    StaleVersionError,
     StoreError,
     UnreachableError,
     UnsupportedError,
 )
 from fusefs.store.interface import ObjectInfo, ObjectVersion, Sink, Urgency
 from fusefs.store.s3.address import LARGE, Call
-from fusefs.store.s3.head import META, head, parse_head
+from fusefs.store.s3.head import META, parse_head
 from fusefs.store.s3.list import quoted
 from fusefs.store.s3.requester import OTHER_OBJECT, OTHER_RANGE, OTHER_SIZE, Requester
 
@@ -56,42 +55,27 @@ class Getter:
         self.hedging = Hedging(requester.connections, requester.counted)
         # Called with an object that has metadata, where the answer to a download has shown that.
         self.described: Callable[[ObjectInfo], None] = lambda _info: None
-        self._has_if_match = True  # whether this server's If-Match can be relied on
         self._has_checksums = True  # whether requests may want the checksums of objects
 
     async def download(
         self, version: ObjectVersion, start: int, stop: int, sink: Sink, priority: Urgency
     ) -> None:
         """As `Store.download`."""
-        requester = self._requester
-        part = RangeDownload(version, start, stop, sink, requester.counted)
+        part = RangeDownload(version, start, stop, sink, self._requester.counted)
         part.has_checksums = self._has_checksums
-        while True:
-            part.has_if_match = self._has_if_match
-            try:
-                await self._download(part, priority)
-                self._describe(part)
-                break
-            except StaleVersionError:
-                if not part.has_if_match:
-                    raise
-                info, _ = await head(requester, version.key)
-                if info.version != version:
-                    raise
-                # This server's If-Match refuses the very ETag that the server gives.
-                bucket = requester.settings.bucket
-                logger.info("%s: If-Match is not to be relied on here", bucket)
-                self._has_if_match = False
-            except StoreError as error:
-                # What a server says that does not know the header.
-                is_refused = type(error) in (StoreError, UnsupportedError)
-                if not is_refused or not part.is_whole_and_small:
-                    raise
-                part.has_checksums = False
-        if self._has_checksums and not part.has_checksums:
-            bucket = requester.settings.bucket
+        try:
+            await self._download(part, priority)
+        except StoreError as error:
+            # What a server says that does not know the header.
+            is_refused = type(error) in (StoreError, UnsupportedError)
+            if not is_refused or not part.is_whole_and_small:
+                raise
+            part.has_checksums = False
+            await self._download(part, priority)
+            bucket = self._requester.settings.bucket
             logger.info("%s: the store refuses to show checksums: none is compared", bucket)
             self._has_checksums = False
+        self._describe(part)
 
     async def _download(self, part: RangeDownload, priority: Urgency) -> None:
         part.fd = await part.sink.open()
@@ -132,7 +116,6 @@ class RangeDownload:
         self._counted = counted
         self._began_at = start
         self._sums: Sums = []
-        self.has_if_match = True
         self.has_checksums = True
         self.headers: Mapping[str, str] = {}  # of the last answer
 
@@ -154,19 +137,15 @@ class RangeDownload:
         """Make the request for what is missing, and begin an attempt."""
         self._began_at = self.position
         etag = self.version.etag
-        headers = dict(ASKING) if self.is_whole_and_small else {"range": self._range}
-        if self.has_if_match:
-            headers["if-match"] = etag
+        headers = {"range": f"bytes={self.position}-{self.stop - 1}"}
+        if self.is_whole_and_small:
+            headers = dict(ASKING)
+        headers["if-match"] = etag
         sink: MemorySink | FileSink = MemorySink(max(self.size, MOST_UNASKED))
         if self.fd is not None:
             start, size = self.position, self.version.size
             sink = FileSink(self.fd, start, start, self.size, etag, size, sums=True)
         return Call("GET", "GET", self.version.key, headers=headers, sink=sink)
-
-    @property
-    def _range(self) -> str:
-        """The missing bytes, as the header `Range` says it."""
-        return f"bytes={self.position}-{self.stop - 1}"
 
     def accept(self, answer: Completion) -> bytes:
         """Check the answer to `call`; return the missing bytes if they are in memory.

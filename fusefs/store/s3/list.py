@@ -146,11 +146,11 @@ def _page(root: ElementTree.Element, objects: list[ObjectInfo] | None) -> ListPa
     """The page of a document; its objects are read from it unless they are given."""
     if root.tag.rpartition("}")[2] != "ListBucketResult":
         raise ValueError(f"it is {root.tag!r}")
-    is_encoded = _text(root, "EncodingType") == "url"
+    is_encoded = text_of(root, "EncodingType") == "url"
     if objects is None:
         objects = [_object(element, is_encoded) for element in root.iterfind("{*}Contents")]
     prefixes = [
-        _decode(_text(element, "Prefix"), is_encoded)
+        decoded(text_of(element, "Prefix"), is_encoded)
         for element in root.iterfind("{*}CommonPrefixes")
     ]
     count = len(objects) + len(prefixes)
@@ -159,10 +159,10 @@ def _page(root: ElementTree.Element, objects: list[ObjectInfo] | None) -> ListPa
     unnamed = count - len(objects) - len(prefixes)
     last = max(objects[-1].key if objects else "", prefixes[-1] if prefixes else "")
     token = None
-    if _text(root, "IsTruncated") == "true" and last:
+    if text_of(root, "IsTruncated") == "true" and last:
         # Without a token the listing still goes on, behind its last key.
-        token = _text(root, "NextContinuationToken") or last
-    elif unnamed and _text(root, "IsTruncated") == "true":
+        token = text_of(root, "NextContinuationToken") or last
+    elif unnamed and text_of(root, "IsTruncated") == "true":
         raise ValueError("its entries have no keys")
     return ListPage(objects, prefixes, token, last, unnamed)
 
@@ -215,7 +215,7 @@ def _objects_of(columns: dict[str, tuple[str, ...]], is_encoded: bool) -> list[O
     keys: Iterable[str] = columns["Key"]
     together = "".join(keys)
     if any(mark in together for mark in "&%+"):
-        keys = [_decode(unescaped(key), is_encoded) for key in keys]
+        keys = [decoded(unescaped(key), is_encoded) for key in keys]
     column = columns.get("StorageClass", ())
     known = {text: sys.intern(usable(text) or "STANDARD") for text in set(column)}
     classes = (known[text] for text in column)
@@ -245,7 +245,7 @@ def unescaped(text: str) -> str:
 
 def _object(element: ElementTree.Element, is_encoded: bool) -> ObjectInfo:
     fields = {child.tag.rpartition("}")[2]: child.text or "" for child in element}
-    key = _decode(fields.get("Key", ""), is_encoded)
+    key = decoded(fields.get("Key", ""), is_encoded)
     try:
         size = int(fields.get("Size", ""))
         check_size(size)
@@ -286,7 +286,8 @@ def quoted(etag: str) -> str:
     return etag
 
 
-def _decode(text: str, is_encoded: bool) -> str:
+def decoded(text: str, is_encoded: bool) -> str:
+    """The key that an element's text stands for."""
     # Encoded, a plus sign stands for a space; a plus itself is %2B.
     return unquote_plus(text) if is_encoded and ("%" in text or "+" in text) else text
 
@@ -312,5 +313,6 @@ def whole_seconds(moment: datetime) -> int:
     return max(-MOST_64, min(MOST_64, int(moment.timestamp()) * 1_000_000_000))
 
 
-def _text(element: ElementTree.Element, name: str) -> str:
+def text_of(element: ElementTree.Element, name: str) -> str:
+    """The text of an element's child; "" if there is none."""
     return element.findtext(f"{{*}}{name}") or ""

@@ -13,8 +13,6 @@ metadata are.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -51,7 +49,7 @@ from fusefs.store.s3 import documents, head
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.body import Slice, composed
 from fusefs.store.s3.conditions import Fence, condition_headers
-from fusefs.store.s3.list import quoted
+from fusefs.store.s3.list import quoted, text_of
 from fusefs.store.s3.requester import Requester
 
 # Of one upload. Measured against a server with as many processors as the client
@@ -65,7 +63,6 @@ MOST_PARTS = 10_000
 # How many parts have the same size before it doubles.
 ALIKE = 1_000
 LARGEST = 4 << 30
-_MD5 = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +194,10 @@ class S3Upload:
 
         def accept(answer: Completion) -> Part:
             result = documents.read(answer, "CopyPartResult")
-            etag = documents.text_of(result, "ETag")
+            etag = text_of(result, "ETag")
             if not etag:
                 raise documents.no_result()
-            checksum = documents.text_of(result, "ChecksumCRC32")
+            checksum = text_of(result, "ChecksumCRC32")
             return Part(number, stop - start, quoted(etag), checksum)
 
         async def copy() -> Part:
@@ -262,8 +259,8 @@ class S3Upload:
             may_be_done = True
             if result.find("{*}ETag") is None:
                 raise documents.no_result()
-            # Ceph's gateway completes an upload without an ETag in its answer.
-            return quoted(documents.text_of(result, "ETag") or _etag_of(used))
+            # Ceph's gateway completes an upload without an ETag in its answer: "" is no object's.
+            return quoted(text_of(result, "ETag"))
 
         async def judge(failure: Failure) -> Failure:
             if failure.code == "BadDigest":  # of a part, which will not change
@@ -280,7 +277,15 @@ class S3Upload:
             if self._object is None:
                 raise
         else:
-            self._object = await self._seen(used) or self._unseen(size, etag)
+            # One that can't be seen is replaced already, say.
+            self._object = await self._seen(used) or ObjectInfo(
+                self._state.key,
+                size,
+                etag,
+                head.now_ns(),
+                storage_class=self._requester.storage_class,
+                metadata=self._state.metadata,
+            )
         return self._object
 
     async def _is_gone(self) -> bool:
@@ -300,28 +305,12 @@ class S3Upload:
         except StoreError:
             return None
 
-    def _unseen(self, size: int, etag: str) -> ObjectInfo:
-        """The known facts of an object that can't be seen, being replaced already, say."""
-        state = self._state
-        return ObjectInfo(
-            state.key,
-            size,
-            etag,
-            head.now_ns(),
-            storage_class=self._requester.storage_class,
-            metadata=state.metadata,
-        )
-
     async def _find(self, parts: list[Part]) -> ObjectInfo | None:
         """The object if this upload has been completed with these parts, and is the last one."""
         state = self._state
         size = sum(part.size for part in parts)
         checksum = composed([part.checksum for part in parts])
         return await head.find(self._requester, state.key, size, state.metadata, checksum)
-
-    async def abort(self) -> None:
-        """Give it up."""
-        await abort(self._requester, self._state.key, self._state.upload_id)
 
     async def discover(self) -> None:
         """Find out what the bucket has of the upload.
@@ -448,20 +437,6 @@ def is_mistakable(key: str) -> bool:
     return unquote(key) != key
 
 
-def _etag_of(parts: list[Part]) -> str:
-    """The ETag of an object made of these parts: the MD5 of their MD5s, and how many there are.
-
-    "" where the parts' ETags are something else. So AWS and Ceph have it,
-    undocumented; it is no more than what the object is called here until it is
-    looked at.
-    """
-    etags = [part.etag.strip('"') for part in parts]
-    if not all(_MD5.fullmatch(etag) for etag in etags):
-        return ""
-    together = hashlib.md5(bytes.fromhex("".join(etags)), usedforsecurity=False)
-    return f"{together.hexdigest()}-{len(parts)}"
-
-
 async def abort(requester: Requester, key: str, upload_id: str) -> None:
     """Give an upload up and have its parts deleted; no error if there is none."""
 
@@ -517,7 +492,7 @@ async def _aborted_on_failure(requester: Requester, upload: S3Upload) -> AsyncIt
     except BaseException:
         is_aborted = False
         with trio.move_on_after(ABORT_TIME_S, shield=True), suppress(StoreError):
-            await upload.abort()
+            await abort(requester, key, upload_id)
             is_aborted = True
         if is_aborted:
             log.ended(upload_id)

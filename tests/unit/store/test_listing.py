@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import UnsupportedError
 from fusefs.store.interface import ListPage, ObjectInfo
-from fusefs.store.s3 import list_parser
+from fusefs.store.s3 import list as list_module
 from fusefs.store.s3.list import ListingError, page_of, parse
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
 
@@ -256,7 +256,7 @@ def test_both_ways_of_reading_agree(
             for key, size, etag in encoded
         )
     )
-    assert parse(body) == list_parser._page(ElementTree.fromstring(body), None)
+    assert parse(body) == list_module._page(ElementTree.fromstring(body), None)
 
 
 def page(*keys: str, more: bool = True) -> ListPage:
