@@ -3,10 +3,7 @@
 Everything above this package speaks of keys, versions and byte ranges. A key
 is the object's full key in the bucket, decoded. An `ObjectVersion` names one
 immutable content; a download asks for exactly that version and nothing else.
-
-The interface is asynchronous (trio): the implementation owns its engine,
-its connection budget, retries and time-outs, so that a caller has one wait
-and one error to look at.
+A caller has one wait and one error to look at: connections, retries and time-outs are the store's.
 """
 
 from __future__ import annotations
@@ -125,11 +122,9 @@ class IfMatch:
 class Expect:
     """Write over what the mount knows under the key: this (quoted) ETag, or nothing (None).
 
-    It never fails because of what is there, unless a directory's marker is written where an
-    object with content is (ConflictError). Where the store honours conditions
-    the request carries this one, so that it has no effect if it is executed
-    late, after another change. Where another object is there already, the
-    change is repeated over that one: the last to close wins (store/fencing.py).
+    Where another object is there, the change is repeated over that one: the last to close wins
+    (store/fencing.py). The request carries the condition, so that it has no effect if it is
+    executed late. It fails only where a directory's marker is written over content (ConflictError).
     """
 
     etag: str | None
@@ -141,18 +136,17 @@ Strict = IfAbsent | IfMatch | None
 Condition = Strict | Expect
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+# A tuple, for a small PUT gives it a token in a hundredth of its time.
+class Write(NamedTuple):
     """The properties of an object that a PUT, an upload or a copy makes, and its condition.
 
     The keys of `metadata` are HTTP tokens in lower case, its values printable ASCII, not empty,
-    without spaces at the ends; S3 takes 2 KiB. None is no metadata, but that of its source for a
-    copy. The object has the `token` in its metadata as well (store/fencing.py), the next one where
-    none is given.
+    without spaces at the ends; S3 takes 2 KiB. None is no metadata, or that of the source of a
+    copy. The `token` goes into the metadata (store/fencing.py).
 
-    Two are of copies alone. With `keeps_mtime` the copy says in its metadata when the source was
-    modified, if that does not say so itself. With `is_own` the source, an `ObjectInfo` with its
-    content type, has nothing beside that and its metadata, which spares a HEAD.
+    Of copies alone: with `keeps_mtime` the metadata says when the source was modified, if it does
+    not yet. With `is_own` the source, an `ObjectInfo`, has a content type and metadata and nothing
+    else, which spares a HEAD.
     """
 
     metadata: Mapping[str, str] | None = None
@@ -164,17 +158,7 @@ class Write:
 
     def with_token(self, tokens: TokenSource) -> Write:
         """The write with a token, the next one of `tokens` if it has none."""
-        if self.token is not None:
-            return self
-        # `dataclasses.replace` takes 10 us, a fifteenth of what a small PUT does.
-        return Write(
-            self.metadata,
-            self.content_type,
-            self.condition,
-            tokens.next(),
-            self.keeps_mtime,
-            self.is_own,
-        )
+        return self if self.token is not None else self._replace(token=tokens.next())
 
     def stamped(self) -> dict[str, str]:
         """The metadata with the token."""
@@ -185,8 +169,7 @@ class Write:
 PLAIN = Write()
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A part of an upload that the bucket has.
 
     `number` counts from 1, `size` is in bytes; `checksum` is the CRC32 in
@@ -199,8 +182,7 @@ class Part:
     checksum: str
 
 
-@dataclass(frozen=True, slots=True)
-class UploadState:
+class UploadState(NamedTuple):
     """All that another process needs to go on with an upload.
 
     The first parts have `part_size` bytes, later ones more (store/s3/multipart.py).
@@ -214,14 +196,7 @@ class UploadState:
 
     def plain(self) -> dict[str, Any]:
         """The state as JSON can hold it."""
-        parts = [[part.number, part.size, part.etag, part.checksum] for part in self.parts]
-        return {
-            "key": self.key,
-            "upload_id": self.upload_id,
-            "part_size": self.part_size,
-            "metadata": dict(self.metadata),
-            "parts": parts,
-        }
+        return {**self._asdict(), "metadata": dict(self.metadata)}
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> UploadState:
@@ -249,19 +224,12 @@ class DeleteFailure:
 class Sink(Protocol):
     """The destination of one download. Its methods are called in the event loop.
 
-    A small range is in memory before any of it is written, and handed to `write`. A large one
-    is written by the engine's threads into the file that `open` gives, and `arrived` tells how
-    far it is. `write` may raise OSError, which ends the download.
+    The engine's threads write into the file that `open` gives, and `arrived` tells how far they
+    are. Without a file all comes through `write`. An OSError ends the download.
     """
 
     async def open(self) -> int | None:
-        """The descriptor of a file that has the object's bytes at their own offsets.
-
-        None if there is no file: then everything comes through `write`.
-
-        Raises:
-            OSError: the file can't be created.
-        """
+        """The descriptor of a file with the object's bytes at their own offsets, or None."""
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Write bytes that begin at `offset` of the object."""
@@ -295,10 +263,8 @@ class BytesSink:
 class Upload(Protocol):
     """A multipart upload under way, of a file that may still grow. Belongs to the event loop.
 
-    Parts are counted from 1; where they begin does not depend on the file's
-    size. Nothing is to be seen under the key before `complete`. An upload stays
-    in the bucket, and is paid for, until it is completed or aborted. Methods
-    that wait raise `StoreError`.
+    Parts are counted from 1; where they begin does not depend on the file's size. An upload stays
+    in the bucket, and is paid for, until it is completed or aborted.
     """
 
     @property
@@ -318,24 +284,16 @@ class Upload(Protocol):
         """True if the part has been sent or copied, and not been dropped since."""
 
     def missing(self, size: int) -> list[int]:
-        """The parts to be sent or copied before a file of `size` bytes is complete.
-
-        The last part of a file that has grown since is among them.
-        """
+        """The parts to be sent or copied before a file of `size` bytes is complete."""
 
     def drop(self, number: int) -> None:
-        """The file has other bytes in this part now.
-
-        If the part is being sent at this moment, what arrives does not count.
-        """
+        """The file has other bytes in this part now: what was sent, or is being sent, is void."""
 
     async def send(self, fd: int, numbers: Iterable[int], size: int) -> None:
-        """Send these parts of a file of `size` bytes, in parallel.
+        """Send these parts of a file of `size` bytes, in parallel, unless they have been sent.
 
-        A part that another task sends is waited for; one that has been sent
-        and not been dropped is not sent again. Reads with pread; after the
-        return, also by cancellation, `fd` is not used any more, and the parts
-        that were done stay done.
+        Also waits for those that another task sends. After the return, also by cancellation, `fd`
+        is not used any more, and the parts that were done stay done.
 
         Raises:
             StoreError: a part could not be sent in the retry time, or the file
@@ -357,9 +315,7 @@ class Upload(Protocol):
     async def verify(self, fd: int, size: int) -> None:
         """Drop what another process sent and the file, of `size` bytes, does not have.
 
-        Reads those parts of the file; after the return, also by cancellation,
-        `fd` is not used any more. A part that this process sends or copies
-        needs no verifying.
+        After the return, also by cancellation, `fd` is not used any more.
 
         Raises:
             NotFoundError: the upload has been completed, but not with what the
@@ -370,8 +326,7 @@ class Upload(Protocol):
     async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
         """Make an object of the first `size` bytes' parts, and forget the others.
 
-        Cancelled, it may come into being all the same. Where no answer comes, a
-        HEAD tells whether the object is there.
+        Cancelled, it may come into being all the same.
 
         Raises:
             ConflictError: the condition does not hold.
@@ -533,16 +488,12 @@ class Store(Source, Protocol):
 
         One PUT up to `part_size` bytes, beyond it a multipart upload, which is
         aborted if it fails or is cancelled. S3 compares a checksum of all that
-        is sent. Reads with pread; after the return, also by cancellation, `fd`
+        is sent. After the return, also by cancellation, `fd`
         is not used any more. A single PUT that is cancelled may come to pass.
 
-        The `mtime_ns` of the answer is the bucket's, but after a single PUT
-        this machine's, to the second: S3 tells it only to a HEAD, which would
-        take half as long again as the PUT of a small file.
-
-        The metadata of the answer have the token as well. Where an answer was
-        lost and the next says that the condition does not hold, the write has
-        succeeded if that token is there.
+        After a single PUT `mtime_ns` is this machine's, to the second: S3 tells its own only to a
+        HEAD, which would take half as long again as the PUT of a small file. The metadata of the
+        answer have the token.
 
         A store that knows no conditions answers a strict one with status 501
         (`UnsupportedError`), or ignores them, which the probes find (probing.py).
@@ -556,9 +507,7 @@ class Store(Source, Protocol):
         """
 
     async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
-        """Begin a multipart upload, of whatever size; its state is to be put on record.
-
-        The condition is given when it is completed.
+        """Begin a multipart upload, of whatever size; the condition is given to `complete`.
 
         Raises:
             ValueError: the metadata can't be sent.
@@ -595,12 +544,9 @@ class Store(Source, Protocol):
         user metadata, unless another is given. `key` may be the source's if
         metadata is given. The copy may have another ETag than the source.
 
-        An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what
-        it does not tell, as a listed one does not, the answer does not either.
-
-        The condition is about what `key` has before. A store that answers that it
-        knows no conditions of copies copies without. A copy that keeps the metadata
-        keeps the token of its source.
+        An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what it does not tell, as
+        a listed one does not, the answer does not either. A store that answers that it knows no
+        conditions of copies copies without. A copy that keeps the metadata keeps the token.
 
         Raises:
             ConflictError: the strict condition does not hold; `ExistsError` of IF_ABSENT.

@@ -189,13 +189,3 @@ async def test_an_object_replaced_before_a_stream_goes_on_is_stale(
         sink.close()
         assert sink.data
         assert sink.data == BODY[: sink.stop]
-
-
-async def test_a_server_that_refuses_the_very_etag_that_it_tells_is_read(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    async with opened(shared, faulty) as store:
-        info = await store.head("body")
-        faulty.add("GET", code="PreconditionFailed", times=1)
-        assert await download(store, info) == BODY
-        assert "if-match" not in faulty.requests("GET")[1].headers

@@ -70,7 +70,7 @@ async def copy(
     condition = write.condition
     if write.metadata is not None:
         head.check(write.metadata)
-        write = replace(write, metadata=write.stamped())
+        write = write._replace(metadata=write.stamped())
 
     async def send(strict: Strict) -> ObjectInfo:
         try:
@@ -120,7 +120,7 @@ async def _copy(
     if metadata is None and write.keeps_mtime:
         metadata = _dated(info, is_aws=requester.settings.write_options.is_aws_form)
         if metadata is not None and _has_room(metadata):
-            metadata = replace(write, metadata=metadata).stamped()
+            metadata = write._replace(metadata=metadata).stamped()
     if metadata is None and is_small:
         return await _copy_whole(requester, info, key, None, condition)
     copied = info if metadata is None else replace(info, metadata=dict(metadata))

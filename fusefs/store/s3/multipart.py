@@ -140,7 +140,7 @@ class S3Upload:
     ) -> None:
         self._requester = requester
         self._fence = fence
-        self._state = replace(state, parts=())
+        self._state = state._replace(parts=())
         self._schedule = Schedule(state.part_size)
         self.part_at = self._schedule.part_at
         self.part_range = self._schedule.range_of
@@ -157,7 +157,7 @@ class S3Upload:
     @property
     def state(self) -> UploadState:
         parts = self._unverified | self._parts
-        return replace(self._state, parts=tuple(parts[number] for number in sorted(parts)))
+        return self._state._replace(parts=tuple(parts[number] for number in sorted(parts)))
 
     def has(self, number: int) -> bool:
         return number in self._parts
@@ -328,7 +328,7 @@ class S3Upload:
             known = recorded.get(part.number)
             # Not every store lists the checksums of parts.
             if not part.checksum and known is not None and known.etag == part.etag:
-                part = replace(part, checksum=known.checksum)
+                part = part._replace(checksum=known.checksum)
             if part.checksum:
                 self._unverified[part.number] = part
 
