@@ -224,4 +224,4 @@ async def test_a_copy_is_of_the_named_object_and_not_of_one_with_a_similar_name(
         upload = await store.begin_upload("edited")
         with pytest.raises(UnsupportedError):
             await upload.copy_part(1, ObjectVersion("a%20b", etag, len(data)), 0, PART)
-        await upload.abort()
+        await store.abort_upload("edited", upload.state.upload_id)
