@@ -131,7 +131,7 @@ async def test_a_missing_bucket_is_named(shared: Bucket, faulty: FaultyS3) -> No
 @pytest.mark.parametrize(
     ("name", "value", "part"),
     [
-        ("AWS_ACCESS_KEY_ID", "UNKNOWN", "the access key is not known"),
+        ("AWS_ACCESS_KEY_ID", "UNKNOWN", "the store does not know the access key"),
         ("AWS_SECRET_ACCESS_KEY", "wrong", "the secret key does not match"),
         ("AWS_ACCESS_KEY_ID", None, "no AWS credentials were found"),
         ("AWS_PROFILE", "nope", "there is no AWS profile 'nope'"),

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 import trio
@@ -99,7 +99,6 @@ class Access:
         """
         self._settings = settings
         self.clock = clock or ServerClock()
-        self.proxies = proxies.Proxies.of(os.environ)
         self._core: BotocoreSession | None = None
         self._session: boto3.Session | None = None
         self._access_point = AccessPoint.parse(settings.bucket)
@@ -127,11 +126,13 @@ class Access:
         # Of the signatures, by which a bucket elsewhere is noticed.
         self.region = ""
         self.address = self._plain_address() if is_plain else self._botocores_address()
+        self.principal = self._name_of_credentials()
         if settings.customer_key is not None:
             failure = customer_key_obstacle(self.url, self.address.route.proxy)
             if failure is not None:
                 raise AttemptError(failure)
-        self.principal = self._name_principal()
+            # What was decrypted with a key is for those who have it.
+            self.principal += f" customer key {settings.customer_key.identity}"
 
     @property
     def url(self) -> str:
@@ -164,7 +165,7 @@ class Access:
         if self._core is None or self._session is None:
             self._core = _core_session(self._settings)
             if self._settings.keys is not None:
-                self._core.set_credentials(*EnvironmentKeys(self._settings.keys).frozen)
+                self._core.set_credentials(*EnvironmentKeys.of(self._settings.keys))
             self._session = self._session_over(self._core)
         return self._core, self._session
 
@@ -182,14 +183,8 @@ class Access:
 
     def _find_credentials(self) -> Credentials | None:
         if self._session is None or self._settings.keys is not None:
-            return cast("Credentials", EnvironmentKeys(self._settings.keys or os.environ))
+            return cast("Credentials", EnvironmentKeys.of(self._settings.keys or os.environ))
         return self._session.get_credentials()
-
-    def _name_principal(self) -> str:
-        name = self._name_of_credentials()
-        # What was decrypted with a key is for those who have it.
-        key = self._settings.customer_key
-        return name if key is None else f"{name} customer key {key.identity}"
 
     def _name_of_credentials(self) -> str:
         if self.credentials is None:
@@ -287,7 +282,7 @@ class Access:
         if settings.requester_pays:
             headers["x-amz-request-payer"] = "requester"
         is_tls = parts.scheme == "https"
-        proxy = self.proxies.choose(origin)
+        proxy = proxies.Proxies.of(os.environ).choose(origin)
         needs_trust = is_tls or (proxy is not None and proxy.startswith("https:"))
         ca_file = self._trust.path if needs_trust and self._trust is not None else None
         return Address(
@@ -319,39 +314,38 @@ class _Call:
         self.failure: Failure | None = None
 
 
-class SharedCall(Generic[T]):
-    """A call in a thread for all that want its result. Belongs to the event loop.
+class SharedCall:
+    """A call in a thread for all that want its result. Belongs to the event loop."""
 
-    A cancelled caller does not wait for the thread, and the call goes on: `accept` gets its
-    result in any case.
-    """
-
-    def __init__(self, nursery: trio.Nursery, accept: Callable[[T], None]) -> None:
+    def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
-        self._accept = accept
         self._call: _Call | None = None
 
     @property
     def is_under_way(self) -> bool:
         return self._call is not None
 
-    async def wait(self, work: Callable[[], T]) -> None:
+    async def wait(self, work: Callable[[], T], accept: Callable[[T], None]) -> None:
         """Wait for the end of the call that is under way, or else of one of `work`.
 
+        Cancelled or too late, the call goes on: `accept` gets its result in any case.
+
         Raises:
-            AttemptError: it failed.
+            AttemptError: it failed, or did not end in time.
         """
         call = self._call
         if call is None:
             call = self._call = _Call()
-            self._nursery.start_soon(self._run, call, work)
-        await call.ended.wait()
-        if call.failure is not None:
-            raise AttemptError(call.failure)
+            self._nursery.start_soon(self._run, call, work, accept)
+        with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
+            await call.ended.wait()
+        failure = SILENT_SOURCE if waiting.cancelled_caught else call.failure
+        if failure is not None:
+            raise AttemptError(failure)
 
-    async def _run(self, call: _Call, work: Callable[[], T]) -> None:
+    async def _run(self, call: _Call, work: Callable[[], T], accept: Callable[[T], None]) -> None:
         try:
-            self._accept(await trio.to_thread.run_sync(work, abandon_on_cancel=True))
+            accept(await trio.to_thread.run_sync(work, abandon_on_cancel=True))
         except AttemptError as error:
             call.failure = error.failure
         except RuntimeError as error:  # the system starts no thread
@@ -377,9 +371,7 @@ class AccessSource:
         self.access: Access | None = None
         self.principal: str | None = None
         self._clock = ServerClock()
-        self._connecting = SharedCall(nursery, self._take)
-        self._credentials_call = SharedCall(nursery, self._look_for_credentials)
-        self._renewing = SharedCall[object](nursery, lambda _: None)
+        self._connecting, self._looking, self._renewing = (SharedCall(nursery) for _ in range(3))
         self._connected = 0.0
 
     async def connect(self) -> Access:
@@ -391,10 +383,8 @@ class AccessSource:
         """
         while self.access is None:
             try:
-                with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
-                    await self._connecting.wait(lambda: Access(self._settings, self._clock))
-                if waiting.cancelled_caught:  # the next caller waits for the same call
-                    raise AttemptError(SILENT_SOURCE)
+                work = partial(Access, self._settings, self._clock)
+                await self._connecting.wait(work, self._take)
             except AttemptError as error:
                 is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
                 if is_lack and self.principal is not None:
@@ -403,10 +393,12 @@ class AccessSource:
                 raise
         access = self.access
         if access.credentials is not None and renewal.is_due(access.credentials):
-            with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
-                await self._renewing.wait(access.credentials.get_frozen_credentials)
-            if waiting.cancelled_caught:
-                raise AttemptError(replace(SILENT_SOURCE, is_retryable=True))
+            try:
+                await self._renewing.wait(access.frozen, lambda _: None)
+            except AttemptError as error:
+                if error.failure != SILENT_SOURCE:
+                    raise
+                raise AttemptError(replace(SILENT_SOURCE, is_retryable=True)) from error
         return access
 
     def _take(self, access: Access) -> None:
@@ -427,23 +419,21 @@ class AccessSource:
             return True
         if current is None:
             return False
-        if not self._credentials_call.is_under_way:
+        if not self._looking.is_under_way:
             now = time.monotonic()
             if now - self._connected < RECONNECT_EVERY_S:
                 return False
             self._connected = now
-        look = partial(_look_for_others, current)
+
+        def accept(has_others: bool) -> None:
+            if has_others and self.access is current:
+                self.access = None
+
         try:
-            with trio.move_on_after(SOURCE_LIMIT_S):
-                await self._credentials_call.wait(look)
+            await self._looking.wait(current.has_other_credentials, accept)
         except AttemptError as error:
             logger.info("no other credentials: %s", error)
         return self.access is not current
-
-    def _look_for_credentials(self, replaced: Access | None) -> None:
-        """Use other credentials than those of this access, if there are any."""
-        if replaced is not None and self.access is replaced:
-            self.access = None
 
     def relocate(self, region: str, used: Access | None) -> bool:
         """Go on in the region where the bucket is; False if `used` was refused there itself."""
@@ -457,36 +447,30 @@ class AccessSource:
         return True
 
 
-def _look_for_others(access: Access) -> Access | None:
-    """Return this access if there are other credentials than its own by now. Blocks."""
-    return access if access.has_other_credentials() else None
-
-
 # --- what is known without botocore ---------------------------------------------
 
 
-class FrozenKeys(NamedTuple):
-    """As botocore's ReadOnlyCredentials."""
+class EnvironmentKeys(NamedTuple):
+    """Keys as the environment has them, with the interface of botocore's Credentials."""
 
     access_key: str
     secret_key: str
     token: str | None
 
-
-class EnvironmentKeys:
-    """Keys as the environment has them, with the interface of botocore's Credentials."""
-
-    method = "env"
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.frozen = FrozenKeys(
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> EnvironmentKeys:
+        return cls(
             environment["AWS_ACCESS_KEY_ID"],
             environment["AWS_SECRET_ACCESS_KEY"],
             environment.get("AWS_SESSION_TOKEN") or None,
         )
 
-    def get_frozen_credentials(self) -> FrozenKeys:
-        return self.frozen
+    @property
+    def method(self) -> str:
+        return "env"
+
+    def get_frozen_credentials(self) -> EnvironmentKeys:
+        return self
 
 
 def _is_plain_endpoint(url: str | None, addressing: str, environment: Mapping[str, str]) -> bool:

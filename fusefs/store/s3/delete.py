@@ -9,7 +9,6 @@ shows which.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import logging
 import re
@@ -20,7 +19,6 @@ from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import (
     AttemptError,
     ConflictError,
-    Failure,
     NotFoundError,
     StoreError,
     UnsupportedError,
@@ -29,6 +27,7 @@ from fusefs.store.errors import (
 from fusefs.store.interface import DeleteFailure, IfMatch, Strict
 from fusefs.store.s3 import documents
 from fusefs.store.s3.address import Call
+from fusefs.store.s3.body import encoded
 from fusefs.store.s3.conditions import ADOPTIONS, Fence, condition_headers
 from fusefs.store.s3.requester import Requester
 
@@ -95,7 +94,7 @@ async def delete_many(
     batch: list[str] = []
     for key in keys:
         if _NOT_XML.search(key):
-            failures += await _delete_singly(requester, fence, [key], etags)
+            failures += await _delete_singly(requester, fence, key, etags)
             continue
         batch.append(key)
         if len(batch) == DELETES_AT_ONCE:
@@ -105,92 +104,62 @@ async def delete_many(
 
 
 async def _delete_singly(
-    requester: Requester, fence: Fence, keys: list[str], etags: Mapping[str, str]
+    requester: Requester, fence: Fence, key: str, etags: Mapping[str, str]
 ) -> list[DeleteFailure]:
-    failures = []
-    for key in keys:
-        try:
-            await delete(requester, fence, key, etags.get(key), adopts=False)
-        except StoreError as error:
-            failures.append(DeleteFailure(key, error))
-    return failures
+    try:
+        await delete(requester, fence, key, etags.get(key), adopts=False)
+    except StoreError as error:
+        return [DeleteFailure(key, error)]
+    return []
 
 
 async def _delete_batch(
     requester: Requester, fence: Fence, keys: list[str], etags: Mapping[str, str]
 ) -> list[DeleteFailure]:
     condition = fence.sent(_MANY, IfMatch("")) if etags else None
-    batch = _Batch(keys, etags if condition else {})
+    # Those to be deleted still, and those of which the server has another ETag than expected.
+    remaining, refused = keys, list[str]()
+    failures: list[DeleteFailure] = []
+
+    def call() -> Call:
+        document = documents.deletion(remaining, etags if condition else {})
+        # S3 demanded an MD5 for many years, and many stores still do.
+        digest = hashlib.md5(document, usedforsecurity=False).digest()
+        headers = {"content-type": "application/xml", "content-md5": encoded(digest)}
+        return Call("DELETE", "POST", query={"delete": ""}, headers=headers, document=document)
+
+    def accept(answer: Completion) -> None:
+        nonlocal remaining
+        undeleted, last = documents.undeleted(answer), None
+        remaining = []
+        for key, code in undeleted:
+            failure = from_code(code)
+            if failure.is_retryable:
+                remaining.append(key)
+                last = failure
+            elif failure.status == 412:
+                refused.append(key)
+            elif failure.status != 404:
+                failures.append(DeleteFailure(key, failure.kind(failure.sentence)))
+        if last is not None:
+            raise AttemptError(last)
+
     try:
-        await requester.send(batch.call, batch.accept)
+        await requester.send(call, accept)
     except UnsupportedError:
         if condition is None:
             raise
         fence.note_unsupported(_MANY, condition)
         return await _delete_batch(requester, fence, keys, etags)
     except StoreError as error:
-        batch.failures += [DeleteFailure(key, error) for key in batch.remaining]
-    return batch.failures + await _settle_refused(requester, fence, batch.refused, etags)
-
-
-async def _settle_refused(
-    requester: Requester, fence: Fence, keys: list[str], etags: Mapping[str, str]
-) -> list[DeleteFailure]:
-    """Delete what has the expected ETag after all; anything else stays."""
-    wanted: list[str] = []
-    failures: list[DeleteFailure] = []
-    for key in keys:
+        failures += [DeleteFailure(key, error) for key in remaining]
+    for key in refused:
+        # What has the expected ETag is deleted after all; anything else stays.
         try:
             there = await fence.find(key)
         except StoreError as error:
             failures.append(DeleteFailure(key, error))
             continue
         if there is not None and there.etag == etags.get(key):
-            wanted.append(key)
-    return failures + await _delete_singly(requester, fence, wanted, etags)
-
-
-class _Batch:
-    """The deletes of one request, over several attempts.
-
-    `remaining` are those to be deleted still; `refused` those under whose keys the
-    server has found other ETags than expected, which a request for each settles.
-    """
-
-    def __init__(self, keys: list[str], etags: Mapping[str, str]) -> None:
-        self.remaining = keys
-        self.refused: list[str] = []
-        self.failures: list[DeleteFailure] = []
-        self._etags = etags
-
-    def call(self) -> Call:
-        """Make the request that deletes what remains."""
-        document = documents.deletion(self.remaining, self._etags)
-        # S3 demanded an MD5 for many years, and many stores still do.
-        digest = hashlib.md5(document, usedforsecurity=False).digest()
-        headers = {
-            "content-type": "application/xml",
-            "content-md5": base64.b64encode(digest).decode(),
-        }
-        return Call("DELETE", "POST", query={"delete": ""}, headers=headers, document=document)
-
-    def accept(self, answer: Completion) -> None:
-        """Take in what was not deleted, and keep what may be tried again.
-
-        Raises:
-            AttemptError: something remains.
-        """
-        again: list[str] = []
-        last: Failure | None = None
-        for key, code in documents.undeleted(answer):
-            failure = from_code(code)
-            if failure.is_retryable:
-                again.append(key)
-                last = failure
-            elif failure.status == 412:
-                self.refused.append(key)
-            elif failure.status != 404:
-                self.failures.append(DeleteFailure(key, failure.kind(failure.sentence)))
-        self.remaining = again
-        if last is not None:
-            raise AttemptError(last)
+            failures += await _delete_singly(requester, fence, key, etags)
+    return failures
