@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import re
 import time
@@ -22,7 +23,6 @@ from urllib.parse import urlsplit
 
 import trio
 
-from fusefs.store import renewal
 from fusefs.store.engine.engine import Route
 from fusefs.store.errors import (
     NO_CREDENTIALS,
@@ -79,6 +79,10 @@ _FILES = {
 RECONNECT_EVERY_S = 2.0
 # For what gives out credentials at a mount's start, which a keeper ends after 30 s of silence.
 SOURCE_LIMIT_S = 20.0
+# Seconds before the end of credentials in which requests wait for others, and from one renewal to
+# the next.
+LAST_S = 60
+AGAIN_S = 30.0
 # Credentials that stay the same until an administrator changes them.
 _STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
 _SCOPE = re.compile(r"AWS4-HMAC-SHA256 Credential=[^/]+/\d+/([^/]+)/([^/]+)/aws4_request")
@@ -123,6 +127,9 @@ class Access:
             self.credentials = self._find_credentials()
             if self.credentials is None:
                 raise AttemptError(NO_CREDENTIALS)
+        # To sign with; None to sign nothing.
+        self.keys: ReadOnlyCredentials | None = None
+        self.renew()
         # Of the signatures, by which a bucket elsewhere is noticed.
         self.region = ""
         self.address = self._plain_address() if is_plain else self._botocores_address()
@@ -144,19 +151,32 @@ class Access:
         """The identity as people know it: the access key, or what gives out the credentials."""
         return self.principal.removesuffix(f" uid {os.geteuid()}")
 
-    def frozen(self) -> ReadOnlyCredentials | None:
-        """The keys to sign with now, None to sign nothing. Blocks if they are due (renewal.py)."""
-        return None if self.credentials is None else self.credentials.get_frozen_credentials()
+    @property
+    def is_near_end(self) -> bool:
+        """True if the credentials are to be renewed: in their last 15 minutes."""
+        return self.is_due_in(None)
+
+    def is_due_in(self, seconds: int | None) -> bool:
+        """True if the credentials end so soon (None: as botocore sees it)."""
+        needs_refresh = getattr(self.credentials, "refresh_needed", None)
+        return needs_refresh is not None and bool(needs_refresh(seconds))
+
+    def renew(self) -> None:
+        """Take the credentials' keys of now, which are renewed if need be. Blocks.
+
+        Raises:
+            Exception: whatever botocore raises where it gets no others.
+        """
+        if self.credentials is not None:
+            self.keys = self.credentials.get_frozen_credentials()
 
     def has_other_credentials(self) -> bool:
         """True if boto3 would find other credentials now. Blocks, and may ask far away."""
         if isinstance(self.credentials, EnvironmentKeys):
             return False  # the environment stays as it is
         session = self._session_over(_core_session(self._settings))
-        found, known = session.get_credentials(), self.credentials
-        if found is None or known is None:
-            return False
-        return bool(found.get_frozen_credentials() != known.get_frozen_credentials())
+        found = session.get_credentials()
+        return found is not None and bool(found.get_frozen_credentials() != self.keys)
 
     # --- credentials --------------------------------------------------------------
 
@@ -174,12 +194,9 @@ class Access:
 
         # boto3 knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
         region = self._settings.region or os.environ.get("AWS_REGION")
-        session = boto3.Session(
+        return boto3.Session(
             profile_name=self._settings.profile, region_name=region, botocore_session=core
         )
-        provider = core.get_component("credential_provider")
-        core.register_component("credential_provider", renewal.RenewingProvider(provider))
-        return session
 
     def _find_credentials(self) -> Credentials | None:
         if self._session is None or self._settings.keys is not None:
@@ -187,12 +204,11 @@ class Access:
         return self._session.get_credentials()
 
     def _name_of_credentials(self) -> str:
-        if self.credentials is None:
+        if self.credentials is None or self.keys is None:
             return "anonymous"
         method = self.credentials.method
-        current = self.credentials.get_frozen_credentials()
-        if method in _STATIC and not current.token:
-            return f"key {current.access_key}"
+        if method in _STATIC and not self.keys.token:
+            return f"key {self.keys.access_key}"
         # Temporary keys change; what they are derived from does not.
         role = os.environ.get("AWS_ROLE_ARN", "")
         profile = self._session.profile_name if self._session is not None else "default"
@@ -368,11 +384,12 @@ class AccessSource:
     def __init__(self, settings: S3Settings, nursery: trio.Nursery) -> None:
         """`nursery` has the calls in threads, which outlast those that wait for them."""
         self._settings = settings
+        self._nursery = nursery
         self.access: Access | None = None
         self.principal: str | None = None
         self._clock = ServerClock()
         self._connecting, self._looking, self._renewing = (SharedCall(nursery) for _ in range(3))
-        self._connected = 0.0
+        self._connected, self._next_renewal = 0.0, -math.inf
 
     async def connect(self) -> Access:
         """Return the access, which is found if need be, with credentials that are valid.
@@ -392,14 +409,25 @@ class AccessSource:
                     raise AttemptError(replace(error.failure, is_retryable=True)) from error
                 raise
         access = self.access
-        if access.credentials is not None and renewal.is_due(access.credentials):
+        if access.is_due_in(LAST_S):
             try:
-                await self._renewing.wait(access.frozen, lambda _: None)
+                await self._renewing.wait(access.renew, lambda _: None)
             except AttemptError as error:
                 if error.failure != SILENT_SOURCE:
                     raise
                 raise AttemptError(replace(SILENT_SOURCE, is_retryable=True)) from error
+        elif access.is_near_end and time.monotonic() >= self._next_renewal:
+            # botocore would have one request wait for that, and in the last ten minutes all of
+            # them, which then fail with it though their credentials are valid.
+            self._next_renewal = time.monotonic() + AGAIN_S
+            self._nursery.start_soon(self._renew, access)
         return access
+
+    async def _renew(self, access: Access) -> None:
+        try:
+            await self._renewing.wait(access.renew, lambda _: None)
+        except AttemptError as error:
+            logger.warning("the credentials are not renewed yet: %s", error)
 
     def _take(self, access: Access) -> None:
         self.access = access

@@ -19,12 +19,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import trio
 
-from fusefs.store import renewal, unreachable
+from fusefs.store import unreachable
 from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.admission.hedging import Hedging
 from fusefs.store.engine.engine import Completion, Engine, OnProgress, Sums
@@ -252,7 +253,7 @@ class Requester:
                 used, sent = self.source.access, trio.current_time()
                 try:
                     answer = await self.attempt(
-                        one, priority, budget=budget, progress=progress, hedge=hedge
+                        one, priority, progress=progress, hedge=hedge, begun=budget.note_sent
                     )
                     result = accept(answer)
                 except AttemptError as error:
@@ -285,46 +286,29 @@ class Requester:
         call: Call,
         priority: Urgency = demanded,
         *,
-        budget: RetryBudget | None = None,
         progress: Progress | None = None,
         hedge: Hedging | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> Completion:
         """Send a request once; return its answer, which has a status below 300.
 
-        `budget` is that of several attempts. `begun` is called once there is a connection.
-        Cancelled, the request may have been executed.
+        `begun` is called once there is a connection. Cancelled, the request may have been executed.
 
         Raises:
             AttemptError: there was no such answer.
             OSError: the sink's file, or that of the body, can't be used.
         """
         ACTIVITY.note()
-        if not call.is_large:
-            return await self._attempt(call, priority, budget, progress, hedge, begun)
-        async with self._streams.lease(priority, call.key):
-            return await self._attempt(call, priority, budget, progress, hedge, begun)
-
-    async def _attempt(
-        self,
-        call: Call,
-        priority: Urgency,
-        budget: RetryBudget | None,
-        progress: Progress | None,
-        hedge: Hedging | None,
-        begun: Callable[[], None],
-    ) -> Completion:
-        async with self.connections.lease(priority, call.key):
-            if budget is not None:
-                budget.note_sent()
+        stream = self._streams.lease(priority, call.key) if call.is_large else nullcontext()
+        async with stream, self.connections.lease(priority, call.key):
+            begun()
             access = self.source.access
-            if access is None or renewal.is_due(access.credentials):
+            if access is None or access.is_near_end:
                 with stage(WaitCause.CREDENTIALS):
                     access = await self.source.connect()
-            begun()
             offset_s = access.clock.offset_s
             is_fresh = self._is_path_doubtful()
-            request = access.address.request(call, access.frozen(), is_fresh=is_fresh)
+            request = access.address.request(call, access.keys, is_fresh=is_fresh)
             self.counted[_COUNTERS[call.operation]] += 1
             clock, code = RequestClock(call.operation, self._requests), "cancelled"
             sent = time.monotonic()

@@ -18,7 +18,7 @@ import trio
 from fusefs.launch import launcher, users
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
-from fusefs.store import renewal
+from fusefs.store.s3 import access
 from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount
 from tests.support.semantics import states
@@ -97,7 +97,7 @@ async def test_keys_come_from_each_service_and_are_renewed(
     service: str,
     configure: Callable[[str, Path], dict[str, str]],
 ) -> None:
-    monkeypatch.setattr(renewal, "AGAIN_S", 0.1)
+    monkeypatch.setattr(access, "AGAIN_S", 0.1)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name)
     cached = str(tmp_path / "sso")

@@ -67,7 +67,7 @@ def test_requests_go_to_the_access_points_host_signed_for_its_region(
     options: dict[str, Any], host: str
 ) -> None:
     access = Access(S3Settings(ARN, region="eu-central-1", **options))
-    request = access.address.request(list_call("", "", "", 1), access.frozen())
+    request = access.address.request(list_call("", "", "", 1), access.keys)
     assert request.url.startswith(f"https://{host}/?")
     assert "/us-west-2/s3/aws4_request" in dict(request.headers)["authorization"]
     assert access.url == f"https://{host}"  # where doctor looks
