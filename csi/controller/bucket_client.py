@@ -23,7 +23,6 @@ from csi.controller.background import Progress
 from csi.errors import InvalidArgumentError
 from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings
-from fusefs.settings.types import Addressing
 from fusefs.store.customer_key import CustomerKey
 from fusefs.store.engine.engine import Completion, Engine, MemorySink, open_engine
 from fusefs.store.errors import (
@@ -35,9 +34,7 @@ from fusefs.store.errors import (
     UnsupportedError,
 )
 from fusefs.store.interface import IF_ABSENT, ObjectVersion
-from fusefs.store.s3 import documents
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.list import text_of
 from fusefs.store.s3.settings import NO_OPTIONS, S3Settings, WriteOptions, customer_key_obstacle
 from fusefs.store.s3.store import S3Store
 
@@ -48,9 +45,6 @@ PAGE = 1000
 CONNECTIONS = 16
 # The caller tries again, and sees the reason meanwhile.
 RETRY_TIME_S = 3.0
-
-# Of a lifecycle rule, beside a prefix.
-_CONDITIONS = ("Tag", "ObjectSizeGreaterThan")
 
 T = TypeVar("T")
 
@@ -69,10 +63,9 @@ class Bucket:
         customer_key: CustomerKey | None = None,
         *,
         write_options: WriteOptions = NO_OPTIONS,
-        pays: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """`pays`: the requests agree to be paid for (Requester Pays); `progress` is told of them.
+        """`progress` is told of the requests.
 
         Raises:
             InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does, or the
@@ -88,7 +81,7 @@ class Bucket:
         self._progress = progress or Progress()
         self._host = store.endpoint_url or store.name
         self._whose = "the Secret's keys" if keys else "the driver"
-        self._store = store_of(store, name, region, keys, customer_key, write_options, pays=pays)
+        self._store = store_of(store, name, region, keys, customer_key, write_options)
 
     def put_new(self, key: str, body: bytes) -> None:
         """Write an object that is not there.
@@ -116,14 +109,6 @@ class Bucket:
             if error.s3_code in ("InvalidRequest", "InvalidArgument"):
                 raise OtherKeyError(f"{error}: it may be encrypted with another key") from error
             raise
-
-    def expiry_rule(self, key: str) -> str:
-        """The id of the lifecycle rule that removes `key` some day; "" if none can be seen."""
-        call = Call("LIST", "GET", query={"lifecycle": ""})
-        try:
-            return self._send(call, functools.partial(_expiry_rule, key=key))
-        except StoreError:  # there are none, or these credentials may not see them
-            return ""
 
     def pages(self, prefix: str) -> Iterator[list[ObjectVersion]]:
         """The objects below `prefix`, up to `PAGE` at a time. No page is empty.
@@ -204,21 +189,6 @@ class OtherKeyError(StoreError):
     """An object that only those with another key of SSE-C can read."""
 
 
-def _expiry_rule(answer: Completion, key: str) -> str:
-    """The first rule in a LifecycleConfiguration that expires `key` whatever its size and tags.
-
-    https://docs.aws.amazon.com/AmazonS3/latest/API/API_LifecycleRule.html
-    """
-    for rule in documents.read(answer, "LifecycleConfiguration").iterfind("{*}Rule"):
-        prefix = rule.findtext(".//{*}Prefix") or ""
-        is_some = any(rule.find(f".//{{*}}{one}") is not None for one in _CONDITIONS)
-        expires = any(rule.findtext(f"{{*}}Expiration/{{*}}{one}") for one in ("Days", "Date"))
-        is_enabled = text_of(rule, "Status") == "Enabled"
-        if is_enabled and expires and not is_some and key.startswith(prefix):
-            return text_of(rule, "ID") or f"of the prefix {prefix!r}"
-    return ""
-
-
 @functools.lru_cache(maxsize=64)
 def store_of(
     store: StoreSettings,
@@ -227,8 +197,6 @@ def store_of(
     keys: AccessKeys | None,
     customer_key: CustomerKey | None = None,
     write_options: WriteOptions = NO_OPTIONS,
-    *,
-    pays: bool = False,
 ) -> S3Store:
     """The store for a bucket, the same for the same arguments."""
     settings = S3Settings(
@@ -236,13 +204,11 @@ def store_of(
         store.endpoint_url,
         region or store.region,
         keys=keys.environment() if keys else None,
-        # An access point has a host of its own, and no path stands for it.
-        addressing=Addressing.AUTO if name.startswith("arn:") else store.addressing,
+        addressing=store.addressing,
         max_connections=CONNECTIONS,
         retry_time_s=RETRY_TIME_S,
         connect_timeout_s=5.0,
         ca_bundle=str(store.ca_bundle) if store.ca_bundle else None,
-        requester_pays=pays,
         write_options=write_options,
         customer_key=customer_key,
         ignores_configured_endpoints=True,

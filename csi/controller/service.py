@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -43,9 +43,9 @@ from csi.volume.location import (
     location_of,
     new_volume_id,
 )
-from csi.volume.options import pays_requests, read_options, write_options
+from csi.volume.options import read_options, write_options
 from csi.volume.stores import Stores
-from fusefs.store.errors import AccessDeniedError, ExistsError
+from fusefs.store.errors import ExistsError
 from fusefs.store.s3.settings import WriteOptions
 
 DEFAULT_PREFIX = "${pv.name}"
@@ -60,8 +60,6 @@ ANSWER_S = 9.0
 
 _RPC = csi_pb2.ControllerServiceCapability.RPC
 _CAPABILITIES = (_RPC.CREATE_DELETE_VOLUME, _RPC.EXPAND_VOLUME, _RPC.SINGLE_NODE_MULTI_WRITER)
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +114,6 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             progress,
             record.attributes.get("region"),
             write_options=_write_options(record.attributes, request.volume_capabilities),
-            pays=pays_requests(_settings(record.attributes)),
         )
         is_claims = _is_of_claim(request.parameters.get("prefix", DEFAULT_PREFIX))
         with self._claims.claim(str(volume)):
@@ -125,8 +122,6 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             record, is_new = _create(bucket, volume, record, request)
             if is_claims and is_new:
                 self._withdraw_if_shared(bucket, volume, record)
-            if is_new:
-                volume_record.warn_of_expiry(bucket, volume)
         return csi_pb2.CreateVolumeResponse(
             volume=csi_pb2.Volume(
                 volume_id=str(volume),
@@ -208,12 +203,10 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
     def _delete(
         self, request: csi_pb2.DeleteVolumeRequest, volume: VolumeId, progress: Progress
     ) -> csi_pb2.DeleteVolumeResponse:
-        def work(bucket: Bucket) -> None:
-            delete(bucket, volume, self._cluster, self._records, progress)
-
         with self._claims.claim(str(volume)):
             try:
-                self._paying_if_needed(volume, request.secrets, progress, work)
+                bucket = self._bucket(volume, request.secrets, progress)
+                delete(bucket, volume, self._cluster, self._records, progress)
             except NoSuchBucketError:
                 log.info("volume %s: the bucket no longer exists", volume)
         return csi_pb2.DeleteVolumeResponse()
@@ -268,38 +261,13 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         volume = VolumeId.parse(request.volume_id)
         if volume is None or self._stores.named(volume.store) is None:
             raise VolumeNotFoundError(f"there is no volume {request.volume_id!r}")
-        work = partial(volume_record.read, volume=volume)
         try:
-            record = self._paying_if_needed(volume, request.secrets, progress, work)
+            record = volume_record.read(self._bucket(volume, request.secrets, progress), volume)
         except VolumeRecordError as error:
             raise FailedPreconditionError(f"volume {volume}: its record {error}") from error
         if record is None:
             raise VolumeNotFoundError(f"volume {volume}: {volume_record.lost(volume)}")
         return record
-
-    def _paying_if_needed(
-        self,
-        volume: VolumeId,
-        secrets: Mapping[str, str],
-        progress: Progress,
-        work: Callable[[Bucket], T],
-    ) -> T:
-        """Do something with a volume's bucket, as one who pays where its class agrees to that.
-
-        A volume's id does not say it, and its record, which does, is in that bucket: where it is
-        refused, one request asks for it as one who pays.
-        """
-        try:
-            return work(self._bucket(volume, secrets, progress))
-        except AccessDeniedError:
-            bucket = self._bucket(volume, secrets, progress, pays=True)
-            try:
-                record = volume_record.read(bucket, volume)
-            except (AccessDeniedError, VolumeRecordError):
-                record = None
-            if record is None or not pays_requests(_settings(record.attributes)):
-                raise
-        return work(bucket)
 
     def _bucket(
         self,

@@ -9,7 +9,6 @@ do not show it.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +24,6 @@ from fusefs.store.interface import ObjectVersion
 FORMAT = 1
 FOLDER = f"{PRIVATE}/volumes/"
 READERS = 8
-
-
-log = logging.getLogger(__name__)
 
 
 class VolumeRecordError(ValueError):
@@ -102,17 +98,6 @@ def lost(volume: VolumeId) -> str:
         f"there is no record s3://{volume.bucket}/{key_of(volume)}: the volume is static or was"
         " deleted before; or somebody, or a lifecycle rule of the bucket, has removed the record"
     )
-
-
-def warn_of_expiry(bucket: Bucket, volume: VolumeId) -> None:
-    """Log a warning where the bucket's lifecycle will remove a volume's record."""
-    rule = bucket.expiry_rule(key_of(volume))
-    if rule:
-        log.warning(
-            "volume %s: the lifecycle rule %s of %s will remove its record: then the volume cannot"
-            " be expanded, and its data are retained when it is deleted. Have rules spare %s",
-            *(volume, rule, bucket.url, FOLDER),
-        )
 
 
 def read(bucket: Bucket, volume: VolumeId) -> VolumeRecord | None:

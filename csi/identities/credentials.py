@@ -22,11 +22,10 @@ mount's, and it has a file beside the others.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import logging
 import os
 import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,8 +42,6 @@ from csi.volume.options import Options
 from csi.volume.stores import AWS, StoreSettings
 from fusefs.linux.files import replace as replace_file
 from fusefs.store.customer_key import CustomerKey
-
-log = logging.getLogger(__name__)
 
 TOKENS = "csi.storage.k8s.io/serviceAccount.tokens"
 NAMESPACE = "csi.storage.k8s.io/pod.namespace"
@@ -147,7 +144,7 @@ def _choose(
             "an inline volume needs a nodePublishSecretRef, roleArn, podIdentity or anonymous: the"
             " driver's own credentials are not for it"
         )
-    return Identity(DRIVER, ("driver",), keys=_own.keys())
+    return Identity(DRIVER, ("driver",), keys=_own_keys())
 
 
 def _refuse_control_characters(keys: AccessKeys) -> None:
@@ -212,53 +209,29 @@ def _token(
     return token
 
 
-class _OwnKeys:
-    """The driver's own credentials, from wherever boto3 finds them; they may be temporary.
+@functools.cache
+def _own_session() -> Any:
+    import boto3
 
-    boto3 renews those a quarter of an hour before they expire. That may take
-    as long as whoever gives them out does not answer, so only the first call waits.
+    return boto3.Session()
+
+
+def _own_keys() -> AccessKeys:
+    """The driver's own credentials, from wherever boto3 finds them and renews them. May block.
+
+    Raises:
+        UnauthenticatedError: there are none, or their source does not give them out.
     """
+    from botocore.exceptions import BotoCoreError, ClientError
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._credentials: Any = None
-        self._last: AccessKeys | None = None
-
-    def keys(self) -> AccessKeys:
-        """The keys that are valid now.
-
-        Raises:
-            UnauthenticatedError: there is nothing.
-        """
-        if self._last is None:
-            return self._ask()
-        if not self._lock.locked():
-            threading.Thread(target=self._renew, name="own keys", daemon=True).start()
-        return self._last
-
-    def _renew(self) -> None:
-        try:
-            self._ask()
-        except UnauthenticatedError as error:
-            log.warning("%s", error)
-
-    def _ask(self) -> AccessKeys:
-        import boto3
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        with self._lock:
-            try:
-                self._credentials = self._credentials or boto3.Session().get_credentials()
-                if self._credentials is None:
-                    raise UnauthenticatedError("the driver has no credentials of its own")
-                now = self._credentials.get_frozen_credentials()
-            except (BotoCoreError, ClientError) as error:
-                raise UnauthenticatedError(f"the driver's own credentials: {error}") from error
-            self._last = AccessKeys(now.access_key, now.secret_key, now.token)
-            return self._last
-
-
-_own = _OwnKeys()
+    try:
+        credentials = _own_session().get_credentials()
+        if credentials is None:
+            raise UnauthenticatedError("the driver has no credentials of its own")
+        now = credentials.get_frozen_credentials()
+    except (BotoCoreError, ClientError) as error:
+        raise UnauthenticatedError(f"the driver's own credentials: {error}") from error
+    return AccessKeys(now.access_key, now.secret_key, now.token)
 
 
 # --- for the daemon ---------------------------------------------------------------

@@ -59,31 +59,15 @@ class PublishRequest:
 
     @property
     def arguments(self) -> str:
-        """The record of a mount's first publish call.
+        """The part of the call that has a mount of its own, as its record has it.
 
         Kubelet publishes again every minute, and takes a refusal for the end of the pod's
-        volume. So the mount options, which an administrator may change, are not among it.
-        """
-        return json.dumps(
-            [self.volume_id, self.fs_group, self.mode, self.location, self.attributes],
-            sort_keys=True,
-        )
-
-    @property
-    def mountable(self) -> str:
-        """The part of `arguments` that has a mount of its own: all but the access mode.
-
-        That may be changed while pods run, as Kubernetes documents for ReadWriteOncePod.
+        volume. So what an administrator may change while pods run is not in it: the mount options,
+        and the access mode, as Kubernetes documents for ReadWriteOncePod.
         """
         return json.dumps(
             [self.volume_id, self.fs_group, self.location, self.attributes], sort_keys=True
         )
-
-    def mode_before(self, arguments: str) -> str | None:
-        """The access mode in recorded arguments; None if anything else of them is different."""
-        recorded, now = json.loads(arguments), json.loads(self.arguments)
-        mode, recorded[2] = recorded[2], now[2]
-        return str(mode) if recorded == now else None
 
 
 def read_request(
@@ -106,8 +90,6 @@ def read_request(
     is_inline = _is_inline(request.volume_id, context)
     location = {name: value for name, value in own.items() if name in LOCATION_KEYS}
     attributes = {name: value for name, value in own.items() if name not in LOCATION_KEYS}
-    if is_inline and "endpoint" in location:
-        raise InvalidArgumentError("endpoint: not for an inline volume, which names a store")
     return PublishRequest(
         request.volume_id,
         target,

@@ -21,7 +21,7 @@ import errno
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -219,13 +219,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return False  # the mount had died and was made anew
         root = table.top(Path(record.root))
         is_read_only = publish.is_read_only or (root is not None and root.is_read_only)
-        mode = publish.mode_before(record.arguments)
-        if mode is None or top.is_read_only != is_read_only:
+        if record.arguments != publish.arguments or top.is_read_only != is_read_only:
             raise AlreadyExistsError(f"{publish.target}: published with other arguments")
-        if mode != publish.mode:
-            log.info("%s: access mode %s, was %s", publish.volume_id, publish.mode, mode)
-            record = replace(record, arguments=publish.arguments)
-            self._mounts.records.write(record.key, record)
         self._renew_credentials(request, publish, record)
         return self._mounts.is_alive(record, table) or self._mounts.resume(record, ends)
 
@@ -338,7 +333,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if cache_secrets is not None:
             # A mount keeps the secrets that it began with.
             texts.append(cache_secrets.proof)
-        key = self._domains.name_of("mount", name, publish.mountable, *identity.proof, "", *texts)
+        key = self._domains.name_of("mount", name, publish.arguments, *identity.proof, "", *texts)
         known = self._mounts.records.read(key)
         if known is not None:
             return _Plan(identity, known, options.warm, cache_secrets)

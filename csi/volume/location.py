@@ -3,9 +3,6 @@
 A volume is a bucket or a prefix of one, in a configured store. The id of a volume that
 the driver made is `<store>/<bucket>/<name>`; an administrator chooses any id for the
 others. The location of both kinds is in the attributes; CreateVolume writes it there.
-
-An access point's ARN may stand for a bucket in the store `aws`. It says which host gets the
-requests, but only one of AWS's. An id has it in a short form, `ap:REGION:ACCOUNT:NAME`.
 """
 
 from __future__ import annotations
@@ -17,21 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from csi.errors import InvalidArgumentError
-from csi.volume.stores import Stores, StoreSettings, is_region
+from csi.volume.stores import AWS, Stores, StoreSettings, is_region
 from fusefs.posix.nodes.names import PRIVATE
-from fusefs.settings.types import parse_source
-from fusefs.store.s3.settings import AccessPoint
 from fusefs.store.s3.settings import obstacle as bucket_obstacle
 
 # The attributes that say where a volume is; all others are settings of its mounts.
-LOCATION_KEYS = frozenset(("store", "endpoint", "bucket", "prefix", "region"))
+LOCATION_KEYS = frozenset(("store", "bucket", "prefix", "region"))
 # An S3 key has at most 1024 bytes; the rest is for the names of files.
 MAX_PREFIX = 900
 # The most that the CSI specification lets a field have.
 MAX_ID = 128
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_SHORT = re.compile(r"ap(-[a-z-]+)?:([a-z0-9-]+):([0-9]{12}):([a-z0-9-]+)")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+")
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
@@ -46,7 +40,7 @@ class VolumeId:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.store}/{_short(self.bucket)}/{self.name}"
+        return f"{self.store}/{self.bucket}/{self.name}"
 
     @classmethod
     def parse(cls, text: str) -> VolumeId | None:
@@ -55,12 +49,7 @@ class VolumeId:
         if len(parts) != 3 or len(text.encode()) > MAX_ID:
             return None
         store, bucket, name = parts
-        short = _SHORT.fullmatch(bucket)
-        if short:
-            partition, region, account, point = short.groups(default="")
-            bucket = f"arn:aws{partition}:s3:{region}:{account}:accesspoint/{point}"
-        is_known = is_access_point(bucket) if short else is_bucket(bucket)
-        if not store or not is_known or not _NAME.fullmatch(name):
+        if not store or not is_bucket(bucket) or not _NAME.fullmatch(name):
             return None
         return cls(store, bucket, name)
 
@@ -69,27 +58,10 @@ def new_volume_id(store: str, bucket: str, name: str) -> VolumeId:
     """The id for a name that the caller chose, which may be any text.
 
     A name that doesn't fit into an id gets a digest in its place.
-
-    Raises:
-        InvalidArgumentError: even so an access point's does not fit.
     """
     if VolumeId.parse(str(VolumeId(store, bucket, name))) is None:
         name = "volume-" + hashlib.sha256(name.encode()).hexdigest()[:32]
-    made = VolumeId(store, bucket, name)
-    if VolumeId.parse(str(made)) is None:
-        raise InvalidArgumentError(
-            f"bucket: {bucket!r} is too long for the id of a volume; name the access point's alias"
-        )
-    return made
-
-
-def _short(bucket: str) -> str:
-    """A bucket as ids have it."""
-    point = AccessPoint.parse(bucket)
-    if point is None:
-        return bucket
-    partition = point.partition.removeprefix("aws")
-    return f"ap{partition}:{point.region}:{point.account}:{point.name}"
+    return VolumeId(store, bucket, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +84,14 @@ def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
         InvalidArgumentError: they don't say it, or say what is refused; the
             sentence names the attribute.
     """
-    store = stores.choose(attributes)
+    store = stores.choose(attributes.get("store", AWS))
     bucket = attributes.get("bucket", "")
     if not bucket:
         raise InvalidArgumentError("bucket: missing")
-    if bucket.startswith("arn:"):
-        _check_access_point(bucket)
-    elif not is_bucket(bucket):
-        raise InvalidArgumentError(f"bucket: {bucket!r} is no name of a bucket")
+    if not is_bucket(bucket):
+        raise InvalidArgumentError(
+            f"bucket: {bucket!r} is no name of a bucket; an access point has its alias"
+        )
     obstacle = bucket_obstacle(bucket, is_aws=store.endpoint_url is None)
     if obstacle is not None:
         raise InvalidArgumentError(f"bucket: {obstacle.sentence}")
@@ -133,23 +105,6 @@ def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
 def is_bucket(text: str) -> bool:
     """True if a bucket may be called so. What may not could be another host, or an ARN."""
     return bool(_BUCKET.fullmatch(text)) and ".." not in text and not _ADDRESS.fullmatch(text)
-
-
-def is_access_point(text: str) -> bool:
-    """True if `text` is the ARN of an access point of one region, whole."""
-    try:
-        source = parse_source(f"s3://{text}")
-    except ValueError:
-        return False
-    return source.is_access_point and source.bucket == text
-
-
-def _check_access_point(text: str) -> None:
-    if not is_access_point(text):
-        raise InvalidArgumentError(
-            f"bucket: {text!r} is no access point of one region, like"
-            " arn:aws:s3:us-west-2:123456789012:accesspoint/name"
-        )
 
 
 def normal_prefix(text: str) -> str:

@@ -67,7 +67,7 @@ _OWN = frozenset(
     )
 )
 # What an administrator answers for.
-_NOT_INLINE = frozenset(("cacheDomain", "allowLocalDurability", "endpoint"))
+_NOT_INLINE = frozenset(("cacheDomain", "allowLocalDurability"))
 _KNOWN_FLAGS = {"ro": ("read_only", "true"), "rw": ("read_only", "false")}
 
 _ROLE = re.compile(r"arn:[a-z0-9-]+:[a-z0-9-]*:[a-z0-9-]*:[0-9]*:role/[\w+=,.@/-]{1,600}")
@@ -157,15 +157,6 @@ def write_options(attributes: Mapping[str, str], mount_flags: Sequence[str]) -> 
     return WriteOptions.of(options.wanted)
 
 
-def pays_requests(attributes: Mapping[str, str]) -> bool:
-    """True if a volume's author agrees to pay for its requests (Requester Pays).
-
-    Raises:
-        InvalidArgumentError: the sentence names the attribute.
-    """
-    return read_options(attributes, (), is_inline=False).wanted.requester_pays
-
-
 def read_options(
     attributes: Mapping[str, str], mount_flags: Sequence[str], *, is_inline: bool
 ) -> Options:
@@ -236,6 +227,10 @@ def _field(name: str, origin: str) -> str:
         raise InvalidArgumentError(
             f"{origin}: the volume's Secret has the key, as its field customer_key: an attribute is"
             " no secret"
+        )
+    if field in ("endpoint", "endpoint_url"):
+        raise InvalidArgumentError(
+            f"{origin}: not for a volume: `store` names a store of the driver's configuration"
         )
     if field not in _TAKEN or "_" in name:
         raise InvalidArgumentError(f"{origin}: not a setting that a volume can have")

@@ -2,8 +2,7 @@
 
 Whoever can write a PersistentVolume or a pod says where the driver sends
 requests signed with its own or the pod's credentials. So they choose a store
-by its name and never write an address: `endpoint` is accepted only where it is
-that of a configured store. `aws` is always there.
+by its name and never write an address. `aws` is always there.
 
 The file is TOML:
 
@@ -49,7 +48,6 @@ _METADATA_ADDRESSES = {
     ipaddress.ip_address(text)
     for text in ("fd00:ec2::254", "fd00:ec2::23", "100.100.100.200", "168.63.129.16", "192.0.0.192")
 }
-_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class StoresError(ValueError):
@@ -99,25 +97,16 @@ class Stores:
     def named(self, name: str) -> StoreSettings | None:
         return self.by_name.get(name)
 
-    def choose(self, attributes: Mapping[str, str]) -> StoreSettings:
-        """The store that a volume's `store` and `endpoint` say; without both, `aws`.
+    def choose(self, name: str) -> StoreSettings:
+        """The store that a volume names.
 
         Raises:
-            InvalidArgumentError: there is none, or the two are not of one store.
+            InvalidArgumentError: there is none.
         """
-        name, endpoint = attributes.get("store"), attributes.get("endpoint")
-        store = None
-        if name is not None:
-            store = self.named(name)
-            if store is None:
-                raise InvalidArgumentError(f"store: no store {name!r} is configured")
-        if endpoint is None:
-            return store or self.by_name[AWS]
-        for candidate in [store] if store else self.by_name.values():
-            if candidate.endpoint_url and _origin(candidate.endpoint_url) == _origin(endpoint):
-                return candidate
-        whose = f"that of store {name!r}" if store else "that of a configured store"
-        raise InvalidArgumentError(f"endpoint: {endpoint!r} is not {whose}")
+        store = self.named(name)
+        if store is None:
+            raise InvalidArgumentError(f"store: no store {name!r} is configured")
+        return store
 
 
 def read_stores(path: Path | None) -> Stores:
@@ -255,16 +244,3 @@ def _addresses(url: str) -> set[str]:
     except (OSError, UnicodeError) as error:
         raise UnavailableError(f"{url}: the name is not known: {error}") from error
     return {str(address[0]) for *_, address in found}
-
-
-def _origin(url: str) -> tuple[str, str, int | None]:
-    """The common part of two URLs of one endpoint; equal only to itself if there is none."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        return ("", url, None)
-    if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
-        return ("", url, None)
-    host = (parts.hostname or "").rstrip(".")
-    return (parts.scheme, host, port or _DEFAULT_PORTS.get(parts.scheme))

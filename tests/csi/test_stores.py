@@ -146,43 +146,12 @@ def test_a_name_that_is_not_known_may_be_known_later() -> None:
         StoreSettings("x", "http://no-such-host.invalid").check_address()
 
 
-@pytest.mark.parametrize(
-    ("attributes", "name"),
-    [
-        ({}, "aws"),
-        ({"store": "minio"}, "minio"),
-        ({"endpoint": MINIO}, "minio"),
-        ({"endpoint": "https://MINIO.storage.svc.:9000/"}, "minio"),
-        ({"endpoint": "http://10.0.0.7:80"}, "plain"),
-        ({"endpoint": MINIO, "store": "minio"}, "minio"),
-    ],
-)
-def test_a_volume_names_its_store(stores: Stores, attributes: dict[str, str], name: str) -> None:
-    assert stores.choose(attributes).name == name
-
-
-@pytest.mark.parametrize(
-    "attributes",
-    [
-        {"store": "other"},
-        {"store": ""},
-        {"store": "../minio"},
-        {"endpoint": ""},
-        {"endpoint": "http://minio.storage.svc:9000"},
-        {"endpoint": "https://minio.storage.svc"},
-        {"endpoint": f"{MINIO}/path"},
-        {"endpoint": f"{MINIO}@evil.example"},
-        {"endpoint": "https://user@minio.storage.svc:9000"},
-        {"endpoint": "https://[minio"},
-        {"endpoint": "https://s3.amazonaws.com"},
-        {"endpoint": MINIO, "store": "plain"},
-        {"endpoint": MINIO, "store": "aws"},
-    ],
-    ids=str,
-)
-def test_no_other_address_can_be_chosen(stores: Stores, attributes: dict[str, str]) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"store|endpoint"):
-        stores.choose(attributes)
+def test_a_volume_names_its_store(stores: Stores) -> None:
+    for name in ("aws", "minio"):
+        assert stores.choose(name).name == name
+    for name in ("other", "", "../minio"):
+        with pytest.raises(InvalidArgumentError, match="store"):
+            stores.choose(name)
 
 
 @pytest.fixture

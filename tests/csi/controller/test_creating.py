@@ -162,32 +162,11 @@ def test_a_mount_of_the_whole_bucket_does_not_show_the_records(
         assert not (mount.path / record_key()).exists()
 
 
-@pytest.mark.parametrize(
-    ("rule", "is_warned"),
-    [
-        ({"Filter": {"Prefix": ""}, "Expiration": {"Days": 30}}, True),
-        ({"Filter": {"Prefix": ".fusefs/"}, "Expiration": {"Days": 30}}, True),
-        ({"Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 30}}, False),
-        ({"Filter": {"Prefix": ""}, "Expiration": {"Days": 30}, "Status": "Disabled"}, False),
-    ],
-)
-def test_a_record_that_a_lifecycle_rule_will_remove_is_warned_of_and_missed(
-    driver: Driver,
-    bucket: Bucket,
-    caplog: pytest.LogCaptureFixture,
-    rule: dict[str, Any],
-    is_warned: bool,
+def test_a_record_that_somebody_has_removed_is_missed(
+    driver: Driver, bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rules = [{"ID": "thirty-days", "Status": "Enabled", **rule}]
     name = bucket.name
-    bucket.client.put_bucket_lifecycle_configuration(
-        Bucket=name, LifecycleConfiguration={"Rules": rules}
-    )
-    try:
-        volume = create(driver, name, onDelete="delete")
-    finally:
-        bucket.client.delete_bucket_lifecycle(Bucket=name)
-    assert ("thirty-days" in caplog.text) == is_warned
+    volume = create(driver, name, onDelete="delete")
     bucket.delete(record_key())
     expand = csi_pb2.ControllerExpandVolumeRequest(
         volume_id=volume.volume_id,

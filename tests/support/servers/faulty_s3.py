@@ -54,7 +54,6 @@ _BY_PARAMETER = [
     ("GET", "list-type", "LIST"),
     ("GET", "uploadId", "PARTS"),
     ("GET", "uploads", "UPLOADS"),
-    ("GET", "lifecycle", "LIFECYCLE"),
     ("PUT", "partNumber", "PART"),
     ("POST", "uploads", "BEGIN"),
     ("POST", "uploadId", "COMPLETE"),

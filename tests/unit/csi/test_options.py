@@ -177,7 +177,7 @@ def test_what_a_volume_may_say_is_documented() -> None:
         documented |= set(re.findall("`([^`]+)`", meaning if "a setting of" in names else names))
     documented -= {"fusefs mount", "onDelete", "metadataTtl"}  # the class's alone, another spelling
     settings = {name.replace("_", "-") for name in options._TAKEN}
-    assert documented == settings | options._OWN | LOCATION_KEYS - {"endpoint"}
+    assert documented == settings | options._OWN | LOCATION_KEYS
 
 
 def test_the_drivers_own_objects_are_written_as_the_volumes() -> None:
