@@ -60,7 +60,6 @@ def serve(address: tuple[str, int], calls: Histogram, targets: Targets) -> Calla
     Raises:
         OSError: the address can't be used.
     """
-    from fusefs.exporter.collector import MountCollector, registry_of
-    from fusefs.exporter.serving import serve
+    from fusefs.exporter.collector import MountCollector, registry_of, serve
 
     return serve(*address, registry_of(MountCollector(targets), calls))

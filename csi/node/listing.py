@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +32,8 @@ NO_POD = PodRecord("", "", "")
 _HEADINGS = ("POD", "CLAIM", "VOLUME", "SOURCE", "IDENTITY", "CACHE", "PENDING", "STATE")
 
 
-@dataclass(frozen=True, slots=True)
-class VolumeRow:
-    """One volume of one pod. `cache_bytes` is what the identity has cached on the node.
-
-    `pending_files` and `pending_bytes` are not in the bucket yet.
-    """
-
-    namespace: str
-    pod: str
-    claim: str
-    volume: str
-    is_inline: bool
-    source: str
-    identity: str
-    mount: str
-    target: str
-    state: str
-    cache_bytes: int | None = None
-    pending_files: int | None = None
-    pending_bytes: int | None = None
+# One volume of one pod, as `_row` makes it; `cache_bytes` is what the identity has cached.
+Row = dict[str, Any]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,13 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the volumes of this node; return the exit status."""
     rows = list(rows_of(arguments.state_dir))
     if arguments.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
     else:
         print(as_table([_cells(row) for row in rows]) if rows else "no volumes")
     return 0
 
 
-def rows_of(state: Path) -> Iterator[VolumeRow]:
+def rows_of(state: Path) -> Iterator[Row]:
     """The volumes on record below the driver's state directory, mounted or not."""
     use_runtime_directory(state / RUNTIME)
     records = state / MOUNT_RECORDS
@@ -105,36 +86,34 @@ def _row(
     status: dict[str, Any] | None,
     *,
     is_mounted: bool,
-) -> VolumeRow:
-    row = VolumeRow(
-        namespace=pod.namespace,
-        pod=pod.name,
-        claim=pod.claim,
-        volume=record.volume_id,
-        is_inline=pod.is_inline,
-        source=record.source,
-        identity=record.who,
-        mount=record.root,
-        target=os.fspath(target) if target is not None else "",
-        state="does not answer" if is_mounted else "not mounted",
-    )
+) -> Row:
+    row: Row = {
+        "namespace": pod.namespace,
+        "pod": pod.name,
+        "claim": pod.claim,
+        "volume": record.volume_id,
+        "is_inline": pod.is_inline,
+        "source": record.source,
+        "identity": record.who,
+        "mount": record.root,
+        "target": os.fspath(target) if target is not None else "",
+        "state": "does not answer" if is_mounted else "not mounted",
+        "cache_bytes": None,
+        "pending_files": None,
+        "pending_bytes": None,
+    }
     if status is None:
         return row
     try:
-        return replace(row, **_columns_of(status))
+        writing = status["writing"] or {"pending_files": 0, "pending_bytes": 0}
+        return row | {
+            "state": "refused" if status["access"]["is_shut"] else "ok",
+            "cache_bytes": read_count(status["cache"], "used_bytes"),
+            "pending_files": read_count(writing, "pending_files"),
+            "pending_bytes": read_count(writing, "pending_bytes"),
+        }
     except (KeyError, TypeError, ValueError):
-        return replace(row, state="does not report its status")
-
-
-def _columns_of(status: dict[str, Any]) -> dict[str, Any]:
-    """The part of a daemon's status that a row has."""
-    writing = status["writing"] or {"pending_files": 0, "pending_bytes": 0}
-    return {
-        "state": "refused" if status["access"]["is_shut"] else "ok",
-        "cache_bytes": read_count(status["cache"], "used_bytes"),
-        "pending_files": read_count(writing, "pending_files"),
-        "pending_bytes": read_count(writing, "pending_bytes"),
-    }
+        return row | {"state": "does not report its status"}
 
 
 def _ask(record: MountRecord) -> dict[str, Any] | None:
@@ -144,14 +123,15 @@ def _ask(record: MountRecord) -> dict[str, Any] | None:
         return None
 
 
-def _cells(row: VolumeRow) -> tuple[str, ...]:
-    pod = f"{row.namespace}/{row.pod}" if row.pod else "-"
-    pending = "-"
-    if row.pending_files is not None and row.pending_bytes is not None:
-        pending = f"{row.pending_files} ({row.pending_bytes / MIB:.1f} MiB)"
-    cache = "-" if row.cache_bytes is None else f"{row.cache_bytes / MIB:.1f} MiB"
-    claim = "(inline)" if row.is_inline else row.claim or "-"
-    return (pod, claim, row.volume, row.source, row.identity, cache, pending, row.state)
+def _cells(row: Row) -> tuple[str, ...]:
+    pod = f"{row['namespace']}/{row['pod']}" if row["pod"] else "-"
+    claim = "(inline)" if row["is_inline"] else row["claim"] or "-"
+    cache, pending = "-", "-"
+    if row["cache_bytes"] is not None:
+        cache = f"{row['cache_bytes'] / MIB:.1f} MiB"
+        pending = f"{row['pending_files']} ({row['pending_bytes'] / MIB:.1f} MiB)"
+    place = (row["volume"], row["source"], row["identity"])
+    return (pod, claim, *place, cache, pending, row["state"])
 
 
 def as_table(rows: Sequence[Sequence[str]]) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -33,6 +33,8 @@ from fusefs.telemetry.metrics import METRICS
 logger = logging.getLogger(__name__)
 
 PREFIX = "fusefs_"
+# The default without an address: IPv6's socket takes IPv4 as well, where there is IPv6.
+EVERY_ADDRESS = "::"
 VOLUME = "volume"
 # Names that are the exporter's own.
 _OWN = ("volume_up", "volume_pod_info")
@@ -98,6 +100,30 @@ def registry_of(*collectors: Any) -> CollectorRegistry:
     for collector in collectors:
         registry.register(collector)
     return registry
+
+
+def serve(host: str, port: int, registry: CollectorRegistry) -> Callable[[], None]:
+    """Serve from now on; the result ends that.
+
+    Each scrape has a thread of its own. Port 0 is a free port.
+
+    Raises:
+        OSError: the address can't be used.
+    """
+    try:
+        server, thread = start_http_server(port, host or EVERY_ADDRESS, registry)
+    except OSError:
+        if host:
+            raise
+        # This machine has no IPv6.
+        server, thread = start_http_server(port, "0.0.0.0", registry)
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return end
 
 
 def _families(mounts: Iterable[_MetricsOfMount]) -> Iterator[Metric]:

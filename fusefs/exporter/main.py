@@ -33,8 +33,7 @@ def run(listen: str | None, textfile: str | None) -> int:
     try:
         from prometheus_client import generate_latest
 
-        from fusefs.exporter.collector import MountCollector, registry_of
-        from fusefs.exporter.serving import serve
+        from fusefs.exporter.collector import MountCollector, registry_of, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "prometheus_client":
             raise

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusefs.diagnosis import stall_report
 from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top.rates import Rates
 
-CAUSES = {
-    "connection": "a connection",
-    "throttled": "throttling",
-    "s3_first_byte": "first byte",
-    "s3_transfer": "transfer",
-    "metadata": "metadata",
-    "cache_disk": "cache disk",
-    "cache_full": "cache room",
-    "credentials": "credentials",
-    "cluster_cache": "cluster cache",
-}
 # What the kernel reads by itself is estimated by the sizes of the files that are opened for it.
 SOURCES = {"cache": "cache", "s3": "S3", "kernel": "kernel, estimated"}
-# Less is noise of the clocks.
-LEAST_SHARE = 0.005
 
 
 def line(mount: Rates) -> str:
@@ -46,11 +34,12 @@ def _parts(mount: Rates) -> list[str]:
         f"read {rate_text(mount.read_s)}{origins(mount)}",
         f"sent to S3 {rate_text(mount.sent_s)}",
     ]
-    parts += [f"waited {waits(mount)}", s3_text(mount)]
+    waited = stall_report.sentence(mount.stalled, "the time")
+    parts += [waited or "programs waited for nothing", s3_text(mount)]
     if mount.pending_files:
         size, age = human_size(mount.pending_bytes), human_duration(mount.oldest_pending_s)
         parts.append(f"{mount.pending_files:.0f} files ({size}) to upload, the oldest for {age}")
-    if mount.wasted_share >= LEAST_SHARE:
+    if mount.wasted_share >= stall_report.LEAST_SHARE:
         parts.append(f"fetched ahead and not read {mount.wasted_share:.0%}")
     if mount.warm_target_bytes:
         share = mount.warm_done_bytes / mount.warm_target_bytes
@@ -65,16 +54,6 @@ def trouble(mount: Rates) -> str:
 
 def rate_text(rate: float) -> str:
     return f"{human_size(rate)}/s"
-
-
-def waits(mount: Rates) -> str:
-    """The share of time in which requests waited, and for what, as in `38%: 31% first byte`."""
-    causes = [
-        f"{share:.0%} {CAUSES.get(cause, cause)}"
-        for cause, share in mount.causes
-        if share >= LEAST_SHARE
-    ]
-    return f"{mount.waited:.0%}" + (f": {', '.join(causes)}" if causes else "")
 
 
 def transfer_text(mount: Rates) -> str:
@@ -100,6 +79,6 @@ def origins(mount: Rates) -> str:
     shares = [
         f"{rate / mount.read_s:.0%} {SOURCES.get(source, source)}"
         for source, rate in mount.read_from.items()
-        if rate / mount.read_s >= LEAST_SHARE
+        if rate / mount.read_s >= stall_report.LEAST_SHARE
     ]
     return f" ({', '.join(shares)})" if shares else ""

@@ -70,17 +70,6 @@ class Rates:
     memory_bytes: float = 0.0
 
     @property
-    def waited(self) -> float:
-        """The share of time in which at least one request waited."""
-        return self.stalled.get("any", 0.0)
-
-    @property
-    def causes(self) -> list[tuple[str, float]]:
-        """The causes of waits and their shares of the time, the longest first."""
-        found = [(cause, share) for cause, share in self.stalled.items() if cause != "any"]
-        return sorted(found, key=lambda pair: -pair[1])
-
-    @property
     def s3_s(self) -> float:
         return sum(operation.per_s for operation in self.s3_requests.values())
 

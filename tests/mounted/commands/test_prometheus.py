@@ -19,9 +19,8 @@ from typing import Any
 import yaml
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-from fusefs.exporter.collector import MountCollector, registry_of
+from fusefs.exporter.collector import MountCollector, registry_of, serve
 from fusefs.exporter.queries import target_at
-from fusefs.exporter.serving import serve
 from tests.support.mounting import Mount, Mounter
 from tests.support.packaging.monitoring import RULES, dashboard_expressions, program, rules
 from tests.support.servers.buckets import Bucket

@@ -33,16 +33,19 @@ def test_the_screen_the_lines_and_json_show_all_mounts(mounter: Mounter, bucket:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 5000, 500, 0, 0))
     environment = {**os.environ, "TERM": "xterm"}
+    for name in ("COLUMNS", "LINES"):  # as a worker of pytest has them
+        environment.pop(name, None)
     with subprocess.Popen([FUSEFS, "top"], stdout=slave, env=environment) as screen:
         os.close(slave)
         # One after the other they would take as long again.
         plain, as_json = start_top(), start_top("--json")
         seen, deadline = "", time.monotonic() + LIMIT_S
-        while f"{mount.path}  s3://{bucket.name}/\r\n  read " not in seen:
-            assert time.monotonic() < deadline, seen
+        shown = f"{mount.path}  s3://{bucket.name}/\r\n  read "
+        while shown not in seen and time.monotonic() < deadline:
             seen += os.read(master, 1 << 16).decode()
         screen.send_signal(signal.SIGINT)
         assert screen.wait(LIMIT_S) == 0
+        assert shown in seen
     os.close(master)
     assert f"{mount.path}: read " in output_of(plain)
     [line] = output_of(as_json).splitlines()

@@ -61,7 +61,6 @@ def test_rates_are_what_happened_in_between() -> None:
     found = rates(answer(10, 1000, 0, 3, 50), answer(12, 7000, 2000, 4, 70))
     assert (found.read_s, found.read_from) == (4000, {"cache": 3000, "s3": 1000})
     assert found.stalled == {"any": 0.5, "s3_first_byte": 0.25, "cache_disk": 0}
-    assert found.causes[0] == ("s3_first_byte", 0.25)
     assert (found.s3_errors_s, found.s3_throttled_s) == (10, 30)
     assert found.wasted_share == 0.25
     assert found.requests["read"].per_s == 10
@@ -147,7 +146,7 @@ def test_a_mount_goes_on_from_its_last_answer_that_could_be_read(
 def test_a_line_has_rates_causes_and_what_waits(busy: Rates) -> None:
     text = lines.line(busy)
     assert text.startswith("/data: read 4.0 MiB/s (75% cache, 25% S3)")
-    assert "waited 40%: 20% first byte" in text
+    assert "programs waited 40% of the time: 20% for S3's first byte" in text
     assert "2 files (2.0 KiB) to upload, the oldest for 7 s" in text
     assert "fetched ahead and not read 25%" in text
 
@@ -157,7 +156,7 @@ def test_a_screen_has_a_block_for_each_mount_and_lines_where_blocks_have_no_room
 ) -> None:
     text = main.screen([busy, Rates("/dead", why="no answer")], 60, 20).splitlines()
     assert text[0] == "/data  s3://bucket/"
-    assert "  waited 40%: 20% first byte" in text
+    assert "  programs waited 40% of the time: 20% for S3's first byte" in text
     assert text[-1] == "  does not answer (no answer)"
     text = main.screen([busy] * 100, 60, 24).splitlines()
     assert len(text) == 24
