@@ -1,17 +1,24 @@
 """The control plane of the first node, and its certificates."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.cluster.node import CONTROL, Node
+from tests.support.csi.oidc import iam_config
 
 STORE = f"http://{CONTROL}:8333"
 BUCKETS = ("volumes", "inline")
 CONTROLLER_KEYS = ("controller", "controller-secret")
 POD_KEYS = ("pods", "pods-secret")
 NEXT_KEYS = ("pods-next", "pods-next-secret")
+# The tokens of this account let it be the role of tests.support.csi.oidc.
+ACCOUNT = "scenario-tokens:trainer"
+AUDIENCE = "store.tests"
+_ISSUER = "https://kubernetes.default.svc.cluster.local"
+_PUBLIC_KEYS = "http://127.0.0.1:8334/keys"
 _NEW_KEY = "-nodes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1"
 
 
@@ -19,8 +26,8 @@ def make_certificates(pki: Path, nodes: list[Node]) -> None:
     """Make the authority, and certificates with kubeconfigs for all parts of the cluster."""
     pki.mkdir(parents=True)
     _openssl(pki, f"req -x509 {_NEW_KEY} -keyout ca.key -out ca.crt -days 30", "ca")
-    _openssl(pki, "ecparam -name prime256v1 -genkey -noout -out sa.key")
-    _openssl(pki, "ec -in sa.key -pubout -out sa.pub")
+    _openssl(pki, "genrsa -out sa.key 2048")
+    _openssl(pki, "rsa -in sa.key -pubout -out sa.pub")
     names = "DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc"
     _certificate(pki, "apiserver", "apiserver", f"IP:10.96.0.1,IP:{CONTROL},IP:127.0.0.1,{names}")
     _certificate(pki, "to-kubelets", "apiserver/O=system:masters")
@@ -82,6 +89,11 @@ def start(node: Node, pki: Path, programs: Path) -> None:
     node.spawn("apiserver", str(programs / "kube-apiserver"), *_api_server(pki, etcd))
     kubectl = [str(programs / "kubectl"), f"--kubeconfig={pki / 'admin.conf'}"]
     node.wait_for(*kubectl, "get", "--raw=/readyz", limit_s=300)
+    keys = pki / "public/keys"
+    keys.parent.mkdir()
+    node.shell(f"{shlex.join(kubectl)} get --raw=/openid/v1/jwks > {keys}")
+    served = ["-m", "http.server", "--bind=127.0.0.1", f"--directory={keys.parent}", "8334"]
+    node.spawn("public-keys", sys.executable, *served)
     for name, program, more in (
         (
             "controllers",
@@ -119,7 +131,7 @@ def _api_server(pki: Path, etcd: str) -> list[str]:
         f"--client-ca-file={pki}/ca.crt",
         f"--tls-cert-file={pki}/apiserver.crt",
         f"--tls-private-key-file={pki}/apiserver.key",
-        "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+        f"--service-account-issuer={_ISSUER}",
         f"--service-account-key-file={pki}/sa.pub",
         f"--service-account-signing-key-file={pki}/sa.key",
         f"--kubelet-client-certificate={pki}/to-kubelets.crt",
@@ -146,6 +158,10 @@ def start_store(node: Node, directory: Path) -> None:
     ]
     config = directory / "identities.json"
     config.write_text(json.dumps({"identities": identities}))
+    roles = directory / "roles.json"
+    # So soon that each of a daemon's requests needs newer keys.
+    iam = iam_config(_ISSUER, _PUBLIC_KEYS, AUDIENCE, ACCOUNT, duration="5m")
+    roles.write_text(json.dumps(iam))
     weed = str(Path(sys.prefix) / "bin/weed")
     node.spawn(
         "weed",
@@ -162,6 +178,7 @@ def start_store(node: Node, directory: Path) -> None:
         "-s3",
         "-s3.port=8333",
         f"-s3.config={config}",
+        f"-s3.iam.config={roles}",
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         HOME="/run",

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from tests.cluster.cluster import NAMESPACE, Cluster
+from tests.cluster.control_plane import AUDIENCE
 from tests.support.packaging.manifests import CHART, MANIFESTS
 
 _FILES = Path(__file__).with_name("install")
@@ -78,7 +79,10 @@ def uninstall(cluster: Cluster, kind: str, directory: Path) -> None:
 
 
 def _store(cluster: Cluster) -> dict[str, str]:
-    return {"endpoint-url": cluster.store, "region": "us-east-1", "addressing": "path"}
+    settings = {"endpoint-url": cluster.store, "region": "us-east-1", "addressing": "path"}
+    if cluster.nodes:
+        settings |= {"sts-url": cluster.store, "audience": AUDIENCE}
+    return settings
 
 
 def _helm(cluster: Cluster, verb: str, text: str) -> None:

@@ -110,8 +110,9 @@ class Node:
                     value = (controller / file).read_text()
                     (controller / self._cgroup / file).write_text(value)
         spaces = ("--mount", "--pid", "--net", "--uts", "--ipc", "--fork", "--kill-child=SIGKILL")
+        # What the machine unmounts is unmounted here, too; what is mounted here stays here.
         self._first = subprocess.Popen(
-            ["unshare", *spaces, "--propagation=private", "tini", "--", "sleep", "infinity"],
+            ["unshare", *spaces, "--propagation=slave", "tini", "--", "sleep", "infinity"],
             preexec_fn=_end_with_parent,
             start_new_session=True,
         )
@@ -166,6 +167,11 @@ class Node:
         command = self.command("sh", "-euc", script)
         subprocess.run(command, env={**os.environ, **variables}, check=True)
 
+    def output(self, script: str) -> str:
+        """What a shell script prints on the node, whether it fails or not."""
+        command = self.command("sh", "-c", script)
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
     def _shell(self, script: str) -> None:
         bridge = f"02:00:0a:58:00:{self.number:02x}"
         self.shell(script, NAME=self.name, D=str(self.directory), IP=self.address, BRIDGE=bridge)
@@ -181,6 +187,11 @@ class Node:
                 env={**os.environ, **variables},
                 start_new_session=True,
             )
+
+    def kill(self, name: str) -> None:
+        """End a program of `spawn`, with SIGKILL."""
+        self.shell(f"pkill -KILL -x {name}")
+        self._running.pop(name).wait()
 
     def start_containers(self, archive: Path | None) -> None:
         """Start containerd, and give it the images; None for those that it has."""

@@ -4,7 +4,6 @@ It returns a line of figures, and raises AssertionError or CommandError if it fa
 `ON_NODES` end nodes or processes on them, so they need this machine's own cluster, with two nodes.
 """
 
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,7 @@ from tests.cluster.pods import (
     pod,
     until,
 )
+from tests.support.csi.oidc import ROLE
 
 # The number of pods' mounts on a node.
 _MOUNTED = "grep -c ' /var/lib/kubelet/.*kubernetes.io~csi.* fuse' /proc/self/mountinfo"
@@ -66,7 +66,8 @@ def kinds_of_mounts(cluster: Cluster) -> str:
         space.succeeds(pod(image, "check", check, by_claim("c"), **plain))
     with Namespace(cluster, "static") as space:
         attributes = {"store": "tests", "bucket": "volumes", "prefix": "static/"}
-        cluster.apply(_static(space.name, attributes))
+        secret = {"nodePublishSecretRef": {"name": "fusefs-s3", "namespace": "default"}}
+        cluster.apply(_static(space.name, attributes, **secret))
         bound = claim("static", "")
         bound["spec"]["volumeName"] = space.name
         space.succeeds(
@@ -77,8 +78,8 @@ def kinds_of_mounts(cluster: Cluster) -> str:
     return "9 pods"
 
 
-def _static(name: str, attributes: dict[str, str]) -> Object:
-    """A PersistentVolume that an administrator made."""
+def _static(name: str, attributes: dict[str, str], **more: Object) -> Object:
+    """A PersistentVolume that an administrator made; `more` goes below its `csi`."""
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
@@ -91,7 +92,7 @@ def _static(name: str, attributes: dict[str, str]) -> Object:
                 "driver": "s3.csi.fusefs.dev",
                 "volumeHandle": name,
                 "volumeAttributes": attributes,
-                "nodePublishSecretRef": {"name": "fusefs-s3", "namespace": "default"},
+                **more,
             },
         },
     }
@@ -236,6 +237,35 @@ def a_secret_is_renewed(cluster: Cluster) -> str:
     return figures
 
 
+def tokens_of_pods(cluster: Cluster) -> str:
+    """An account's token is exchanged for a role, also the next one; another account is refused."""
+    node = cluster.nodes[0]
+    name = "tokens"
+    attributes = {"store": "tests", "bucket": "volumes", "prefix": "tokens/", "roleArn": ROLE}
+    cluster.apply(_static(name, attributes))
+    bound = claim("c", "")
+    bound["spec"]["volumeName"] = name
+    with Namespace(cluster, name) as space:
+        space.kubectl("create", "serviceaccount", "trainer")
+        trainer = load(cluster.image, "load", "c", node.name)
+        trainer["spec"]["serviceAccountName"] = "trainer"
+        space.ready(bound, trainer)
+        space.goes_on("load")
+        space.apply(pod(cluster.image, "stranger", "ls /v", by_claim("c"), node=node.name))
+        until(lambda: "AccessDenied" in space.kubectl("get", "events"), "the stranger is refused")
+        sums = "sha256sum /run/fusefs-csi/*/*/token | sort"
+        before = node.output(sums)
+        # Kubelet keeps a token for 48 minutes, but not over its own end.
+        node.kill("kubelet")
+        node.start_kubelet()
+        until(lambda: node.output(sums) not in (before, ""), "kubelet brings another token")
+        space.goes_on("load")
+        report = space.report("load")
+        assert report["errors"] == 0, report
+    cluster.kubectl("delete", "pv", name)
+    return f"{report['rounds']:.0f} rounds, 0 errors; another account was refused"
+
+
 def deletions(cluster: Cluster) -> str:
     """Namespace, claims and class are deleted in any order; nothing stays behind."""
     copy = cluster.get("storageclass", CLASS)
@@ -299,8 +329,7 @@ def a_node_is_rebooted(cluster: Cluster, restart: Callable[[], None]) -> str:
 
 def _says(node: Node, script: str, expected: str) -> bool:
     """True if a shell script on a node prints what is expected."""
-    command = node.command("sh", "-c", script)
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() == expected
+    return node.output(script) == expected
 
 
 def _restarts(space: Namespace) -> int:
@@ -334,5 +363,5 @@ ANYWHERE = (
     roll_outs,
     deletions,
 )
-ON_NODES = (a_secret_is_renewed, every_container_is_killed)
+ON_NODES = (a_secret_is_renewed, tokens_of_pods, every_container_is_killed)
 WITH_RESTART = (a_node_is_rebooted, a_node_disappears)

@@ -92,7 +92,8 @@ class Issuer(InProcessServer):
 def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> Iterator[str]:
     """The URL of a gateway to the server's buckets with an STS, where `account` may be ROLE."""
     path = directory / "iam.json"
-    path.write_text(json.dumps(_iam_config(issuer, account)))
+    url = issuer.endpoint_url
+    path.write_text(json.dumps(iam_config(url, f"{url}/keys", AUDIENCE, account)))
     port = free_ports()[0]
     command = [
         str(Path(sys.prefix) / "bin" / "weed"),
@@ -128,8 +129,13 @@ def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> 
                     left.unlink(missing_ok=True)
 
 
-def _iam_config(issuer: Issuer, account: str) -> dict[str, Any]:
-    """The gateway's configuration: tokens of `issuer` let `account` be ROLE, which may do all."""
+def iam_config(
+    issuer: str, keys: str, audience: str, account: str, *, duration: str = "1h"
+) -> dict[str, Any]:
+    """SeaweedFS's configuration: tokens of `issuer` let `account` be ROLE, which may do all.
+
+    `keys` is the URL of the issuer's public keys; the role's own keys are valid for `duration`.
+    """
     trust = {
         "Effect": "Allow",
         "Principal": {"Federated": "cluster"},
@@ -142,7 +148,7 @@ def _iam_config(issuer: Issuer, account: str) -> dict[str, Any]:
     ]
     return {
         "sts": {
-            "tokenDuration": "1h",
+            "tokenDuration": duration,
             "maxSessionLength": "12h",
             "issuer": "the-sts",
             "signingKey": base64.b64encode(b"k" * 32).decode(),
@@ -153,9 +159,9 @@ def _iam_config(issuer: Issuer, account: str) -> dict[str, Any]:
                 "type": "oidc",
                 "enabled": True,
                 "config": {
-                    "issuer": issuer.endpoint_url,
-                    "clientId": AUDIENCE,
-                    "jwksUri": f"{issuer.endpoint_url}/keys",
+                    "issuer": issuer,
+                    "clientId": audience,
+                    "jwksUri": keys,
                 },
             }
         ],
