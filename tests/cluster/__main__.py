@@ -29,7 +29,7 @@ from tests.cluster.node import Node
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fusefs-cluster"
 # The parts that run with each installation. The two make the same objects, as `make test` shows.
 PARTS = {
-    "chart": ("sanity", "scenarios", "parallel", "serial"),
+    "chart": ("sanity", "scenarios", "parallel", "serial", "disruptive"),
     "manifests": ("sanity", "parallel"),
 }
 
@@ -184,6 +184,9 @@ def test(
     if "serial" in parts:
         with run.step("External.Storage, serial"):
             run.suite(suites.serial(cluster))
+    if "disruptive" in parts and cluster.nodes:
+        with run.step("External.Storage, disruptive"):
+            run.suite(suites.disruptive(cluster))
 
 
 def keep_logs(cluster: Cluster) -> None:

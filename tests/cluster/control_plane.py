@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cluster.node import CONTROL, Node
+from tests.cluster.node import CONTROL, SSH_KEY, Node
 from tests.support.csi.oidc import iam_config
 
 STORE = f"http://{CONTROL}:8333"
@@ -28,6 +28,10 @@ def make_certificates(pki: Path, nodes: list[Node]) -> None:
     _openssl(pki, f"req -x509 {_NEW_KEY} -keyout ca.key -out ca.crt -days 30", "ca")
     _openssl(pki, "genrsa -out sa.key 2048")
     _openssl(pki, "rsa -in sa.key -pubout -out sa.pub")
+    key = ("dropbearkey", "-t", "ecdsa", "-f", SSH_KEY)
+    subprocess.run(key, cwd=pki, check=True, capture_output=True)
+    convert = ("dropbearconvert", "dropbear", "openssh", SSH_KEY, f"{SSH_KEY}.pem")
+    subprocess.run(convert, cwd=pki, check=True, capture_output=True)
     names = "DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc"
     _certificate(pki, "apiserver", "apiserver", f"IP:10.96.0.1,IP:{CONTROL},IP:127.0.0.1,{names}")
     _certificate(pki, "to-kubelets", "apiserver/O=system:masters")

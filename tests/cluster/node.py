@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ import yaml
 
 PAUSE = "tests.example.com/pause:1"
 CONTROL = "10.88.0.1"
+# In dropbear's format, for the nodes and the suite alike.
+SSH_KEY = "ssh.key"
 _SERVICE = "10.96.0.1"
 _CGROUPS = Path("/sys/fs/cgroup")
 _PR_SET_PDEATHSIG = 1
@@ -50,6 +53,25 @@ ip link add cni0 address "$BRIDGE" type bridge
 ip addr add "$IP/16" dev cni0
 ip link set cni0 up
 sysctl -q -w net.ipv4.ip_forward=1
+"""
+# A node's ssh, which lets Kubernetes' suite stop the kubelet: root's home is another here. Then
+# systemd's commands for that, and for no other service.
+_SSH = """
+sed '/^root:/s,:/root:,:/run/root:,' /etc/passwd > /run/passwd
+mount --bind /run/passwd /etc/passwd
+mkdir -p -m 700 /run/root/.ssh /run/bin
+dropbearkey -y -f "$KEY" | grep ^ecdsa > /run/root/.ssh/authorized_keys
+cat > /run/bin/systemctl <<'END'
+#!/bin/sh
+case $1 in
+    stop) pkill -x kubelet; while pgrep -x kubelet > /dev/null; do sleep 0.1; done ;;
+    start) pgrep -x kubelet > /dev/null || setsid /run/bin/kubelet > /dev/null 2>&1 < /dev/null & ;;
+    restart) $0 stop; $0 start ;;
+    show) pgrep -x kubelet > /dev/null && echo active || echo inactive ;;
+    status) echo "Main PID: $(pgrep -x kubelet)" ;;
+esac
+END
+chmod +x /run/bin/systemctl
 """
 _CABLE = """
 ip link add to-{name} type veth peer name cable netns {pid}
@@ -118,7 +140,10 @@ class Node:
         )
         while not self._has_child():
             time.sleep(0.05)
-        self._shell(_SET_UP)
+        self._shell(_SET_UP + _SSH)
+        key = ("-r", str(self._pki / SSH_KEY))
+        path = f"/run/bin:{os.environ['PATH']}"
+        self.spawn("ssh", "dropbear", "-F", "-E", "-e", "-s", *key, "-P", "/run/ssh.pid", PATH=path)
         if first is not None:
             # The network alone is the first node's: it does not see this process's number.
             command = ["nsenter", f"--target={first.pid}", "--net", "sh", "-euc"]
@@ -174,7 +199,8 @@ class Node:
 
     def _shell(self, script: str) -> None:
         bridge = f"02:00:0a:58:00:{self.number:02x}"
-        self.shell(script, NAME=self.name, D=str(self.directory), IP=self.address, BRIDGE=bridge)
+        names = {"NAME": self.name, "D": str(self.directory), "KEY": str(self._pki / SSH_KEY)}
+        self.shell(script, **names, IP=self.address, BRIDGE=bridge)
 
     def spawn(self, name: str, *arguments: str, **variables: str) -> None:
         """Have a program run on the node, with its output in the logs' folder."""
@@ -187,11 +213,6 @@ class Node:
                 env={**os.environ, **variables},
                 start_new_session=True,
             )
-
-    def kill(self, name: str) -> None:
-        """End a program of `spawn`, with SIGKILL."""
-        self.shell(f"pkill -KILL -x {name}")
-        self._running.pop(name).wait()
 
     def start_containers(self, archive: Path | None) -> None:
         """Start containerd, and give it the images; None for those that it has."""
@@ -231,8 +252,7 @@ class Node:
         }
         path = self.directory / "kubelet.yaml"
         path.write_text(yaml.safe_dump(config))
-        self.spawn(
-            "kubelet",
+        command = [
             str(self._programs / "kubelet"),
             f"--config={path}",
             f"--kubeconfig={self._pki / self.name}.conf",
@@ -240,7 +260,11 @@ class Node:
             f"--node-ip={self.address}",
             f"--tls-cert-file={certificates}.crt",
             f"--tls-private-key-file={certificates}.key",
-        )
+        ]
+        log = self._logs / f"{self.name}-kubelet.log"
+        script = f"#!/bin/sh\nexec {shlex.join(command)} >> {shlex.quote(str(log))} 2>&1\n"
+        write = 'printf %s "$SCRIPT" > /run/bin/kubelet; chmod +x /run/bin/kubelet'
+        self.shell(f"{write}; /run/bin/systemctl start", SCRIPT=script)
 
     def wait_for(self, *arguments: str, limit_s: float = 120) -> None:
         """Wait until a command succeeds on the node.

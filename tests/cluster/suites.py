@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.cluster.cluster import NAMESPACE, Cluster, CommandError
+from tests.cluster.node import SSH_KEY
 
 _STORAGE = "External.Storage.*s3.csi.fusefs.dev"
-# Those that stop kubelet do it over ssh; scenarios.py reboots a node in their place. "any volume
-# data source" needs a populator's images from the network.
-_NOT_HERE = r"\[Disruptive\]|any volume data source"
+# It needs a populator's images from the network.
+_NOT_HERE = "any volume data source"
 _KUBELET = "/var/lib/kubelet"
 
 
@@ -34,18 +34,35 @@ class Report:
 
 def parallel(cluster: Cluster, *, processes: int = 3, focus: str = "") -> Report:
     """All specs that may run beside each other, the slow ones too."""
-    skip = rf"{_NOT_HERE}|\[Serial\]"
+    skip = rf"{_NOT_HERE}|\[Serial\]|\[Disruptive\]"
     return _external(cluster, "parallel", focus or _STORAGE, skip, processes)
 
 
 def serial(cluster: Cluster) -> Report:
-    return _external(cluster, "serial", rf"{_STORAGE}.*\[Serial\]", _NOT_HERE, 1)
+    skip = rf"{_NOT_HERE}|\[Disruptive\]"
+    return _external(cluster, "serial", rf"{_STORAGE}.*\[Serial\]", skip, 1)
 
 
-def _external(cluster: Cluster, name: str, focus: str, skip: str, processes: int) -> Report:
+def disruptive(cluster: Cluster) -> Report:
+    """The specs that stop a node's kubelet, over ssh."""
+    key = cluster.kubeconfig.with_name(f"{SSH_KEY}.pem")
+    ssh = ("env", f"KUBE_SSH_KEY_PATH={key}", "KUBE_SSH_USER=root")
+    focus = rf"{_STORAGE}.*\[Disruptive\]"
+    return _external(cluster, "disruptive", focus, _NOT_HERE, 1, before=ssh)
+
+
+def _external(
+    cluster: Cluster,
+    name: str,
+    focus: str,
+    skip: str,
+    processes: int,
+    before: tuple[str, ...] = (),
+) -> Report:
     place = cluster.logs / name
     place.mkdir(parents=True, exist_ok=True)
     command = [
+        *before,
         str(cluster.programs / "ginkgo"),
         f"--procs={processes}",
         f"--focus={focus}",
@@ -57,7 +74,7 @@ def _external(cluster: Cluster, name: str, focus: str, skip: str, processes: int
         f"--kubeconfig={cluster.kubeconfig}",
         f"--storage.testdriver={Path(__file__).with_name('testdriver.yaml')}",
         f"--kubectl-path={cluster.programs / 'kubectl'}",
-        "--provider=skeleton",
+        "--provider=local",
         "--num-nodes=-1",
         f"--report-dir={place}",
     ]
