@@ -113,7 +113,7 @@ def existing(kubeconfig: Path, programs: Path, logs: Path) -> Iterator[Cluster]:
 def own(run: Run, programs: Path, logs: Path) -> Iterator[Cluster]:
     """Two nodes on this machine, from their start to their end."""
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=CACHE))
-    nodes = [Node(number, directory, logs, programs) for number in (1, 2)]
+    nodes = [Node(number, directory, logs, programs, CACHE / "bin") for number in (1, 2)]
     try:
         with run.step("making the images"):
             archive = images.make(CACHE, directory, programs, CACHE / "bin")

@@ -54,12 +54,14 @@ ip addr add "$IP/16" dev cni0
 ip link set cni0 up
 sysctl -q -w net.ipv4.ip_forward=1
 """
-# A node's ssh, which lets Kubernetes' suite stop the kubelet: root's home is another here. Then
-# systemd's commands for that, and for no other service.
+# For Kubernetes' suite: a node's ssh, for which root's home is another here, and the commands that
+# it gives by that, or in a node's namespace of mounts.
 _SSH = """
 sed '/^root:/s,:/root:,:/run/root:,' /etc/passwd > /run/passwd
 mount --bind /run/passwd /etc/passwd
 mkdir -p -m 700 /run/root/.ssh /run/bin
+mount --bind /run/bin /usr/local/sbin
+cp "$CRICTL" /run/bin
 dropbearkey -y -f "$KEY" | grep ^ecdsa > /run/root/.ssh/authorized_keys
 cat > /run/bin/systemctl <<'END'
 #!/bin/sh
@@ -101,7 +103,9 @@ def _end_with_parent() -> None:
 class Node:
     """One node, from `start` to `stop`. `number` counts from 1, which has the control plane."""
 
-    def __init__(self, number: int, directory: Path, logs: Path, programs: Path) -> None:
+    def __init__(
+        self, number: int, directory: Path, logs: Path, programs: Path, tools: Path
+    ) -> None:
         self.number = number
         self.name = f"node{number}"
         self.address = CONTROL if number == 1 else f"10.88.255.{250 - number}"
@@ -109,6 +113,7 @@ class Node:
         self._pki = directory / "pki"
         self._logs = logs
         self._programs = programs
+        self._crictl = str(tools / "crictl")
         self._first: subprocess.Popen[bytes] | None = None
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         # Two kubelets below one root would remove each other's pods.
@@ -142,8 +147,8 @@ class Node:
             time.sleep(0.05)
         self._shell(_SET_UP + _SSH)
         key = ("-r", str(self._pki / SSH_KEY))
-        path = f"/run/bin:{os.environ['PATH']}"
-        self.spawn("ssh", "dropbear", "-F", "-E", "-e", "-s", *key, "-P", "/run/ssh.pid", PATH=path)
+        given = ("-c", 'PATH=/run/bin:$PATH; eval "$SSH_ORIGINAL_COMMAND"')
+        self.spawn("ssh", "dropbear", "-F", "-E", "-s", *key, *given, "-P", "/run/ssh.pid")
         if first is not None:
             # The network alone is the first node's: it does not see this process's number.
             command = ["nsenter", f"--target={first.pid}", "--net", "sh", "-euc"]
@@ -199,8 +204,8 @@ class Node:
 
     def _shell(self, script: str) -> None:
         bridge = f"02:00:0a:58:00:{self.number:02x}"
-        names = {"NAME": self.name, "D": str(self.directory), "KEY": str(self._pki / SSH_KEY)}
-        self.shell(script, **names, IP=self.address, BRIDGE=bridge)
+        names = {"NAME": self.name, "IP": self.address, "BRIDGE": bridge, "CRICTL": self._crictl}
+        self.shell(script, **names, D=str(self.directory), KEY=str(self._pki / SSH_KEY))
 
     def spawn(self, name: str, *arguments: str, **variables: str) -> None:
         """Have a program run on the node, with its output in the logs' folder."""

@@ -258,6 +258,7 @@ def tokens_of_pods(cluster: Cluster) -> str:
         # Kubelet keeps a token for 48 minutes, but not over its own end.
         node.shell("/run/bin/systemctl restart kubelet")
         until(lambda: node.output(sums) not in (before, ""), "kubelet brings another token")
+        cluster.run("sh", "-c", f"until kubectl -n {space.name} logs load; do sleep 1; done")
         space.goes_on("load")
         report = space.report("load")
         assert report["errors"] == 0, report
