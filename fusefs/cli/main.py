@@ -211,7 +211,7 @@ def _warm(options: argparse.Namespace) -> int:
         raise _settings_error("PATH or --manifest is missing")
     if options.cancel:
         if options.manifest is not None or options.shard is not None:
-            raise _settings_error("--cancel: takes PATHs alone; the mountpoint stands for all jobs")
+            raise _settings_error("--cancel: takes only PATHs; the mountpoint cancels all jobs")
         warm.cancel(paths)
         return 0
     shard = None
@@ -223,7 +223,7 @@ def _warm(options: argparse.Namespace) -> int:
     if options.manifest is None:
         return _fetch(warm.requests(paths, shard), is_waiting=options.wait)
     if len(paths) > 1:
-        raise _settings_error("--manifest: its paths are relative to one PATH at most")
+        raise _settings_error("--manifest: takes one PATH at most, for the paths in it")
     base = paths[0] if paths else None
     request, bad = warm.manifest_request(options.manifest, base, shard, _complain)
     return _fetch([request], is_waiting=options.wait) or min(bad, 1)

@@ -250,7 +250,7 @@ _COMMANDS = (
             ),
             _switch(
                 "--cancel",
-                "cancel the jobs at and below PATH; the mountpoint stands for all jobs",
+                "cancel the jobs at and below PATH; with the mountpoint, all jobs",
             ),
         ),
         usage="%(prog)s [--wait] [--shard I/N] PATH...\n"

@@ -24,7 +24,7 @@ class NotMountedError(OSError):
 
     def __init__(self, path: str) -> None:
         bucket = path.partition("/")[0]
-        sentence = f"no mount here has it: fusefs mount s3://{bucket} DIRECTORY, or install s3fs"
+        sentence = f"it is not mounted: fusefs mount s3://{bucket} DIRECTORY, or install s3fs"
         super().__init__(errno.ENODEV, sentence, path)
 
 

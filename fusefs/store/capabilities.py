@@ -79,4 +79,4 @@ def save(directory: Path, identity: str, found: Capabilities) -> None:
     try:
         files.replace(_path(directory, identity), text, suffix=f".{os.getpid()}")
     except OSError as error:
-        logger.info("what the store honours is not kept: %s", error)
+        logger.info("the result of the store's test can't be saved: %s", error)

@@ -86,7 +86,7 @@ class Prober:
             try:
                 await self._probe()
             except StoreError as error:
-                logger.warning("whether --conflict fail holds could not be tried: %s", error)
+                logger.warning("could not test if the store can do --conflict fail: %s", error)
         if self._fence.capabilities.conditions is False:
             raise UnsupportedError(
                 "--conflict fail can't hold: this store ignores conditions of writes; mount with"
@@ -100,11 +100,11 @@ class Prober:
                 await self._probe()
             except AccessDeniedError as error:
                 self._fence.why_unknown = self.denial = str(error)
-                logger.info("what the store honours could not be tried: %s", error)
+                logger.info("could not test what the store supports: %s", error)
                 break
             except StoreError as error:
                 self._fence.why_unknown = str(error)
-                logger.info("what the store honours is tried again later: %s", error)
+                logger.info("the store is tested again later: %s", error)
                 self.has_tried.set()
                 await trio.sleep(AGAIN_S)
         self.has_tried.set()
