@@ -12,8 +12,8 @@ fetched it again), ranges are merged with what the row holds, and the sum of
 all sizes is a row of its own that changes in the same transaction.
 
 Each row carries a checksum. A database that is damaged, by SQLite's own checks
-or by these, is set aside (integrity/damage.py), and the cache starts empty: what it
-held is removed and fetched again. A mount that goes on under another daemon, on a disk
+or by these, is removed (integrity/damage.py), and the cache starts empty: what it
+held is fetched again. A mount that goes on under another daemon, on a disk
 that takes no database, has its catalog in memory.
 
 The catalog may have ten million rows, so nothing reads all of it: the newest rows are
@@ -54,7 +54,7 @@ from fusefs.cache.integrity.damage import (
     check_header,
     is_damage,
     readable_errors,
-    set_aside,
+    remove,
 )
 from fusefs.cache.ranges import RangeMap
 
@@ -152,7 +152,7 @@ class Catalog:
     """The table of one cache directory, as one mount uses it."""
 
     def __init__(self, path: Path, boot_id: str, *, in_any_case: bool = False) -> None:
-        """Open or create the database; a damaged one is set aside before.
+        """Open or create the database; a damaged one is removed before.
 
         `in_any_case` also if the disk takes no database: in memory then.
 
@@ -184,7 +184,7 @@ class Catalog:
             self._prepare()
 
     def begin_another(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
-        """After damage, set the database aside and begin one with these rows; False if it is none.
+        """After damage, remove the database and begin one with these rows; False if it is none.
 
         Raises:
             OSError, sqlite3.Error: none can be created.
@@ -213,16 +213,11 @@ class Catalog:
             undo.pop_all()
 
     def _open_another(self, path: Path, st_ino: int, why: sqlite3.Error) -> None:
-        """Set the damaged database with this inode number aside and begin an empty one."""
+        """Remove the damaged database with this inode number and begin an empty one."""
         with alone_in(path.parent):
             if _inode(path) == st_ino:  # else another mount has done it
-                aside = set_aside(path)
-                logger.warning(
-                    "%s is damaged (%s) and was renamed to %s: the cache starts anew",
-                    path,
-                    why,
-                    aside.name,
-                )
+                remove(path)
+                logger.warning("%s is damaged (%s): the cache starts anew", path, why)
             self._open(path)
 
     def _prepare(self) -> None:

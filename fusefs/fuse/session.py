@@ -53,7 +53,7 @@ from fusefs.posix.operations import Operations
 from fusefs.posix.types import Caller
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
-from fusefs.telemetry.stalls import serve
+from fusefs.telemetry.stalls import served
 
 logger = logging.getLogger("fusefs.session")
 
@@ -403,9 +403,8 @@ class Session(KernelNotifications):
         self, unique: int, waiting: WaitingRequest, result: Coroutine[Any, Any, Payload]
     ) -> None:
         """Wait for an answer and give it; EINTR if the process is being killed."""
-        work = serve()
         try:
-            with waiting.scope:
+            with waiting.scope, served():
                 payload = await result
                 if payload is not None:
                     self._reply(unique, payload)
@@ -421,7 +420,6 @@ class Session(KernelNotifications):
                 raise
             self._reply_fault(unique)
         finally:
-            work.wait(-1)
             del self._waiting[unique & _UNMARKED]
             self._interrupts.forget(unique & _UNMARKED)
 

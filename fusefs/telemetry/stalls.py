@@ -262,14 +262,6 @@ def current() -> Work:
     return _work.get()
 
 
-def serve() -> Work:
-    """Begin this task's work, to its end: one request's, which waits for it until `wait(-1)`."""
-    work = Work()
-    work._waiters = 1
-    _work.set(work)
-    return work
-
-
 class served:
     """This task's work is one request's meanwhile, which waits for it (`with served()`)."""
 

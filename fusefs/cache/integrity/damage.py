@@ -1,9 +1,9 @@
-"""Damaged databases of the cache: how they are recognised, and where they are moved.
+"""Damaged databases of the cache: how they are recognised, and their removal.
 
 A disk that flips bits, or a program that writes into the cache directory, can
 leave anything in a database. SQLite reports most of it (SQLITE_CORRUPT,
-SQLITE_NOTADB), and rows carry checksums for the rest. A damaged database is
-renamed, so that it can be looked at and blocks no mount.
+SQLITE_NOTADB), and rows carry checksums for the rest. A damaged database is removed: what
+it knew is fetched again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-# How many damaged databases are kept for inspection.
-KEPT = 2
-_MARK = "damaged-"
 # What belongs to a database. Its file goes last: a write-ahead log that a kill
 # leaves without it would be read into the next database of that name.
 _PARTS = ("-wal", "-shm", "")
@@ -86,7 +82,7 @@ def readable_errors() -> Iterator[None]:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Keep out other processes that would set a database aside here. Blocks."""
+    """Keep out other processes that would remove a database here. Blocks."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -95,21 +91,13 @@ def alone_in(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a database and what belongs to it; remove all but the last few. Blocks.
+def remove(path: Path) -> None:
+    """Remove a database and what belongs to it. Blocks.
 
-    Returns the new path of the database. A process that has it open goes on
-    with it under the new name.
+    A process that has it open goes on with it until it finds the damage as well.
 
     Raises:
-        OSError: it can't be renamed.
+        OSError: it can't be removed.
     """
-    aside = path.with_name(f"{_MARK}{time.time_ns()}-{path.name}")
     for part in _PARTS:
-        with suppress(FileNotFoundError):
-            Path(f"{path}{part}").rename(f"{aside}{part}")
-    earlier = sorted(path.parent.glob(f"{_MARK}*-{path.name}"))
-    for old in earlier[:-KEPT]:
-        for part in _PARTS:
-            Path(f"{old}{part}").unlink(missing_ok=True)
-    return aside
+        Path(f"{path}{part}").unlink(missing_ok=True)
