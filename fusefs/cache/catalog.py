@@ -278,13 +278,6 @@ class Catalog:
         """The rows of the files of these names that there are."""
         return [row for name in names if (row := self.find(name)) is not None]
 
-    def count_unsynced(self) -> int:
-        """The number of files that may not survive a power cut."""
-        with self._lock, readable_errors():
-            return int(
-                self._db.execute("SELECT count(*) FROM files WHERE NOT is_synced").fetchone()[0]
-            )
-
     def _rows(self, condition: str, *values: object) -> list[Row]:
         with self._lock, readable_errors():
             found = self._db.execute(f"SELECT {_COLUMNS} FROM files {condition}", values)

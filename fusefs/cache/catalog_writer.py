@@ -32,8 +32,6 @@ Result = TypeVar("Result")
 # can't be cancelled, and on a busy disk each file may take a second.
 SYNC_AT_ONCE = 256
 SYNC_GO_S = 1.0
-# The end of a mount whose syncing takes longer is logged.
-SLOW_S = 2.0
 
 
 class CatalogWriter:
@@ -245,18 +243,9 @@ class CatalogWriter:
 
     async def sync_all(self, limit_s: float) -> None:
         """Make files safe against a power cut, as many as `limit_s` seconds suffice for."""
-        began, count = time.monotonic(), await self.in_catalog(self._catalog.count_unsynced)
         with trio.move_on_after(limit_s):
             while await self.sync(idle_s=0.0):
                 pass
-        took_s, left = time.monotonic() - began, await self.in_catalog(self._catalog.count_unsynced)
-        if count is not None and left is not None and (left or took_s > SLOW_S):
-            logger.info(
-                "the disk took %.1f s to make %d cached files safe against a power cut, %d are not",
-                took_s,
-                count - left,
-                left,
-            )
 
     async def sync(self, idle_s: float) -> bool:
         """Make some files safe against a power cut that got no bytes for `idle_s` seconds.
