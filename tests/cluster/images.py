@@ -115,7 +115,7 @@ def make(cache: Path, directory: Path, programs: Path, sidecars: Path) -> Path:
             (more / name).mkdir(parents=True)
         shutil.copy(programs / "agnhost", more / "agnhost")
         shutil.copy(Path(__file__).with_name("sidecar.py"), more / "sidecar.py")
-        debian = [*names["nginx"], *names["glibc-dns-testing"]]
+        debian = [*names["nginx"], *names.get("glibc-dns-testing", [])]
         images = [
             Image([DRIVER], [root], {"User": "65532:65532", "Entrypoint": entry, "Env": quiet}),
             Image(debian, [root], {"Cmd": ["sh"]}),
