@@ -1,8 +1,11 @@
-"""The disk that caches objects: which file system, and how much room."""
+"""The disk that caches objects: which file system, how much room, how fast."""
 
 from __future__ import annotations
 
 import os
+import random
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,13 +16,18 @@ from fusefs.settings.display import human_size
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import FREE_INODES
 
+PROBE_BYTES = 64 << 20
+PIECE = 1 << 20
+# A cache is to be faster than S3, which gives a connection some 50 MB/s.
+SLOW_BYTES_S = 200e6
+
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "lustre", "glusterfs")
 
 
 def check(
     settings: MountSettings, *, cached_bytes: int = 0, cached_files: int = 0
 ) -> Iterator[Finding]:
-    """All checks of the cache directory of these settings.
+    """All checks of the cache directory of these settings. Blocks while the disk is measured.
 
     `cached_bytes` in `cached_files` are what a mount has there, and evicts when it needs room.
     """
@@ -55,6 +63,8 @@ def check(
             "{:,}".format,
             "remove files from that disk, or make its file system with more inodes",
         )
+    if free > 4 * PROBE_BYTES:
+        yield _speed(directory)
 
 
 def existing(directory: Path) -> Path:
@@ -112,3 +122,29 @@ def _room(
         text += f"for which the cache ({shown(cached)}) evicts files"
         return advice(check, text, what_to_do, **figures)
     return problem(check, f"{text}so nothing more is cached", what_to_do, **figures)
+
+
+def _speed(directory: Path) -> Finding:
+    """The finding about a file that is written and read, past the page cache; it has no name."""
+    piece = random.randbytes(PIECE)  # some disks are quick at zeros
+    offsets = range(0, PROBE_BYTES, PIECE)
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            began = time.monotonic()
+            for offset in offsets:
+                os.pwrite(file.fileno(), piece, offset)
+            os.fdatasync(file.fileno())
+            written = PROBE_BYTES / (time.monotonic() - began)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            began = time.monotonic()
+            for offset in offsets:
+                os.pread(file.fileno(), PIECE, offset)
+            read = PROBE_BYTES / (time.monotonic() - began)
+    except OSError as error:  # also of limits and permissions, which say nothing about the disk
+        return skipped("cache speed", f"it can't be measured: {error.strerror}")
+    text = f"writes {written / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
+    figures = {"write_bytes_per_second": written, "read_bytes_per_second": read}
+    if min(written, read) > SLOW_BYTES_S:
+        return ok("cache speed", text, **figures)
+    what = "first reads are limited by this disk: use a faster one (NVMe) as --cache-dir"
+    return advice("cache speed", text, what, **figures)
