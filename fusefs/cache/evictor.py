@@ -62,8 +62,8 @@ class Evictor:
                 return True
             if keep_used_since == math.inf and not is_ahead:
                 self._cache.trouble.note(
-                    f"the cache {self._cache.directory} is too small for what is open: what does"
-                    " not fit is read from S3 each time"
+                    f"the cache {self._cache.directory} is too small for the open files: the"
+                    " rest is read from S3 each time"
                 )
             return False
 

@@ -58,7 +58,7 @@ async def test_when_open_files_fill_it_more_is_refused(tmp_path: Path) -> None:
             await parts.fetch(version("a", MIB))
         warning = parts.cache.trouble.recent
         assert warning is not None
-        assert "too small for what is open" in warning
+        assert "too small for the open files" in warning
         assert "does not work" not in warning
         parts.cache.unpin(file)
         await parts.fetch(version("a", MIB))
