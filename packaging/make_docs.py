@@ -81,18 +81,19 @@ is so: {ignored}, and names that begin with x\\-. What is not listed is refused.
 
 
 _TABLE = "/proc/self/mounts"
-_AWK = f"awk '$3 == \"fuse.fusefs\" {{print $2}}' {_TABLE}"
-# The mountpoints of fusefs, for bash.
+# The table has blanks as \040.
+_AWK = f'awk \'$3 == "fuse.fusefs" {{gsub(/\\\\040/, " ", $2); print $2}}\' {_TABLE}'
+# The mountpoints of fusefs, for bash; it would take a blank for the end of a name.
 MOUNTED = {"bash": "_fusefs_mounts"}
 MOUNTS = {
     "bash": f"""_fusefs_mounts() {{
-  compgen -W "$({_AWK})" -- "$1"
+  compgen -W "$({_AWK} | grep -v ' ')" -- "$1"
 }}
 """
 }
 ZSH = f"""#compdef fusefs
 _fusefs_mounts() {{
-  compadd -- $({_AWK})
+  compadd -- ${{(f)"$({_AWK})"}}
 }}
 _fusefs() {{
   local curcontext="$curcontext" state line

@@ -73,7 +73,7 @@ def test_bash_completes_commands_and_options(share: Path) -> None:
     $(function_of); echo "${{COMPREPLY[@]}}"
     COMP_WORDS=(fusefs warm {share}/ma) COMP_CWORD=2; COMPREPLY=()
     $(function_of); echo "${{COMPREPLY[@]}}"
-    awk() {{ echo /mnt/one /mnt/two; }}
+    awk() {{ printf '%s\\n' /mnt/one /mnt/two; }}
     COMP_WORDS=(fusefs umount /mnt/o) COMP_CWORD=2; COMPREPLY=()
     $(function_of); echo "${{COMPREPLY[@]}}"
     """
