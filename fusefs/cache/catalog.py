@@ -274,10 +274,6 @@ class Catalog:
         """Files that may not survive a power cut, at most so many, by name, behind `after`."""
         return self._rows("WHERE NOT is_synced AND name > ? ORDER BY name LIMIT ?", after, most)
 
-    def find_all(self, names: Collection[str]) -> list[Row]:
-        """The rows of the files of these names that there are."""
-        return [row for name in names if (row := self.find(name)) is not None]
-
     def _rows(self, condition: str, *values: object) -> list[Row]:
         with self._lock, readable_errors():
             found = self._db.execute(f"SELECT {_COLUMNS} FROM files {condition}", values)

@@ -523,11 +523,8 @@ class FileCache:
                     self._end_keeping_open(sum(until <= now for until in self._kept_open.values()))
                     await self._catalog_writer.sync(SYNC_AFTER_S)
                     self.order.note_time(steady_time())
-                    await self.residency.unload(self._unloaded)
+                    await self.residency.unload(self.on_evict)
                 await self._catalog_writer.touch()
-
-    def _unloaded(self, file: CacheFile) -> None:
-        self.on_evict(file)
 
     async def record(self) -> None:
         """Write all that has arrived into the catalog, and see whether other mounts wrote."""

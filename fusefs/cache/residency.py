@@ -69,7 +69,8 @@ class Residency:
         if self._has_others or self._writer.has_neighbours:
             unknown = [name for name in names if name not in self._files]
             if unknown:
-                await self._load(lambda: self._catalog.find_all(unknown))
+                find = self._catalog.find
+                await self._load(lambda: [row for name in unknown if (row := find(name))])
 
     async def pages(self, larger_than: int) -> AsyncIterator[list[CacheFile]]:
         """All files that are larger than so many bytes, page by page."""
@@ -112,7 +113,7 @@ class Residency:
         self._order.restore(file for file in new if not file.is_retained)
         return [self._files[row.name] for row in rows], rows
 
-    async def unload(self, let_go: Callable[[CacheFile], None]) -> None:
+    async def unload(self, let_go: Callable[[CacheFile], object]) -> None:
         """Have no more files in memory than there may be: those go that were used first.
 
         `let_go` is called with each of them.

@@ -42,21 +42,21 @@ def unpin(paths: Sequence[Path]) -> None:
         raise CommandError("; ".join(wrong[:3]) + more)
 
 
-def drop(path: Path, *, is_forced: bool) -> bool:
+def drop(path: Path) -> bool:
     """Remove the local copies at and below a path, and print how many; False if some stay.
 
     Raises:
         CommandError: `path` is in no mount, or there is no such file.
     """
     mountpoint, below = sync.find(path)
-    message = {"command": "drop", "path": below, "force": is_forced}
+    message = {"command": "drop", "path": below}
     job = polling.finish(mountpoint, message, _progress)
     if job["why"]:
         raise CommandError(f"{path}: {job['why']}")
     texts = [f"{_files(job, 'dropped_')} dropped"]
-    is_pinned = bool(job["pinned_files"] and not is_forced)
+    is_pinned = bool(job["pinned_files"])
     if is_pinned:
-        texts.append(f"{_files(job, 'pinned_')} pinned (fusefs unpin, or --force)")
+        texts.append(f"{_files(job, 'pinned_')} pinned (fusefs unpin)")
     if job["in_use_files"]:
         more = job["in_use_files"] - len(job["in_use"])
         names = ", ".join(job["in_use"]) + (f" and {more:,} more" if more else "")

@@ -283,7 +283,7 @@ def _drop(options: argparse.Namespace) -> int:
     if options.unsent:
         are_dropped = [local_copies.give_up(path) for path in paths]
     else:
-        are_dropped = [local_copies.drop(path, is_forced=options.force) for path in paths]
+        are_dropped = [local_copies.drop(path) for path in paths]
     return 0 if all(are_dropped) else 1
 
 

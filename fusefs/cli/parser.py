@@ -320,7 +320,6 @@ _COMMANDS = (
         f"is in use or pinned. {_PATTERNS}",
         (_PATHS,),
         (
-            _switch("--force", "drop pinned copies as well; they stay pinned"),
             _switch(
                 "--unsent",
                 "give up files that could not be uploaded: the mount shows the bucket's versions "

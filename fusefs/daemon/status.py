@@ -79,10 +79,9 @@ def answer(
         case {"command": "path status", "path": str(path), "start": bool(is_first)}:
             _check(path)
             return daemon.local_copies.job(path, is_new=is_first).describe()
-        case {"command": "drop", "path": str(path), "start": bool(is_first), "force": bool(force)}:
+        case {"command": "drop", "path": str(path), "start": bool(is_first)}:
             _check(path)
-            copies = daemon.local_copies
-            return copies.job(path, is_new=is_first, drops=True, is_forced=force).describe()
+            return daemon.local_copies.job(path, is_new=is_first, drops=True).describe()
         case {"command": "give up", "path": str(path)}:
             return _give_up(daemon, path)
     raise ControlError("no such command")

@@ -115,21 +115,19 @@ class Stalls:
                 counted.changed = at
             counted.waiters += count
 
-    def totals(self) -> Pressure:
-        """All times since the process began."""
-        return self._totals(time.monotonic())
-
     def shares(self, seconds: float) -> list[float]:
         """The share of the last `seconds` in which requests waited, by cause."""
         now = time.monotonic()
-        stalled, then = self._totals(now).stalled, now - seconds
+        stalled, then = self.totals(now).stalled, now - seconds
         before = self._stalled_at(then, now, stalled)
         return [
             min(1.0, max(0.0, (late - early) / seconds))
             for late, early in zip(stalled, before, strict=True)
         ]
 
-    def _totals(self, now: float) -> Pressure:
+    def totals(self, now: float | None = None) -> Pressure:
+        """All times since the process began, until `now` (monotonic seconds; None: this moment)."""
+        now = time.monotonic() if now is None else now
         stalled, wait = [], []
         for counted in self._causes:
             elapsed = max(0.0, now - counted.changed) if counted.waiters else 0.0
@@ -140,7 +138,7 @@ class Stalls:
     def _take_snapshot(self, now: float) -> None:
         """Keep what was until now."""
         self._due = now + SNAPSHOT_EVERY_S
-        self._snapshots.append((now, self._totals(now).stalled))
+        self._snapshots.append((now, self.totals(now).stalled))
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - KEPT_S:
             self._snapshots.popleft()
 

@@ -90,18 +90,10 @@ class LocalCopies:
         self._pending = pending
         self._cancel_pins = cancel_pins
 
-    def job(
-        self, path: str, *, is_new: bool, drops: bool = False, is_forced: bool = False
-    ) -> CopiesJob:
-        """The job for a path ("" is the mount's root), which `drops` copies or only counts them.
-
-        With `is_forced` pinned ones are dropped, too.
-        """
+    def job(self, path: str, *, is_new: bool, drops: bool = False) -> CopiesJob:
+        """The job for a path ("" is the mount's root), which `drops` copies or only counts them."""
         return self._jobs.find_or_begin(
-            (path, drops, is_forced),
-            CopiesJob,
-            partial(self._look, path, drops=drops, is_forced=is_forced),
-            is_new=is_new,
+            (path, drops), CopiesJob, partial(self._look, path, drops=drops), is_new=is_new
         )
 
     def unpinning(self, path: str, *, is_new: bool) -> Unpinning:
@@ -133,7 +125,7 @@ class LocalCopies:
         """The path of a key; that of the mount's root for what contains it."""
         return key[len(self._prefix) :] or "."
 
-    async def _look(self, path: str, job: CopiesJob, *, drops: bool, is_forced: bool) -> None:
+    async def _look(self, path: str, job: CopiesJob, *, drops: bool) -> None:
         key = self._key(path)
         await self._cache.retention.refresh()
         job.is_pinned = self._cache.retention.covers(key)
@@ -152,7 +144,7 @@ class LocalCopies:
                     file.version = file.version or info.version
                     _count(job, file)
                     if drops and file.present.total:
-                        await self._drop(job, file, is_forced=is_forced)
+                        await self._drop(job, file)
                         if file.present.total:
                             staying.add(file)
                 if number % TURN == 0:
@@ -164,23 +156,18 @@ class LocalCopies:
             if not job.counts["pending_files"]:
                 raise
         if drops:
-            await self._drop_others(job, key, staying, is_forced=is_forced)
+            await self._drop_others(job, key, staying)
 
     async def _is_there(self, file: CacheFile) -> bool:
         if file.pins or not self._cache.has_neighbours:
             return True
         return await self._cache.integrity.is_on_disk(file)  # else another mount has evicted it
 
-    async def _drop(self, job: CopiesJob, file: CacheFile, *, is_forced: bool) -> None:
-        if file.is_retained and not is_forced:
+    async def _drop(self, job: CopiesJob, file: CacheFile) -> None:
+        if file.is_retained:
             return
         size = file.present.total
         self._cache.close_unused()
-        # What is in use stays, and stays retained.
-        if file.is_retained and not file.pins:
-            await self._cache.retained.release_file(file)
-            if file.pins:
-                self._cache.retained.retain_again(file)
         if file.pins or not await self._evictor.drop(file):
             job.add("in_use_", size)
             if len(job.in_use) < MOST_NAMED and file.version is not None:
@@ -188,9 +175,7 @@ class LocalCopies:
         else:
             job.add("dropped_", size)
 
-    async def _drop_others(
-        self, job: CopiesJob, key: str, staying: Set[CacheFile], *, is_forced: bool
-    ) -> None:
+    async def _drop_others(self, job: CopiesJob, key: str, staying: Set[CacheFile]) -> None:
         """Drop copies of versions below a key that the bucket has no more.
 
         Those that are `staying` are of versions that it has, and were counted.
@@ -200,7 +185,7 @@ class LocalCopies:
             is_idle = file.present.total and not file.pins and not file.is_retained
             is_other = is_idle and file not in staying
             if version is not None and is_other and _is_within(version.key, key):
-                await self._drop(job, file, is_forced=is_forced)
+                await self._drop(job, file)
             if number % (10 * TURN) == 0:
                 await trio.lowlevel.checkpoint()
 

@@ -236,20 +236,6 @@ async def test_what_is_unpinned_while_it_is_being_pinned_stays_so(
         assert await retention.count("d") == 200
 
 
-async def test_a_forced_drop_leaves_what_is_open_pinned(tmp_path: Path) -> None:
-    async with jobs_in(tmp_path, WideBucket(["d/a"])) as jobs:
-        parts = jobs.parts
-        await parts.cache.retention.add(["d"])
-        await parts.fetch(info("d/a").version)
-        file = parts.cache.pin(info("d/a").version)  # as a program does that opens it
-        await parts.cache.record()
-        job = jobs.copies.job("d", is_new=True, drops=True, is_forced=True)
-        await eventually(lambda: job.has_ended)
-        assert job.counts["in_use_files"] == 1
-        parts.cache.unpin(file)
-        assert not await parts.evictor.drop(file), "it is evicted for nothing"
-
-
 async def test_a_list_counts_each_file_once_where_a_request_fails(tmp_path: Path) -> None:
     keys = [f"d/{number:03}" for number in range(40)]
     bucket = WideBucket(keys)

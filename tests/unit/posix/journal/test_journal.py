@@ -319,7 +319,7 @@ def test_a_full_disk_turns_the_journal_off_with_one_warning(
             log.count(inode(number, 1, 1, "", None, 1))
             log.opened(number, number, number, 0, 0, 0)
     assert len(caplog.records) == 1
-    assert "taken over" in caplog.text
+    assert "take this mount over" in caplog.text
     assert os.listdir(disk) == []
     assert not log.wants_compaction
     log.close(remove=True)
