@@ -105,7 +105,7 @@ def _completions(share: Path) -> dict[str, str]:
         "warm a",
         "mount s3://b",
         "mount --config",
-        "drop --force",
+        "drop --unsent",
     ):
         whole[f"fusefs {words} {share}/ma"] = f"fusefs {words} {share}/man/"
     return whole | {f"ls {share}/ma": f"ls {share}/man/"}
