@@ -1,20 +1,12 @@
 """The component that gives the driver a cluster cache, and the SeaweedFS that can be its store."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import boto3
 import pytest
-from botocore.config import Config
-from botocore.exceptions import ClientError
 
 from csi.identities.cluster_caches import read_cluster_caches
 from tests.support.packaging.documents import shell_blocks
@@ -37,8 +29,6 @@ from tests.support.packaging.manifests import (
     render_with,
     template,
 )
-from tests.support.servers.s3_server import ServerError, free_ports, is_free, spawn
-from tests.support.sharing import PATIENCE_S
 
 SEAWEEDFS = MANIFESTS / "seaweedfs"
 WEED = Path(sys.prefix) / "bin" / "weed"
@@ -195,137 +185,6 @@ def test_weed_has_each_flag_that_is_used(seaweedfs: list[Object]) -> None:
 def bucket() -> str:
     text = (SEAWEEDFS / "bucket.yaml").read_text()
     [name] = re.findall(r"s3\.bucket\.create -name=(\S+)", text)
-    assert f"-locationPrefix=/buckets/{name}/ " in (SEAWEEDFS / "bucket.txt").read_text()
+    lifetime = f"-locationPrefix=/buckets/{name}/ -replication=000 -ttl=14d "
+    assert lifetime in (SEAWEEDFS / "bucket.txt").read_text()
     return str(name)
-
-
-class Local:
-    """The manifests' own commands on loopback, with files below a directory."""
-
-    def __init__(self, documents: list[Object], directory: Path) -> None:
-        self._documents = documents
-        self._directory = directory
-        names = ("master", "filer", "volume", "s3")
-        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
-        self._defaults = {"master": 9333, "filer": 8888, "volume": 8080, "s3": 8333}
-        self.processes: list[subprocess.Popen[bytes]] = []
-        (directory / "s3.json").write_text(identities())
-        (directory / "bucket.txt").write_text((SEAWEEDFS / "bucket.txt").read_text())
-
-    def start(self) -> None:
-        """Returns when all of them listen.
-
-        Raises:
-            ServerError: one has ended, for another program has taken one of its ports.
-        """
-        for name in ("master", "volume", "filer", "s3"):
-            self._start(name)
-
-    def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        for port in self.ports.values():
-            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
-                left.unlink(missing_ok=True)
-
-    def _start(self, name: str) -> None:
-        directory = self._directory / name
-        directory.mkdir()
-        words = [self.here(word, directory) for word in commands(self._documents)[name]]
-        log = self._directory / f"{name}.log"
-        self.processes.append(spawn([str(WEED), *words[1:]], log))
-        deadline = time.monotonic() + PATIENCE_S
-        while is_free(self.ports[name]):
-            if self.processes[-1].poll() is not None or time.monotonic() > deadline:
-                raise ServerError(log.read_text()[-1000:])
-            time.sleep(0.05)
-
-    def here(self, text: str, directory: Path) -> str:
-        """What a word of a command is on this machine."""
-        text = re.sub(r"(\$\(POD_NAME\)|seaweedfs-\w+-0)\.seaweedfs-\w+|\$\(POD_IP\)", HOST, text)
-        text = text.replace("0.0.0.0", HOST).replace("$(NODE_NAME)", "node-1")
-        text = text.replace("/etc/seaweedfs-s3", str(self._directory))
-        text = text.replace("/etc/seaweedfs-bucket", str(self._directory))
-        text = re.sub(r"=/data$", f"={directory}", text)
-        for name, port in self._defaults.items():
-            text = re.sub(rf"(?<=[:=]){port}\b", str(self.ports[name]), text)
-        return text
-
-    def make_bucket(self) -> subprocess.CompletedProcess[str]:
-        """What the Job runs."""
-        [job] = every(self._documents, "Job")
-        [each] = containers(job["spec"]["template"])
-        words = [self.here(word, self._directory) for word in each["command"]]
-        environment = {**os.environ, "PATH": f"{WEED.parent}:{os.environ['PATH']}"}
-        return subprocess.run(
-            words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
-        )
-
-    def client(self) -> Any:
-        return boto3.client(
-            "s3",
-            endpoint_url=f"http://{HOST}:{self.ports['s3']}",
-            region_name="us-east-1",
-            aws_access_key_id=KEYS[0],
-            aws_secret_access_key=KEYS[1],
-            config=Config(s3={"addressing_style": "path"}),
-        )
-
-
-HOST = "127.0.0.1"
-
-
-def identities() -> str:
-    """The file s3.json that the document has one make, with keys of ours."""
-    [found] = re.findall(r"^\{\"identities\".*\}$", DOCUMENTS[1].read_text(), re.MULTILINE)
-    return str(found).replace("$access", KEYS[0]).replace("$secret", KEYS[1])
-
-
-@pytest.fixture
-def local(seaweedfs: list[Object], tmp_path: Path) -> Iterator[Local]:
-    for attempts_left in (2, 1, 0):
-        directory = tmp_path / f"{attempts_left}"
-        directory.mkdir()
-        made = Local(seaweedfs, directory)
-        try:
-            made.start()
-            yield made
-            return
-        except ServerError:
-            if not attempts_left:
-                raise
-        finally:
-            made.stop()
-
-
-def test_the_commands_make_a_cluster_cache_whose_blocks_expire(local: Local) -> None:
-    for _ in range(2):  # the Job may run again
-        done = local.make_bucket()
-        assert done.returncode == 0, done.stdout + done.stderr
-    client = local.client()
-    place = {"Bucket": bucket(), "Key": "training/v1/a/b/000000"}
-    client.put_object(**place, Body=b"block", IfNoneMatch="*")
-    assert client.get_object(**place)["Body"].read() == b"block"
-    with pytest.raises(ClientError, match="NoSuchKey"):
-        client.get_object(**{**place, "Key": "training/v1/a/b/000001"})
-    listed = client.list_objects_v2(Bucket=bucket(), Prefix="training/v1/")["Contents"]
-    assert [each["Key"] for each in listed] == [place["Key"]]
-    client.delete_object(**place)
-    # Its keys are for the one bucket.
-    with pytest.raises(ClientError, match="AccessDenied"):
-        client.create_bucket(Bucket="other")
-    lifetimes = [volume["Ttl"] for volume in volumes_of(local)]
-    assert lifetimes
-    # A fortnight, as SeaweedFS writes 14 days: units are minutes, hours, days, weeks.
-    assert all(lifetime == {"Count": 2, "Unit": 4} for lifetime in lifetimes)
-
-
-def volumes_of(local: Local) -> list[Object]:
-    """The master's volumes of the bucket."""
-    url = f"http://{HOST}:{local.ports['master']}/vol/status"
-    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
-        [rack] = json.load(answer)["Volumes"]["DataCenters"]["DefaultDataCenter"].values()
-    return [
-        volume for server in rack.values() for volume in server if volume["Collection"] == bucket()
-    ]
