@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 from fusefs.cli import sync
 from fusefs.diagnosis import doctor, findings
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace, flags: Layer, config: str | None) -> int:
             print(finding.as_text(), flush=True)
     if options.json:
         is_wrong = findings.has_problem(found)
-        plain = [finding.as_plain() for finding in found]
+        plain = [asdict(finding) for finding in found]
         print(json.dumps({"is_wrong": is_wrong, "findings": plain}, indent=2))
     else:
         print(findings.summary(found))

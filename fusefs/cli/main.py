@@ -173,8 +173,7 @@ def _profile(options: argparse.Namespace) -> int:
 
     seconds = _duration("--for", options.duration)
     found = profile.profile(sync.mountpoint(options.mountpoint), seconds)
-    plain = found.as_plain() | {"advice": profile.advice(found)}
-    print(json.dumps(plain) if options.json else profile.as_text(found))
+    print(profile.as_json(found) if options.json else profile.as_text(found))
     return 0
 
 

@@ -6,11 +6,13 @@ This command asks for the counters twice; all that it shows is the difference.
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from fusefs.diagnosis import stall_report
@@ -63,6 +65,10 @@ def _ask(mountpoint: Path) -> MountAnswer:
     return MountAnswer(
         target_at(mountpoint, str(mountpoint)), answer.get("metrics"), taken=time.monotonic()
     )
+
+
+def as_json(found: Rates) -> str:
+    return json.dumps(asdict(found) | {"advice": advice(found)})
 
 
 def as_text(found: Rates) -> str:

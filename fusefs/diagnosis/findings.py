@@ -35,15 +35,6 @@ class Finding:
     advice: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_plain(self) -> dict[str, Any]:
-        return {
-            "check": self.check,
-            "level": str(self.level),
-            "text": self.text,
-            "advice": self.advice,
-            "figures": dict(self.figures),
-        }
-
     def as_text(self) -> str:
         """This as a line, and a second one with what to do."""
         line = f"{self.level:<{_LEVEL_WIDTH}}{self.check:<{_LABEL_WIDTH}}{shown(self.text)}"

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from fusefs.exporter.queries import MountAnswer, mounts_of_user, query_all
 from fusefs.top import lines
@@ -60,7 +60,7 @@ def run(*, is_plain: bool, is_json: bool, count: int | None) -> int:
 def _show(mounts: Sequence[Rates], *, is_json: bool, has_screen: bool) -> None:
     now = time.strftime("%H:%M:%S")
     if is_json:
-        plain = [mount.as_plain() for mount in mounts]
+        plain = [asdict(mount) for mount in mounts]
         print(json.dumps({"time": time.time(), "mounts": plain}), flush=True)
     elif has_screen:
         width, height = shutil.get_terminal_size()

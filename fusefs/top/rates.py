@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from fusefs.exporter.queries import MALFORMED, MountAnswer
@@ -76,9 +76,6 @@ class Rates:
     def count(self, per_s: float) -> int:
         """The value of a rate in the interval."""
         return round(per_s * self.interval_s)
-
-    def as_plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
