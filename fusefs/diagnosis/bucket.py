@@ -20,7 +20,7 @@ import trio
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.settings.display import human_size
-from fusefs.store.capabilities import PROBE_NAME, Capabilities
+from fusefs.store.capabilities import PROBE_NAME
 from fusefs.store.errors import (
     AccessDeniedError,
     ArchivedError,
@@ -31,7 +31,6 @@ from fusefs.store.errors import (
     UnreachableError,
 )
 from fusefs.store.interface import BytesSink, ObjectInfo, ObjectVersion
-from fusefs.store.probing import probe
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store, open_store
 
@@ -59,8 +58,6 @@ _ACTIONS = {
     "copy": "s3:GetObject and s3:PutObject",
     "delete": "s3:DeleteObject",
     "multipart": "s3:PutObject and s3:AbortMultipartUpload",
-    "list parts": "s3:ListMultipartUploadParts",
-    "list uploads": "s3:ListBucketMultipartUploads",
 }
 # What becomes of a mount without a permission.
 _NEEDED_FOR = {
@@ -70,12 +67,7 @@ _NEEDED_FOR = {
     "copy": "no file can be renamed",
     "delete": "no file can be removed or renamed",
     "multipart": "no large file can be written",
-    "list parts": "a large file whose upload was interrupted is sent anew",
-    "list uploads": "interrupted uploads are not found again, and cost until a lifecycle rule "
-    "removes them",
 }
-# A mount does its work without these.
-_OPTIONAL = {"list parts", "list uploads"}
 
 
 async def check(
@@ -249,7 +241,6 @@ async def _permissions(store: S3Store, prefix: str, *, may_write: bool) -> list[
         trial = _Trial(store, f"{prefix}{PROBE_NAME}/{secrets.token_hex(8)}/", fd)
         with trio.move_on_after(LIMIT_S) as scope:
             findings = [await _tried(what, one) for what, one in trial.steps()]
-            findings.append(await _conditions(store, prefix))
         if scope.cancelled_caught:
             await trial.clean_up()
             return [problem("permissions", "S3 did not answer in time", "see the findings above")]
@@ -262,8 +253,6 @@ async def _tried(what: str, attempt: Callable[[], Awaitable[object]]) -> Finding
     try:
         await attempt()
     except StoreError as error:
-        if what in _OPTIONAL:
-            return advice(f"may {what}", f"{error}: {_NEEDED_FOR[what]}", _remedy(what, error))
         if isinstance(error, NotFoundError):
             return skipped(f"may {what}", "the test object does not exist")
         return replace(_refused(what, error), check=f"may {what}")
@@ -285,8 +274,6 @@ class _Trial:
             ("get", self._get),
             ("copy", self._copy),
             ("multipart", self._multipart),
-            ("list parts", self._list_parts),
-            ("list uploads", lambda: self._store.list_uploads(self._own)),
             ("delete", self.clean_up),
         ]
 
@@ -314,41 +301,9 @@ class _Trial:
                     state = upload.state
                     await self._store.abort_upload(state.key, state.upload_id)
 
-    async def _list_parts(self) -> None:
-        """Go on with an upload as another process would, and abort it."""
-        key = f"{self._own}parts"
-        state = (await self._store.begin_upload(key)).state
-        try:
-            await self._store.resume_upload(state)
-        finally:
-            await self._store.abort_upload(state.key, state.upload_id)
-
     async def clean_up(self) -> None:
         """Delete everything that this trial has made."""
         with trio.CancelScope(shield=True, deadline=trio.current_time() + RETRY_TIME_S):
             for name in ("object", "copy", "parts"):
                 with suppress(NotFoundError):
                     await self._store.delete(self._own + name)
-
-
-async def _conditions(store: S3Store, prefix: str) -> Finding:
-    """Try whether the store honours conditions of changes (store/probing.py)."""
-    try:
-        found = await probe(store, prefix, in_parts=True)
-    except StoreError as error:
-        return skipped("conditions", str(error))
-    return conditions(found)
-
-
-def conditions(found: Capabilities) -> Finding:
-    """The finding about a store with these capabilities."""
-    if not found.conditions:
-        return advice(
-            "conditions",
-            "this store does not honour conditions of writes",
-            "docs/semantics.md says what that means for several writers; use --conflict overwrite "
-            "and no locks by O_EXCL from several machines",
-            missing=found.missing,
-        )
-    lacking = "" if found.checksums else "; it compares no checksums: an MD5 is sent as well"
-    return ok("conditions", f"are honoured{lacking}", missing=found.missing)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fusefs.settings.display import shown
 
-_LABEL_WIDTH = 17  # of the longest, may list uploads, and a blank
+_LABEL_WIDTH = 17
 _LEVEL_WIDTH = 9
 
 

@@ -11,7 +11,6 @@ import trio
 from fusefs.diagnosis import bucket, cache_disk, credentials, findings, machine, network
 from fusefs.diagnosis.findings import Finding, Level
 from fusefs.settings.mount import MountSettings, RawValue, build
-from fusefs.store.capabilities import Capabilities
 from fusefs.store.errors import (
     AccessDeniedError,
     CredentialsError,
@@ -184,15 +183,6 @@ def test_only_a_problem_makes_the_command_fail() -> None:
     assert findings.has_problem([*good, findings.problem("d", "broken", "repair")])
     assert findings.summary(good) == "0 problems, 1 piece of advice"
     assert good[1].as_text().splitlines()[1].strip() == "-> buy"
-
-
-def test_a_store_that_ignores_conditions_is_advice() -> None:
-    found = bucket.conditions(Capabilities(conditions=True, checksums=False))
-    assert (found.level, found.advice) == (Level.OK, "")
-    assert "an MD5 is sent as well" in found.text
-    found = bucket.conditions(Capabilities(conditions=False, checksums=True))
-    assert found.level is Level.ADVICE
-    assert found.text == "this store does not honour conditions of writes"
 
 
 async def test_the_throughput_takes_no_more_than_the_documents_say() -> None:
