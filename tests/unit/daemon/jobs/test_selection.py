@@ -125,12 +125,19 @@ async def test_a_list_may_have_files_directories_and_patterns() -> None:
     assert missed == [(3, "nothing")]
 
 
-async def test_each_object_of_a_list_has_one_request() -> None:
+async def test_neighbours_of_a_list_are_listed_together() -> None:
     bucket = Bucket(f"p/d/{number:05}" for number in range(5000))
     wanted = [f"d/{number:05}" for number in range(0, 5000, 2)]
     keys, missed = await lines(bucket, *wanted)
     assert (len(keys), missed) == (2500, [])
-    assert (bucket.lists, bucket.heads) == (0, 2500)
+    assert (bucket.lists, bucket.heads) == (5, 0)
+
+
+async def test_strangers_of_a_list_are_looked_up_one_by_one() -> None:
+    dirs, files = range(100), range(50)
+    bucket = Bucket([f"p/d{one:03}/{other:02}" for one in dirs for other in files], page_size=50)
+    keys, missed = await lines(bucket, *(f"d{number:03}/25" for number in range(100)))
+    assert (len(keys), missed, bucket.lists) == (100, [], 1)
 
 
 def test_shards_are_disjoint_complete_and_balanced() -> None:
