@@ -43,7 +43,7 @@ class Nodes:
     def __enter__(self) -> Nodes:
         skip_without_fuse()
         self.bucket = self.cluster.new_bucket()
-        self._write_key("key", "the key of the domain")
+        (self.directory / "key").write_text("the key of the domain\n")
         self.cluster.write_credentials(self.directory / "credentials")
         return self
 
@@ -64,17 +64,16 @@ class Nodes:
         """The keys of all blocks that the cluster has."""
         return keys(Bucket(self.cluster, self.bucket, self.cluster.client()))
 
-    def join(self, *, key: str = "", is_up: bool = True) -> Mount:
+    def join(self, *, is_up: bool = True) -> Mount:
         """One more node, with nothing on its disk; returns when it uses the cluster cache.
 
-        With `is_up` false it only is mounted. A `key` is another one than the domain's.
+        With `is_up` false it only is mounted.
         """
-        secret = self._write_key(f"{key} file", key) if key else self.directory / "key"
         mount = self._mount(
             *("--cluster-cache", f"s3://{self.bucket}"),
             *("--cluster-cache-endpoint", self.cluster.endpoint_url),
             *("--cluster-cache-credentials", str(self.directory / "credentials")),
-            *("--cluster-cache-key", str(secret)),
+            *("--cluster-cache-key", str(self.directory / "key")),
         )
         if is_up:
             until(lambda: section(mount)["state"] == "closed", "the cluster cache is in use")
@@ -147,11 +146,6 @@ class Nodes:
 
         with ThreadPoolExecutor(16) as threads:
             return all(threads.map(is_readable, self.stored()))
-
-    def _write_key(self, name: str, text: str) -> Path:
-        path = self.directory / name
-        path.write_text(f"{text}\n")
-        return path
 
 
 def section(mount: Mount) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,31 @@ def test_blocks_that_were_changed_are_read_from_s3_and_replaced(
     until(lambda: of(second)["fills"]["stored"] == len(changed))
     third = join(domain)
     assert finds_all(third, faulty)
+
+
+def test_who_has_another_key_shares_nothing_and_harms_no_other(
+    join: Join, s3: S3Server, tmp_path: Path
+) -> None:
+    domain = new_domain(s3, tmp_path)
+    fill(join(domain))
+    ours = keys(domain.near)
+    other = replace(domain, secret=tmp_path / "other")
+    other.secret.write_text("the secret of somebody else")
+    fill(join(other))  # as if it were empty
+    theirs = {len(stored(domain.near, key)): key for key in {*keys(domain.near)} - {*ours}}
+    for key in ours:
+        domain.near.put(key, stored(domain.near, theirs[len(stored(domain.near, key))]))
+    mount = join(domain)
+    read(mount)
+    assert of(mount)["lookups"]["bad"] > 0
+
+
+def test_a_mount_starts_and_reads_while_it_is_gone(
+    mounter: Mounter, tree: Bucket, empty: Domain
+) -> None:
+    mount = mounter(*empty.options("http://127.0.0.1:9"), bucket=tree)
+    read(mount)
+    assert of(mount)["state"] == "opening"
 
 
 @states(
