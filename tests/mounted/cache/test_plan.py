@@ -97,7 +97,7 @@ def test_what_is_used_last_goes_first(mounter: Mounter, data: Bucket, tmp_path: 
     for key in order:
         assert read_all(here.path / key) == FILES[key]
     plan = plan_of(here)
-    assert here.status()["pins"]["files"] == 2
+    assert here.status()["pins"]["paths"] == 2
     best = farthest_misses(order, 32) * SIZE
     assert plan["position"] == len(order)
     assert fetched(here) <= 1.25 * best
