@@ -21,6 +21,7 @@ import errno
 import logging
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,7 @@ from csi.identities.cache_gc import CacheCollector
 from csi.identities.cluster_caches import CacheSecrets
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
-from csi.node import bind_mount, volume_metrics
+from csi.node import bind_mount
 from csi.node.bind_mount import MountTable
 from csi.node.config import (
     MOUNT_RECORDS,
@@ -72,6 +73,7 @@ from csi.volume.options import (
 )
 from csi.volume.stores import Stores
 from fusefs.exporter.queries import Target as MetricsTarget
+from fusefs.exporter.queries import target_at as metrics_target
 from fusefs.launch.registry import use_runtime_directory
 
 __all__ = ["NodeService", "add_flags", "make_service"]
@@ -79,6 +81,8 @@ __all__ = ["NodeService", "add_flags", "make_service"]
 log = logging.getLogger(__name__)
 
 TARGET_MODE = 0o750
+# Characters of a mount's key that tell the mounts of one volume apart in metrics.
+KEY_LENGTH = 8
 # Without a daemon. Kubelet waits for up to five minutes before it starts a container again.
 LONGEST_PAUSE = "15m"
 UPLOADS_POLL_S = 0.5
@@ -451,8 +455,22 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     # --- queries ---
 
     def metrics_targets(self) -> list[MetricsTarget]:
-        """The volumes of this node, for the metrics."""
-        return volume_metrics.targets(self._mounts, self._pods)
+        """The volumes of this node, for the metrics, with the pods that use them.
+
+        A volume that has several mounts here (one for each identity, or for each group) is named
+        with the end of the mount's key as well: no two mounts have the same labels.
+        """
+        records, table, pods = self._mounts.records.all(), MountTable(), self._pods.all()
+        counts = Counter(record.volume_id for record in records)
+        found = []
+        for record in records:
+            name = record.volume_id
+            if counts[name] > 1:
+                name = f"{name}/{record.key[-KEY_LENGTH:]}"
+            using = map(pods.get, self._mounts.references(record, table))
+            labels = {(pod.namespace, pod.name) for pod in using if pod is not None}
+            found.append(metrics_target(Path(record.root), name, sorted(labels)))
+        return found
 
     def NodeGetVolumeStats(
         self, request: csi_pb2.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
