@@ -426,7 +426,8 @@ def _prepare(directory: Path) -> None:
         return
     if any(not _is_harmless(entry.name) for entry in directory.iterdir()):
         raise CacheDirectoryError(
-            f"{directory} is not empty, and is not a cache of fusefs: choose another with --cache-dir"
+            f"{directory} is not empty, and is not a cache of fusefs: choose another with"
+            " --cache-dir"
         )
     # Only now that it is known to belong to this user and to have no other use.
     directory.chmod(0o700)
