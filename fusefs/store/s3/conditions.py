@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fusefs.store.capabilities import Capabilities
 from fusefs.store.errors import (
@@ -34,6 +34,8 @@ logger = logging.getLogger("fusefs.store")
 # After that it is sent without a condition, so that it comes to an end.
 ADOPTIONS = 5
 NOT_TRIED = "not tried yet"
+
+T = TypeVar("T")
 
 
 def strict(etag: str | None) -> Strict:
@@ -85,8 +87,20 @@ class Fence:
         """True if a condition is sent and the store is known to honour it."""
         return self.sent(operation, condition) is not None and bool(self.capabilities.conditions)
 
-    def note_unsupported(self, operation: str, condition: Strict) -> None:
-        """The store has answered that it does not implement this condition."""
+    async def send(
+        self, operation: str, condition: Strict, send: Callable[[Strict], Awaitable[T]]
+    ) -> T:
+        """Have `send` make a change with a condition; without where the store implements none."""
+        condition = self.sent(operation, condition)
+        try:
+            return await send(condition)
+        except UnsupportedError:
+            if condition is None:
+                raise
+        self._leave_out(operation, condition)
+        return await send(None)
+
+    def _leave_out(self, operation: str, condition: Strict) -> None:
         name = _named(operation, condition)
         logger.info("this store does not implement %s: it is left out", name)
         self._unsupported.add(name)
@@ -117,16 +131,12 @@ class Fence:
         """
         etag = expected.etag
         for _ in range(ADOPTIONS):
-            condition = self.sent(operation, strict(etag))
+            condition = strict(etag)
             try:
-                return await send(condition)
-            except UnsupportedError:
-                if condition is None:
-                    raise
-                self.note_unsupported(operation, condition)
-                continue
+                return await self.send(operation, condition, send)
             except ConflictError:
-                if condition is None:  # two writes at the same time, for the whole retry time
+                # Two writes at the same time, for the whole retry time.
+                if self.sent(operation, condition) is None:
                     raise
             there = await self.find(key)
             if there is not None and token is not None and there.token == token:
@@ -137,7 +147,7 @@ class Fence:
             if current == etag:
                 if etag is not None:
                     # The server refuses the ETag that it gives itself, as Ceph's gateway does.
-                    self.note_unsupported(operation, condition)
+                    self._leave_out(operation, condition)
                 break
             logger.info("%s: another object is there by now; this change goes over it", key)
             etag = current

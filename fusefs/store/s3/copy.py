@@ -23,7 +23,6 @@ from fusefs.store.errors import (
     NotFoundError,
     StaleVersionError,
     StoreError,
-    UnsupportedError,
 )
 from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
 from fusefs.store.interface import (
@@ -83,17 +82,10 @@ async def copy(
 
     if isinstance(condition, Expect):
         return await fence.over(key, condition, write.token, OPERATION, send)
-    while True:
-        # Not every store that honours conditions of PUT honours those of copies.
-        if condition == IF_ABSENT and await fence.find(key) is not None:
-            raise ExistsError(f"{key}: there is an object already")
-        strict = fence.sent(OPERATION, condition)
-        try:
-            return await send(strict)
-        except UnsupportedError:
-            if strict is None:
-                raise
-            fence.note_unsupported(OPERATION, strict)
+    # Not every store that honours conditions of PUT honours those of copies.
+    if condition == IF_ABSENT and await fence.find(key) is not None:
+        raise ExistsError(f"{key}: there is an object already")
+    return await fence.send(OPERATION, condition, send)
 
 
 async def _copy(

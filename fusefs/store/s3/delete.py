@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import (
@@ -34,41 +35,28 @@ from fusefs.store.s3.requester import Requester
 logger = logging.getLogger("fusefs.store")
 
 DELETES_AT_ONCE = 1000
-_MANY = "DeleteObjects"
 # Characters that a DeleteObjects request, XML 1.0, has no way to write.
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
-
-
-async def _send(requester: Requester, key: str, condition: Strict) -> None:
-    """Send one DELETE.
-
-    Raises:
-        StoreError: S3 did not delete it.
-    """
-    call = Call("DELETE", "DELETE", key, headers=condition_headers(condition))
-    await requester.send(call, lambda _: None, condition=condition)
 
 
 async def delete(
     requester: Requester, fence: Fence, key: str, etag: str | None, *, adopts: bool
 ) -> None:
     """As `Store.delete`."""
+
+    async def send(condition: Strict) -> None:
+        call = Call("DELETE", "DELETE", key, headers=condition_headers(condition))
+        await requester.send(call, lambda _: None, condition=condition)
+
     may_be_done = False
     for _ in range(ADOPTIONS):
-        condition = fence.sent("DELETE", IfMatch(etag) if etag else None)
+        condition = IfMatch(etag) if etag else None
         try:
-            return await _send(requester, key, condition)
-        except UnsupportedError:
-            if condition is None:
-                raise
-            fence.note_unsupported("DELETE", condition)
-            continue
-        except NotFoundError as error:
-            if condition is None:
-                return None  # Google's store says so of what is gone already
-            may_be_done |= error.may_be_done
-        except ConflictError as error:
-            if condition is None:
+            return await fence.send("DELETE", condition, send)
+        except (NotFoundError, ConflictError) as error:
+            if fence.sent("DELETE", condition) is None:
+                if isinstance(error, NotFoundError):
+                    return None  # Google's store says so of what is gone already
                 raise
             may_be_done |= error.may_be_done
         there = await fence.find(key)
@@ -82,7 +70,7 @@ async def delete(
         # A server that refuses the ETag that it gives gets the request without one.
         etag = None if IfMatch(there.etag) == condition else there.etag
     with suppress(NotFoundError):
-        await _send(requester, key, None)
+        await send(None)
     return None
 
 
@@ -116,7 +104,17 @@ async def _delete_singly(
 async def _delete_batch(
     requester: Requester, fence: Fence, keys: list[str], etags: Mapping[str, str]
 ) -> list[DeleteFailure]:
-    condition = fence.sent(_MANY, IfMatch("")) if etags else None
+    send = partial(_send_batch, requester, fence, keys, etags)
+    return await fence.send("DeleteObjects", IfMatch("") if etags else None, send)
+
+
+async def _send_batch(
+    requester: Requester,
+    fence: Fence,
+    keys: list[str],
+    etags: Mapping[str, str],
+    condition: Strict,
+) -> list[DeleteFailure]:
     # Those to be deleted still, and those of which the server has another ETag than expected.
     remaining, refused = keys, list[str]()
     failures: list[DeleteFailure] = []
@@ -147,10 +145,7 @@ async def _delete_batch(
     try:
         await requester.send(call, accept)
     except UnsupportedError:
-        if condition is None:
-            raise
-        fence.note_unsupported(_MANY, condition)
-        return await _delete_batch(requester, fence, keys, etags)
+        raise
     except StoreError as error:
         failures += [DeleteFailure(key, error) for key in remaining]
     for key in refused:
