@@ -160,7 +160,7 @@ async def _honours_conditions(store: S3Store, key: str, fd: int, *, in_parts: bo
     write = Write(condition=IfMatch(_OTHER_ETAG)).with_token(store.tokens)
     send = multipart.put if in_parts else put.put
     try:
-        await send(store.requester, store.fence, key, fd, len(_BODY), write)
+        await send(store.fence, key, fd, len(_BODY), write)
     except ConflictError:
         return True
     except UnsupportedError:

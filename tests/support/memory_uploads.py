@@ -33,13 +33,27 @@ from tests.support.memory_store import MemoryStore
 _REQUESTER: Any = SimpleNamespace(settings=SimpleNamespace(max_connections=4))
 
 
+class MemoryFence(Fence):
+    """As `Fence`, of an `UploadingStore`."""
+
+    def __init__(self, store: UploadingStore) -> None:
+        super().__init__(_REQUESTER)
+        self._store = store
+
+    async def find(self, key: str) -> ObjectInfo | None:
+        try:
+            return await self._store.head(key)
+        except NotFoundError:
+            return None
+
+
 class UploadingStore(MemoryStore):
     """As `MemoryStore`; the first parts of an upload have `part_size` bytes."""
 
     def __init__(self, part_size: int) -> None:
         super().__init__()
         self.part_size = part_size
-        self.fence = Fence(self.head)
+        self.fence = MemoryFence(self)
         # The parts of each upload that is under way, by its id.
         self.uploads: dict[str, dict[int, tuple[Part, bytes]]] = {}
         self._begun = 0
@@ -95,7 +109,7 @@ class MemoryUpload(S3Upload):
     def __init__(
         self, store: UploadingStore, state: UploadState, *, is_resumed: bool = False
     ) -> None:
-        super().__init__(_REQUESTER, store.fence, state, is_resumed=is_resumed)
+        super().__init__(store.fence, state, is_resumed=is_resumed)
         self._store = store
 
     def _there(self) -> dict[int, tuple[Part, bytes]]:

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from fusefs.store.capabilities import Capabilities
 from fusefs.store.errors import (
     ConflictError,
-    ExistsError,
-    Failure,
     NotFoundError,
     UnsupportedError,
 )
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo, Strict
+from fusefs.store.s3.head import head
+from fusefs.store.s3.requester import Requester
 
 logger = logging.getLogger("fusefs.store")
 
@@ -50,24 +49,11 @@ def condition_headers(condition: Strict) -> dict[str, str]:
     return {"if-none-match": "*"} if condition == IF_ABSENT else {}
 
 
-def for_condition(failure: Failure, condition: Strict) -> Failure:
-    """The meaning of a failure for a request with this condition."""
-    is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
-    if condition is None or not (failure.status == 412 or is_gone):
-        return failure
-    if condition == IF_ABSENT:
-        return replace(failure, kind=ExistsError, sentence="there is an object already")
-    return replace(failure, kind=ConflictError, sentence="the object has been replaced")
-
-
 class Fence:
-    """The conditions of one store's changes. Belongs to the event loop.
+    """The conditions of one store's changes, which `requester` sends. Belongs to the event loop."""
 
-    `head` is that of the store.
-    """
-
-    def __init__(self, head: Callable[[str], Awaitable[ObjectInfo]]) -> None:
-        self._head = head
+    def __init__(self, requester: Requester) -> None:
+        self.requester = requester
         self.capabilities = Capabilities()
         # Why nothing is known of the store, for people to read.
         self.why_unknown = NOT_TRIED
@@ -178,7 +164,7 @@ class Fence:
     async def find(self, key: str) -> ObjectInfo | None:
         """The object under a key by a HEAD; None if there is none."""
         try:
-            return await self._head(key)
+            return (await head(self.requester, key))[0]
         except NotFoundError:
             return None
 

@@ -59,11 +59,7 @@ _KEPT = (
 
 
 async def copy(
-    requester: Requester,
-    fence: Fence,
-    source: ObjectInfo | ObjectVersion,
-    key: str,
-    write: Write,
+    fence: Fence, source: ObjectInfo | ObjectVersion, key: str, write: Write
 ) -> ObjectInfo:
     """As `Store.copy`."""
     condition = write.condition
@@ -73,7 +69,7 @@ async def copy(
 
     async def send(strict: Strict) -> ObjectInfo:
         try:
-            return await _copy(requester, fence, source, key, write, strict)
+            return await _copy(fence, source, key, write, strict)
         except NotFoundError as error:
             # S3 does not say which of the two objects is gone.
             if isinstance(strict, IfMatch) and await fence.find(key) is None:
@@ -89,14 +85,13 @@ async def copy(
 
 
 async def _copy(
-    requester: Requester,
     fence: Fence,
     source: ObjectInfo | ObjectVersion,
     key: str,
     write: Write,
     condition: Strict,
 ) -> ObjectInfo:
-    metadata = write.metadata
+    requester, metadata = fence.requester, write.metadata
     if write.is_own and isinstance(source, ObjectInfo):  # it has a content type alone
         kept = {} if source.content_type is None else {"content-type": source.content_type}
         copied = replace(source, metadata=metadata)
@@ -123,7 +118,7 @@ async def _copy(
     if headers.get("x-amz-tagging-count", "0") != "0":
         kept["x-amz-tagging"] = await _tagging(requester, source.key)
     described = dict(copied.metadata or {})
-    return await multipart.copy(requester, fence, version, key, kept, described, condition)
+    return await multipart.copy(fence, version, key, kept, described, condition)
 
 
 def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:

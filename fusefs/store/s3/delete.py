@@ -30,7 +30,6 @@ from fusefs.store.s3 import documents
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.body import encoded
 from fusefs.store.s3.conditions import ADOPTIONS, Fence, condition_headers
-from fusefs.store.s3.requester import Requester
 
 logger = logging.getLogger("fusefs.store")
 
@@ -39,14 +38,12 @@ DELETES_AT_ONCE = 1000
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
-async def delete(
-    requester: Requester, fence: Fence, key: str, etag: str | None, *, adopts: bool
-) -> None:
+async def delete(fence: Fence, key: str, etag: str | None, *, adopts: bool) -> None:
     """As `Store.delete`."""
 
     async def send(condition: Strict) -> None:
         call = Call("DELETE", "DELETE", key, headers=condition_headers(condition))
-        await requester.send(call, lambda _: None, condition=condition)
+        await fence.requester.send(call, lambda _: None, condition=condition)
 
     may_be_done = False
     for _ in range(ADOPTIONS):
@@ -75,45 +72,39 @@ async def delete(
 
 
 async def delete_many(
-    requester: Requester, fence: Fence, keys: Iterable[str], etags: Mapping[str, str]
+    fence: Fence, keys: Iterable[str], etags: Mapping[str, str]
 ) -> list[DeleteFailure]:
     """As `Store.delete_many`."""
     failures: list[DeleteFailure] = []
     batch: list[str] = []
     for key in keys:
         if _NOT_XML.search(key):
-            failures += await _delete_singly(requester, fence, key, etags)
+            failures += await _delete_singly(fence, key, etags)
             continue
         batch.append(key)
         if len(batch) == DELETES_AT_ONCE:
-            failures += await _delete_batch(requester, fence, batch, etags)
+            failures += await _delete_batch(fence, batch, etags)
             batch = []
-    return failures + (await _delete_batch(requester, fence, batch, etags) if batch else [])
+    return failures + (await _delete_batch(fence, batch, etags) if batch else [])
 
 
-async def _delete_singly(
-    requester: Requester, fence: Fence, key: str, etags: Mapping[str, str]
-) -> list[DeleteFailure]:
+async def _delete_singly(fence: Fence, key: str, etags: Mapping[str, str]) -> list[DeleteFailure]:
     try:
-        await delete(requester, fence, key, etags.get(key), adopts=False)
+        await delete(fence, key, etags.get(key), adopts=False)
     except StoreError as error:
         return [DeleteFailure(key, error)]
     return []
 
 
 async def _delete_batch(
-    requester: Requester, fence: Fence, keys: list[str], etags: Mapping[str, str]
+    fence: Fence, keys: list[str], etags: Mapping[str, str]
 ) -> list[DeleteFailure]:
-    send = partial(_send_batch, requester, fence, keys, etags)
+    send = partial(_send_batch, fence, keys, etags)
     return await fence.send("DeleteObjects", IfMatch("") if etags else None, send)
 
 
 async def _send_batch(
-    requester: Requester,
-    fence: Fence,
-    keys: list[str],
-    etags: Mapping[str, str],
-    condition: Strict,
+    fence: Fence, keys: list[str], etags: Mapping[str, str], condition: Strict
 ) -> list[DeleteFailure]:
     # Those to be deleted still, and those of which the server has another ETag than expected.
     remaining, refused = keys, list[str]()
@@ -143,7 +134,7 @@ async def _send_batch(
             raise AttemptError(last)
 
     try:
-        await requester.send(call, accept)
+        await fence.requester.send(call, accept)
     except UnsupportedError:
         raise
     except StoreError as error:
@@ -156,5 +147,5 @@ async def _send_batch(
             failures.append(DeleteFailure(key, error))
             continue
         if there is not None and there.etag == etags.get(key):
-            failures += await _delete_singly(requester, fence, key, etags)
+            failures += await _delete_singly(fence, key, etags)
     return failures

@@ -130,16 +130,9 @@ class Schedule:
 class S3Upload:
     """An upload under way; see `fusefs.store.interface.Upload`."""
 
-    def __init__(
-        self,
-        requester: Requester,
-        fence: Fence,
-        state: UploadState,
-        *,
-        is_resumed: bool = False,
-    ) -> None:
-        self._requester = requester
+    def __init__(self, fence: Fence, state: UploadState, *, is_resumed: bool = False) -> None:
         self._fence = fence
+        self._requester = fence.requester
         self._state = state._replace(parts=())
         self._schedule = Schedule(state.part_size)
         self.part_at = self._schedule.part_at
@@ -445,23 +438,15 @@ async def abort(requester: Requester, key: str, upload_id: str) -> None:
         await requester.send(call, lambda _: None)
 
 
-async def put(
-    requester: Requester,
-    fence: Fence,
-    key: str,
-    fd: int,
-    size: int,
-    write: Write,
-) -> ObjectInfo:
+async def put(fence: Fence, key: str, fd: int, size: int, write: Write) -> ObjectInfo:
     """As `Store.put_file`, with a multipart upload."""
-    begun = await begin(requester, fence, key, write)
-    async with _aborted_on_failure(requester, begun) as upload:
+    begun = await begin(fence, key, write)
+    async with _aborted_on_failure(fence.requester, begun) as upload:
         await upload.send(fd, upload.missing(size), size)
         return await upload.complete(size, write.condition)
 
 
 async def copy(
-    requester: Requester,
     fence: Fence,
     source: ObjectVersion,
     key: str,
@@ -477,8 +462,8 @@ async def copy(
     other = unquote(source.key)
     if is_mistakable(source.key) and await fence.find(other) is not None:
         raise UnsupportedError(f"the store may copy {other} in its place")
-    begun = await _begin(requester, fence, key, COPY_PART, headers, metadata)
-    async with _aborted_on_failure(requester, begun) as upload:
+    begun = await _begin(fence, key, COPY_PART, headers, metadata)
+    async with _aborted_on_failure(fence.requester, begun) as upload:
         await upload.copy_all(source)
         return await upload.complete(source.size, condition)
 
@@ -502,16 +487,15 @@ async def _aborted_on_failure(requester: Requester, upload: S3Upload) -> AsyncIt
     log.ended(upload_id)
 
 
-async def begin(requester: Requester, fence: Fence, key: str, write: Write) -> S3Upload:
+async def begin(fence: Fence, key: str, write: Write) -> S3Upload:
     """As `Store.begin_upload`."""
     metadata = write.stamped()
     head.check(metadata, write.content_type)
     kept = {} if write.content_type is None else {"content-type": write.content_type}
-    return await _begin(requester, fence, key, requester.settings.part_size, kept, metadata)
+    return await _begin(fence, key, fence.requester.settings.part_size, kept, metadata)
 
 
 async def _begin(
-    requester: Requester,
     fence: Fence,
     key: str,
     part_size: int,
@@ -520,13 +504,13 @@ async def _begin(
 ) -> S3Upload:
     sent = {**head.metadata_headers(metadata, None), **headers, "x-amz-checksum-algorithm": "CRC32"}
     call = Call("BEGIN UPLOAD", "POST", key, {"uploads": ""}, sent)
-    upload_id = await requester.send(call, documents.upload_id)
-    return S3Upload(requester, fence, UploadState(key, upload_id, part_size, metadata))
+    upload_id = await fence.requester.send(call, documents.upload_id)
+    return S3Upload(fence, UploadState(key, upload_id, part_size, metadata))
 
 
-async def resume(requester: Requester, fence: Fence, state: UploadState) -> S3Upload:
+async def resume(fence: Fence, state: UploadState) -> S3Upload:
     """As `Store.resume_upload`."""
-    upload = S3Upload(requester, fence, state, is_resumed=True)
+    upload = S3Upload(fence, state, is_resumed=True)
     await upload.discover()
     return upload
 

@@ -27,25 +27,19 @@ from fusefs.store.s3.requester import Requester
 SMALL = 128 << 10
 
 
-async def put(
-    requester: Requester,
-    fence: Fence,
-    key: str,
-    fd: int,
-    size: int,
-    write: Write,
-) -> ObjectInfo:
+async def put(fence: Fence, key: str, fd: int, size: int, write: Write) -> ObjectInfo:
     """As `Store.put_file`, with one PUT."""
+    requester = fence.requester
     head.check(write.stamped(), write.content_type)
 
     async def send(strict: Strict) -> ObjectInfo:
         if size > SMALL:
-            info = await _send(requester, fence, key, Slice(fd, 0, size), write, strict)
+            info = await _send(fence, key, Slice(fd, 0, size), write, strict)
         else:
             async with requester.small_bodies:
                 content = _read_now(fd, size)
                 body = Slice(fd, 0, size) if content is None else content
-                info = await _send(requester, fence, key, body, write, strict)
+                info = await _send(fence, key, body, write, strict)
         requester.counted["bytes_sent"] += size
         return info
 
@@ -66,14 +60,9 @@ def _read_now(fd: int, size: int) -> bytearray | None:
 
 
 async def _send(
-    requester: Requester,
-    fence: Fence,
-    key: str,
-    body: bytearray | Slice,
-    write: Write,
-    condition: Strict,
+    fence: Fence, key: str, body: bytearray | Slice, write: Write, condition: Strict
 ) -> ObjectInfo:
-    size, metadata = len(body), write.stamped()
+    requester, size, metadata = fence.requester, len(body), write.stamped()
     sent: bytearray | FileBody
     if isinstance(body, Slice):
         sent, sums = body.body, await body.sums(with_md5=fence.sends_md5)

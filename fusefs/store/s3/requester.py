@@ -34,6 +34,7 @@ from fusefs.store.errors import (
     AttemptError,
     ConflictError,
     CredentialsError,
+    ExistsError,
     Failure,
     MisconfiguredError,
     NotFoundError,
@@ -44,10 +45,9 @@ from fusefs.store.errors import (
     region_of,
 )
 from fusefs.store.http import redirects
-from fusefs.store.interface import Strict, UploadLog, Urgency, demanded
+from fusefs.store.interface import IF_ABSENT, IfMatch, Strict, UploadLog, Urgency, demanded
 from fusefs.store.s3.access import Access, AccessSource
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.conditions import for_condition
 from fusefs.store.s3.list import list_call
 from fusefs.store.s3.settings import S3Settings
 from fusefs.telemetry.activity import ACTIVITY
@@ -455,6 +455,16 @@ def _cause_of_pause(operation: str, failure: Failure) -> int:
     if failure.kind is ThrottledError:
         return WaitCause.THROTTLED
     return WaitCause.CREDENTIALS if failure.kind is CredentialsError else cause_of(operation)
+
+
+def for_condition(failure: Failure, condition: Strict) -> Failure:
+    """The meaning of a failure for a request with this condition."""
+    is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
+    if condition is None or not (failure.status == 412 or is_gone):
+        return failure
+    if condition == IF_ABSENT:
+        return replace(failure, kind=ExistsError, sentence="there is an object already")
+    return replace(failure, kind=ConflictError, sentence="the object has been replaced")
 
 
 def classify(operation: str, failure: Failure) -> Failure:

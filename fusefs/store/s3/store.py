@@ -64,7 +64,7 @@ class S3Store:
         self.requester = Requester(settings, engine, requests)
         self.tokens = TokenSource()
         self.unanswered = UnansweredChanges()
-        self.fence = Fence(self.head)
+        self.fence = Fence(self.requester)
         # Whether `check` found nothing.
         self.is_prefix_empty = False
         self.sorted_listings = SortedListings(self._list_from)
@@ -192,14 +192,14 @@ class S3Store:
     async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         send = putting.put if size <= self.settings.part_size else multipart.put
         write = write.with_token(self.tokens)
-        return await send(self.requester, self.fence, key, fd, size, write)
+        return await send(self.fence, key, fd, size, write)
 
     async def begin_upload(self, key: str, write: Write = PLAIN) -> S3Upload:
         write = write.with_token(self.tokens)
-        return await multipart.begin(self.requester, self.fence, key, write)
+        return await multipart.begin(self.fence, key, write)
 
     async def resume_upload(self, state: UploadState) -> S3Upload:
-        return await multipart.resume(self.requester, self.fence, state)
+        return await multipart.resume(self.fence, state)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         await multipart.abort(self.requester, key, upload_id)
@@ -211,15 +211,15 @@ class S3Store:
         self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
     ) -> ObjectInfo:
         write = write.with_token(self.tokens)
-        return await copying.copy(self.requester, self.fence, source, key, write)
+        return await copying.copy(self.fence, source, key, write)
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-        await deleting.delete(self.requester, self.fence, key, etag, adopts=adopts)
+        await deleting.delete(self.fence, key, etag, adopts=adopts)
 
     async def delete_many(
         self, keys: Iterable[str], etags: Mapping[str, str] | None = None
     ) -> list[DeleteFailure]:
-        return await deleting.delete_many(self.requester, self.fence, keys, etags or {})
+        return await deleting.delete_many(self.fence, keys, etags or {})
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ class InParts(S3Upload):
 
     def __init__(self, store: StoreInParts, state: UploadState) -> None:
         requester: Any = SimpleNamespace(settings=SimpleNamespace(max_connections=1))
-        super().__init__(requester, SimpleNamespace(), state)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(requester=requester), state)  # type: ignore[arg-type]
         self._store = store
         self._sent: dict[int, bytes] = {}
         self._has_failed = not store.fails_once
