@@ -1,6 +1,6 @@
 """The errors of the bucket, as an errno and a sentence.
 
-`from_body` reads the answers of S3, `translate` the exceptions of boto3, which finds credentials.
+`from_body` reads the answers of S3, `translate` the exceptions of botocore, which finds keys.
 Only an answer with status 404 is ever taken for a missing object: to a
 training job, a time-out that looks like a missing file is a lost sample.
 """
@@ -267,7 +267,7 @@ SILENT_SOURCE = Failure(
 
 
 def translate(error: Exception) -> Failure:
-    """Map an exception to a failure, be it boto3's or an unforeseen one."""
+    """Map an exception to a failure, be it botocore's or an unforeseen one."""
     if isinstance(error, StoreError):  # of the settings, which no library has seen
         return Failure(type(error), str(error))
     known = _from_botocore(error)

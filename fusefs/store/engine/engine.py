@@ -25,6 +25,7 @@ from fusefs.store.engine import _engine
 
 # A worker receives about 700 MB/s over TLS; more of them than processors gain nothing.
 _MOST_LARGE_WORKERS: Final = 8
+_SMALL_WORKERS: Final = 1
 
 
 class MemorySink(NamedTuple):
@@ -343,23 +344,15 @@ class Engine:
     its task, and those of the parts above that send by it.
     """
 
-    def __init__(
-        self,
-        nursery: trio.Nursery,
-        max_connections: int,
-        *,
-        small_workers: int = 1,
-        large_workers: int | None = None,
-    ) -> None:
+    def __init__(self, nursery: trio.Nursery, max_connections: int) -> None:
         """`open_engine` makes them.
 
         `max_connections` is how many idle connections each worker keeps open at most.
         """
         self.nursery = nursery
-        if large_workers is None:
-            processors = len(os.sched_getaffinity(0))
-            large_workers = min(_MOST_LARGE_WORKERS, max(2, processors // 2))
-        self._settings = small_workers, large_workers, max_connections
+        processors = len(os.sched_getaffinity(0))
+        large_workers = min(_MOST_LARGE_WORKERS, max(2, processors // 2))
+        self._settings = _SMALL_WORKERS, large_workers, max_connections
         self._native: _engine.Engine | None = None
         # Ends with `close` alone: tasks that are cancelled wait for their transfers' completions.
         self._delivery = trio.CancelScope(shield=True)
@@ -413,21 +406,14 @@ class Engine:
 
 
 @asynccontextmanager
-async def open_engine(
-    max_connections: int, *, small_workers: int = 1, large_workers: int | None = None
-) -> AsyncIterator[Engine]:
+async def open_engine(max_connections: int) -> AsyncIterator[Engine]:
     """Hand out an engine. At the end of the block all that is under way is cancelled.
 
     An exception of the block is raised as it is, not in a group.
     """
     try:
         async with trio.open_nursery() as nursery:
-            engine = Engine(
-                nursery,
-                max_connections,
-                small_workers=small_workers,
-                large_workers=large_workers,
-            )
+            engine = Engine(nursery, max_connections)
             try:
                 yield engine
             finally:

@@ -1,10 +1,10 @@
 """Access to one bucket: the credentials, and the address to which requests go.
 
-Both are found as boto3's users expect it. To import boto3 and to make its client, or to ask an
-identity service for credentials, blocks for half a second and more, which is more than all else
-of a mount's start. So it is not imported where everything that it would find is known: where the
-endpoint is named, no configuration of AWS's is there, and nothing in the environment changes how
-requests are made. No request to the bucket is sent by boto3.
+Both are found as users of AWS's tools expect it, by botocore. To import it, to make its client or
+to ask an identity service for credentials blocks for half a second and more, which is more than
+all else of a mount's start. So it is not imported where everything that it would find is known:
+where the endpoint is named, no configuration of AWS's is there, and nothing in the environment
+changes how requests are made. It sends no request to the bucket.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from fusefs.store.s3.address import Address, host_of
 from fusefs.store.s3.settings import AccessPoint, S3Settings, customer_key_obstacle, obstacle
 
 if TYPE_CHECKING:
-    import boto3
     from botocore.credentials import Credentials, ReadOnlyCredentials
     from botocore.loaders import Loader
     from botocore.session import Session as BotocoreSession
@@ -103,8 +102,7 @@ class Access:
         """
         self._settings = settings
         self.clock = clock or ServerClock()
-        self._core: BotocoreSession | None = None
-        self._session: boto3.Session | None = None
+        self._session: BotocoreSession | None = None  # where it is needed
         self._access_point = AccessPoint.parse(settings.bucket)
         is_special = self._access_point is not None or settings.fips or settings.dual_stack
         is_plain = not is_special and _is_plain_endpoint(
@@ -115,13 +113,13 @@ class Access:
         if is_plain and (is_found or settings.keys is not None):
             configured = os.environ.get("AWS_CA_BUNDLE")
         else:
-            core, _ = self._sessions()
-            is_plain = is_plain and _is_plain_profile(core.get_scoped_config())
-            configured = core.get_config_variable("ca_bundle")
+            self._session = _session_for(settings)
+            is_plain = is_plain and _is_plain_profile(self._session.get_scoped_config())
+            configured = self._session.get_config_variable("ca_bundle")
         self._trust = trust.find_for(settings.endpoint_url, settings.ca_bundle, configured)
-        if self._core is not None and settings.ca_bundle is None and self._trust is not None:
+        if self._session is not None and settings.ca_bundle is None and self._trust is not None:
             # For those that give out credentials, too.
-            self._core.set_config_variable("ca_bundle", self._trust.path)
+            self._session.set_config_variable("ca_bundle", self._trust.path)
         self.credentials: Credentials | None = None
         if not settings.anonymous:
             self.credentials = self._find_credentials()
@@ -171,32 +169,13 @@ class Access:
             self.keys = self.credentials.get_frozen_credentials()
 
     def has_other_credentials(self) -> bool:
-        """True if boto3 would find other credentials now. Blocks, and may ask far away."""
+        """True if botocore would find other credentials now. Blocks, and may ask far away."""
         if isinstance(self.credentials, EnvironmentKeys):
             return False  # the environment stays as it is
-        session = self._session_over(_core_session(self._settings))
-        found = session.get_credentials()
+        found = _session_for(self._settings).get_credentials()
         return found is not None and bool(found.get_frozen_credentials() != self.keys)
 
     # --- credentials --------------------------------------------------------------
-
-    def _sessions(self) -> tuple[BotocoreSession, boto3.Session]:
-        """Return botocore's session and boto3's above it, which are made if need be."""
-        if self._core is None or self._session is None:
-            self._core = _core_session(self._settings)
-            if self._settings.keys is not None:
-                self._core.set_credentials(*EnvironmentKeys.of(self._settings.keys))
-            self._session = self._session_over(self._core)
-        return self._core, self._session
-
-    def _session_over(self, core: BotocoreSession) -> boto3.Session:
-        import boto3
-
-        # boto3 knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
-        region = self._settings.region or os.environ.get("AWS_REGION")
-        return boto3.Session(
-            profile_name=self._settings.profile, region_name=region, botocore_session=core
-        )
 
     def _find_credentials(self) -> Credentials | None:
         if self._session is None or self._settings.keys is not None:
@@ -211,7 +190,7 @@ class Access:
             return f"key {self.keys.access_key}"
         # Temporary keys change; what they are derived from does not.
         role = os.environ.get("AWS_ROLE_ARN", "")
-        profile = self._session.profile_name if self._session is not None else "default"
+        profile = (self._session.profile if self._session is not None else None) or "default"
         return f"{method} {profile} {role} uid {os.geteuid()}"
 
     # --- the address --------------------------------------------------------------
@@ -259,8 +238,8 @@ class Access:
         from botocore import UNSIGNED
         from botocore.config import Config
 
-        _, session = self._sessions()
-        settings, quiet = self._settings, dict[str, Any]()
+        session, settings, quiet = self._session, self._settings, dict[str, Any]()
+        assert session is not None
         if settings.ignores_configured_endpoints:
             quiet["ignore_configured_endpoint_urls"] = True
         if settings.anonymous:
@@ -273,7 +252,7 @@ class Access:
         addressing = settings.addressing
         if addressing == "auto" and settings.endpoint_url is not None:
             addressing = "path"
-        return session.client(
+        return session.create_client(
             "s3",
             endpoint_url=settings.endpoint_url,
             region_name=self._region_of(session),
@@ -285,10 +264,10 @@ class Access:
             ),
         )
 
-    def _region_of(self, session: boto3.Session) -> str:
+    def _region_of(self, session: BotocoreSession) -> str:
         if self._access_point is not None:
             return self._access_point.region
-        return session.region_name or DEFAULT_REGION
+        return session.get_config_variable("region") or DEFAULT_REGION
 
     def _address(self, url: str, region: str, signer: Signer | None) -> Address:
         settings, parts = self._settings, urlsplit(url)
@@ -543,36 +522,40 @@ def prepare() -> None:
     The next `Access` of this process are made in half the time. No credentials
     are looked for.
     """
-    import boto3
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.session import get_session
 
     for name in ("botocore.awsrequest", "botocore.httpsession"):
         importlib.import_module(name)
-    # With these boto3 reads no file of keys.
+    # With these botocore reads no file of keys.
     no_keys = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull)
     os.environ.update(no_keys)
     try:
-        core = get_session()
-        session = boto3.Session(region_name=DEFAULT_REGION, botocore_session=core)
-        session.client("s3", config=Config(signature_version=UNSIGNED)).close()
+        session, config = get_session(), Config(signature_version=UNSIGNED)
+        session.create_client("s3", region_name=DEFAULT_REGION, config=config).close()
     finally:
         for name in no_keys:
             del os.environ[name]
-    _loaders.append(core.get_component("data_loader"))
+    _loaders.append(session.get_component("data_loader"))
 
 
-def _core_session(settings: S3Settings) -> BotocoreSession:
-    """botocore's session below one of boto3's, with the loader that was prepared, once.
+def _session_for(settings: S3Settings) -> BotocoreSession:
+    """A session of botocore's, with the loader that was prepared, once.
 
     The clients that it makes by itself, of what gives out credentials, wait as long as those
     of S3 do: botocore's own limit is five times a minute, and all requests wait for them.
     """
     from botocore.config import Config
-    from botocore.session import get_session
+    from botocore.session import Session
 
-    session = get_session()
+    session = Session(profile=settings.profile)
+    # botocore knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
+    region = settings.region or os.environ.get("AWS_REGION")
+    if region:
+        session.set_config_variable("region", region)
+    if settings.keys is not None:
+        session.set_credentials(*EnvironmentKeys.of(settings.keys))
     session.set_default_client_config(
         Config(
             connect_timeout=settings.connect_timeout_s,

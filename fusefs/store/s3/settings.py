@@ -68,7 +68,7 @@ class S3Settings:
     """The bucket, its place, the identity and the patience of its requests.
 
     `keys` are fixed ones, by the names that the environment has for them, instead of those
-    that boto3 would find. They and `customer_key` are secrets, and do not show themselves.
+    that botocore would find. They and `customer_key` are secrets, and do not show themselves.
     With `ignores_configured_endpoints`, no environment and no file of AWS's names a host.
     """
 

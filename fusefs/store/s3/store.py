@@ -2,7 +2,7 @@
 
 Each verb has a module of its own, which describes its requests (address.py) and reads their
 answers. All of them are sent in one way (requester.py): they get a connection of the budget,
-are signed here and sent by libcurl in threads of its own (store/engine). boto3 finds the
+are signed here and sent by libcurl in threads of its own (store/engine). botocore finds the
 credentials, and the address where that is not plain (access.py).
 """
 
