@@ -99,7 +99,7 @@ def _mount(arguments: Sequence[str]) -> int:
         flags.append("--read-only")
     if "f" in letters:  # fake: everything but the mount
         return SUCCESS
-    # systemd mounts without the home directory, in which boto3 looks for credentials.
+    # systemd mounts without the home directory, in which botocore looks for credentials.
     with contextlib.suppress(KeyError):  # a user who is not in /etc/passwd
         os.environ.setdefault("HOME", pwd.getpwuid(os.geteuid()).pw_dir)
     os.environ.update(variables)

@@ -8,7 +8,7 @@ for inline ones, which any author of a pod can write.
 
 What is secret goes into files of each mount, on tmpfs, 0600 and the daemon's
 user's own, in a directory that is root's. Its environment names the files and
-no more. boto3, in the daemon, reads keys from it, and exchanges a token
+no more. botocore, in the daemon, reads keys from it, and exchanges a token
 (AssumeRoleWithWebIdentity at the store's STS, or at the node's Pod Identity
 agent) again before what it got for it expires; requests wait meanwhile. Kubelet
 publishes each volume again every minute or so, and the file is replaced then:
@@ -211,13 +211,13 @@ def _token(
 
 @functools.cache
 def _own_session() -> Any:
-    import boto3
+    from botocore.session import get_session
 
-    return boto3.Session()
+    return get_session()
 
 
 def _own_keys() -> AccessKeys:
-    """The driver's own credentials, from wherever boto3 finds them and renews them. May block.
+    """The driver's own credentials, from wherever botocore finds them and renews them. May block.
 
     Raises:
         UnauthenticatedError: there are none, or their source does not give them out.
@@ -292,7 +292,7 @@ class CredentialFiles:
     def environment(
         self, mount: str, identity: Identity, store: StoreSettings, *, is_fips: bool = False
     ) -> dict[str, str]:
-        """The environment by which boto3 in the daemon finds its credentials. It has no secret.
+        """The environment by which botocore in the daemon finds its credentials. It has no secret.
 
         `is_fips`: AWS' STS, too, is called at its endpoint with validated cryptography.
         """

@@ -633,8 +633,8 @@ def main() -> int:
         os.close(null)
 
     forbid_inspection()  # before any secret is in memory
-    # What a start makes stays: modules, boto3's models, perhaps a million restored nodes. To look
-    # through them again and again takes a twentieth of a start, and more with many nodes.
+    # What a start makes stays: modules, botocore's models, perhaps a million restored nodes. To
+    # look through them all the time takes a twentieth of a start, and more with many nodes.
     gc.disable()
     try:
         run(

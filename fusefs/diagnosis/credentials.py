@@ -54,7 +54,7 @@ def _describe(credentials: Any) -> Finding:
             "credentials",
             f"{text}, temporary and not renewed",
             "the mount loses access when they expire: use a profile, SSO, a role or a web identity "
-            "that boto3 can renew",
+            "that botocore can renew",
             **figures,
         )
     return ok("credentials", text, **figures)

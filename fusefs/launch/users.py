@@ -25,7 +25,7 @@ from fusefs.launch import registry
 from fusefs.settings.mount import MountSettings
 
 # Those that every daemon imports; what these need the first daemon finds.
-_PACKAGES = ("trio", "boto3", "botocore", "isal")
+_PACKAGES = ("trio", "botocore", "isal")
 DEFAULT_USER = "fusefs"
 # Numbers of cache directories. No distribution, systemd, /etc/subuid or directory service gives
 # these to anybody by default, nor does the CSI driver; the few are for user namespaces of 65,536.

@@ -1,6 +1,6 @@
 """The division of the memory that one mount's daemon may take (`--memory-limit`).
 
-What the process takes before it does anything (the interpreter, boto3,
+What the process takes before it does anything (the interpreter, botocore,
 the buffers of the session) comes first. The rest is divided among
 what grows with use: requests on their way, bytes that are read past the cache,
 listings, cached files that were used lately, and names that the kernel remembers. Each

@@ -10,7 +10,7 @@ A `Layer` maps field names to `RawValue` texts; `build` merges layers, the first
 wins. A text that cannot be read raises `SettingsError`, whose one line names the
 origin of the text.
 
-No secret is a setting: credentials come from boto3's own chain.
+No secret is a setting: credentials come from botocore's own chain.
 """
 
 from __future__ import annotations
