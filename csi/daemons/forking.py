@@ -12,8 +12,8 @@ is where libraries lie in their memory, and the order of hashes.
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import importlib
 import json
 import logging
 import os
@@ -36,11 +36,9 @@ NAME = "fusefs.daemon"
 def prepare() -> Serve:
     """Import what daemons need; return what a daemon's process does. Blocks."""
     from fusefs.daemon.main import main
-    from fusefs.store.s3 import access
 
-    # What fails here fails again when it is needed, and is reported then.
-    with contextlib.suppress(Exception):
-        access.prepare()
+    for name in ("botocore.client", "botocore.httpsession", "botocore.session"):
+        importlib.import_module(name)
     gc.freeze()  # so that less of the shared memory is written to
     return main
 

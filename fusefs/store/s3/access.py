@@ -9,7 +9,6 @@ changes how requests are made. It sends no request to the bucket.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -40,7 +39,6 @@ from fusefs.store.s3.settings import AccessPoint, S3Settings, customer_key_obsta
 
 if TYPE_CHECKING:
     from botocore.credentials import Credentials, ReadOnlyCredentials
-    from botocore.loaders import Loader
     from botocore.session import Session as BotocoreSession
 
 logger = logging.getLogger("fusefs.store")
@@ -512,36 +510,9 @@ def _has_keys(environment: Mapping[str, str]) -> bool:
 
 # --- botocore -------------------------------------------------------------------
 
-# botocore's loader with what it has read of S3, while no session has it; see `prepare`.
-_loaders: list[Loader] = []
-
-
-def prepare() -> None:
-    """Import what a client of S3 needs, and read botocore's description of S3. Blocks.
-
-    The next `Access` of this process are made in half the time. No credentials
-    are looked for.
-    """
-    from botocore import UNSIGNED
-    from botocore.config import Config
-    from botocore.session import get_session
-
-    for name in ("botocore.awsrequest", "botocore.httpsession"):
-        importlib.import_module(name)
-    # With these botocore reads no file of keys.
-    no_keys = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull)
-    os.environ.update(no_keys)
-    try:
-        session, config = get_session(), Config(signature_version=UNSIGNED)
-        session.create_client("s3", region_name=DEFAULT_REGION, config=config).close()
-    finally:
-        for name in no_keys:
-            del os.environ[name]
-    _loaders.append(session.get_component("data_loader"))
-
 
 def _session_for(settings: S3Settings) -> BotocoreSession:
-    """A session of botocore's, with the loader that was prepared, once.
+    """A session of botocore's.
 
     The clients that it makes by itself, of what gives out credentials, wait as long as those
     of S3 do: botocore's own limit is five times a minute, and all requests wait for them.
@@ -563,7 +534,4 @@ def _session_for(settings: S3Settings) -> BotocoreSession:
             retries={"total_max_attempts": 3, "mode": "standard"},
         )
     )
-    # A user with a directory of descriptions of his own gets a loader for that.
-    if _loaders and "AWS_DATA_PATH" not in os.environ:
-        session.register_component("data_loader", _loaders.pop())
     return session
