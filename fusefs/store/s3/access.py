@@ -87,7 +87,7 @@ _UNKNOWN_SIGNATURE = Failure(StoreError, "the bucket's requests are signed in an
 
 
 class Access:
-    """The credentials of one bucket's requests, and their address. Never changed once made."""
+    """The credentials of one bucket's requests, and their address; `keys` alone change."""
 
     def __init__(self, settings: S3Settings, clock: ServerClock | None = None) -> None:
         """Find both. Blocks.
