@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -82,20 +81,14 @@ class ConnectionBudget:
     """The budget of one store. Belongs to the event loop."""
 
     def __init__(
-        self,
-        maximum: int,
-        nursery: trio.Nursery,
-        next_budget: ConnectionBudget | None = None,
-        clock: Callable[[], float] = trio.current_time,
+        self, maximum: int, nursery: trio.Nursery, next_budget: ConnectionBudget | None = None
     ) -> None:
         """`nursery` has the task that admits requests while there is a rate limit.
 
         With `next_budget`, what gets a connection here waits for one there as well.
-        Times are seconds of `clock`.
         """
         self.maximum = maximum
         self._nursery = nursery
-        self._clock = clock
         self._next_budget = next_budget
         self._allowed = float(maximum)
         self._running = dict.fromkeys(Priority, 0)
@@ -131,7 +124,7 @@ class ConnectionBudget:
 
     def note_throttled(self) -> None:
         """Note that S3 answered that requests come too fast."""
-        now = self._clock()
+        now = trio.current_time()
         # With a rate, fewer connections would only leave some of it unused.
         if self.rate.limit is None and now - self._backed_off >= BACK_OFF_EVERY_S:
             self._backed_off = now

@@ -119,14 +119,13 @@ _NO_ANSWERS = frozenset((0, 500, 502, 504, *range(520, 528)))
 class RetryBudget:
     """The time for retries of a request (`time_s` seconds without progress), and for pauses."""
 
-    def __init__(self, time_s: float, clock: Callable[[], float] = trio.current_time) -> None:
+    def __init__(self, time_s: float) -> None:
         self._time_s = time_s
-        self._clock = clock
         self.restart()
 
     def restart(self) -> None:
         """Begin anew: an attempt has made progress."""
-        self._began = self._clock()
+        self._began = trio.current_time()
         self._end = self._began + self._time_s
         self._attempts = 0
 
@@ -141,14 +140,14 @@ class RetryBudget:
         However long the first attempt took, there is a second.
         """
         end = self._end if self._attempts == 0 else min(self._end, self._began + longest_s)
-        return self._clock() < end
+        return trio.current_time() < end
 
     def pause_s(self) -> float:
         """The seconds to wait before the next attempt."""
         # Full jitter: clients that failed together do not come back together.
         self._attempts += 1
         longest = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**self._attempts)
-        return min(random.uniform(0, longest), max(0.0, self._end - self._clock()))
+        return min(random.uniform(0, longest), max(0.0, self._end - trio.current_time()))
 
 
 class Progress(Protocol):

@@ -39,12 +39,6 @@ async def limited(nursery: trio.Nursery, connections: int, per_s: float) -> Conn
     return budget
 
 
-@pytest.fixture
-def clock() -> list[float]:
-    """The time that connections see: change its only item."""
-    return [1000.0]
-
-
 class Holders:
     """Tasks that take a connection each, in a known order, and hold it until released."""
 
@@ -165,12 +159,14 @@ async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(nursery: tri
     nursery.cancel_scope.cancel()
 
 
-def test_many_throttled_answers_at_once_count_as_one(clock: list[float]) -> None:
-    budget = ConnectionBudget(32, NO_TASKS, clock=lambda: clock[0])
+async def test_many_throttled_answers_at_once_count_as_one(
+    mock_clock: trio.testing.MockClock,
+) -> None:
+    budget = ConnectionBudget(32, NO_TASKS)
     for _ in range(20):
         budget.note_throttled()
     assert budget.allowed == 16
-    clock[0] += connection_budget.BACK_OFF_EVERY_S
+    mock_clock.jump(connection_budget.BACK_OFF_EVERY_S)
     budget.note_throttled()
     assert budget.allowed == 8
 
@@ -198,18 +194,16 @@ async def test_a_store_that_refuses_everything_is_soon_sent_little(
     assert sum(at - began >= 1.0 for at in sent) <= 40
 
 
-def test_a_round_of_successes_allows_one_more(clock: list[float]) -> None:
-    budget = ConnectionBudget(16, NO_TASKS, clock=lambda: clock[0])
+async def test_a_round_of_successes_allows_one_more() -> None:
+    budget = ConnectionBudget(16, NO_TASKS)
     budget.note_throttled()
     for _ in range(9):
         budget.note_success()
     assert budget.allowed == 9
 
 
-async def test_who_waits_goes_on_when_more_are_allowed(
-    nursery: trio.Nursery, clock: list[float]
-) -> None:
-    budget = ConnectionBudget(2, nursery, clock=lambda: clock[0])
+async def test_who_waits_goes_on_when_more_are_allowed(nursery: trio.Nursery) -> None:
+    budget = ConnectionBudget(2, nursery)
     budget.note_throttled()
     holders = Holders(budget, nursery)
     await holders.start("a", demand)
