@@ -14,17 +14,8 @@ later. Two things fence it off:
 Every PUT, every multipart upload and every copy that replaces the metadata
 carries a token. A copy that keeps the metadata keeps the token of its source.
 
-To know a change's token before its request is sent, take the next one and pass it on:
-
-    token = store.tokens.next()
-    ...  # put (key, token) on record
-    await store.put_file(key, fd, size, Write(condition=Expect(etag), token=token))
-    (await store.head(key)).token == token
-
-Without `token` the store takes the next one by itself. `Expect(None)` repairs
-where nothing should be; `Expect(etag)` where a known object is; a strict
-`IfMatch` or `IF_ABSENT` raises `ConflictError` where another object is there.
-`store.delete(key, etag)` removes that object alone (see `Store.delete`).
+A caller that has to know a change's token before its request is sent, to put it on record, takes
+the next one and passes it on (`Write.token`); else the store takes the next one by itself.
 """
 
 from __future__ import annotations
