@@ -34,7 +34,7 @@ SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py fusefs/fuse/fast_path.c $(wildcard fusefs/store/engine/*.[ch]) $(wildcard proto/*.proto) .ci/system-packages .ci/prometheus
+$(STAMP): pyproject.toml setup.py $(wildcard fusefs/fuse/*.c) $(wildcard fusefs/store/engine/*.[ch]) $(wildcard proto/*.proto) .ci/system-packages .ci/prometheus
 	.ci/system-packages
 	test -x $(BIN)/python || "$$(.ci/system-packages --python)" -m venv .venv
 	$(INSTALL) -e '.[dev]'

@@ -68,6 +68,11 @@ FAST_PATH = Extension(
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
     optional=True,
 )
+REPLIES = Extension(
+    "fusefs.fuse._replies",
+    ["fusefs/fuse/_replies.c"],
+    extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
+)
 ENGINE = Extension(
     "fusefs.store.engine._engine",
     ["fusefs/store/engine/_engine.c"],
@@ -102,6 +107,6 @@ setup(
         *(DRIVER + name for name in find_namespace_packages(include=["csi*"])),
     ],
     package_dir={f"{DRIVER}csi": "csi"},
-    ext_modules=[FAST_PATH, ENGINE],
+    ext_modules=[FAST_PATH, REPLIES, ENGINE],
     cmdclass={"build": Build, "build_ext": BuildExtensions, "build_stubs": BuildStubs},
 )

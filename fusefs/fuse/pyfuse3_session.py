@@ -148,6 +148,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             data = await self._result(
                 Opcode.READ, self._opened(fh), self._operations.read(fh, offset, size)
             )
+        assert isinstance(data, (bytes, bytearray, memoryview))
         # The memory of an answer at once is used again before libfuse sends it.
         return data if isinstance(data, bytes) else bytes(data)
 

@@ -18,7 +18,7 @@ from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Fopen, Opcode
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.operations import Operations
-from fusefs.posix.types import Caller, LookupResult, NameKind, OpenResult
+from fusefs.posix.types import Caller, InFile, LookupResult, NameKind, OpenResult
 
 FOREVER_S = 1 << 40
 
@@ -42,7 +42,7 @@ _CHANGING = (
 )
 
 Buffer = bytes | bytearray | memoryview
-Payload = Buffer | None  # None: no reply is due
+Payload = Buffer | InFile | None  # None: no reply is due
 Result = Payload | Coroutine[Any, Any, Payload]
 
 
@@ -172,7 +172,7 @@ class ReadHandlers:
 
     def _read(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
-        return self._operations.read(fh, offset, size)
+        return self._operations.read(fh, offset, size, in_file=True)
 
     def _flush(self, _nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
         return b""  # nothing was written

@@ -33,14 +33,15 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import trio
 
 from fusefs.fuse import protocol
+from fusefs.fuse._replies import ReplyThread
 from fusefs.fuse.fast_path import IS_BUILT, FastPathReader
 from fusefs.fuse.interrupts import Callers, Interrupts, ProcessInspector
 from fusefs.fuse.protocol import Init, Opcode
@@ -50,7 +51,8 @@ from fusefs.linux.libc import lock_memory
 from fusefs.posix.nodes.inode_table import NodeLog
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
-from fusefs.posix.types import Caller
+from fusefs.posix.read.read import MAX_READ
+from fusefs.posix.types import Caller, InFile
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.stalls import served
@@ -193,6 +195,9 @@ class Session(KernelNotifications):
         }
         if operations.mutations is not None:
             self._handlers |= WriteHandlers(handlers, operations.mutations).table
+        self._replies = ReplyThread(fd, MAX_READ, self._give_back)
+        self._nursery: trio.Nursery | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
         self._warm: FastPathReader | None = None
         if IS_BUILT and has_fast_path:
             reply = _locked_memory(REPLY_SIZE)
@@ -293,7 +298,7 @@ class Session(KernelNotifications):
         is_unmounted = False
         async with trio.open_nursery() as watching:
             watching.start_soon(self._interrupts.run)
-            async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as nursery, self._sending_files(nursery):
                 with self._reading:
                     await self._serve(nursery)
                     is_unmounted = True
@@ -301,6 +306,16 @@ class Session(KernelNotifications):
                     nursery.cancel_scope.cancel()
             watching.cancel_scope.cancel()
         return is_unmounted
+
+    @asynccontextmanager
+    async def _sending_files(self, nursery: trio.Nursery) -> AsyncIterator[None]:
+        """Within it, a thread may reply; what it gives back becomes a task of `nursery`."""
+        self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
+        try:
+            yield
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._replies.close)
 
     def stop_reading(self) -> None:
         """Leave what comes to another process; `run` returns when what was read is answered."""
@@ -388,8 +403,11 @@ class Session(KernelNotifications):
                 raise
             self._reply_fault(unique)
             return
-        if isinstance(result, (bytes, bytearray, memoryview)):
-            self._reply(unique, result)
+        if isinstance(result, InFile) and not self._sends(unique, result):
+            result = self._operations.read_again(result.fh, result.offset, result.size)
+        if isinstance(result, (bytes, bytearray, memoryview, InFile)):
+            if not isinstance(result, InFile):
+                self._reply(unique, result)
             times.counts[opcode] += 1
             if began:
                 times.sampled(opcode, began)
@@ -399,6 +417,26 @@ class Session(KernelNotifications):
             self._waiting[unique & _UNMARKED] = waiting
             nursery.start_soon(self._answer_later, unique, waiting, result)
 
+    def _sends(self, unique: int, at: InFile) -> bool:
+        """Have the thread reply with bytes of a file; False if it can't take that."""
+        fd = at.file.fd
+        return fd >= 0 and self._replies.send(unique, at.fh, fd, at.offset, at.size, at.flags)
+
+    def _give_back(self, unique: int, fh: int, offset: int, size: int) -> None:
+        """Take a READ back that the thread has not answered. Called in that thread."""
+        assert self._token is not None
+        self._token.run_sync_soon(self._read_again, unique, fh, offset, size)
+
+    def _read_again(self, unique: int, fh: int, offset: int, size: int) -> None:
+        assert self._nursery is not None
+        self.times.counts[Opcode.READ] -= 1  # it was counted as answered
+        handle = self._operations.handles.files.get(fh)
+        nodeid = handle.inode.nodeid if handle is not None else 0
+        waiting = WaitingRequest(Opcode.READ, nodeid, 0, time.monotonic(), trio.CancelScope())
+        self._waiting[unique & _UNMARKED] = waiting
+        again = self._operations.read_again(fh, offset, size)
+        self._nursery.start_soon(self._answer_later, unique, waiting, again)
+
     async def _answer_later(
         self, unique: int, waiting: WaitingRequest, result: Coroutine[Any, Any, Payload]
     ) -> None:
@@ -406,8 +444,13 @@ class Session(KernelNotifications):
         try:
             with waiting.scope, served():
                 payload = await result
+                if isinstance(payload, InFile) and not self._sends(unique, payload):
+                    payload = await self._operations.read_again(
+                        payload.fh, payload.offset, payload.size
+                    )
                 if payload is not None:
-                    self._reply(unique, payload)
+                    if not isinstance(payload, InFile):
+                        self._reply(unique, payload)
                     self.times.answered(waiting.opcode, waiting.since)
             if waiting.scope.cancelled_caught:
                 self._reply_error(unique, OSError(errno.EINTR, "interrupted"))

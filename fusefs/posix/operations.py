@@ -41,7 +41,15 @@ from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.read.open import Opener
 from fusefs.posix.read.read import Reader
 from fusefs.posix.read.readdir import DirectoryStreams
-from fusefs.posix.types import Answer, Caller, DirectoryBuffer, LookupResult, OpenResult, waiting
+from fusefs.posix.types import (
+    Answer,
+    Caller,
+    DirectoryBuffer,
+    InFile,
+    LookupResult,
+    OpenResult,
+    waiting,
+)
 from fusefs.posix.write.removals import Removals
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
@@ -270,14 +278,22 @@ class Operations:
         if inode is not None:
             self._opener.redirects.recall(inode, pid)
 
-    def read(self, fh: int, offset: int, size: int) -> Answer[memoryview | bytes | bytearray]:
+    def read(
+        self, fh: int, offset: int, size: int, *, in_file: bool = False
+    ) -> Answer[memoryview | bytes | bytearray | InFile]:
         """The bytes of a served handle's version at [offset, offset + size).
 
         Fewer only at the end of the file. The memory of an answer may be used
-        again for the next: it is to be used before anything else runs.
+        again for the next: it is to be used before anything else runs. With `in_file`, many
+        bytes that the cache file has may be left there; `read_again` is for those that the page
+        cache lacks.
         """
         self._refuse_if_shut()
-        return self._reader.read(fh, offset, size)
+        return self._reader.read(fh, offset, size, in_file=in_file)
+
+    async def read_again(self, fh: int, offset: int, size: int) -> memoryview | bytes | bytearray:
+        """The bytes of a READ that `read` has counted."""
+        return await waiting(self._reader.read_again(fh, offset, size))
 
     def release(self, fh: int, *, is_logged: bool = False) -> None:
         """Close a handle, which may be on record already; an unknown one is none any more."""

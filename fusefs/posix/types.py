@@ -9,7 +9,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import trio
 
@@ -41,6 +41,16 @@ class Caller:
     def program(self) -> int:
         """The number that tells programs apart as far as can be: the thread, else the user."""
         return self.pid or _USERS | self.uid
+
+
+class InFile(NamedTuple):
+    """The answer to a READ of handle `fh`: bytes of its cache file, to be read with `flags`."""
+
+    fh: int
+    file: CacheFile
+    offset: int
+    size: int
+    flags: int
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Coroutine
 
 import trio
 
@@ -20,13 +21,15 @@ from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.types import Answer, waiting
+from fusefs.posix.types import Answer, InFile, waiting
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.telemetry.stalls import WaitCause, stage
 
 # One request is answered from a buffer of this size (max_pages of 4 KiB).
 MAX_READ = 1 << 20
+# To copy more takes longer than to hand the request to a thread.
+LONGEST_COPIED = 64 << 10
 
 
 class Reader:
@@ -46,7 +49,9 @@ class Reader:
         self._nowait = os.RWF_NOWAIT
         self._disk = trio.CapacityLimiter(16)
 
-    def read(self, fh: int, offset: int, size: int) -> Answer[memoryview | bytes | bytearray]:
+    def read(
+        self, fh: int, offset: int, size: int, *, in_file: bool = False
+    ) -> Answer[memoryview | bytes | bytearray | InFile]:
         """The bytes of a handle's version at [offset, offset + size); see `Operations.read`."""
         try:
             handle = self._handles.files[fh]
@@ -61,11 +66,24 @@ class Reader:
         if file.is_complete or file.present.covers(offset, stop):
             if handle.readahead is not None:
                 handle.readahead.reads(offset, stop)
-            data = self._read_now(file, offset, stop - offset)
+            data = self._answer_now(handle, offset, stop - offset, in_file=in_file)
             if data is not None:
                 self._count(handle, offset, stop)
                 return data
-        return waiting(self._read_later(handle, offset, stop))
+        return waiting(self._read_later(handle, offset, stop, in_file=in_file))
+
+    async def read_again(self, fh: int, offset: int, size: int) -> memoryview | bytes | bytearray:
+        """As `Operations.read_again`."""
+        handle = self._handles.files.get(fh)
+        if handle is None or handle.inode.staged is not None:
+            answer = self.read(fh, offset, size)
+            data = await answer if isinstance(answer, Coroutine) else answer
+        elif (there := self._read_now(handle.file, offset, size)) is not None:
+            return there  # the cache's file system knows no RWF_NOWAIT, as was found just now
+        else:
+            data = await self._read_later(handle, offset, offset + size, again=True)
+        assert not isinstance(data, InFile)
+        return data
 
     def _read_staged(
         self, staged: StagedFile, offset: int, size: int
@@ -108,6 +126,14 @@ class Reader:
         self._counters.answered(len(data), 0)
         return data
 
+    def _answer_now(
+        self, handle: FileHandle, offset: int, size: int, *, in_file: bool
+    ) -> memoryview | InFile | None:
+        """Answer from a file that has the bytes; None if the page cache lacks some."""
+        if in_file and handle.file.fd >= 0 and LONGEST_COPIED < size <= MAX_READ:
+            return InFile(handle.fh, handle.file, offset, size, self._nowait)
+        return self._read_now(handle.file, offset, size)
+
     def _read_now(self, file: CacheFile, offset: int, size: int) -> memoryview | None:
         """Read what the page cache has, all of it or None."""
         if file.fd < 0 or size > MAX_READ:
@@ -125,14 +151,23 @@ class Reader:
             return self._read_now(file, offset, size)
         return data if count == size else None
 
-    async def _read_later(self, handle: FileHandle, offset: int, stop: int) -> memoryview | bytes:
+    async def _read_later(
+        self,
+        handle: FileHandle,
+        offset: int,
+        stop: int,
+        *,
+        in_file: bool = False,
+        again: bool = False,
+    ) -> memoryview | bytes | InFile:
         file = handle.file
         self._cache.pin_again(file)  # the handle may be released before the answer is there
         try:
             if file.is_kept:
                 try:
-                    data = await self._read_kept(handle, offset, stop)
-                    self._count(handle, offset, stop)
+                    data = await self._read_kept(handle, offset, stop, in_file=in_file)
+                    if not again:
+                        self._count(handle, offset, stop)
                     return data
                 except NotKeptError:
                     pass
@@ -146,7 +181,9 @@ class Reader:
         finally:
             self._cache.unpin(file)
 
-    async def _read_kept(self, handle: FileHandle, offset: int, stop: int) -> memoryview | bytes:
+    async def _read_kept(
+        self, handle: FileHandle, offset: int, stop: int, *, in_file: bool
+    ) -> memoryview | bytes | InFile:
         file = handle.file
         is_there = file.present.covers(offset, stop)
         # Another mount may have evicted a file that is not open here: to open it shows.
@@ -158,7 +195,7 @@ class Reader:
             if handle.readahead is not None:
                 handle.readahead.waited(began, time.monotonic())
             # What has just been written is in the page cache.
-            data = self._read_now(file, offset, stop - offset)
+            data = self._answer_now(handle, offset, stop - offset, in_file=in_file)
             if data is not None:
                 return data
         try:
