@@ -138,7 +138,7 @@ class Job:
 
 
 @contextmanager
-def _job(model: Model, contender: Contender) -> Iterator[Job]:
+def running_job(model: Model, contender: Contender) -> Iterator[Job]:
     spec = {
         "root": str(contender.root),
         "names": model.names(),
@@ -163,7 +163,7 @@ def _job(model: Model, contender: Contender) -> Iterator[Job]:
 
 def _compute_s(model: Model, native: Contender) -> tuple[float, float]:
     """The seconds of a step with which ext4 is enough, and its utilisation then."""
-    with _job(model, native) as job:
+    with running_job(model, native) as job:
         idle = job.epoch(0)
         compute_s = max(model.compute_s * model.batch, idle["seconds"] / idle["steps"])
         for _ in range(TRIES):
@@ -182,7 +182,7 @@ def _measure(
     contender.cache_limit = limit
     try:
         contender.start()
-        with _job(model, contender) as job:
+        with running_job(model, contender) as job:
             return [job.utilisation(compute_s, 1) for _ in range(EPOCHS)]
     finally:
         contender.stop()

@@ -61,6 +61,10 @@ class Fusefs(Mount):
     def settle(self) -> None:
         self._run("sync", str(self.root))
 
+    def plan(self, path: Path) -> None:
+        """Give the mount a plan of what is read, with a path below the mount on each line."""
+        self._run("plan", str(self.root), str(path))
+
     def usage(self) -> Usage | None:
         # The daemon is a child of its keeper, where it has one.
         pid = self._pid("keeper") or self._pid("daemon")

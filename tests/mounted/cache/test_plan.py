@@ -4,11 +4,14 @@ import os
 import random
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fusefs as fusefs_module
+from fusefs.launch.control import CommandError
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -162,3 +165,59 @@ def test_bad_plans_get_one_line_and_disturb_nothing(
     assert fusefs("plan", here.path, "--end", "--reader", "b").returncode == 0
     assert fusefs("plan", here.path, "--end").returncode == 0
     assert here.status()["plans"] == []
+
+
+class Shuffled:
+    """A sampler as PyTorch's DistributedSampler is one: the epoch and the rank make its order."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch, self.rank = count, 0, 3
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(self.count), self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Batches:
+    """A batch sampler as PyTorch's BatchSampler is one."""
+
+    def __init__(self, sampler: Shuffled, size: int) -> None:
+        self.sampler, self.size = sampler, size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        return iter([order[at : at + self.size] for at in range(0, len(order), self.size)])
+
+
+@states(
+    "`fusefs.PlannedSampler` changes no order, and tells the mount each epoch as it begins, and "
+    "the next one where the sampler has `set_epoch`."
+)
+@pytest.mark.parametrize("is_in_batches", [False, True])
+def test_a_sampler_tells_the_mount_its_epochs(
+    mounter: Mounter, data: Bucket, is_in_batches: bool
+) -> None:
+    here = mounter("--cache-size", "18MiB", bucket=data)
+    paths = [here.path / key for key in FILES]
+    inner = Shuffled(len(paths))
+    sampler = Batches(inner, 10) if is_in_batches else inner
+    planned = fusefs_module.PlannedSampler(sampler, paths)
+    for epoch in range(3):
+        inner.set_epoch(epoch)
+        order = list(planned)
+        assert order == list(sampler)
+        plan = plan_of(here)
+        assert (plan["reader"], plan["entries"]) == ("3", (epoch + 2) * len(FILES))
+        for each in order:
+            for index in each if isinstance(each, list) else [each]:
+                assert read_all(paths[index]) == FILES[str(paths[index].relative_to(here.path))]
+    assert plan_of(here)["position"] == 3 * len(FILES)
+    fusefs_module.plan(paths[:3], reader="3")
+    assert plan_of(here)["entries"] == 3
+    with pytest.raises(CommandError, match="is not in a mount of fusefs"):
+        fusefs_module.plan(["/etc/passwd"])

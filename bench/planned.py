@@ -1,0 +1,134 @@
+"""`python -m bench.planned`: a training job whose order the mount knows (`fusefs plan`).
+
+The job is that of `python -m bench.training`, on a mount with a cache for half of the data and
+an order that is shuffled anew each epoch. A step computes 1.3 times as long as the transfer of
+its files takes on an empty mount, so S3 is fast enough on average. Reported are the
+accelerator's utilisation in each epoch, beside ext4's, and the bytes that were fetched from the
+second epoch on, beside those of Belady's order: without a plan, with one, and with the plan of
+another seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from bench import dataset, processes
+from bench.bucket import Bucket
+from bench.cloud.profile import CLOUD, at_distance
+from bench.contenders.contender import Native, Place
+from bench.contenders.fusefs import Fusefs
+from bench.training import EPOCHS, MODELS, Model, running_job
+from tests.support.servers.s3_server import S3Server
+
+SLACK = 1.3
+KINDS = {"no plan": None, "a plan": 0, "another order's plan": 1000}
+
+
+def order(model: Model, seed: int) -> list[list[str]]:
+    """The names of each epoch in the order of bench/programs/trainer.py, whose seeds are 0, 1…"""
+    names, epochs = model.names(), []
+    for epoch in range(EPOCHS):
+        random.Random(seed + epoch).shuffle(names)
+        epochs.append(list(names))
+    return epochs
+
+
+def farthest_misses(epochs: list[list[str]], room: int) -> list[int]:
+    """The misses of each epoch where the file goes that is used last, of `room` files."""
+    reads = [name for epoch in epochs for name in epoch]
+    following: list[float] = [0.0] * len(reads)
+    last: dict[str, int] = {}
+    for at in range(len(reads) - 1, -1, -1):
+        following[at] = last.get(reads[at], float("inf"))
+        last[reads[at]] = at
+    there: dict[str, float] = {}
+    misses = [0] * len(epochs)
+    for at, name in enumerate(reads):
+        if name not in there:
+            misses[at // len(epochs[0])] += 1
+            if len(there) == room:
+                del there[max(there, key=there.__getitem__)]
+        there[name] = following[at]
+    return misses
+
+
+def _measure(model: Model, contender: Fusefs, compute_s: float, seed: int | None) -> str:
+    """Train on a mount that begins empty; the row of the table."""
+    contender.cache_limit = model.bytes // 2
+    try:
+        contender.start()
+        if seed is not None:
+            plan = contender.place.scratch / "plan.txt"
+            plan.write_text("".join(f"{one}\n" for epoch in order(model, seed) for one in epoch))
+            contender.plan(plan)
+        shares, fetched = [], [0]
+        with running_job(model, contender) as job:
+            for _ in range(EPOCHS):
+                shares.append(job.utilisation(compute_s, 1))
+                fetched.append(contender.requests()["bytes_fetched"])
+    finally:
+        contender.stop()
+    room = contender.cache_limit // model.size
+    best = sum(farthest_misses(order(model, 0), room)[1:]) * model.size * model.per_file
+    ratio = (fetched[-1] - fetched[1]) / best
+    cells = " | ".join(f"{share:.1%}" for share in shares)
+    return f"| {cells} | {(fetched[-1] - fetched[1]) / 1e6:.0f} MB, {ratio:.2f} of the best |"
+
+
+def run(model: Model, profile: str, base: Path) -> None:
+    """Measure one model's data, and print its table."""
+    with ExitStack() as cleanup:
+        scratch = cleanup.enter_context(processes.scratch_directory(base, "planned-"))
+        server = cleanup.enter_context(S3Server(scratch / "server"))
+        bucket = Bucket.create(server)
+        native = scratch / "native"
+        model.create(native)
+        dataset.upload(bucket.store(), native, model.names())
+        bucket.age()
+        seen = cleanup.enter_context(at_distance(profile, bucket, scratch, base))
+        place = Place(seen, native, scratch)
+        contender = Fusefs("fusefs", place, [])
+        contender.start()
+        try:
+            with running_job(model, contender) as job:
+                cold = job.epoch(0)
+        finally:
+            contender.stop()
+        compute_s = SLACK * cold["seconds"] / cold["steps"]
+        with running_job(model, Native("native", place)) as job:
+            shares = [job.utilisation(compute_s, 1) for _ in range(EPOCHS)]
+        print(f"{model.name}, {profile}: {model.files} files, {1000 * compute_s:.1f} ms a step\n")
+        print(
+            f"| | {' | '.join(f'epoch {n + 1}' for n in range(EPOCHS))} | fetched, 2 to {EPOCHS} |"
+        )
+        print(f"| --- |{' ---: |' * (EPOCHS + 1)}")
+        print(f"| ext4 | {' | '.join(f'{share:.1%}' for share in shares)} | |", flush=True)
+        for kind, seed in KINDS.items():
+            print(f"| {kind} {_measure(model, contender, compute_s, seed)}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.planned", description=__doc__)
+    parser.add_argument("--profile", default=CLOUD)
+    parser.add_argument("--models", default="unet3d,retinanet")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of files")
+    parser.add_argument("--scratch", type=Path, default=Path(".bench-scratch"))
+    arguments = parser.parse_args()
+    try:
+        for model in MODELS:
+            if model.name in arguments.models.split(","):
+                scaled = replace(model, files=max(8, round(model.files * arguments.scale)))
+                run(scaled, arguments.profile, arguments.scratch.resolve())
+    except processes.BenchError as error:
+        print(f"bench.planned: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

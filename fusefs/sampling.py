@@ -1,0 +1,123 @@
+"""Plans of reading from Python: `fusefs.plan` and `PlannedSampler` (docs/guides/plan.md).
+
+Both give the mount of some files the order in which they will be read (`fusefs plan`). Nothing
+here imports torch: a sampler is whatever yields indices, or batches of indices.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fusefs.cli import sync
+from fusefs.cli.plan import Sender
+from fusefs.launch.control import CommandError, ControlError
+from fusefs.launch.registry import MountsError
+
+logger = logging.getLogger("fusefs.sampling")
+
+# Entries until a plan is begun anew, instead of growing with each epoch.
+MOST_ENTRIES = 4_000_000
+_FAILURES = (CommandError, ControlError, MountsError, OSError, ValueError)
+
+
+def plan(paths: Sequence[str | os.PathLike[str]], *, reader: str = "") -> None:
+    """Tell the mount that has `paths` that they will be read in this order.
+
+    It replaces the last plan of the same `reader`, a name that tells readers with orders of
+    their own apart, such as a rank.
+
+    Raises:
+        CommandError: the paths are in no mount, or not all in one.
+        ControlError: the mount's daemon does not answer, or refuses: it answers its user and root.
+    """
+    _Reader(reader).give(paths, is_last=True)
+
+
+class PlannedSampler:
+    """A sampler whose order the mount knows: wraps one that yields indices, or batches of them.
+
+    `paths[index]` is the file of an index. Each epoch is told to the mount as it begins, and the
+    one after it as well where the sampler has `set_epoch`, as DistributedSampler does: its order
+    follows from its seed. Other attributes are the sampler's. Readers are told apart by the
+    sampler's `rank`. What goes wrong with the plan is logged, and the epoch goes on.
+    """
+
+    def __init__(self, sampler: Any, paths: Sequence[str | os.PathLike[str]]) -> None:
+        self._sampler = sampler
+        self._paths = paths
+        # A batch sampler has no epochs, but the sampler in it may.
+        inner = sampler if hasattr(sampler, "set_epoch") else getattr(sampler, "sampler", sampler)
+        self._inner = inner
+        self._reader = _Reader(str(getattr(inner, "rank", "")))
+        self._told: list[Any] | None = None  # the order of the epoch that was told ahead
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(self._sampler)
+        try:
+            if order != self._told or self._reader.size > MOST_ENTRIES:
+                self._reader = _Reader(self._reader.name)
+                self._reader.give(self._files(order))
+            self._told = self._next_order()
+            if self._told is not None:
+                self._reader.give(self._files(self._told))
+        except _FAILURES as error:
+            self._told = None
+            logger.warning("the mount does not know the order of this epoch: %s", error)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a copy that has no sampler yet
+            raise AttributeError(name)
+        return getattr(self.__dict__["_sampler"], name)
+
+    def _files(self, order: Sequence[Any]) -> list[str | os.PathLike[str]]:
+        batches = [each if isinstance(each, list | tuple) else [each] for each in order]
+        return [self._paths[index] for batch in batches for index in batch]
+
+    def _next_order(self) -> list[Any] | None:
+        """The next epoch's order. Any other sampler might take it from the program's own dice."""
+        inner, epoch = copy.copy(self._inner), getattr(self._inner, "epoch", None)
+        if epoch is None or not hasattr(inner, "set_epoch"):
+            return None
+        inner.set_epoch(epoch + 1)
+        if self._inner is self._sampler:
+            return list(inner)
+        batches = copy.copy(self._sampler)
+        batches.sampler = inner
+        return list(batches)
+
+
+class _Reader:
+    """A plan that grows; `size` counts its entries."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._sender: Sender | None = None
+        self._root = ""
+
+    @property
+    def size(self) -> int:
+        return self._sender.count if self._sender is not None else 0
+
+    def give(self, paths: Sequence[str | os.PathLike[str]], *, is_last: bool = False) -> None:
+        if not paths:
+            return
+        if self._sender is None:
+            first = os.path.abspath(paths[0])
+            mountpoint, below = sync.find(Path(first))
+            self._root = first.removesuffix(below)  # as the paths spell it
+            self._sender = Sender(mountpoint, self.name)
+        for path in paths:
+            absolute = os.path.abspath(path)
+            if not absolute.startswith(self._root):
+                raise CommandError(f"{path} is not in the mount {self._root}")
+            self._sender.add(absolute[len(self._root) :])
+        self._sender.flush(is_last=is_last)
