@@ -92,7 +92,7 @@ def run(model: Model, profile: str, base: Path) -> None:
         bucket.age()
         seen = cleanup.enter_context(at_distance(profile, bucket, scratch, base))
         place = Place(seen, native, scratch)
-        contender = Fusefs("fusefs", place, [])
+        contender = Fusefs("fusefs", place, ["--min-free", "1%"])
         contender.start()
         try:
             with running_job(model, contender) as job:

@@ -28,16 +28,18 @@ SMALLEST_SEGMENT = 1 << 14
 LARGEST_SEGMENT = 1 << 20
 # Each so manieth entry has its place in the text on record.
 BLOCK = 64
-# Of the distinct paths, the share in which an open is expected: a random order would have as
-# many of its opens there. At most as many entries as workers have in their batches.
+# Of the distinct paths, the share by which opens may be out of order, either way: of a random
+# order up to half of the opens are expected, too. At most what workers have in their batches.
 WINDOW_SHARE = 1 / 4
 LEAST_WINDOW = 8
 LARGEST_WINDOW = 8192
 # Opens in a row that stray to one place until it is the position.
 JUMP_AFTER = 8
-# The share of expected opens, over about the last so many, below which the plan is ignored.
+# The share of expected opens, over about the last so many, below which the plan is ignored, and
+# above which it is followed again.
 RECENT_OPENS = 32
-LEAST_SHARE = 0.5
+LEAST_SHARE = 0.75
+ENOUGH_SHARE = 0.9
 # Entries of one checksum that are looked at.
 MOST_LINKS = 256
 # Opens in which a second one of a file is the same use; fewer of a small data set.
@@ -102,7 +104,7 @@ class Plan:
         self.reader = reader
         self.fd = fd
         self.size = self.text_bytes = 0
-        self.low = self.jumps = self.skipped = 0
+        self.low = self.high = self.jumps = self.skipped = 0
         self.is_ignored = self.has_all = False
         self.last_expected = time.monotonic()
         self._start_mark = crc32(prefix.encode())
@@ -125,7 +127,7 @@ class Plan:
 
     @property
     def window(self) -> int:
-        """The number of entries behind `low` within which an open is expected."""
+        """The number of entries before and behind the farthest open where one is expected."""
         return max(LEAST_WINDOW, min(LARGEST_WINDOW, int(WINDOW_SHARE * self._distinct)))
 
     @property
@@ -174,9 +176,9 @@ class Plan:
         return -1
 
     def distance(self, mark: int) -> float:
-        """The number of entries from `low` to the next one of a checksum; inf: there is none."""
+        """The entries from the farthest open to the next one of a checksum; inf: there is none."""
         at = self.find(mark, self.low)
-        return at - self.low if at >= 0 else math.inf
+        return at - self.high if at >= 0 else math.inf
 
     def was_opened(self, position: int) -> bool:
         """True if an entry was opened, or passed over."""
@@ -194,7 +196,7 @@ class Plan:
         while len(self._latest) > min(MOST_LATEST, self._distinct // 8):
             self._latest.popleft()
         at = self.find(mark, self.low)
-        if 0 <= at < self.low + self.window:
+        if 0 <= at < self.high + self.window:
             self._expected(at)
             return self.low - before
         if self._is_recent(mark):
@@ -227,7 +229,8 @@ class Plan:
         self._seen.add(at)
         self.passed.append(at)
         # What was left out so far behind is not read any more.
-        least = at - self.window // 2
+        self.high = max(self.high, at)
+        least = self.high - self.window
         while self.low in self._seen or self.low < least:
             if self.low not in self._seen:
                 self.skipped += 1
@@ -245,7 +248,7 @@ class Plan:
             self._stray = []
 
     def _jump(self, opened: Sequence[int]) -> None:
-        self.low = min(opened)
+        self.low, self.high = min(opened), max(opened)
         self.jumps += 1
         self._seen = set(opened)
         while self.low in self._seen:
@@ -257,3 +260,5 @@ class Plan:
         self._share += (value - self._share) / RECENT_OPENS
         if self._share < LEAST_SHARE:
             self.is_ignored = True
+        elif self._share > ENOUGH_SHARE:
+            self.is_ignored = False
