@@ -241,6 +241,13 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if plan.send(path, options.file, options.reader, separator, _complain) else 1
 
 
+def _record(options: argparse.Namespace) -> int:
+    from fusefs.cli import plan
+
+    plan.record(_path(options.path), options.file)
+    return 0
+
+
 def _fetch(requests: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
     """Have daemons do jobs of `fusefs warm` or `fusefs pin`."""
     from fusefs.cli import status_report, warm
@@ -381,6 +388,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "status": _status,
     "warm": _warm,
     "plan": _plan,
+    "record": _record,
     "pin": _pin,
     "unpin": _unpin,
     "drop": _drop,

@@ -286,6 +286,12 @@ _COMMANDS = (
         ),
     ),
     _Command(
+        "record",
+        "write down which files programs open, as a plan for the next run",
+        "Write the paths that are opened in a mount to a file, until Ctrl-C; fusefs plan takes it.",
+        (_PATH, _argument("file", metavar="FILE", help="the file to write")),
+    ),
+    _Command(
         "pin",
         "fetch files into the cache and keep them there",
         "Fetch files, and all files below directories, and never evict them until "

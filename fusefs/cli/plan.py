@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.cli import manifest, sync
-from fusefs.cli.polling import ANSWER_TIMEOUT_S, FIRST_PAUSE_S, POLL_S
-from fusefs.launch.control import CommandError
+from fusefs.cli.polling import ANSWER_TIMEOUT_S, FIRST_PAUSE_S, POLL_S, SILENCE_S
+from fusefs.launch.control import CommandError, NotAnsweringError
 from fusefs.launch.mount_requests import daemon_request
 
 # Bytes that are read at a time, and those of an entry: a longer one is no path.
@@ -19,8 +19,11 @@ LONGEST_ENTRY = 8192
 # Entries without a good one before them until the file is no list of paths.
 MOST_BAD = 100
 BAD_NAMED = 10
+# How often a recording asks what was opened.
+RECORD_EVERY_S = 0.2
 # By then the daemon has mostly looked up the first entries.
 FIRST_LOOK_S = 3.0
+FIRST_LOOK = 64
 
 
 class Sender:
@@ -137,7 +140,8 @@ def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
     """Wait for up to three seconds until the daemon has looked up the first paths."""
     deadline, pause_s = time.monotonic() + FIRST_LOOK_S, FIRST_PAUSE_S
     for sender in senders:
-        while not (plan := sender.plan())["looked_up"] and time.monotonic() < deadline:
+        wanted = min(sender.count, FIRST_LOOK)
+        while (plan := sender.plan())["looked_up"] < wanted and time.monotonic() < deadline:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S)
         if plan["missing"]:
@@ -159,3 +163,31 @@ def end(base: Path, reader: str) -> None:
     message = {"command": "end plan", "reader": reader}
     if not daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)["was_there"]:
         raise CommandError(f"{mountpoint} has no plan" + (f" of {reader}" if reader else ""))
+
+
+def record(base: Path, file: str) -> None:
+    """Write the paths that are opened in a mount to a file, until the mount or the user ends it.
+
+    Raises:
+        CommandError: `base` is in no mount.
+        ControlError: the mount has ended.
+        OSError: the file can't be written.
+    """
+    mountpoint, _ = sync.find(base)
+    after, last_answer = 0, time.monotonic()
+    with open(file, "w", encoding="utf-8") as target:
+        while True:
+            try:
+                message = {"command": "record", "after": after}
+                answer = daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)
+            except NotAnsweringError:
+                if time.monotonic() - last_answer > SILENCE_S:
+                    raise
+                time.sleep(RECORD_EVERY_S)
+                continue
+            last_answer = time.monotonic()
+            target.writelines(f"{entry}\n" for entry in answer["entries"])
+            target.flush()
+            after = answer["after"] + len(answer["entries"])
+            if not answer["entries"]:
+                time.sleep(RECORD_EVERY_S)

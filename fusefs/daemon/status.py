@@ -69,6 +69,8 @@ def answer(
             return _plan(daemon, reader, offset, entries, is_last=bool(request.get("is_last")))
         case {"command": "end plan", "reader": str(reader)}:
             return {"was_there": daemon.plans.end(reader)}
+        case {"command": "record", "after": int(after)}:
+            return daemon.plans.record(after)
         case {"command": "plans"}:
             return {"plans": daemon.plans.describe()}
         case {"command": "warming"}:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ MOST_BYTES = 2 << 30
 LONGEST_ENTRY = 4096
 MOST_READERS = 256
 LONGEST_READER = 100  # its name is in that of a file, twice as long
+# A recording: opens that are not told yet, those of one answer, and the longest silence.
+MOST_RECORDED = 1 << 20
+RECORD_PIECE = 500
+RECORD_S = 30.0
 # Files that get their places before other tasks have their turn.
 FILES_TURN = 500
 # Files that are being opened, and were not there.
@@ -74,6 +79,11 @@ class Plans:
         self._has_begun = trio.Event()
         self.since = math.inf
         self._in_time = self._opens = 0
+        # What was opened since the last request for it, None where nobody records; the number
+        # of those before, and until when somebody has to ask again (monotonic seconds).
+        self._recorded: list[str] | None = None
+        self._told = 0
+        self._record_until = 0.0
 
     # Plans come and go
 
@@ -199,7 +209,8 @@ class Plans:
         elif self.since == math.inf:
             self.since = steady_time()
         # Also a plan that is ignored needs the opens: its reader may come back.
-        self._cache.order.forecast = self if self._plans else None
+        is_needed = bool(self._plans) or self._recorded is not None
+        self._cache.order.forecast = self if is_needed else None
         self._has_changed.set()
         self._prefetcher.moved()
 
@@ -218,6 +229,29 @@ class Plans:
                     await trio.lowlevel.checkpoint()
             if not self._plans:
                 self._known.clear()
+
+    def record(self, after: int) -> dict[str, Any]:
+        """The paths that were opened, in order, behind the first `after` ones; begins to record.
+
+        Those before have been received. Recording ends when nobody has asked for RECORD_S.
+        """
+        if self._recorded is None:
+            self._recorded, self._told = [], after
+            self._refresh()
+        del self._recorded[: max(0, after - self._told)]
+        self._told = max(after, self._told)
+        self._record_until = time.monotonic() + RECORD_S
+        return {"entries": self._recorded[:RECORD_PIECE], "after": self._told}
+
+    def _note(self, key: str) -> None:
+        """Record an open, if that is wanted."""
+        if self._recorded is None:
+            return
+        if time.monotonic() > self._record_until:
+            self._recorded = None
+            self._refresh()
+        elif len(self._recorded) < MOST_RECORDED:
+            self._recorded.append(key[len(self._prefix) :])
 
     # The forecast
 
@@ -256,7 +290,9 @@ class Plans:
     def used(self, file: CacheFile) -> None:
         """Note the open of a file."""
         mark = self._mark(file)
-        if mark is None:
+        if file.version is not None:
+            self._note(file.version.key)
+        if mark is None or not self._plans:
             return
         is_late = file in self._late
         self._late.discard(file)

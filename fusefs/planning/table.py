@@ -234,6 +234,7 @@ class Plan:
         while self.low in self._seen or self.low < least:
             if self.low not in self._seen:
                 self.skipped += 1
+                self._judge(0.0)
                 self.passed.append(self.low)
             self._seen.discard(self.low)
             self.low += 1

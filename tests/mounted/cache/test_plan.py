@@ -12,7 +12,7 @@ import pytest
 
 import fusefs as fusefs_module
 from fusefs.launch.control import CommandError
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -100,10 +100,12 @@ def test_what_is_used_last_goes_first(mounter: Mounter, data: Bucket, tmp_path: 
     for key in order:
         assert read_all(here.path / key) == FILES[key]
     plan = plan_of(here)
-    assert here.status()["pins"]["paths"] == 2
     best = farthest_misses(order, 32) * SIZE
     assert plan["position"] == len(order)
-    assert fetched(here) <= 1.25 * best
+    assert (before := fetched(here)) <= 1.25 * best
+    for key in pinned:
+        assert read_all(here.path / key) == FILES[key]
+    assert fetched(here) == before
 
 
 @states(
@@ -221,3 +223,36 @@ def test_a_sampler_tells_the_mount_its_epochs(
     assert plan_of(here)["entries"] == 3
     with pytest.raises(CommandError, match="is not in a mount of fusefs"):
         fusefs_module.plan(["/etc/passwd"])
+
+
+@states(
+    "`fusefs record` writes down the paths that programs open, in order, as they open them: "
+    "it is the plan of a run that opens the same."
+)
+def test_a_recorded_run_of_a_killed_job_is_the_plan_of_the_next_one(
+    mounter: Mounter, data: Bucket, tmp_path: Path
+) -> None:
+    here, record = mounter(bucket=data), tmp_path / "order.txt"
+    order = shuffled(1)
+    recording = subprocess.Popen([FUSEFS, "record", here.path, record])
+    try:
+        until(record.exists, "it records")
+        until(lambda: _is_recorded(here, record, order[0]), "opens are recorded")
+        names = " ".join(str(here.path / key) for key in order[1:])
+        job = subprocess.Popen(["sh", "-c", f"cat {names} > /dev/null; sleep 600"])
+        until(lambda: record.read_text().split()[-1] == order[-1], "all are recorded")
+        job.kill()
+        job.wait()
+    finally:
+        recording.send_signal(signal.SIGINT)
+        assert recording.wait() == 130
+    paths = record.read_text().split()
+    assert paths[paths.index(order[1]) :] == order[1:]
+    fusefs("drop", here.path)
+    assert fusefs("plan", here.path, record).returncode == 0
+    until(lambda: plan_of(here)["ahead_files"] == len(paths), "it is there again")
+
+
+def _is_recorded(mount: Mount, record: Path, key: str) -> bool:
+    assert read_all(mount.path / key) == FILES[key]
+    return key in record.read_text()

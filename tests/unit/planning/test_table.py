@@ -67,8 +67,9 @@ def test_workers_that_open_batches_out_of_order_move_the_position(plan: Plan) ->
 def test_samples_that_are_left_out_are_passed_over(plan: Plan) -> None:
     order = epoch(1)
     add(plan, order)
-    for path in order[::2]:
-        plan.opened(mark(path))
+    for number, path in enumerate(order):
+        if number % 6:
+            plan.opened(mark(path))
     assert not plan.is_ignored
     assert plan.low >= 998 - plan.window
 
@@ -94,6 +95,13 @@ def test_another_order_is_ignored_until_the_plan_is_followed_again(plan: Plan) -
         plan.opened(mark(path))
     assert not plan.is_ignored
     assert plan.low % 1000 == 900
+
+
+def test_another_order_of_few_files_is_ignored_as_well(plan: Plan) -> None:
+    add(plan, [path for seed in range(4) for path in epoch(seed, 80)])
+    for path in [*epoch(10, 80), *epoch(11, 80)]:
+        plan.opened(mark(path))
+    assert plan.is_ignored
 
 
 def test_files_of_others_say_nothing_about_the_position(plan: Plan) -> None:
