@@ -232,9 +232,6 @@ class Downloader:
         # Called with a pinned file and the range that a download has brought, also of one that
         # was cancelled: its last reader may have left between the last byte and the end.
         self.on_fetched: Callable[[CacheFile, int, int], None] = lambda _file, _start, _stop: None
-        # Called with a pinned file that is whole before anything has opened it: what opens it
-        # is spared the wait for the disk.
-        self.on_whole_ahead: Callable[[CacheFile], None] = cache.keep_open
         # What readers have waited for, and so was not fetched ahead of them.
         self.waited_bytes = 0
         # The downloads of each file that has any.
@@ -430,7 +427,7 @@ class Downloader:
             if download.position > download.start:
                 self.on_fetched(file, download.start, download.position)
             if download.wanted and file.last_use is None and file.is_complete and file.fd >= 0:
-                self.on_whole_ahead(file)
+                self._cache.keep_open(file)  # its first open is spared the wait for the disk
             self._cache.unpin(file)
 
     async def _bring(self, download: Download) -> Exception | None:

@@ -41,6 +41,7 @@ from pathlib import Path
 import trio
 
 from fusefs.cache import disk
+from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.catalog_writer import CatalogWriter
@@ -89,10 +90,12 @@ class FileCache:
         *,
         most_in_memory: int = 50_000,
         in_any_case: bool = False,
+        backing: BackingFiles | None = None,
     ) -> None:
         """Open the directory and read the catalog; `in_any_case` on a bad disk too. Blocks.
 
-        At most `most_in_memory` of the files that are not in use are in memory.
+        At most `most_in_memory` of the files that are not in use are in memory. The kernel reads
+        those of `backing` by itself.
 
         Raises:
             CacheDirectoryError: it can't be used; the message says why.
@@ -128,9 +131,7 @@ class FileCache:
         # The names of such files: what the kernel has kept of them may be wrong as well.
         self.discarded: set[str] = set()
         self.trouble = Trouble()
-        # Called before an eviction, to close the file in the kernel. Returns an event that
-        # is set when the kernel has closed it; None if the kernel did not have it open.
-        self.on_evict: Callable[[CacheFile], trio.Event | None] = lambda _file: None
+        self._backing = backing
         self.evicted = 0
         self.evicted_bytes = 0
         self.evicted_unread = 0  # bytes that were fetched and never read
@@ -288,10 +289,14 @@ class FileCache:
         self.residency.leave(file)
         self._catalog_writer.forget(file)
         if not file.pins:
-            self.on_evict(file)  # it may be registered still since programs had it open
+            self._let_go(file)  # it may be registered still since programs had it open
         if file.generation:
             self._unlink(file)
             self._catalog_writer.lost(file)
+
+    def _let_go(self, file: CacheFile) -> trio.Event | None:
+        """Have the kernel close a file; set when it has. None if it had it not open."""
+        return self._backing.drop(file) if self._backing is not None else None
 
     def _unlink(self, file: CacheFile) -> None:
         try:
@@ -365,12 +370,19 @@ class FileCache:
         return await trio.to_thread.run_sync(opening, limiter=self._threads)
 
     def keep_open(self, file: CacheFile) -> None:
-        """Keep a pinned file that was fetched ahead open, KEEP_OPEN_S seconds at most."""
+        """Keep a pinned file that was fetched ahead open, KEEP_OPEN_S seconds at most.
+
+        Its first open is cheap then: with a backing id it is answered like any other of a warm
+        file, without a task, by compiled code.
+        """
         if file not in self._kept_open:
             self.pin_again(file)
             self._kept_open[file] = time.monotonic() + KEEP_OPEN_S
             if len(self._kept_open) > MOST_KEPT_OPEN:
                 self._end_keeping_open(1)
+        if self._backing is not None and self._backing.is_on:
+            self.pin_again(file)
+            self._backing.register_ahead(file, partial(self.unpin, file, was_used=False))
 
     def _end_keeping_open(self, count: int) -> None:
         """Unpin the first `count` files that are kept open."""
@@ -488,7 +500,7 @@ class FileCache:
     def _rename(self, file: CacheFile, name: str) -> None:
         rival = self._files.get(name)
         if rival is not None:
-            self.on_evict(rival)
+            self._let_go(rival)
             self.pin_again(rival)
             rival.is_ours = False
             self.unpin(rival)
@@ -523,7 +535,7 @@ class FileCache:
                     self._end_keeping_open(sum(until <= now for until in self._kept_open.values()))
                     await self._catalog_writer.sync(SYNC_AFTER_S)
                     self.order.note_time(steady_time())
-                    await self.residency.unload(self.on_evict)
+                    await self.residency.unload(self._let_go)
                 await self._catalog_writer.touch()
 
     async def record(self) -> None:
@@ -597,7 +609,7 @@ class FileCache:
         self.residency.leave(file)
         if file.is_opening:
             return -1  # a rename has waited for the eviction before, and goes on next
-        let_go = self.on_evict(file)
+        let_go = self._let_go(file)
         generation, st_ino = file.generation, file.st_ino
         size, unread = file.present.total, file.unread
         fd: int | None = None

@@ -128,7 +128,6 @@ class Daemon:
         self.started = time.monotonic()
         self.loop_busy_s = 0.0
         self.session: RunningSession | None = None
-        self.backing = PassthroughFiles()
         # None on a read-only mount.
         self.watched: WatchedStore | None = None
         self.unanswered = UnansweredChanges()
@@ -238,7 +237,10 @@ class Daemon:
         directory = settings.cache_dir / self._principal_directory()
         is_fresh = self._is_fresh
         opening = partial(setup.open_cache, in_any_case=not is_fresh)
-        self.cache = await trio.to_thread.run_sync(opening, settings, directory, self._identity)
+        self.backing = self._backing_files()
+        self.cache = await trio.to_thread.run_sync(
+            opening, settings, directory, self._identity, self.backing
+        )
         self.evictor = Evictor(self.cache)
         if self._takeover is not None and is_fresh:
             self._takeover.remember(directory.name)
@@ -492,7 +494,7 @@ class Daemon:
         if takeover.is_fresh:
             await takeover.mount()
         log, state = await takeover.open_journal()
-        passthrough = self._passthrough(takeover)
+        passthrough = self.backing if self.backing.can_register else None
         depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
         mounted_ns = time.time_ns() if state is None else state.mounted_ns
         operations = self._operations(log, mounted_ns=mounted_ns)
@@ -539,16 +541,15 @@ class Daemon:
         except UnsupportedKernelError as error:
             raise TakeoverError(str(error)) from error
 
-    def _passthrough(self, takeover: Takeover) -> PassthroughFiles | None:
+    def _backing_files(self) -> PassthroughFiles:
+        takeover = self._takeover
+        if takeover is None:
+            return PassthroughFiles(why="the pyfuse3 session has none")
         if self.settings.passthrough == "off":
-            self.backing = PassthroughFiles(why="turned off by --passthrough off")
-            return None
+            return PassthroughFiles(why="turned off by --passthrough off")
         if takeover.is_fresh and not takeover.is_privileged:
-            self.backing = PassthroughFiles(why="needs CAP_SYS_ADMIN: mount as root")
-            return None
-        passthrough = self.backing = PassthroughFiles(takeover.keeper)
-        self.cache.on_evict = passthrough.drop
-        return passthrough
+            return PassthroughFiles(why="needs CAP_SYS_ADMIN: mount as root")
+        return PassthroughFiles(takeover.keeper)
 
     async def _leave_when_quiesced(self, takeover: Takeover, session: Session) -> None:
         """Answer what has been read, and leave the rest to the daemon of an upgrade."""
@@ -560,7 +561,6 @@ class Daemon:
         from fusefs.fuse.pyfuse3_session import PyfuseSession
 
         settings = self.settings
-        self.backing = PassthroughFiles(why="the pyfuse3 session has none")
         operations = self._operations(NoJournal(), mounted_ns=time.time_ns(), ids_are_inos=True)
         if operations.writer is not None:
             recovery.adopt(operations.writer)

@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 
+from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.disk import prepare_directory
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Quota
@@ -46,7 +47,12 @@ def read_input(text: str) -> MountSettings:
 
 
 def open_cache(
-    settings: MountSettings, directory: Path, identity: str, *, in_any_case: bool
+    settings: MountSettings,
+    directory: Path,
+    identity: str,
+    backing: BackingFiles,
+    *,
+    in_any_case: bool,
 ) -> FileCache:
     """Open the part of the cache in `directory`. Blocks.
 
@@ -59,7 +65,14 @@ def open_cache(
     floors = settings.min_free.bytes_of, FREE_INODES.bytes_of
     quota = Quota(directory, settings.cache_size, *floors)
     files = MemoryBudget.of(settings.memory_limit).files
-    return FileCache(directory, identity, quota, most_in_memory=files, in_any_case=in_any_case)
+    return FileCache(
+        directory,
+        identity,
+        quota,
+        most_in_memory=files,
+        in_any_case=in_any_case,
+        backing=backing,
+    )
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:

@@ -77,6 +77,11 @@ class PassthroughFiles:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def can_register(self) -> bool:
+        """True if there is a registrar."""
+        return hasattr(self, "registrar")
+
     async def turn_on(self, is_negotiated: bool, cache: Path) -> None:
         """Try whether the kernel takes files of the cache's directory."""
         self.is_on = False

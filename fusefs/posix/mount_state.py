@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.file_cache import FileCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
 from fusefs.posix.nodes.notifier import Notifier
-from fusefs.posix.types import BackingFiles, ReadCounters
+from fusefs.posix.types import ReadCounters
 from fusefs.store.interface import ObjectInfo, Store
 
 

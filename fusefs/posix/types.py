@@ -6,14 +6,10 @@ An operation answers at once, or returns a coroutine when it has to wait.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-import trio
-
-from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
@@ -92,29 +88,6 @@ class NewAttributes:
     size: int | None = None
     mtime_ns: int | None = None
     has_handle: bool = False
-
-
-class BackingFiles(Protocol):
-    """The files that the kernel reads by itself; see fuse/passthrough.py."""
-
-    @property
-    def is_on(self) -> bool: ...
-
-    @property
-    def ids(self) -> OrderedDict[CacheFile, int]:
-        """The registered files, least recently used first: always the same dict."""
-
-    def find(self, file: CacheFile) -> int:
-        """The id under which a file is registered, or 0."""
-
-    async def register(self, file: CacheFile) -> int:
-        """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
-
-    def drop(self, file: CacheFile) -> trio.Event | None:
-        """Give the id of a file back that no program has open; set when the kernel has it."""
-
-    def register_ahead(self, file: CacheFile, done: Callable[[], None]) -> None:
-        """The same without a wait, before anything opens it; `done` is called when it is over."""
 
 
 class NameKind(enum.Enum):

@@ -21,6 +21,7 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.catalog import Row
 from fusefs.cache.downloader import Downloader
@@ -201,11 +202,12 @@ async def cache_in(
     inode_floor: int = 0,
     bucket: Bucket | None = None,
     most_in_memory: int = 1000,
+    backing: BackingFiles | None = None,
 ) -> AsyncIterator[Parts]:
     """The cache of a new mount in `directory`, ended cleanly with the block."""
     os.makedirs(directory, exist_ok=True)
     quota = Quota(directory, limit, lambda _size: floor, lambda _count: inode_floor)
-    cache = FileCache(directory, "test", quota, most_in_memory=most_in_memory)
+    cache = FileCache(directory, "test", quota, most_in_memory=most_in_memory, backing=backing)
     evictor = Evictor(cache)
     store = bucket or Bucket()
     try:

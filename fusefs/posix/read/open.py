@@ -20,7 +20,6 @@ import errno
 import os
 import time
 from collections import OrderedDict
-from functools import partial
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import NotKeptError
@@ -61,7 +60,6 @@ class Opener:
         known = KnownFiles(state.directories)
         self._siblings = Siblings(state.downloader, state.cache, known)
         self._next_files = NextFiles(state.downloader, state.cache, known)
-        state.downloader.on_whole_ahead = self._prepare_open
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file for reading; see the module's text."""
@@ -353,18 +351,6 @@ class Opener:
         fetched = file.first_read(0, file.size)
         self._counters.read(file.size, fetched)
         return fetched
-
-    def _prepare_open(self, file: CacheFile) -> None:
-        """Make the first open of a file cheap that was fetched ahead of it and is open here.
-
-        With a backing id the open is answered like any other of a warm file: without a task, by
-        compiled code. The file is kept open for a while: until then nothing evicts it.
-        """
-        self._cache.keep_open(file)
-        if self._backing.is_on:
-            self._cache.pin_again(file)
-            done = partial(self._cache.unpin, file, was_used=False)
-            self._backing.register_ahead(file, done)
 
     def _note_first_open(self, inode: Inode, file: CacheFile, *, is_first: bool) -> None:
         """Note an open for which nothing had to be prepared: readahead goes on from there.

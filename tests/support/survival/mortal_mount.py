@@ -17,6 +17,7 @@ from typing import Any
 
 import trio
 
+from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
@@ -31,7 +32,7 @@ from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Owners
 from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore.from_journal import restore
-from fusefs.posix.types import BackingFiles, Caller, NameKind
+from fusefs.posix.types import Caller, NameKind
 from fusefs.posix.write.rules import WriteRules, Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.durability import Durability, DurabilityRules
@@ -221,7 +222,8 @@ class MortalMount:
     async def serving(self, **rules: Any) -> AsyncIterator[Process]:
         """A process: the first of a mount, or the next one of it."""
         self.directory.mkdir(exist_ok=True)
-        cache = FileCache(self._cache, "test", Quota(self.directory, None, lambda _size: 0))
+        quota = Quota(self.directory, None, lambda _size: 0)
+        cache = FileCache(self._cache, "test", quota, backing=self.backing)
         journal, state = self._journal()
         ended = contextlib.ExitStack()
         try:

@@ -13,6 +13,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import ORPHAN_AGE_S, is_unused
 from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.integrity.checksums import Sum
+from fusefs.fuse.passthrough import PassthroughFiles
 from tests.support.local_cache import cache_in, content, recording, version
 from tests.support.waiting import eventually
 
@@ -83,9 +84,12 @@ async def test_of_a_copied_directory_what_is_opened_is_fetched_again(tmp_path: P
 async def test_a_dropped_file_is_taken_from_the_kernel_when_no_program_has_it_open(
     tmp_path: Path,
 ) -> None:
+    class Noted(PassthroughFiles):
+        def drop(self, file: CacheFile) -> None:
+            let_go.append(file)
+
     let_go: list[CacheFile] = []
-    async with cache_in(tmp_path) as parts:
-        parts.cache.on_evict = let_go.append
+    async with cache_in(tmp_path, backing=Noted()) as parts:
         await parts.fetch(A)
         await parts.fetch(version("b", MIB))
         idle, used = parts.cache.find(A), parts.cache.pin(version("b", MIB))

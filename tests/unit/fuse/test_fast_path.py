@@ -159,7 +159,6 @@ async def one_side(
     with end, its:
         async with mount.serving() as process, trio.open_nursery() as nursery:
             operations = process.operations
-            operations.cache.on_evict = backing.drop
             log = operations._state.journal
             assert isinstance(log, Journal)
             session = Session(its.fileno(), operations, log, has_fast_path=is_compiled)
