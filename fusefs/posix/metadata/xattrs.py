@@ -100,9 +100,8 @@ class Xattrs:
 
     async def _get_later(self, inode: Inode, name: str) -> bytes:
         """Ask for what no listing tells; remembered if it is about the same version."""
-        assert inode.info is not None
-        info = await self._store.head(inode.info.key)
-        if info.version != inode.info.version:
+        info = await self._store.head(inode.object.key)
+        if info.version != inode.object.version:
             raise OSError(errno.ESTALE, "the object has been replaced")
         inode.info = info
         return _headed(info, name)

@@ -91,9 +91,8 @@ class LinkChanges(CreateRemove):
         return found if is_own else None
 
     async def _says_as(self, inode: Inode, found: ObjectInfo) -> bool:
-        assert inode.info is not None
         if inode.staged is None and inode.meta is None:
-            source = await find(self._store, inode.info.key)
+            source = await find(self._store, inode.object.key)
             if source is None:
                 return True  # the rename has gone on to remove it
             inode.meta = read(source.metadata or {}, inode.default_meta(self._owner))

@@ -318,9 +318,8 @@ class NameChanges(LinkChanges):
         """
         if isinstance(entry, Absent):
             assert inode is not None
-            assert inode.info is not None
-            made = await self._copied_before(inode.info, self._inodes.key(to) + new_name)
-            return (inode.info, made), None
+            made = await self._copied_before(inode.object, self._inodes.key(to) + new_name)
+            return (inode.object, made), None
         if staged is None:
             meta = await self._new_meta(entry, described)
             return await self._copy(entry, to, new_name, condition, meta), None

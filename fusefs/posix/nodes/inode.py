@@ -140,6 +140,12 @@ class Inode:
             self.children = {}
 
     @property
+    def object(self) -> ObjectInfo:
+        """The object version that a file's node stands for."""
+        assert self.info is not None
+        return self.info
+
+    @property
     def is_open(self) -> bool:
         return bool(self.served or self.passthrough)
 
@@ -443,8 +449,7 @@ class StagedFile:
 
     @property
     def key(self) -> str:
-        assert self.inode.info is not None
-        return self.inode.info.key
+        return self.inode.object.key
 
     def is_others(self, owner: int) -> bool:
         """True if lock owners other than this one have written all that the bucket lacks."""

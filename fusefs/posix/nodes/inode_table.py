@@ -427,13 +427,12 @@ class InodeTable:
 
     def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
         """Let an inode be of another key, and of the copy that the bucket has there."""
-        assert inode.info is not None
         if inode.meta is not None and inode.meta.mtime_ns is None:
             # A copy is younger, and says in its metadata how old the content is.
-            inode.meta = inode.meta.changed(mtime_ns=inode.info.mtime_ns)
+            inode.meta = inode.meta.changed(mtime_ns=inode.object.mtime_ns)
         if copy is None:
             inode.valid_until, inode.looked_up = 0.0, False
-            copy = replace(inode.info, key=key)
+            copy = replace(inode.object, key=key)
         self.replace_version(inode, copy)
 
     def forget(self, nodeid: int, nlookup: int) -> None:

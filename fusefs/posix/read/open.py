@@ -124,8 +124,7 @@ class Opener:
     ) -> OpenResult:
         if not inode.is_current:
             return await self._open_elsewhere(inode, flags, caller)
-        assert inode.info is not None
-        version = inode.info.version
+        version = inode.object.version
         file = self._cache.pin(version)
         try:
             # What is not in the cache at all is fetched on the condition that it is this version.
@@ -133,9 +132,9 @@ class Opener:
                 version.size and self._downloader.proves_versions and self._cache.is_new(file)
             ):
                 await self._look_again(inode)
-                if not inode.is_current or inode.info.version != version:
+                if not inode.is_current or inode.object.version != version:
                     return await self._open_later(inode, flags, caller, is_valid)
-            is_whole = await self._prepare(inode, inode.info, file)
+            is_whole = await self._prepare(inode, inode.object, file)
             # A file that is not whole is registered for its lock, which the
             # kernel keeps when this process dies: no mount evicts it then.
             is_usable = file.fd >= 0 and file.is_kept
@@ -146,7 +145,7 @@ class Opener:
                 return self._writer.open_staged(inode, flags, caller)
             if not inode.is_current:
                 return await self._open_elsewhere(inode, flags, caller)
-            if self._cache.find(inode.info.version) is not file:
+            if self._cache.find(inode.object.version) is not file:
                 # It was written to, and is in the bucket already; or its file was dropped.
                 return await self._open_later(inode, flags, caller, is_valid)
             if is_whole and backing_id:
@@ -163,10 +162,9 @@ class Opener:
 
     async def _ask_again(self, inode: Inode) -> None:
         """Ask for the object alone; if it is another one, the inode is current no more."""
-        assert inode.info is not None
-        asked = inode.info.version
+        asked = inode.object.version
         info = await find(self._store, asked.key)
-        if inode.info.version != asked:
+        if inode.object.version != asked:
             return  # this mount has changed it meanwhile: the answer is older
         if info is None or info.version != asked:
             self._state.mark_stale(inode, info)
@@ -176,13 +174,12 @@ class Opener:
 
         One LIST page answers for the files beside it as well.
         """
-        assert inode.info is not None
-        asked, parent = inode.info.version, inode.parent
+        asked, parent = inode.object.version, inode.parent
         if parent is None or inode.is_removed:
             return
         directory = self._directories.get(self._inodes.key(parent))
         found, until = await self._directories.lookup(directory, inode.name, is_opened=True)
-        if inode.info.version != asked or inode.parent is not parent or not inode.is_current:
+        if inode.object.version != asked or inode.parent is not parent or not inode.is_current:
             return  # this mount has changed it meanwhile: the answer is older
         if _is_version(found, asked):
             inode.valid_until = until
@@ -217,17 +214,16 @@ class Opener:
         Raises:
             OSError: ESTALE, neither is possible.
         """
-        assert inode.info is not None
-        file = self._cache.pin(inode.info.version)
+        file = self._cache.pin(inode.object.version)
         try:
             if file.is_complete and await self._cache.ensure_open(file) and file.is_complete:
                 return await self._opened_either_way(inode, file, flags, caller, keep_cache=True)
         finally:
             self._cache.unpin(file)
-        info = await find(self._store, inode.info.key)
+        info = await find(self._store, inode.object.key)
         if inode.is_open or info is None:
             raise OSError(errno.ESTALE, "the object has been replaced while it was open")
-        is_new = info.version != inode.info.version
+        is_new = info.version != inode.object.version
         if is_new:
             self._inodes.replace_version(inode, info)
             self._state.notifier.invalidate_attributes(inode.nodeid)
@@ -326,7 +322,6 @@ class Opener:
     def _opened_served(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
     ) -> OpenResult:
-        assert inode.info is not None
         if inode.passthrough:
             # The kernel reads a file for this node; another mode would be an EIO.
             backing_id = self._backing.find(file)
@@ -336,7 +331,7 @@ class Opener:
         self._cache.pin_again(file)
         self._cache.opened(file)
         self._counters.served_opens += 1
-        handle = self._handles.open_file(inode, inode.info.version, file, 0, flags, caller.unique)
+        handle = self._handles.open_file(inode, inode.object.version, file, 0, flags, caller.unique)
         if file.is_complete:
             handle.fetched = self._count_whole(file)
         else:
@@ -386,8 +381,7 @@ def _is_version(entry: Entry | Absent, version: ObjectVersion) -> bool:
 
 def _version(inode: Inode, file: CacheFile) -> ObjectVersion:
     """The version that a handle of a whole file reads: the object may have another key by now."""
-    assert inode.info is not None
-    return file.version or inode.info.version
+    return file.version or inode.object.version
 
 
 class Redirects:

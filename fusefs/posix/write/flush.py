@@ -215,13 +215,12 @@ class Flusher:
             is_wanted = staged.state is not FileState.ABANDONED or self.may_be_written(inode)
             if is_wanted or inode.staged is not staged or not staged.is_dirty:
                 return
-            assert inode.info is not None
             logger.warning(
                 "%s stays as it was: what was to rewrite it was killed before it closed the file",
                 staged.key,
             )
             if staged.is_meta_dirty:
-                self._keep_attributes(staged, inode.info)
+                self._keep_attributes(staged, inode.object)
             # As with a file that is removed: programs that have it open read what was written.
             staged.state = FileState.UNLINKED
             self._staging.try_record(staged)
@@ -229,7 +228,7 @@ class Flusher:
                 assert inode.parent is not None
                 self._inodes.mark_replaced(inode)
                 prefix = self._inodes.key(inode.parent)
-                self._directories.changed(prefix, inode.name, inode.info)
+                self._directories.changed(prefix, inode.name, inode.object)
         if inode.staged is staged and not inode.is_open:
             self._release(staged)
 
@@ -304,7 +303,6 @@ class Flusher:
             self._staging.record(staged)
             self.described(inode)
             return
-        assert inode.info is not None
         now = self._named_now(inode)
         if now is not inode:
             inode.meta = meta
@@ -312,8 +310,8 @@ class Flusher:
             return
         if meta.mtime_ns is None:
             # A copy has a time of its own.
-            meta = meta.changed(mtime_ns=inode.info.mtime_ns)
-        self.deferred.put(inode.info, meta)
+            meta = meta.changed(mtime_ns=inode.object.mtime_ns)
+        self.deferred.put(inode.object, meta)
         inode.meta = meta
 
     def _named_now(self, inode: Inode) -> Inode:
@@ -428,7 +426,6 @@ class Flusher:
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
         """The content is in the bucket under another name than it was to have."""
         inode = staged.inode
-        assert inode.info is not None
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
         prefix, name = self._inodes.key(inode.parent), inode.name
@@ -460,9 +457,8 @@ class Flusher:
 
     def _has(self, inode: Inode, info: ObjectInfo) -> None:
         """The bucket has a version of ours: the node stands for it from now on."""
-        assert inode.info is not None
-        if inode.info.etag and inode.info.version != info.version:
-            self._cache.obsolete(inode.info.version)
+        if inode.object.etag and inode.object.version != info.version:
+            self._cache.obsolete(inode.object.version)
         self._inodes.replace_version(inode, info)
         prefix = info.key[: len(info.key) - len(inode.name)]
         self._directories.changed(prefix, inode.name, info, lasting=inode.staged is not None)
@@ -566,6 +562,5 @@ class Flusher:
 
     def list_staged(self, inode: Inode) -> None:
         """Have listings show a staged file."""
-        assert inode.info is not None
-        prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
-        self._directories.changed(prefix, inode.name, inode.info, lasting=True)
+        prefix = inode.object.key[: len(inode.object.key) - len(inode.name)]
+        self._directories.changed(prefix, inode.name, inode.object, lasting=True)

@@ -239,9 +239,8 @@ class Writer:
             OSError: ESTALE, the object was replaced: the name is to be looked up again.
             StoreError: the bucket could not tell.
         """
-        assert inode.info is not None
-        await self.deferred.settle(inode.info.key)
-        known, staged = inode.info, inode.staged
+        await self.deferred.settle(inode.object.key)
+        known, staged = inode.object, inode.staged
         found = await find(self._store, known.key)
         if self._store.unanswered.has_undone(known.key, found):
             found = await self._store.unanswered.restored(known.key)
@@ -256,8 +255,7 @@ class Writer:
 
     def open_staged(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Open a file that is staged."""
-        assert inode.info is not None
-        version, staged = inode.info.version, inode.staged
+        version, staged = inode.object.version, inode.staged
         may_write = bool(flags & WRITING)
         if staged is not None and (backing_id := self.sharing.backing_id(staged)):
             assert staged.backing is not None
@@ -350,8 +348,7 @@ class Writer:
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
     async def _stage_content(self, inode: Inode, keep: int | None, *, was_current: bool) -> None:
-        assert inode.info is not None
-        async with self.deferred.taken(inode.info.key) as described:
+        async with self.deferred.taken(inode.object.key) as described:
             staged = await self._staged_content(inode, keep, was_current=was_current)
             staged.before = described.meta if described is not None else inode.meta
             if described is not None:
@@ -370,8 +367,7 @@ class Writer:
         Readers that the kernel reads for can't be given another file: they share the cached
         copy with the writer. Where that is not the node's alone they go on with what it was.
         """
-        assert inode.info is not None
-        info = inode.info
+        info = inode.object
         file = self._cache.pin(info.version)
         staged: StagedFile | None = None
         try:
@@ -429,21 +425,19 @@ class Writer:
         return staged
 
     def _set_time(self, inode: Inode, fd: int) -> None:
-        assert inode.info is not None
         known = inode.meta.mtime_ns if inode.meta is not None else None
-        mtime_ns = inode.info.mtime_ns if known is None else known
+        mtime_ns = inode.object.mtime_ns if known is None else known
         os.utime(fd, ns=(mtime_ns, mtime_ns))
 
     def _begin_with(
         self, inode: Inode, fd: int, base: EditBase | None, taken: CacheFile | None = None
     ) -> StagedFile:
-        assert inode.info is not None
         meta = inode.meta or inode.default_meta(self._state.owner)
         return self.staging.begin(
             inode,
             fd,
             meta.changed(mtime_ns=None),
-            inode.info.etag,
+            inode.object.etag,
             base,
             taken,
             # It may have been, or replaced, while its content was on its way.
@@ -452,11 +446,10 @@ class Writer:
 
     def _successor(self, inode: Inode) -> Inode:
         """A new node for a node's name, which gets what was prepared for the old one."""
-        assert inode.info is not None
         if not inode.is_current or inode.parent is None:
             raise OSError(errno.ESTALE, "what is read under it is not to be changed")
         self.inodes.mark_replaced(inode)
-        new = self.inodes.resolve(inode.parent, inode.name, inode.info)
+        new = self.inodes.resolve(inode.parent, inode.name, inode.object)
         new.meta = inode.meta
         self.staging.move_prepared(inode, new)
         return new
