@@ -39,7 +39,6 @@ class MountState:
     counters: ReadCounters = field(default_factory=ReadCounters)
 
     def attributes(self, inode: Inode) -> Attributes:
-        """The attributes that stat shows of an inode."""
         return inode.attributes(self.owner, self.mounted_ns)
 
     def mark_stale(self, inode: Inode, info: ObjectInfo | None = None) -> None:

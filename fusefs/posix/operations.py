@@ -225,7 +225,7 @@ class Operations:
         return inode, inode.valid_s
 
     def attributes(self, inode: Inode) -> Attributes:
-        return inode.attributes(self.owner, self.mounted_ns)
+        return self._state.attributes(inode)
 
     # Files
 
@@ -350,12 +350,10 @@ class Operations:
         return bytes(await self.downloader.read_unkept(info.version, 0, info.size))
 
     def getxattr(self, nodeid: int, name: str) -> Answer[bytes]:
-        """The value of an extended attribute."""
         self._refuse_if_shut()
         return self._xattrs.get(self.inodes.get(nodeid), name)
 
     def listxattr(self, nodeid: int) -> Answer[tuple[str, ...]]:
-        """The names of a node's extended attributes."""
         return self._xattrs.names(self.inodes.get(nodeid))
 
     # Helpers

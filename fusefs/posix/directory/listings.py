@@ -67,7 +67,6 @@ _SEGMENT_SIZE = 2
 
 
 def _size_of(segment: Segment) -> int:
-    """The memory that a segment takes, in entries."""
     return len(segment.entries) + len(segment.hidden) + _SEGMENT_SIZE
 
 
@@ -313,7 +312,6 @@ class Directories:
     def _fill(
         self, walk: Walk, prefix: str, page: ListPage, fetched: float, has_own_key: bool
     ) -> Segment:
-        """Take a directory from a walk's flat page."""
         directory = self.get(prefix)
         segment = self._absorb(directory, "", page, fetched)
         segment.has_hidden = segment.has_hidden or not has_own_key

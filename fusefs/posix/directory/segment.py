@@ -131,7 +131,6 @@ class Segment:
         )
 
     def has(self, name: str, entry: Entry | Absent) -> bool:
-        """True if it has this name with the same content."""
         known = self.entries.get(name, ABSENT)
         if isinstance(known, Absent) or isinstance(entry, Absent):
             return False

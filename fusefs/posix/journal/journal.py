@@ -136,7 +136,6 @@ class _Log:
             self.memory.madvise(mmap.MADV_DONTNEED, mmap.PAGESIZE, written - mmap.PAGESIZE)
 
     def is_at(self, path: Path) -> bool:
-        """True if a name stands for this very file."""
         try:
             return os.path.samestat(path.stat(), os.fstat(self._fd))
         except OSError:
@@ -330,7 +329,6 @@ class Journal(NodeLog):
 
 
 def _next_of(path: Path) -> Path:
-    """Under which name a log is rewritten."""
     return path.with_name(f"{path.name}.next")
 
 

@@ -151,7 +151,6 @@ def node_payload(inode: Inode) -> bytes:
 
 
 def parse_node(payload: bytes) -> LoggedNode:
-    """The node that `node_payload` has packed."""
     nodeid, parent, ino, nlookup, size, mtime_ns, name_len, etag_len, class_len = NODE.unpack_from(
         payload
     )

@@ -5,24 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fusefs.posix.journal import records
 from fusefs.posix.journal.records import (
-    COUNT,
     HEADER_SIZE,
-    ID,
-    MARK,
-    NUMBER,
-    OPEN,
     SLOT,
     SLOTS,
-    STALE,
-    TABLE,
     Kind,
     LoggedHandle,
     LoggedNode,
     Parsed,
-    parse,
-    parse_node,
-    start_payload,
 )
 from fusefs.posix.nodes.file_numbers import LEAST_HASH
 from fusefs.posix.nodes.inode import FIRST_ID
@@ -54,47 +45,46 @@ class KernelState:
     mounted_ns: int = 0
 
     def apply(self, kind: int, payload: bytes) -> None:
-        """Take up one record."""
         if kind == Kind.NODE:
-            node = parse_node(payload)
+            node = records.parse_node(payload)
             self.nodes[node.nodeid] = node
             self.next_id = max(self.next_id, node.nodeid + 1)
         elif kind == Kind.COUNT:
-            nodeid, nlookup = COUNT.unpack(payload)
+            nodeid, nlookup = records.COUNT.unpack(payload)
             if nodeid in self.nodes:
                 self.nodes[nodeid].nlookup = nlookup
         elif kind == Kind.GONE:
-            (nodeid,) = ID.unpack(payload)
+            (nodeid,) = records.ID.unpack(payload)
             self.nodes.pop(nodeid, None)
             self.marks.pop(nodeid, None)
             self.replaced.discard(nodeid)
             self.removed.discard(nodeid)
         elif kind == Kind.OPEN:
-            handle = LoggedHandle(*OPEN.unpack(payload))
+            handle = LoggedHandle(*records.OPEN.unpack(payload))
             self.handles[handle.fh] = handle
             self.next_fh = max(self.next_fh, handle.fh + 1)
         elif kind == Kind.CLOSED:
-            self.handles.pop(ID.unpack(payload)[0], None)
+            self.handles.pop(records.ID.unpack(payload)[0], None)
         elif kind == Kind.INIT:
             self.init_out = payload
         elif kind == Kind.TABLE:
-            next_id, next_fh, self.mounted_ns = TABLE.unpack(payload)
+            next_id, next_fh, self.mounted_ns = records.TABLE.unpack(payload)
             self.next_id, self.next_fh = max(self.next_id, next_id), max(self.next_fh, next_fh)
         elif kind in (Kind.REPLACED, Kind.REMOVED):
-            (nodeid,) = ID.unpack(payload)
+            (nodeid,) = records.ID.unpack(payload)
             self.replaced.add(nodeid)
             if kind == Kind.REMOVED:
                 self.removed.add(nodeid)
             # The kernel may never have got it; another node of this number is not replaced.
             self.next_id = max(self.next_id, nodeid + 1)
         elif kind == Kind.NUMBER:
-            self._apply_number(*NUMBER.unpack(payload))
+            self._apply_number(*records.NUMBER.unpack(payload))
         elif kind == Kind.MARK:
             self._apply_mark(payload)
         elif kind == Kind.BEGUN:
-            self.begun.add(ID.unpack(payload)[0])
+            self.begun.add(records.ID.unpack(payload)[0])
         elif kind == Kind.STALE:
-            nodeid, pid, is_pending = STALE.unpack(payload)
+            nodeid, pid, is_pending = records.STALE.unpack(payload)
             (self.stale.add if is_pending else self.stale.discard)((nodeid, pid))
 
     def _apply_number(self, place: int, number: int) -> None:
@@ -105,9 +95,9 @@ class KernelState:
             self.next_id = max(self.next_id, number + 1)
 
     def _apply_mark(self, payload: bytes) -> None:
-        nodeid, number = MARK.unpack_from(payload)
+        nodeid, number = records.MARK.unpack_from(payload)
         if number:
-            self.marks.setdefault(nodeid, {})[payload[MARK.size :].decode()] = number
+            self.marks.setdefault(nodeid, {})[payload[records.MARK.size :].decode()] = number
         else:
             self.marks.pop(nodeid, None)
 
@@ -158,18 +148,18 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
         slots = _slots(file.read(HEADER_SIZE))
         file.seek(0)
         data = file.read()
-    records = parse(data)
-    last = first = next(records, Parsed(0, b"", HEADER_SIZE, 0))
+    found = records.parse(data)
+    last = first = next(found, Parsed(0, b"", HEADER_SIZE, 0))
     if first.kind != Kind.START or not first.payload.startswith(b"fusefs journal "):
         raise UnusableJournalError(
             f"{path} is damaged: it is right up to byte {HEADER_SIZE} at most, or no journal at all"
         )
-    if first.payload != start_payload():
+    if first.payload != records.start_payload():
         raise UnusableJournalError(f"{path} is of another boot or another format")
     state = KernelState()
     count, before = 1, (HEADER_SIZE, 0)
     has_all = (first.stop, first.crc) in slots  # that a slot tells of
-    for record in records:
+    for record in found:
         state.apply(record.kind, record.payload)
         before, last = (last.stop, last.crc), record
         count += 1

@@ -58,7 +58,6 @@ class Change(NamedTuple):
     etag: str = ""
 
     def text(self) -> bytes:
-        """The change as a slot holds it."""
         return "\0".join((self.kind, self.etag, " ".join(self.tokens), self.key)).encode(
             "utf-8", "surrogateescape"
         )

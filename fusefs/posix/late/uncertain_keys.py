@@ -164,7 +164,6 @@ class UncertainKey:
             one.is_newer = False
 
     def plain(self) -> dict[str, Any]:
-        """The record as JSON can hold it."""
         expected = self.expected
         return {
             "key": self.key,
@@ -181,7 +180,6 @@ class UncertainKey:
 
     @staticmethod
     def from_plain(number: int, plain: Mapping[str, Any]) -> UncertainKey:
-        """The record that `plain` gave."""
         key, state = plain["key"], plain["expected"]
         unanswered = [
             UnansweredRequest(Change(kind, key, tuple(tokens), etag), is_newer)
@@ -218,7 +216,6 @@ def _is_of(directory: Path, source: str) -> bool:
 
 
 def matches_expected(found: KeyState, expected: KeyState) -> bool:
-    """True if an object, or none, is what is expected."""
     if isinstance(found, Absent) or isinstance(expected, Absent):
         return isinstance(found, Absent) and isinstance(expected, Absent)
     if found.key.endswith("/") and found.token is None:
@@ -273,7 +270,6 @@ class UncertainKeys(UnansweredChanges):
         return iter(list(self._entries.values()))
 
     def get(self, key: str) -> UncertainKey | None:
-        """The record of a key, if it is uncertain."""
         return self._entries.get(key)
 
     @property

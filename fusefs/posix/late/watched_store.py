@@ -120,7 +120,6 @@ class WatchedStore:
     # Changes
 
     async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
-        """As `Store.put_file`."""
         write = write.with_token(self.tokens)
         change = Change(PUT, key, (str(write.token),))
         send = partial(self.inner.put_file, key, fd, size, write)
@@ -139,7 +138,6 @@ class WatchedStore:
     async def copy(
         self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
     ) -> ObjectInfo:
-        """As `Store.copy`."""
         write = write.with_token(self.tokens)
         tokens, etag = [str(write.token)], ""
         if write.metadata is None:
@@ -161,7 +159,6 @@ class WatchedStore:
             raise StoreError(f"late requests of this mount undo each copy to {key}")
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-        """As `Store.delete`."""
         change = Change(DELETE, key)
         if self.uncertain_keys.get(key) is None:
             with self.on_record(change):
@@ -175,7 +172,6 @@ class WatchedStore:
     async def delete_many(
         self, keys: Iterable[str], etags: Mapping[str, str] | None = None
     ) -> list[DeleteFailure]:
-        """As `Store.delete_many`."""
         keys = list(keys)
         async with AsyncExitStack() as stack:
             held = [
@@ -192,11 +188,9 @@ class WatchedStore:
             return failures
 
     async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
-        """As `Store.begin_upload`."""
         return _WatchedUpload(await self.inner.begin_upload(key, write), self)
 
     async def resume_upload(self, state: UploadState) -> Upload:
-        """As `Store.resume_upload`."""
         return _WatchedUpload(await self.inner.resume_upload(state), self)
 
     async def complete(self, upload: Upload, size: int, condition: Condition) -> ObjectInfo:
@@ -384,7 +378,6 @@ class _WatchedUpload:
         return self._upload.state
 
     async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
-        """As `Upload.complete`."""
         return await self._watched.complete(self._upload, size, condition)
 
 

@@ -233,7 +233,6 @@ class DeferredAttributes:
             self._note_done(key)
 
     def drop(self, key: str) -> None:
-        """Give up the changes of an object."""
         if self._by_key.pop(key, None) is not None:
             self._note_done(key)
 
@@ -506,5 +505,4 @@ class DeferredAttributes:
                     nursery.start_soon(self._send, entry)
 
     def close(self) -> None:
-        """The mount has ended."""
         self._log.close(remove=not self._by_key and not self._taken)

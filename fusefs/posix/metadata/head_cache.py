@@ -331,7 +331,6 @@ class HeadCache:
         inode.packed = None
 
     async def _take(self, inode: Inode, head: PendingHead) -> None:
-        """Wait for an answer, and have the inode keep it."""
         with head.work.awaited():
             await head.done.wait()
         if head.error is not None:

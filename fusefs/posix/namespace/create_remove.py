@@ -23,6 +23,7 @@ import trio
 
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
 from fusefs.posix.mount_state import MountState
+from fusefs.posix.namespace.relocate import Relocator
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta
@@ -43,6 +44,8 @@ class CreateRemove:
     def __init__(
         self, state: MountState, writing: Writing, writer: Writer, prefix_lock: PrefixLock
     ) -> None:
+        self._state = state
+        self._mover = Relocator(state, writing.staging)
         self._store = state.store
         self._directories = state.directories
         self._cache = state.cache
@@ -51,7 +54,6 @@ class CreateRemove:
         self._owner = state.owner
         self._log = state.journal
         self._writer = writer
-        self._may_delete = writing.rules.may_delete
         self._rules = writing.rules
         self._unanswered = state.store.unanswered
         self._prefix_lock = prefix_lock
@@ -70,7 +72,6 @@ class CreateRemove:
 
     @asynccontextmanager
     async def _changing(self, caller: Caller, *names: Name) -> AsyncIterator[None]:
-        """Do what a request asks for with these names."""
         self._note_inherited()
         try:
             async with self._prefix_lock.change(*names):
@@ -228,7 +229,6 @@ class CreateRemove:
             raise OSError(errno.EEXIST, name)
 
     async def change_directory(self, inode: Inode, meta: Meta) -> None:
-        """Give a directory another mode, owner or time."""
         async with self._prefix_lock.change((inode, "")):
             inode.marker_etag = await self._describe(inode, meta)
             inode.meta = meta
@@ -262,7 +262,7 @@ class CreateRemove:
             return False
         known = self._directories.lookup_now(self._directories.get(prefix), name)
         inode = parent.child(name)
-        if known is None or not isinstance(known[0], ObjectInfo) or not self._may_delete:
+        if known is None or not isinstance(known[0], ObjectInfo) or not self._rules.may_delete:
             return False
         if (inode is not None and inode.staged is not None) or self._writer.deferred.has(key):
             return False
@@ -344,7 +344,6 @@ class CreateRemove:
             self._gone(parent, name, UNCOVERED)
 
     def needs_fsync(self, directory: Inode) -> bool:
-        """True if `fsync` has something to wait for."""
         pending = self._writer.removals.pending(self._inodes.key(directory))
         return self._rules.durability.may_be_local or bool(pending)
 
@@ -395,7 +394,7 @@ class CreateRemove:
         self._directories.changed(self._inodes.key(parent), name, left)
 
     def _check_deleting(self, name: str) -> None:
-        if not self._may_delete:
+        if not self._rules.may_delete:
             raise OSError(errno.EPERM, f"{name}: the mount removes nothing (--no-delete)")
 
     async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:

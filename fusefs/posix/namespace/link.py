@@ -14,16 +14,11 @@ from functools import partial
 
 import trio
 
-from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.create_remove import CreateRemove
-from fusefs.posix.namespace.relocate import Relocator
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import Meta, read
-from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.types import Caller, find
-from fusefs.posix.write.rules import Writing
-from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import Condition, ObjectInfo, Write
 
@@ -34,13 +29,6 @@ PUT_BACK_PAUSE_S = 0.05
 
 class LinkChanges(CreateRemove):
     """Makes hard links, and the copies that renames need. Belongs to the event loop."""
-
-    def __init__(
-        self, state: MountState, writing: Writing, writer: Writer, prefix_lock: PrefixLock
-    ) -> None:
-        super().__init__(state, writing, writer, prefix_lock)
-        self._state = state
-        self._mover = Relocator(state, writing.staging)
 
     async def link(self, inode: Inode, to: Inode, name: str, caller: Caller) -> Inode:
         """Give a file a second name: a copy of its object, if there is nothing of that name.

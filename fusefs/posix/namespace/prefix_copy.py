@@ -60,11 +60,9 @@ class PrefixCopy:
         self._folders: set[str] = set()
 
     def target(self, key: str) -> str:
-        """The key of the copy of an object."""
         return self.new + key[len(self.old) :]
 
     def by_version(self) -> dict[ObjectVersion, ObjectInfo]:
-        """The copies by the versions that they are of."""
         return {source.version: self.made[key] for key, source in self.sources.items()}
 
     def newest_source_ns(self) -> int:

@@ -241,10 +241,6 @@ class RenameJobs:
         for job in self.unfinished(prefix):
             self._prefix_lock.retry(job.closure)
 
-    def find(self, old: str, new: str) -> RenameJob | None:
-        """An unfinished rename."""
-        return next((job for job in self._unfinished if (job.old, job.new) == (old, new)), None)
-
     async def begin(self, closure: Closure, *, has_replaced: bool) -> RenameJob:
         """Put a rename on record, safe against a power cut; `closure` is kept until it has ended.
 

@@ -66,12 +66,10 @@ class SettledStore:
         return replace(page, objects=[info for info in page.objects if info.key not in leaving])
 
     async def head(self, key: str) -> ObjectInfo:
-        """As `Store.head`."""
         await self._removals.flush_at(key)
         return await self._store.head(key)
 
     async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
-        """As `Store.put_file`."""
         await self._removals.flush_at(key)
         return await self._store.put_file(key, fd, size, write)
 
@@ -81,26 +79,22 @@ class SettledStore:
         return await self._store.begin_upload(key, write)
 
     async def resume_upload(self, state: UploadState) -> Upload:
-        """As `Store.resume_upload`."""
         await self._removals.flush_at(state.key)
         return await self._store.resume_upload(state)
 
     async def copy(
         self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
     ) -> ObjectInfo:
-        """As `Store.copy`."""
         await self._removals.flush_at(key)
         return await self._store.copy(source, key, write)
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-        """As `Store.delete`."""
         await self._removals.flush_at(key)
         await self._store.delete(key, etag, adopts=adopts)
 
     async def delete_many(
         self, keys: Iterable[str], etags: Mapping[str, str] | None = None
     ) -> list[DeleteFailure]:
-        """As `Store.delete_many`."""
         wanted = list(keys)
         failures: list[DeleteFailure] = []
         for key in [key for key in wanted if key in self._removals]:

@@ -60,7 +60,6 @@ class FileNumbers:
             self._root = _hashed(self._root, part + "/")
 
     def adopt(self, records: dict[int, int]) -> None:
-        """Take up the records of an earlier process."""
         self._records = records
 
     def records(self) -> Iterator[tuple[int, int]]:

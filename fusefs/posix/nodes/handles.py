@@ -136,7 +136,6 @@ class HandleTable:
         return handle
 
     def of_file(self, file: CacheFile) -> Iterator[FileHandle]:
-        """The handles that read a cache file."""
         return (handle for handle in self.files.values() if handle.file is file)
 
     def former(self, parent: Inode, name: str) -> set[Inode]:

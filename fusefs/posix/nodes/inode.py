@@ -248,7 +248,6 @@ class LinkedNames:
             inode.links = self
 
     def add(self, inode: Inode) -> None:
-        """A file has one more name."""
         inode.links = self
         self.nodes.add(inode)
         self._note_changed()
@@ -507,18 +506,14 @@ class StagedFile:
         return info.mtime_ns if known is None else known  # a copy has a time of its own
 
     def touch(self) -> None:
-        """The content has changed."""
-        if self.inode.links is not None:
-            self.inode.part_names()
+        self.inode.part_names()
         if not self.is_dirty:
             self.since = trio.current_time()
         self.changes += 1
         self.sum = None
 
     def touch_meta(self) -> None:
-        """Note a change of the content's attributes."""
-        if self.inode.links is not None:
-            self.inode.part_names()
+        self.inode.part_names()
         self.described_at = trio.current_time()
         if not self.is_dirty:
             self.since = self.described_at

@@ -292,7 +292,6 @@ class InodeTable:
         self._log.node(inode)
 
     def create(self, parent: Inode, name: str, info: ObjectInfo) -> Inode:
-        """A new inode for a name that had none."""
         assert parent.children is not None
         old = parent.children.get(name)
         if old is not None:

@@ -78,5 +78,4 @@ def decode(name: bytes) -> str | None:
 
 
 def position(name: str) -> str:
-    """The position of an entry in its directory."""
     return name + "/"

@@ -83,7 +83,6 @@ class Meta:
         return replace(self, unset=self.unset - changes.keys(), **changes)
 
     def as_metadata(self) -> dict[str, str]:
-        """The object metadata that says this."""
         metadata = dict(self.other)
         mtime_ns = self.mtime_ns
         numbers = {"mode": self.mode, "uid": self.uid, "gid": self.gid}

@@ -57,7 +57,6 @@ class PendingAborts(UploadLog):
             logger.info("%s: its upload is not on record: %s", key, error.strerror)
 
     def ended(self, upload_id: str) -> None:
-        """An upload has been completed or aborted."""
         if self._on_record.pop(upload_id, None) is None:
             return
         if self._on_record or not self._log.write_anew([]):
@@ -87,7 +86,6 @@ class PendingAborts(UploadLog):
         self._nursery.start_soon(self._go_on, key, upload_id, 0.0)
 
     def close(self) -> None:
-        """The mount has ended."""
         self._log.close(remove=not self._on_record)
 
     def _put(self, key: str, upload_id: str) -> None:

@@ -120,7 +120,6 @@ class ExclusiveCreates:
         self._is_watching = False
 
     def made(self, prefix: str) -> None:
-        """This mount has made a directory."""
         self._made[prefix] = time.monotonic()
         self._made.move_to_end(prefix)
         if len(self._made) > MOST_MADE:

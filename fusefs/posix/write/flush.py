@@ -180,7 +180,6 @@ class Flusher:
         await self._close(staged)
 
     def fsync(self, fh: int) -> Answer[None]:
-        """Have what was written so far kept."""
         handle = self._handles.files.get(fh)
         if handle is None:
             return None
@@ -396,7 +395,6 @@ class Flusher:
             self._directories.changed(prefix, name, new)
 
     def _attributes_lost(self, info: ObjectInfo) -> None:
-        """The version whose attributes were changed is gone."""
         inode = self._node_of(info)
         if inode is not None and inode.staged is None:
             self._state.mark_stale(inode)
@@ -415,7 +413,6 @@ class Flusher:
         )
 
     def landed(self, staged: StagedFile, info: ObjectInfo) -> None:
-        """The bucket has the content of a file."""
         self._has(staged.inode, info)
         if staged.rebases:
             self._appends.forget(staged)
@@ -460,8 +457,7 @@ class Flusher:
         if inode.object.etag and inode.object.version != info.version:
             self._cache.obsolete(inode.object.version)
         self._inodes.replace_version(inode, info)
-        prefix = info.key[: len(info.key) - len(inode.name)]
-        self._directories.changed(prefix, inode.name, info, lasting=inode.staged is not None)
+        self._directories.changed(*split_key(info.key), info, lasting=inode.staged is not None)
 
     def _settle(self, staged: StagedFile) -> None:
         """Keep the content as the cached copy, if no program has the file open.
@@ -489,8 +485,7 @@ class Flusher:
         inode.meta = staged.described()
         self._release(staged, is_taken=is_taken)
         if not staged.is_unlinked and inode.info is not None:
-            prefix = inode.info.key[: len(inode.info.key) - len(inode.name)]
-            self._directories.pending_changes.settle(prefix, inode.name)
+            self._directories.pending_changes.settle(*split_key(inode.info.key))
 
     def _may_settle(self, staged: StagedFile) -> bool:
         """True if no program has a staged file open that would miss it."""
@@ -561,6 +556,4 @@ class Flusher:
             self.released(staged.inode)
 
     def list_staged(self, inode: Inode) -> None:
-        """Have listings show a staged file."""
-        prefix = inode.object.key[: len(inode.object.key) - len(inode.name)]
-        self._directories.changed(prefix, inode.name, inode.object, lasting=True)
+        self._directories.changed(*split_key(inode.object.key), inode.object, lasting=True)

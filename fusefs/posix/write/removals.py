@@ -172,7 +172,6 @@ class Removals:
         return is_removing and self._allowed.get(prefix, -math.inf) > now
 
     def note_allowed(self, key: str) -> None:
-        """S3 has deleted an object."""
         directory = split_key(key)[0]
         self._allowed[directory] = trio.current_time() + ALLOWED_S
         self._allowed.move_to_end(directory)
@@ -358,7 +357,6 @@ class Removals:
             self._nursery.start_soon(self._retry, removal, 0.0)
 
     def close(self) -> None:
-        """The mount has ended."""
         self._log.close(remove=not self._by_key)
 
 

@@ -73,7 +73,6 @@ class SparseEditor:
         return None
 
     def drop(self, base: EditBase) -> None:
-        """Forget the object of an edit that comes to nothing."""
         self._cache.unpin(base.file)
 
     async def fill_edges(self, base: EditBase, fd: int, start: int, stop: int) -> None:

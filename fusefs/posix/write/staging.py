@@ -154,7 +154,6 @@ class Staging:
         return any(one.base is not None and one.base.file is file for one in self._files.values())
 
     def discard(self, inode: Inode, fd: int) -> None:
-        """Remove what was prepared."""
         self._prepared.discard(inode.nodeid)
         os.close(fd)
         with contextlib.suppress(FileNotFoundError):
@@ -281,7 +280,6 @@ class Staging:
             staged.base.changed = RangeMap()
 
     def drop_base(self, staged: StagedFile) -> None:
-        """Forget the object that was edited."""
         if staged.base is not None and self.cache is not None:
             self.cache.unpin(staged.base.file)
         staged.base = None

@@ -140,7 +140,6 @@ def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
 
 
 def full(staged: StagedFile) -> bytes:
-    """A file's record."""
     base = staged.base
     state = staged.upload.state if staged.upload is not None else staged.upload_state
     return json.dumps(

@@ -156,7 +156,6 @@ class UploadSteps:
     async def _put(
         self, staged: StagedFile, key: str, size: int, condition: Condition
     ) -> ObjectInfo:
-        """Send the first `size` bytes of a file and its attributes."""
         write = Write(staged.metadata(), content_type(key), condition)
         return await self._store.put_file(key, staged.fd, size, write)
 

@@ -77,12 +77,10 @@ class RecentCloses:
         self._is_watched = False
 
     def note(self) -> None:
-        """A file was closed just now."""
         self._quiet_at = trio.current_time() + QUIET_S
 
     @property
     def is_busy(self) -> bool:
-        """True if a file was closed within QUIET_S."""
         return trio.current_time() < self._quiet_at
 
     async def wait_for_pause(self, hurry: trio.Event, deadline: float) -> None:

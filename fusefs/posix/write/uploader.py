@@ -185,7 +185,6 @@ class Uploader:
             staged.lock.release()
 
     def is_under_way(self, staged: StagedFile) -> bool:
-        """True if a file has an upload that has not ended."""
         return staged in self._attempts
 
     @asynccontextmanager
@@ -432,7 +431,6 @@ class Uploader:
     # While it is written
 
     def wrote(self, staged: StagedFile, start: int, stop: int) -> None:
-        """Note that the bytes [start, stop) have been written."""
         staged.touch()
         if staged.kept_size is not None and start < staged.kept_size:
             staged.kept_size = None

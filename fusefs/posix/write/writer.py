@@ -254,7 +254,6 @@ class Writer:
             raise OSError(errno.ESTALE, "the object has been replaced")
 
     def open_staged(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
-        """Open a file that is staged."""
         version, staged = inode.object.version, inode.staged
         may_write = bool(flags & WRITING)
         if staged is not None and (backing_id := self.sharing.backing_id(staged)):
