@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ObjectInfo, Store
