@@ -173,7 +173,7 @@ def test_what_is_cached_is_refused_while_s3_refuses_everything(
     failing.clear()
     until(lambda: error_of(path.read_bytes) is None, "served")
     assert path.read_bytes() == DATA
-    assert [line for line in here.log.read_text().splitlines() if "refused everything" in line]
+    assert [line for line in here.log.read_text().splitlines() if "refused every request" in line]
 
 
 @states("A denied prefix shuts nothing else, and a new daemon does not start with trust.")
