@@ -115,7 +115,8 @@ def make(cache: Path, directory: Path, programs: Path, sidecars: Path) -> Path:
             (more / name).mkdir(parents=True)
         shutil.copy(programs / "agnhost", more / "agnhost")
         shutil.copy(Path(__file__).with_name("sidecar.py"), more / "sidecar.py")
-        debian = [*names["nginx"], *names.get("glibc-dns-testing", [])]
+        dns = ("glibc-dns-testing", "jessie-dnsutils")  # the newer and the older suite's
+        debian = [each for name in ("nginx", *dns) for each in names.get(name, ())]
         images = [
             Image([DRIVER], [root], {"User": "65532:65532", "Entrypoint": entry, "Env": quiet}),
             Image(debian, [root], {"Cmd": ["sh"]}),
