@@ -114,7 +114,7 @@ def test_a_claim_is_provisioned_used_grown_and_given_back(
     node.unpublish(volume.volume_id, target)
     assert node.leftovers() == []
     # A new claim is empty: nothing to warn of.
-    lines = [line for line in node.log.read_text().splitlines() if f"{NAME}/ (yet)" in line]
+    lines = [line for line in node.log.read_text().splitlines() if f"{NAME}/ is empty" in line]
     assert lines
     assert not [line for line in lines if "WARNING" in line]
     delete(driver, volume.volume_id)

@@ -212,12 +212,11 @@ def test_policies_name_the_permissions_of_every_request() -> None:
     sent = {name for path in sources for name in re.findall(r"\.s3\.(\w+)\(", path.read_text())}
     assert sent - others <= permissions.keys()
     needed = set(permissions.values())
-    for text in (
-        (FILES / "on-premises/policy.json").read_text(),
-        (FILES / "eks/training-policy.json").read_text(),
-        " ".join(bucket._ACTIONS.values()),
-    ):
-        assert set(re.findall(r"s3:[A-Z]\w+", text)) == needed
+    for policy in ("on-premises/policy.json", "eks/training-policy.json"):
+        assert set(re.findall(r"s3:[A-Z]\w+", (FILES / policy).read_text())) == needed
+    # Without these an interrupted upload begins anew: doctor does not ask for them.
+    needed -= {"s3:ListBucketMultipartUploads", "s3:ListMultipartUploadParts"}
+    assert set(re.findall(r"s3:[A-Z]\w+", " ".join(bucket._ACTIONS.values()))) == needed
 
 
 @pytest.mark.parametrize("name", ["minio", "ceph"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import grimp
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
-ENTRY_POINTS = ("", "__main__", "mount_helper", "csi_command")
+ENTRY_POINTS = ("", "__main__", "mount_helper", "csi_command", "sampling")
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
