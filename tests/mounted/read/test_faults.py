@@ -232,12 +232,12 @@ def test_what_is_cached_is_read_while_many_reads_wait_for_the_server(
     folder: Folder, faulty: FaultyS3, whole: Mount
 ) -> None:
     """Also by a handle that the daemon serves: it is from before the file was cached."""
-    slow, quick, count = folder.put("slow", BIG), folder.put("quick", OTHER), 100
+    slow, quick, count = folder.put("slow", 4 * BIG), folder.put("quick", OTHER), 100
     with quick.open("rb", buffering=0) as served, slow.open("rb"):
         assert hashlib.file_digest(served, "sha1").digest() == hashlib.sha1(OTHER).digest()
         os.posix_fadvise(served.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         faulty.add("GET", folder.key("slow"), stall=True)
-        start = 8 << 20
+        start = 40 << 20  # behind all that an open has fetched ahead
         pages = [str(start), str(start + count * 4096)]
         with subprocess.Popen([sys.executable, "-c", READ_PAGES, str(slow), *pages]) as readers:
             until(lambda: whole.status()["requests"]["waiting"] >= 64, "reads that wait")
