@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -87,7 +88,7 @@ def send(
 
     def refuse(at: int, why: str) -> None:
         nonlocal bad
-        bad += 1
+        bad, at = bad + 1, number + at
         if bad >= MOST_BAD and not senders:
             raise CommandError(f"{file} is no list of paths of {mountpoint}: line {at}: {why}")
         if bad <= BAD_NAMED and senders:
@@ -96,11 +97,7 @@ def send(
     with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
         for entries in _entries(source.fileno(), separator, file):
             pairs = [entry.partition(b"\t") for entry in entries]
-            before = number
-            paths = reading.paths(
-                [path for path, _, _ in pairs],
-                lambda at, why, before=before: refuse(before + at, why),  # type: ignore[misc]
-            )
+            paths = reading.paths([path for path, _, _ in pairs], refuse)
             for (_, _, name), path in zip(pairs, paths, strict=True):
                 if path:
                     whose = name.decode(errors="replace").strip() or reader
@@ -121,8 +118,6 @@ def send(
 
 
 def _entries(fd: int, separator: bytes, file: str) -> Iterator[list[bytes]]:
-    import os
-
     rest = b""
     while chunk := os.read(fd, CHUNK):
         if separator != b"\0" and b"\0" in chunk:
