@@ -1,4 +1,4 @@
-"""The descriptor store: holds mounts for others (`fusefs keeper --socket PATH`).
+"""The descriptor store: holds mounts for others, in the CSI driver's container.
 
 A FUSE mount lives for as long as any process holds its /dev/fuse descriptor. A
 keeper whose configuration names a `descriptor_store` leaves a copy there, so that
