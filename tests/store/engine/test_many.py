@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import trio
 
 from fusefs.store.engine.engine import Engine, FileBody, FileSink, MemorySink, Request, open_engine
 from tests.support.servers.scripted import RESET, Received, answer, scripted_server
+from tests.support.waiting import eventually
 
 BODY = random.Random(1).randbytes(700_000)
 # Under a sanitizer (test_sanitized.py) each takes five times as long.
@@ -37,8 +39,6 @@ class Mallinfo(ctypes.Structure):
 
     _fields_ = tuple((f"f{i}", ctypes.c_size_t) for i in range(10))
 
-LATER_S = 20
-
 
 def memory() -> int:
     """Bytes that malloc has handed out in this process, by mmap (hblkhd) or not (uordblks)."""
@@ -47,6 +47,10 @@ def memory() -> int:
     mallinfo.restype = Mallinfo
     found = mallinfo()
     return int(found.f4 + found.f7)
+
+
+def _is_below(most: int) -> bool:
+    return memory() < most
 
 
 async def storm(engine: Engine, url: str, fd: int, count: int, seed: int) -> Counter[str]:
@@ -96,11 +100,9 @@ async def _survives(tmp_path: Path, count: int) -> None:
             after = len(os.listdir("/proc/self/fd")), memory()
             if before is not None:  # after a first round, which fills what is kept anyway
                 # The server's side of connections, in this process, ends a little later.
-                with trio.move_on_after(LATER_S):
-                    while memory() >= before[1] + count * 100:
-                        await trio.sleep(0.1)
                 assert after[0] <= before[0] + AT_A_TIME
-                assert memory() < before[1] + count * 100
+                most = before[1] + count * 100
+                await eventually(partial(_is_below, most))
             before = after
     os.close(fd)
 
