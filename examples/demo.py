@@ -194,7 +194,7 @@ def show(directory: Path, server: S3Server) -> None:
         )
         say("It is a directory like any other")
         shell(f"ls -l {mountpoint} {mountpoint}/shards")
-        shell(f"ls -l {mountpoint}/train/class07 | head -4")
+        shell(f"ls -l {mountpoint}/train/class07 | sed -n 1,4p")
         shell(f"cat {mountpoint}/labels.csv | tail -3")
 
         compare_epochs(source, mountpoint)
