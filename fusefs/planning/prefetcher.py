@@ -175,17 +175,19 @@ class Prefetcher:
 
     async def _walk(self, walk: Walk) -> None:
         turns = trio.Semaphore(MOST_AT_ONCE)
-        try:
-            with walk.scope:
-                async with trio.open_nursery() as nursery:
-                    while True:
-                        if await self._has_next(walk):
-                            await turns.acquire()
-                            nursery.start_soon(self._bring, walk, *walk.next.popleft(), turns)
-                            walk.at += 1
-        except OSError as error:
-            logger.warning("the plan of %r can't be read: %s", walk.plan.reader, error)
-            walk.plan.is_ignored = True
+        with walk.scope:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    try:
+                        has_next = await self._has_next(walk)
+                    except OSError as error:  # caught here: a nursery would raise it in a group
+                        logger.warning("the plan of %r can't be read: %s", walk.plan.reader, error)
+                        walk.plan.is_ignored = True
+                        return
+                    if has_next:
+                        await turns.acquire()
+                        nursery.start_soon(self._bring, walk, *walk.next.popleft(), turns)
+                        walk.at += 1
 
     async def _has_next(self, walk: Walk) -> bool:
         """True if the first of the next entries is to be fetched now; waits if none may be yet."""
