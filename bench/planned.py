@@ -13,17 +13,14 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from bench import dataset, processes
-from bench.bucket import Bucket
-from bench.cloud.profile import CLOUD, at_distance
-from bench.contenders.contender import Native, Place
+from bench import processes
+from bench.cloud.profile import CLOUD
+from bench.contenders.contender import Native
 from bench.contenders.fusefs import Fusefs
-from bench.training import EPOCHS, MODELS, Model, running_job
-from tests.support.servers.s3_server import S3Server
+from bench.training import EPOCHS, MODELS, Model, place_of, running_job
 
 SLACK = 1.3
 KINDS = {"no plan": None, "a plan": 0, "another order's plan": 1000}
@@ -82,16 +79,7 @@ def _measure(model: Model, contender: Fusefs, compute_s: float, seed: int | None
 
 def run(model: Model, profile: str, base: Path) -> None:
     """Measure one model's data, and print its table."""
-    with ExitStack() as cleanup:
-        scratch = cleanup.enter_context(processes.scratch_directory(base, "planned-"))
-        server = cleanup.enter_context(S3Server(scratch / "server"))
-        bucket = Bucket.create(server)
-        native = scratch / "native"
-        model.create(native)
-        dataset.upload(bucket.store(), native, model.names())
-        bucket.age()
-        seen = cleanup.enter_context(at_distance(profile, bucket, scratch, base))
-        place = Place(seen, native, scratch)
+    with place_of(model, profile, base) as place:
         contender = Fusefs("fusefs", place, ["--min-free", "1%"])
         contender.start()
         try:

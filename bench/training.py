@@ -256,6 +256,13 @@ def _with_data(
     model: Model, profile: str, base: Path, contenders: list[str]
 ) -> list[dict[str, Any]]:
     """One model at a time has its data on the disk."""
+    with place_of(model, profile, base) as place:
+        return _run(model, place, contenders)
+
+
+@contextmanager
+def place_of(model: Model, profile: str, base: Path) -> Iterator[Place]:
+    """Make a model's data, in a bucket at the profile's distance and as files."""
     with ExitStack() as cleanup:
         scratch = cleanup.enter_context(processes.scratch_directory(base, "training-"))
         server = cleanup.enter_context(S3Server(scratch / "server"))
@@ -265,7 +272,7 @@ def _with_data(
         dataset.upload(bucket.store(), native, model.names())
         bucket.age()
         seen = cleanup.enter_context(at_distance(profile, bucket, scratch, base))
-        return _run(model, Place(seen, native, scratch), contenders)
+        yield Place(seen, native, scratch)
 
 
 def _say(message: str) -> None:
