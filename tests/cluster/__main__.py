@@ -150,6 +150,7 @@ def start_node(cluster: Cluster, node: Node, archive: Path | None) -> None:
     for _ in range(60):
         with suppress(CommandError):
             cluster.run(*ready)
+            node.start_policies()
             return
         time.sleep(1)
     raise CommandError(f"{node.name} is not ready")

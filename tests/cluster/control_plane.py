@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cluster.node import CONTROL, SSH_KEY, Node
+from tests.cluster.node import CONTROL, SERVICES, SSH_KEY, Node
 from tests.support.csi.oidc import iam_config
 
 STORE = f"http://{CONTROL}:8333"
@@ -127,7 +127,7 @@ def _api_server(pki: Path, etcd: str) -> list[str]:
         "--secure-port=443",
         "--bind-address=0.0.0.0",
         f"--advertise-address={CONTROL}",
-        "--service-cluster-ip-range=10.96.0.0/16",
+        f"--service-cluster-ip-range={SERVICES}",
         "--authorization-mode=Node,RBAC",
         "--enable-admission-plugins=NodeRestriction",
         "--kubelet-preferred-address-types=InternalIP",

@@ -3,7 +3,8 @@
 The first process of a node is `tini`. With it end all processes of the node, its mounts and its
 network; it ends with this process, however that ends. Nothing of a node listens or mounts
 outside of it. The first node has the control plane and the S3 server; the bridge of the second one
-is a cable away from the first one's. There is no kube-proxy: the Service `kubernetes` is an address
+is a cable away from the first one's. kube-router carries out the network policies. There is no
+kube-proxy: the Service `kubernetes` is an address
 of the first node's `lo`; and no DNS: volumes reach S3 by its address.
 """
 
@@ -25,6 +26,7 @@ PAUSE = "tests.example.com/pause:1"
 CONTROL = "10.88.0.1"
 # In dropbear's format, for the nodes and the suite alike.
 SSH_KEY = "ssh.key"
+SERVICES = "10.96.0.0/16"
 _SERVICE = "10.96.0.1"
 _CGROUPS = Path("/sys/fs/cgroup")
 _PR_SET_PDEATHSIG = 1
@@ -52,7 +54,7 @@ ip link set lo up
 ip link add cni0 address "$BRIDGE" type bridge
 ip addr add "$IP/16" dev cni0
 ip link set cni0 up
-sysctl -q -w net.ipv4.ip_forward=1
+sysctl -q -w net.ipv4.ip_forward=1 net.bridge.bridge-nf-call-iptables=1
 """
 # For Kubernetes' suite: a node's ssh, for which root's home is another here, and the commands that
 # it gives by that, or in a node's namespace of mounts.
@@ -113,7 +115,7 @@ class Node:
         self._pki = directory / "pki"
         self._logs = logs
         self._programs = programs
-        self._crictl = str(tools / "crictl")
+        self._tools = tools
         self._first: subprocess.Popen[bytes] | None = None
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         # Two kubelets below one root would remove each other's pods.
@@ -204,8 +206,9 @@ class Node:
 
     def _shell(self, script: str) -> None:
         bridge = f"02:00:0a:58:00:{self.number:02x}"
-        names = {"NAME": self.name, "IP": self.address, "BRIDGE": bridge, "CRICTL": self._crictl}
-        self.shell(script, **names, D=str(self.directory), KEY=str(self._pki / SSH_KEY))
+        names = {"NAME": self.name, "IP": self.address, "BRIDGE": bridge}
+        paths = {"CRICTL": self._tools / "crictl", "D": self.directory, "KEY": self._pki / SSH_KEY}
+        self.shell(script, **names, **{name: str(path) for name, path in paths.items()})
 
     def spawn(self, name: str, *arguments: str, **variables: str) -> None:
         """Have a program run on the node, with its output in the logs' folder."""
@@ -270,6 +273,19 @@ class Node:
         script = f"#!/bin/sh\nexec {shlex.join(command)} >> {shlex.quote(str(log))} 2>&1\n"
         write = 'printf %s "$SCRIPT" > /run/bin/kubelet; chmod +x /run/bin/kubelet'
         self.shell(f"{write}; /run/bin/systemctl start", SCRIPT=script)
+
+    def start_policies(self) -> None:
+        """Start what carries out network policies."""
+        self.spawn(
+            "policies",
+            str(self._tools / "kube-router"),
+            "--run-firewall=true",
+            "--run-router=false",
+            "--run-service-proxy=false",
+            f"--kubeconfig={self._pki / 'admin.conf'}",
+            f"--hostname-override={self.name}",
+            f"--service-cluster-ip-range={SERVICES}",
+        )
 
     def wait_for(self, *arguments: str, limit_s: float = 120) -> None:
         """Wait until a command succeeds on the node.

@@ -11,7 +11,7 @@ from functools import partial
 from tests.cluster.cluster import NAMESPACE, Cluster
 from tests.cluster.control_plane import NEXT_KEYS
 from tests.cluster.install import secret_object
-from tests.cluster.node import Node
+from tests.cluster.node import CONTROL, Node
 from tests.cluster.pods import (
     CLASS,
     RESTRICTED,
@@ -266,6 +266,46 @@ def tokens_of_pods(cluster: Cluster) -> str:
     return f"{report['rounds']:.0f} rounds, 0 errors; another account was refused"
 
 
+def network_policies(cluster: Cluster) -> str:
+    """The driver's pods reach the store and no other server, and nobody reaches them."""
+    image = cluster.image
+    volume: Object = {"name": "v", "emptyDir": {}}
+    serving = pod(image, "policies", f"cd /v; python3 -m http.server 8765 & {WAIT}", volume)
+    serving["spec"]["containers"][0]["readinessProbe"] = {"tcpSocket": {"port": 8765}}
+    with Namespace(cluster, "policies") as space:
+        space.ready(pod(image, "stranger", f"python3 -m http.server 8765 & {WAIT}", volume))
+        cluster.apply(serving, namespace=NAMESPACE)
+        driver = ("-n", NAMESPACE, "exec", "policies", "--")
+        stranger = ("-n", space.name, "exec", "stranger", "--")
+        try:
+            cluster.kubectl("-n", NAMESPACE, "wait", "--for=condition=Ready", "pod/policies")
+            address = "jsonpath={.status.podIP}"
+            of_driver = cluster.kubectl("-n", NAMESPACE, "get", "pod/policies", "-o", address)
+            of_stranger = space.kubectl("get", "pod/stranger", "-o", address)
+            # What no policy forbids is answered, so a refusal is a policy's.
+            for port in (8333, 8888):
+                assert _connects(cluster, stranger, CONTROL, port), port
+            assert _connects(cluster, stranger, of_stranger, 8765)
+            assert _connects(cluster, driver, CONTROL, 8333), "the driver does not reach the store"
+            assert not _connects(cluster, driver, CONTROL, 8888), "a port that is no store's"
+            assert not _connects(cluster, driver, of_stranger, 8765), "another pod"
+            assert not _connects(cluster, stranger, of_driver, 8765), "the driver accepts"
+        finally:
+            cluster.kubectl("-n", NAMESPACE, "delete", "pod", "policies")
+    return "the store is reached, three other ways are closed"
+
+
+def _connects(cluster: Cluster, within: tuple[str, ...], host: str, port: int) -> bool:
+    """True if a pod, named by `kubectl exec`'s arguments, can open a TCP connection."""
+    script = (
+        "import socket\n"
+        f"try: socket.create_connection(({host!r}, {port}), 5)\n"
+        "except OSError: print('no')\n"
+        "else: print('yes')"
+    )
+    return cluster.kubectl(*within, "python3", "-c", script).strip() == "yes"
+
+
 def deletions(cluster: Cluster) -> str:
     """Namespace, claims and class are deleted in any order; nothing stays behind."""
     copy = cluster.get("storageclass", CLASS)
@@ -363,5 +403,5 @@ ANYWHERE = (
     roll_outs,
     deletions,
 )
-ON_NODES = (a_secret_is_renewed, tokens_of_pods, every_container_is_killed)
+ON_NODES = (network_policies, a_secret_is_renewed, tokens_of_pods, every_container_is_killed)
 WITH_RESTART = (a_node_is_rebooted, a_node_disappears)
