@@ -238,7 +238,8 @@ class Staging:
     ) -> None:
         """Have `another_content` be a file's, with what was appended behind an object.
 
-        Content and record change in one step, for the record is an attribute of the content.
+        The file has the object's attributes from now on, unless they were changed here. Content
+        and record change in one step, for the record is an attribute of the content.
         Takes the base's pin.
 
         Raises:
@@ -249,8 +250,10 @@ class Staging:
             _write_attribute(staged.fd, record)
             os.unlink(f"{staged.path}.json")
             staged.has_record_file, staged.recorded = False, record
-        before = staged.etag, staged.kept_size, staged.base, staged.rebases
+        before = staged.etag, staged.kept_size, staged.base, staged.rebases, staged.meta
         staged.etag, staged.kept_size = info.etag, info.size
+        if not staged.is_meta_dirty:
+            staged.meta = meta.read(info.metadata or {}, staged.meta).changed(mtime_ns=None)
         staged.rebases += 1
         staged.base = base
         record = staging_record.in_attribute(staged) or b""
@@ -258,7 +261,7 @@ class Staging:
             _write_attribute(fd, record)
             os.rename(f"{staged.path}.next", staged.path)
         except OSError:
-            staged.etag, staged.kept_size, staged.base, staged.rebases = before
+            staged.etag, staged.kept_size, staged.base, staged.rebases, staged.meta = before
             raise
         os.dup2(fd, staged.fd, inheritable=False)
         staged.recorded, staged.sum = record, None

@@ -115,6 +115,23 @@ def test_two_nodes_append_in_turn(nodes: MakeNodes, size: int) -> None:
     assert both.conflicts("log") == []
 
 
+@states(
+    "What goes behind an object that another node has made leaves it its owner and its mode, which"
+    " the appending program may not have seen yet."
+)
+def test_what_is_appended_leaves_the_mode_of_another_nodes_file(nodes: MakeNodes) -> None:
+    both = nodes()
+    first, second = (path / "log" for path in both.paths)
+    append(first, "old\n")
+    second.unlink()
+    with open(second, "w", opener=partial(os.open, mode=0o600)) as file:
+        file.write("new\n")
+    append(first, "more\n")
+    assert stored(both.bucket, "log") == b"new\nmore\n"
+    made = both.bucket.client.head_object(Bucket=both.bucket.name, Key="log")
+    assert int(made["Metadata"]["mode"]) & 0o777 == first.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize("durability", ["auto", "local"])
 def test_two_nodes_append_at_the_same_time(nodes: MakeNodes, durability: str) -> None:
     both = nodes("--durability", durability)
