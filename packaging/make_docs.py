@@ -294,7 +294,7 @@ def site_pages() -> dict[str, str]:
 
 
 # The commands that have a page of their own, so that none of the two pages is too long.
-DIAGNOSIS = ("status", "top", "profile", "doctor", "report", "metrics")
+DIAGNOSIS = ("status", "top", "doctor", "report", "metrics")
 
 
 def _commands_page(title: str, names: Collection[str], other: str) -> str:

@@ -168,15 +168,6 @@ def _mount(options: argparse.Namespace) -> int:
     return mount.mount(options, _complain)
 
 
-def _profile(options: argparse.Namespace) -> int:
-    from fusefs.cli import profile, sync
-
-    seconds = _duration("--for", options.duration)
-    found = profile.profile(sync.mountpoint(options.mountpoint), seconds)
-    print(profile.as_json(found) if options.json else profile.as_text(found))
-    return 0
-
-
 def _upgrade(options: argparse.Namespace) -> int:
     from fusefs.cli import mount
 
@@ -373,7 +364,10 @@ def _report(options: argparse.Namespace) -> int:
 def _top(options: argparse.Namespace) -> int:
     from fusefs.top import main as top
 
-    return top.run(is_plain=options.plain, is_json=options.json, count=options.count)
+    every_s = _duration("--every", options.every)
+    return top.run(
+        is_plain=options.plain, is_json=options.json, count=options.count, every_s=every_s
+    )
 
 
 def _metrics(options: argparse.Namespace) -> int:
@@ -394,7 +388,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "drop": _drop,
     "sync": _sync,
     "doctor": _doctor,
-    "profile": _profile,
     "report": _report,
     "metrics": _metrics,
     "top": _top,

@@ -369,24 +369,6 @@ _COMMANDS = (
         add_settings=_add_doctor_settings,
     ),
     _Command(
-        "profile",
-        "show what a mount does over some time, with advice",
-        "Count what a mount does over some time: requests, opens, where bytes came from, what "
-        "programs waited for, latencies; and end with advice. Reads of files that are open for "
-        "passthrough do not reach the daemon. Ctrl-C ends early.",
-        (
-            _MOUNTPOINT,
-            _argument(
-                "--for",
-                dest="duration",
-                metavar="DURATION",
-                default="60s",
-                help="how long (default: 60s)",
-            ),
-            _JSON,
-        ),
-    ),
-    _Command(
         "report",
         "write an archive for a bug report",
         "Write versions, settings, status and the end of the log of one mount, or of all mounts "
@@ -421,8 +403,16 @@ _COMMANDS = (
     _Command(
         "top",
         "a live view of all mounts: rates, what readers wait for, uploads",
-        "Show what all mounts of this user do, each second. Without a terminal it prints lines.",
+        "Show what all mounts of this user do, each second or over a longer time, with advice. "
+        "Without a terminal it prints a line for each mount. Reads of files that are open for "
+        "passthrough do not reach the daemon.",
         (
+            _argument(
+                "--every",
+                metavar="DURATION",
+                default="1s",
+                help="time between updates, and that they are about (default: 1s)",
+            ),
             _argument(
                 "--count", type=int, metavar="N", help="end after N updates (default: no limit)"
             ),

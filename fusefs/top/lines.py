@@ -1,4 +1,4 @@
-"""The texts of `fusefs top`, a line or a block for each mount; `fusefs profile` uses parts."""
+"""The texts of `fusefs top`: a line or a block for each mount, and advice."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 from fusefs.diagnosis import stall_report
 from fusefs.settings.display import human_duration, human_size, shown
-from fusefs.top.rates import Rates
+from fusefs.top.rates import Operation, Rates
 
 # What the kernel reads by itself is estimated by the sizes of the files that are opened for it.
 SOURCES = {"cache": "cache", "s3": "S3", "kernel": "kernel, estimated"}
+# Operations whose times a block has, the most frequent first.
+MOST_OPERATIONS = 6
+# A smaller share of what S3 sent is no reason for a larger cache.
+LEAST_EVICTED = 0.1
 
 
 def line(mount: Rates) -> str:
@@ -24,12 +28,16 @@ def block(mount: Rates) -> Sequence[str]:
         cache = f"{human_size(mount.cache_bytes)} of {human_size(mount.cache_limit_bytes)}"
         daemon = f"{mount.cpu:.0%} of a processor, {human_size(mount.memory_bytes)}"
         parts += [f"cache {cache}", f"daemon {daemon}, {mount.restarts:.0f} restarts"]
+        operations = list(mount.requests.items())[:MOST_OPERATIONS]
+        parts += [f"{name} {_times_text(times)}" for name, times in operations]
+        parts += advice(mount)
     return [shown(f"{mount.volume}  {mount.source}"), *(shown(f"  {part}") for part in parts)]
 
 
 def _parts(mount: Rates) -> list[str]:
     if not mount.is_up:
-        return [f"{trouble(mount)} ({mount.why})"]
+        trouble = "its metrics can't be read" if mount.is_malformed else "does not answer"
+        return [f"{trouble} ({mount.why})"]
     parts = [
         f"read {rate_text(mount.read_s)}{origins(mount)}",
         f"sent to S3 {rate_text(mount.sent_s)}",
@@ -47,17 +55,31 @@ def _parts(mount: Rates) -> list[str]:
     return parts
 
 
-def trouble(mount: Rates) -> str:
-    """The trouble of a mount of which there are no rates."""
-    return "its metrics can't be read" if mount.is_malformed else "does not answer"
-
-
 def rate_text(rate: float) -> str:
     return f"{human_size(rate)}/s"
 
 
-def transfer_text(mount: Rates) -> str:
-    return f"{rate_text(mount.received_s)} received, {rate_text(mount.sent_s)} sent"
+def _times_text(times: Operation) -> str:
+    slow = f", 99% within {_short(times.within_s)}" if times.within_s is not None else ""
+    return f"{times.per_s:.1f}/s, {_short(times.mean_s)} on average{slow}"
+
+
+def _short(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} us" if seconds < 0.001 else f"{1e3 * seconds:.1f} ms"
+
+
+def advice(mount: Rates) -> list[str]:
+    """Sentences that say what may be changed, the most useful first; none is possible."""
+    sentences = []
+    if mount.evicted_s > LEAST_EVICTED * mount.received_s > 0:
+        sentences.append(
+            "the cache evicts while S3 is read: a larger --cache-size (or disk) reads less twice"
+        )
+    if mount.read_from.get("s3", 0.0) > mount.read_s / 2:
+        sentences.append("most of what was read came from S3: fusefs warm fetches it beforehand")
+    if hint := stall_report.advice(mount.stalled):
+        sentences.append(hint)
+    return sentences
 
 
 def s3_text(mount: Rates) -> str:

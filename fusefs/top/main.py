@@ -1,4 +1,4 @@
-"""`fusefs top`: samples all mounts once a second, and shows what happened in between.
+"""`fusefs top`: samples all mounts now and then, and shows what happened in between.
 
 A terminal shows the latest sample, a block for each mount; `--plain`, or another output, gets a
 line for each mount, and `--json` one object a line.
@@ -20,7 +20,6 @@ from fusefs.exporter.queries import MountAnswer, mounts_of_user, query_all
 from fusefs.top import lines
 from fusefs.top.rates import Rates, rates
 
-INTERVAL_S = 1.0
 # Moves the cursor to the upper left corner and clears the screen (ECMA-48).
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -44,15 +43,18 @@ class Sampler:
         return found
 
 
-def run(*, is_plain: bool, is_json: bool, count: int | None) -> int:
-    """Show `count` samples (None: until the user ends it); return the exit status."""
+def run(*, is_plain: bool, is_json: bool, count: int | None, every_s: float = 1.0) -> int:
+    """Show `count` samples (None: until the user ends it), `every_s` seconds apart.
+
+    Returns the exit status.
+    """
     # A terminal without a cursor, as an editor has, cannot be cleared.
     has_screen = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
     sampler = Sampler()
     with contextlib.suppress(KeyboardInterrupt):
         sampler.sample()
         for _ in range(count) if count is not None else itertools.count():
-            time.sleep(INTERVAL_S)
+            time.sleep(every_s)
             _show(sampler.sample(), is_json=is_json, has_screen=has_screen and not is_plain)
     return 0
 

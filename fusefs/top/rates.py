@@ -45,7 +45,6 @@ class Rates:
     read_from: dict[str, float] = field(default_factory=dict)
     sent_s: float = 0.0
     received_s: float = 0.0
-    opened_passthrough_s: float = 0.0
     opens: dict[str, float] = field(default_factory=dict)
     stalled: dict[str, float] = field(default_factory=dict)
     outcomes_s: dict[str, float] = field(default_factory=dict)
@@ -72,10 +71,6 @@ class Rates:
     @property
     def s3_s(self) -> float:
         return sum(operation.per_s for operation in self.s3_requests.values())
-
-    def count(self, per_s: float) -> int:
-        """The value of a rate in the interval."""
-        return round(per_s * self.interval_s)
 
 
 def rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
@@ -110,7 +105,6 @@ def _rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
         read_from=read_from,
         sent_s=change.rate("s3_sent_bytes_total"),
         received_s=change.rate("s3_received_bytes_total"),
-        opened_passthrough_s=change.rate("opened_passthrough_bytes_total"),
         opens=change.by("opens_total", "mode"),
         stalled={
             cause: min(1.0, share)

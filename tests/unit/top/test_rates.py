@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from fusefs.cli import profile
 from fusefs.exporter.queries import MountAnswer, Target
 from fusefs.top import lines, main
 from fusefs.top.rates import Rates, rates
@@ -69,14 +68,13 @@ def test_rates_are_what_happened_in_between() -> None:
     assert found.source == "s3://bucket/"
 
 
-def test_a_profile_says_what_happened_and_what_may_be_changed() -> None:
+def test_a_block_has_the_times_of_operations_and_what_may_be_changed() -> None:
     found = rates(answer(10, 1000, 0, 3, 50), answer(12, 2000, 7000, 4, 70))
-    text = profile.as_text(found)
-    assert "reads       7.8 KiB (12% cache, 88% S3)" in text
-    assert "waits       programs waited 50% of this time: 25% for S3's first byte" in text
-    assert "latency     read: 20, 10.0 ms on average, 99% within 30.0 ms" in text
-    assert len(profile.advice(found)) == 2
-    assert "fusefs warm" in profile.advice(found)[0]
+    block = lines.block(found)
+    assert "  read 3.9 KiB/s (12% cache, 88% S3)" in block
+    assert "  read 10.0/s, 10.0 ms on average, 99% within 30.0 ms" in block
+    assert len(lines.advice(found)) == 2
+    assert "fusefs warm" in lines.advice(found)[0]
 
 
 def test_the_first_answer_has_no_rates_and_a_silent_mount_a_reason() -> None:
