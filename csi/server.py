@@ -33,7 +33,6 @@ from csi.errors import (
     status_of,
 )
 from csi.generated import csi_pb2_grpc
-from csi.redaction import redacted
 from fusefs.store.errors import StoreError
 
 if TYPE_CHECKING:
@@ -193,7 +192,6 @@ class _Interceptor(grpc.ServerInterceptor):
         self, method: str, handler: Handler, request: Message, context: grpc.ServicerContext
     ) -> Any:
         began = time.monotonic()
-        log.debug("%s %s", method, redacted(request))
         try:
             response = self._run(method, handler, request, context)
         except Exception as error:

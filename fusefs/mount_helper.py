@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fusefs.cli import main as program
-from fusefs.settings import other_tools
 from fusefs.settings.mount import SETTINGS
 from fusefs.settings.sources import split_options
 
@@ -164,10 +163,7 @@ def read_options(
         elif key in _BY_KEY:
             flags += _flag(key, value if separator else None)
         elif not is_sloppy:
-            hint = other_tools.hint(name)
-            raise OptionError(
-                f"{name}: fusefs has no such option{hint}; man fusefs-mount lists all"
-            )
+            raise OptionError(f"{name}: fusefs has no such option; man fusefs-mount lists all")
     return flags, variables
 
 

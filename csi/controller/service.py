@@ -43,7 +43,7 @@ from csi.volume.location import (
     location_of,
     new_volume_id,
 )
-from csi.volume.options import read_options, write_options
+from csi.volume.options import read_options
 from csi.volume.stores import Stores
 from fusefs.store.errors import ExistsError
 from fusefs.store.s3.settings import WriteOptions
@@ -357,9 +357,12 @@ def _check_settings(
 def _write_options(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
 ) -> WriteOptions:
-    """The options that the volume's record is written with: as the volume's mounts write."""
+    """The options that the volume's record is written with: as the volume's mounts write.
+
+    A bucket's policy may demand an encryption or an ACL of every object.
+    """
     flags = [flag for capability in capabilities for flag in capability.mount.mount_flags]
-    return write_options(_settings(attributes), flags)
+    return WriteOptions.of(read_options(_settings(attributes), flags, is_inline=False).wanted)
 
 
 def _settings(attributes: Mapping[str, str]) -> dict[str, str]:

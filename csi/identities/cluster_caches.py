@@ -23,7 +23,6 @@ with what it began with, also when its domain has left the file.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +44,7 @@ _SETTINGS = {
     "credentials-file": "cluster_cache_credentials",
     "key-file": "cluster_cache_key",
 }
+_OF_SECRETS = ("cluster_cache_credentials", "cluster_cache_key")
 
 
 class ClusterCachesError(ValueError):
@@ -67,19 +67,15 @@ class CacheSecrets:
 
 @dataclass(frozen=True, slots=True)
 class ClusterCacheConfig:
-    """One domain's cluster cache: `url` and `endpoint_url` as `fusefs mount` takes them."""
+    """One domain's cluster cache: the texts of a mount's settings for it, by their names."""
 
     domain: str
-    url: str
-    endpoint_url: str | None
-    credentials_file: Path
-    key_file: Path
+    texts: Mapping[str, str]
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of a mount, as texts, but for the paths of its secrets."""
-        texts = {"cluster_cache": self.url, "cluster_cache_endpoint": self.endpoint_url}
-        return {name: text for name, text in texts.items() if text is not None}
+        """The settings but for the paths of the secrets, of which each mount has a copy."""
+        return {name: text for name, text in self.texts.items() if name not in _OF_SECRETS}
 
     def check(self, origins: Mapping[str, str]) -> None:
         """Refuse what no mount takes. Blocks. `origins` name the settings in messages.
@@ -88,12 +84,7 @@ class ClusterCacheConfig:
             SettingsError: a setting cannot be read.
             ClusterCacheAccessError: a file does not hold its secret.
         """
-        files = {
-            "cluster_cache_credentials": os.fspath(self.credentials_file),
-            "cluster_cache_key": os.fspath(self.key_file),
-        }
-        texts = self.settings | files
-        layer = {name: RawValue(text, origins[name]) for name, text in texts.items()}
+        layer = {name: RawValue(text, origins[name]) for name, text in self.texts.items()}
         check_cluster_cache(build(layer, anywhere()))
 
     def secrets(self) -> CacheSecrets:
@@ -104,7 +95,8 @@ class ClusterCacheConfig:
         """
         try:
             self.check({setting: name for name, setting in _SETTINGS.items()})
-            return CacheSecrets(self.credentials_file.read_bytes(), self.key_file.read_bytes())
+            credentials, key = (Path(self.texts[name]).read_bytes() for name in _OF_SECRETS)
+            return CacheSecrets(credentials, key)
         except ClusterCacheAccessError as error:
             why = str(error)
         except OSError as error:
@@ -154,13 +146,8 @@ def _cluster_cache(domain: str, table: dict[str, Any]) -> ClusterCacheConfig:
             read_url(table["endpoint"])
         except ValueError as error:
             raise ValueError(f"{where}.endpoint: {error}") from None
-    cache = ClusterCacheConfig(
-        domain,
-        table["url"],
-        table.get("endpoint"),
-        Path(table["credentials-file"]),
-        Path(table["key-file"]),
-    )
+    texts = {_SETTINGS[name]: value for name, value in table.items()}
+    cache = ClusterCacheConfig(domain, texts)
     origins = {setting: f"{where}.{name}" for name, setting in _SETTINGS.items()}
     try:
         cache.check(origins)

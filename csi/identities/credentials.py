@@ -253,32 +253,31 @@ class CredentialFiles:
         elif identity.token is not None:
             replace_file(directory / "token", identity.token, owner=uid)
 
-    def store_customer_key(self, mount: str, key: CustomerKey, uid: int) -> None:
-        """Write the key with which S3 encrypts, for root and the daemon's user alone."""
-        directory = self._prepare(mount, uid)
-        replace_file(directory / _CUSTOMER_KEY, key.text, owner=uid)
+    def store_kept(
+        self, mount: str, identity: Identity, cluster_cache: CacheSecrets | None, uid: int
+    ) -> None:
+        """Write the secrets that a mount keeps from its beginning on: those in `settings_of`.
 
-    def customer_key_settings(self, mount: str) -> dict[str, str]:
-        """The setting that names what `store_customer_key` writes."""
-        return {"customer_key": os.fspath(self._directory / mount / _CUSTOMER_KEY)}
-
-    def store_cluster_cache(self, mount: str, secrets: CacheSecrets, uid: int) -> None:
-        """Replace the secrets of the mount's cluster cache.
-
-        The launcher reads them, as root. They are the daemon's user's as well, for a daemon
-        that has lost its keeper starts another, and hands them on.
+        The launcher reads those of the cluster cache, as root. They are the daemon's user's as
+        well, for a daemon that has lost its keeper starts another, and hands them on.
         """
         directory = self._prepare(mount, uid)
-        replace_file(directory / _CACHE_CREDENTIALS, secrets.credentials, owner=uid)
-        replace_file(directory / _CACHE_KEY, secrets.key, owner=uid)
+        if identity.customer_key is not None:
+            replace_file(directory / _CUSTOMER_KEY, identity.customer_key.text, owner=uid)
+        if cluster_cache is not None:
+            replace_file(directory / _CACHE_CREDENTIALS, cluster_cache.credentials, owner=uid)
+            replace_file(directory / _CACHE_KEY, cluster_cache.key, owner=uid)
 
-    def cluster_cache_settings(self, mount: str) -> dict[str, str]:
-        """The settings that name what `store_cluster_cache` writes."""
+    def settings_of(
+        self, mount: str, identity: Identity, *, has_cluster_cache: bool
+    ) -> dict[str, str]:
+        """The settings that name the files of `store_kept`."""
+        names = {"customer_key": _CUSTOMER_KEY} if identity.customer_key else {}
+        if has_cluster_cache:
+            names["cluster_cache_credentials"] = _CACHE_CREDENTIALS
+            names["cluster_cache_key"] = _CACHE_KEY
         directory = self._directory / mount
-        return {
-            "cluster_cache_credentials": os.fspath(directory / _CACHE_CREDENTIALS),
-            "cluster_cache_key": os.fspath(directory / _CACHE_KEY),
-        }
+        return {setting: os.fspath(directory / name) for setting, name in names.items()}
 
     def _prepare(self, mount: str, uid: int) -> Path:
         directory = self._directory / mount

@@ -87,7 +87,9 @@ class Drains:
         table = MountTable()
         if table.top(Path(record.root)) is None:
             return ""
-        if not self._mounts.is_alive(record, table) and not self._mounts.may_be_served(record):
+        if not self._mounts.is_alive(record, table) and not self._mounts.daemons.may_serve(
+            Path(record.root)
+        ):
             return ""
         return self._reported(record)
 

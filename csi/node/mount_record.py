@@ -7,7 +7,6 @@ secrets. A reboot removes them together with the mounts.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ class MountRecord:
     """One mount: `key` names it, `root` is where it is.
 
     `arguments` stand for what it was published with but for what may change;
-    `settings` is the JSON of its MountSettings, `environment` its daemon's.
+    `settings` are its MountSettings as texts, `environment` is its daemon's.
     """
 
     key: str
@@ -33,7 +32,7 @@ class MountRecord:
     who: str
     uid: int
     arguments: str
-    settings: str
+    settings: dict[str, str]
     drain_timeout_s: float
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -42,8 +41,8 @@ class MountRecord:
         """The cache that the mount uses, of its cache domain; None if it cannot be read."""
         try:
             # Only this one: to build the settings of a hundred mounts takes a tenth of a second.
-            return Path(json.loads(self.settings)["cache_dir"])
-        except (ValueError, KeyError, TypeError):
+            return Path(self.settings["cache_dir"])
+        except (KeyError, TypeError):
             return None
 
 

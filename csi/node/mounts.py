@@ -69,7 +69,7 @@ class Mounts:
         self._files = files
         self._roots = roots
         self._fd_store = fd_store
-        self._daemons = daemons
+        self.daemons = daemons
         # Mounts that just can't be resumed, by key, and since when.
         self._stuck: dict[str, float] = {}
         # Children of this process, which has to wait for them.
@@ -97,21 +97,14 @@ class Mounts:
         key = self.key_behind(mount, table)
         return self.records.read(key) if key is not None else None
 
-    def is_used(self, key: str, table: MountTable) -> bool:
-        """True if a mount is bound to any path."""
+    def references(self, key: str, table: MountTable) -> list[Path]:
+        """The target paths that a mount is bound to."""
         top = table.top(self.root_of(key))
-        return top is not None and any(
-            one.mountpoint.name != key for one in table.of_device(top.device)
-        )
-
-    def references(self, record: MountRecord, table: MountTable) -> list[Path]:
-        """The target paths that the record's mount is bound to."""
-        top = table.top(Path(record.root))
         if top is None:
             return []
         found = (one.mountpoint for one in table.of_device(top.device))
         # Compared by name, as the root may be visible under several paths.
-        return [path for path in found if path.name != record.key]
+        return [path for path in found if path.name != key]
 
     def is_alive(self, record: MountRecord, table: MountTable) -> bool:
         """True if the mount has a keeper, or will have one; the mount is not touched."""
@@ -125,11 +118,7 @@ class Mounts:
             if keeper_pid(root) is not None:
                 return True
             # A supervisor's daemon waits for a keeper; any other goes on without.
-            return daemon_pid(root) is not None and not self._daemons.serve(root)
-
-    def may_be_served(self, record: MountRecord) -> bool:
-        """True if a supervisor's daemon may go on with the mount, with a keeper or without."""
-        return self._daemons.may_serve(Path(record.root))
+            return daemon_pid(root) is not None and not self.daemons.serve(root)
 
     def ask(
         self,
@@ -201,7 +190,7 @@ class Mounts:
     def _drop_if_hopeless(self, record: MountRecord, root: KernelMount) -> None:
         now = time.monotonic()
         is_stuck = now - self._stuck.setdefault(record.key, now) >= RESUME_S
-        if is_stuck and not self._daemons.may_serve(Path(record.root)):
+        if is_stuck and not self.daemons.may_serve(Path(record.root)):
             log.error("%s is given up: it can't be resumed", record.source)
             with contextlib.suppress(ControlError):  # the next attempt tries again
                 self._fd_store.drop(root)
@@ -213,17 +202,17 @@ class Mounts:
             for name, text in os.environ.items()
             if not name.startswith(("AWS_", "FUSEFS"))
         }
-        self._daemons.check()
+        self.daemons.check()
         self._reap()
         begin = resume if is_mounted else start
         try:
             # After a roll-back they may have been written by a newer driver.
-            settings = MountSettings.from_json(record.settings)
+            settings = MountSettings.from_texts(record.settings)
             environment = inherited | record.environment
             if not is_mounted:
                 preflight.check(settings)
             keeper = begin(
-                settings, self._daemons.supervisor, environment=environment, deadline=deadline
+                settings, self.daemons.supervisor, environment=environment, deadline=deadline
             )
         except NotUpError:
             raise AbortedError(
@@ -315,7 +304,7 @@ class Mounts:
         """Wait for a mount's processes, and the supervisor's daemons, which may outlive them."""
         if not _have_ended(processes, deadline):
             return False
-        while self._daemons.may_serve(root):
+        while self.daemons.may_serve(root):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(POLL_S)
@@ -355,7 +344,7 @@ class Mounts:
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         if not _have_ended(processes, time.monotonic() + KILL_S):
             log.error("a killed process of a mount hangs in the kernel")
-        self._daemons.end(root)
+        self.daemons.end(root)
 
 
 def _have_ended(processes: list[int], deadline: float) -> bool:

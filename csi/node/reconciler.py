@@ -126,7 +126,7 @@ class Reconciler(threading.Thread):
             return  # it has ended since
         table = MountTable()
         is_awaited = self._warmups.is_awaited(record.key)
-        if not self._mounts.references(record, table) and not is_awaited:
+        if not self._mounts.references(record.key, table) and not is_awaited:
             self._drains.check(record)
             if self._drains.end(record, time.monotonic()):
                 self._warmups.forget(record.key)
@@ -146,5 +146,5 @@ class Reconciler(threading.Thread):
     def _remove_leftover(self, key: str) -> None:
         if self._mounts.records.read(key) is not None:
             return  # the call came meanwhile
-        if not self._mounts.is_used(key, MountTable()):  # else unpublish ends it
+        if not self._mounts.references(key, MountTable()):  # else unpublish ends it
             self._mounts.end_key(key, time.monotonic())

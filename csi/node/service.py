@@ -244,7 +244,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if not publish.has_one_target:
             return
         for record in self._mounts.records.of_volume(publish.volume_id):
-            for path in self._mounts.references(record, table):
+            for path in self._mounts.references(record.key, table):
                 if path != publish.target and "volume-subpaths" not in path.parts:
                     raise FailedPreconditionError(
                         f"{publish.volume_id} is published at {path}, and its access mode"
@@ -289,7 +289,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         try:
             self._mounts.start(plan.record, ends)
         except CsiError as error:
-            if self._mounts.references(plan.record, MountTable()):
+            if self._mounts.references(plan.record.key, MountTable()):
                 # Running pods use it, and the reconciler may still resume it, so this is not final.
                 raise UnavailableError(str(error)) from error
             self._mounts.end(plan.record, time.monotonic(), is_forced=True)
@@ -298,10 +298,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _store_secrets(self, plan: _Plan) -> None:
         record = plan.record
         self._files.store(record.key, plan.identity, record.uid)
-        if plan.identity.customer_key is not None:
-            self._files.store_customer_key(record.key, plan.identity.customer_key, record.uid)
-        if plan.cache_secrets is not None:
-            self._files.store_cluster_cache(record.key, plan.cache_secrets, record.uid)
+        self._files.store_kept(record.key, plan.identity, plan.cache_secrets, record.uid)
 
     def _who(self, request: Request, publish: PublishRequest) -> tuple[Identity, Location, Options]:
         location = location_of(publish.location, self._stores)
@@ -356,8 +353,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 cache_dir=os.fspath(domain.directory),
                 user=str(domain.uid),
                 max_pause=LONGEST_PAUSE,
-                **(self._files.cluster_cache_settings(key) if cluster_cache else {}),
-                **(self._files.customer_key_settings(key) if identity.customer_key else {}),
+                **self._files.settings_of(
+                    key, identity, has_cluster_cache=cluster_cache is not None
+                ),
             )
             record = MountRecord(
                 key,
@@ -367,7 +365,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 identity.who,
                 domain.uid,
                 publish.arguments,
-                settings.to_json(),
+                settings.as_texts(),
                 options.drain_timeout_s,
                 self._files.environment(key, identity, location.store, is_fips=settings.fips),
             )
@@ -421,7 +419,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             self._warmups.remove_waiter(record.key, target)
             if self._warmups.is_awaited(record.key):
                 continue
-            if all(path == target for path in self._mounts.references(record, table)):
+            if all(path == target for path in self._mounts.references(record.key, table)):
                 self._drains.check(record)
         try:
             bind_mount.pop_all(target)
@@ -444,12 +442,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 else:
                     log.info("%s: the mount goes on for a copy of %s", record.source, target)
         for key in lost:  # mounts whose records are no more
-            if not self._mounts.is_used(key, MountTable()):
+            if not self._mounts.references(key, MountTable()):
                 self._mounts.end_key(key, ends)
 
     def _is_needed(self, record: MountRecord) -> bool:
         """True if a target uses the mount, or waits for its warm-up."""
-        is_used = bool(self._mounts.references(record, MountTable()))
+        is_used = bool(self._mounts.references(record.key, MountTable()))
         return is_used or self._warmups.is_awaited(record.key)
 
     # --- queries ---
@@ -467,7 +465,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             name = record.volume_id
             if counts[name] > 1:
                 name = f"{name}/{record.key[-KEY_LENGTH:]}"
-            using = map(pods.get, self._mounts.references(record, table))
+            using = map(pods.get, self._mounts.references(record.key, table))
             labels = {(pod.namespace, pod.name) for pod in using if pod is not None}
             found.append(metrics_target(Path(record.root), name, sorted(labels)))
         return found

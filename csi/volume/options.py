@@ -21,8 +21,7 @@ from csi.errors import InvalidArgumentError
 from csi.volume.location import Location
 from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError, build
 from fusefs.settings.sources import split_options
-from fusefs.settings.types import DURATION, SIZE, SWITCH, MinFree, MountSource
-from fusefs.store.s3.settings import WriteOptions
+from fusefs.settings.types import DURATION, SIZE, SWITCH, Durability, MinFree, MountSource
 
 # Settings that are taken as they are given.
 _FREE = frozenset(
@@ -145,18 +144,6 @@ class NodeShares:
     min_free: MinFree
 
 
-def write_options(attributes: Mapping[str, str], mount_flags: Sequence[str]) -> WriteOptions:
-    """The options of objects that the driver makes for a volume: those of its mounts.
-
-    A bucket's policy may demand an encryption or an ACL of every object.
-
-    Raises:
-        InvalidArgumentError: the sentence names the attribute or option.
-    """
-    options = read_options(attributes, mount_flags, is_inline=False)
-    return WriteOptions.of(options.wanted)
-
-
 def read_options(
     attributes: Mapping[str, str], mount_flags: Sequence[str], *, is_inline: bool
 ) -> Options:
@@ -173,7 +160,7 @@ def read_options(
     if is_inline:
         _check_tenant(settings, attributes)
     is_local_allowed = _switch(attributes, "allowLocalDurability")
-    if wanted.durability.may_be_local and not is_local_allowed:
+    if Durability.LOCAL in wanted.durability.values and not is_local_allowed:
         raise InvalidArgumentError(
             f"{settings['durability'].origin}: local loses files with the node; it needs"
             ' allowLocalDurability: "true" in the StorageClass'

@@ -61,7 +61,7 @@ def upgrade(options: argparse.Namespace) -> None:
             " again"
         ) from None
     # Going back is an upgrade to an older version, which knows fewer settings.
-    present = MountSettings.from_json(json.loads(answer["settings"])["settings"])
+    present = MountSettings.from_texts(json.loads(answer["settings"])["settings"])
     request = {
         "do": "upgrade",
         "command": launcher.daemon_command(present),

@@ -43,7 +43,7 @@ def read_input(text: str) -> MountSettings:
         fd = os.memfd_create(variable)
         os.write(fd, content.encode())
         os.environ[variable] = f"/proc/self/fd/{fd}"
-    return MountSettings.from_json(given["settings"])
+    return MountSettings.from_texts(given["settings"])
 
 
 def open_cache(

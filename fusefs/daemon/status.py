@@ -218,7 +218,7 @@ def _writing(daemon: MountParts) -> dict[str, Any] | None:
     if writer is None or mutations is None:
         return None
     return {
-        "durability": str(daemon.settings.durability),
+        "durability": daemon.settings.durability.shown(),
         "renames": mutations.changes.describe_renames() if mutations is not None else [],
         "staged": len(writer.staging),
         "staged_bytes": writer.staging.charged,

@@ -92,7 +92,7 @@ def _files(subjects: Sequence[MountSubject]) -> Iterator[tuple[str, Any]]:
             },
         )
         if mounted.settings is not None:
-            yield f"{folder}/settings.json", json.loads(mounted.settings.to_json())
+            yield f"{folder}/settings.json", mounted.settings.as_texts()
         yield f"{folder}/status.json", mounted.status
         yield f"{folder}/keeper.json", mounted.keeper
         yield f"{folder}/log", _log(mounted.settings)

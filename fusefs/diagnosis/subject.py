@@ -90,7 +90,7 @@ def _read_settings(subject: MountSubject) -> None:
         answer = keeper_request(subject.mountpoint, {"do": "settings"}, ANSWER_TIMEOUT_S)
         given = json.loads(answer["settings"])
         subject.files = dict(given.get("files", {}))
-        subject.settings = MountSettings.from_json(given["settings"])
+        subject.settings = MountSettings.from_texts(given["settings"])
         if "environment" in given:
             subject.environment = _chosen(given["environment"])
     if subject.environment is None and subject.keeper is not None:

@@ -355,7 +355,7 @@ def daemon_input(
         files |= access.read(settings)
     except access.AccessError as error:
         raise LaunchError(f"cluster cache: {error}") from None
-    return json.dumps({"settings": settings.to_json(), "files": files})
+    return json.dumps({"settings": settings.as_texts(), "files": files})
 
 
 def mount_number(mountpoint: Path) -> int:

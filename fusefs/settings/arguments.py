@@ -26,12 +26,8 @@ class Parser(argparse.ArgumentParser):
         for word in rest:
             if word.startswith("-") and word != "-":
                 name = word.partition("=")[0]
-                from fusefs.settings import other_tools  # for mistakes alone
-
                 near = did_you_mean(name, self._option_string_actions)
-                is_begun = f"{name}-" in near
-                hint = near if is_begun else other_tools.hint(name) or near
-                self.error(f"there is no option {name}{hint}")
+                self.error(f"there is no option {name}{near}")
         return found, rest
 
     def error(self, message: str) -> NoReturn:

@@ -3,7 +3,7 @@
 A setting is a field of `MountSettings`, declared by `option`: its type (`SettingType`)
 reads it from text and shows it again, its help is the text of `--help`. Every source
 gives texts by field name: flags (`--cache-size`), the environment
-(`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and the JSON that the
+(`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and the texts that the
 command sends to the daemon. So each type has one parser, and each default one place.
 
 A `Layer` maps field names to `RawValue` texts; `build` merges layers, the first one
@@ -15,7 +15,6 @@ No secret is a setting: credentials come from botocore's own chain.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -24,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.linux.mount import MountRequest
-from fusefs.settings.durability import EVERYWHERE_AUTO, DurabilityRules
 from fusefs.settings.memory import LEAST
 from fusefs.settings.patterns import PathRules
 from fusefs.settings.types import (
     CONNECTIONS,
     DURABILITY,
     DURATION,
+    EVERYWHERE_AUTO,
     ID,
     KMS_KEY,
     LIFETIME,
@@ -51,6 +50,7 @@ from fusefs.settings.types import (
     Addressing,
     AttributeForm,
     Conflict,
+    Durability,
     Encryption,
     LogFormat,
     LogLevel,
@@ -232,7 +232,7 @@ class MountSettings:
         False,
     )
 
-    durability: DurabilityRules = option(
+    durability: PathRules[Durability] = option(
         DURABILITY,
         "Writing",
         "where a file is stored when fsync and close return: bucket, local (the disk; uploaded"
@@ -324,10 +324,6 @@ class MountSettings:
         source = str(self.source)
         return MountRequest(source, self.mountpoint, self.allow_other, self.read_only, self.noexec)
 
-    def to_json(self) -> str:
-        """This as JSON, for `from_json` in another process."""
-        return json.dumps(self.as_texts())
-
     def as_texts(self) -> dict[str, str]:
         """The settings that have a value, by field name, as the sources of settings write them."""
         return {
@@ -337,21 +333,17 @@ class MountSettings:
         }
 
     @classmethod
-    def from_json(cls, text: str) -> MountSettings:
-        """The settings that `to_json` wrote, perhaps of another version.
-
-        Settings that are unknown here are left out.
+    def from_texts(cls, texts: Mapping[str, str]) -> MountSettings:
+        """The settings that `as_texts` gave, perhaps of another version: unknown ones are left out.
 
         Raises:
-            SettingsError: the text was not written by `to_json`.
+            SettingsError: they are something else.
         """
         try:
-            texts = dict(json.loads(text))
-        except ValueError as error:
-            raise SettingsError(f"the settings are not a JSON object: {error}") from error
-        return build(
-            {name: RawValue(str(value), name) for name, value in texts.items() if name in _TYPES}
-        )
+            known = {name: text for name, text in dict(texts).items() if name in _TYPES}
+        except (ValueError, TypeError):
+            raise SettingsError("the settings are not texts by their names") from None
+        return build({name: RawValue(str(text), name) for name, text in known.items()})
 
     def changed(self, changes: Layer) -> MountSettings:
         """These settings with those of `changes` in their place.

@@ -22,7 +22,6 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from fusefs.linux import files
-from fusefs.settings.durability import Durability, parse_durability
 from fusefs.settings.patterns import PathRules, parse_rules
 
 T = TypeVar("T")
@@ -194,6 +193,21 @@ class Conflict(enum.StrEnum):
     FAIL = "fail"
 
 
+class Durability(enum.StrEnum):
+    """The place of a file when fsync and close return.
+
+    AUTO is the bucket, but for closes of a temporary file, and of one that is appended to again
+    and again.
+    """
+
+    AUTO = "auto"
+    BUCKET = "bucket"
+    LOCAL = "local"
+
+
+EVERYWHERE_AUTO = PathRules(Durability.AUTO)
+
+
 class AttributeForm(enum.StrEnum):
     """The form in which new objects get modes, owners and times."""
 
@@ -238,6 +252,19 @@ def _parse_lifetime(text: str) -> float:
 
 def _parse_ttl(text: str) -> PathRules[float]:
     return parse_rules(text, _parse_lifetime, METADATA_TTL_S)
+
+
+def _parse_durability(text: str) -> PathRules[Durability]:
+    def read(name: str) -> Durability:
+        try:
+            return Durability(name)
+        except ValueError:
+            raise ValueError(
+                f"{name!r} is none of {', '.join(Durability)}; write it like bucket, or for some"
+                " paths like bucket,local:runs/**"
+            ) from None
+
+    return parse_rules(text, read, Durability.AUTO)
 
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html
@@ -429,7 +456,8 @@ DURATION = SettingType("TIME", _parse_wait, format_duration, takes_numbers=True)
 # `auto` by itself is an option of /etc/fstab.
 DURABILITY = SettingType(
     "MODE[:PATTERN],…",
-    parse_durability,
+    _parse_durability,
+    PathRules.shown,
     further=re.compile(rf"({'|'.join(Durability)}):|(bucket|local)$"),
 )
 # A daemon sends its keeper a sign of life each second.

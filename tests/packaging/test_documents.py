@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.settings.other_tools import ROWS
 from tests.support.packaging.documents import (
     DOCS,
     PROJECT,
@@ -105,12 +104,6 @@ def test_files_that_the_text_names_are_there(path: Path) -> None:
         for name in re.findall(r"[\w./-]+\.(?:py|c|yaml|toml|md)\b", code):
             is_of_users = name.startswith("/etc/fusefs/")
             assert is_of_users or any(f"/{known}".endswith(f"/{name}") for known in there), name
-
-
-def test_the_page_on_other_tools_has_the_rows_that_the_commands_suggest_from() -> None:
-    page = (PROJECT / "docs/guides/from-other-tools.md").read_text()
-    tables = re.findall(r"^\| --- \| --- \|\n((?:\|.*\n)+)", page, re.MULTILINE)
-    assert [table.splitlines() for table in tables] == [list(rows) for rows in ROWS.values()]
 
 
 TESTS = Path(__file__).parents[1]

@@ -345,7 +345,7 @@ class CreateRemove:
 
     def needs_fsync(self, directory: Inode) -> bool:
         pending = self._writer.removals.pending(self._inodes.key(directory))
-        return self._rules.durability.may_be_local or bool(pending)
+        return self._rules.may_be_local or bool(pending)
 
     async def fsync(self, directory: Inode) -> None:
         """Have the bucket be without what was removed below a directory, and a power cut too.
@@ -354,7 +354,7 @@ class CreateRemove:
             StoreError, OSError: something could not be deleted; it stays on record.
         """
         await self._writer.removals.flush_below(self._inodes.key(directory))
-        if self._rules.durability.may_be_local:
+        if self._rules.may_be_local:
             with stage(WaitCause.CACHE_DISK):
                 await trio.to_thread.run_sync(self._writer.staging.names.sync)
 

@@ -41,7 +41,7 @@ from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging_record import may_tell_uploaded
 from fusefs.posix.write.upload_times import AppendRuns
 from fusefs.posix.write.uploader import AHEAD, Uploader
-from fusefs.settings.durability import Durability
+from fusefs.settings.types import Durability
 from fusefs.store.errors import StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Write

@@ -10,14 +10,15 @@ import trio
 
 from fusefs.posix.nodes.temporary_names import is_temporary
 from fusefs.posix.write.staging import Staging
-from fusefs.settings.durability import EVERYWHERE_AUTO, Durability, DurabilityRules
+from fusefs.settings.patterns import PathRules
+from fusefs.settings.types import EVERYWHERE_AUTO, Durability
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRules:
     """Rules of writing; see the settings of the same names. The keys begin with `prefix`."""
 
-    durability: DurabilityRules = EVERYWHERE_AUTO
+    durability: PathRules[Durability] = EVERYWHERE_AUTO
     prefix: str = ""
     fails_on_conflict: bool = False
     may_delete: bool = True
@@ -25,6 +26,11 @@ class WriteRules:
     def durability_of(self, key: str) -> Durability:
         """The place of a key's file when fsync and close return."""
         return self.durability.of(key[len(self.prefix) :])
+
+    @property
+    def may_be_local(self) -> bool:
+        """True if some path may have local durability."""
+        return Durability.LOCAL in self.durability.values
 
     def is_local(self, key: str) -> bool:
         """True if the local disk is enough for the file of a key."""

@@ -6,6 +6,7 @@ import stat
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -194,9 +195,10 @@ def test_no_domain_gets_the_user_of_another_ones_mounts(tmp_path: Path) -> None:
 def test_the_user_of_a_mount_whose_settings_cannot_be_read_is_taken_as_well(tmp_path: Path) -> None:
     readable = MountSettings(
         source=MountSource("bucket"), mountpoint=Path("/mnt"), cache_dir=Path("/cache/domain")
-    ).to_json()
+    ).as_texts()
     records = MountRecords(tmp_path)
-    for uid, settings in enumerate(["", "{}", "7", '{"cache_dir": 7}', readable]):
+    found: list[Any] = [None, {}, 7, {"cache_dir": 7}, readable]
+    for uid, settings in enumerate(found):
         key = f"key-{uid}"
         record = MountRecord(key, "volume", "/root", "s3://b", "me", uid, "", settings, 0.0)
         records.write(key, record)

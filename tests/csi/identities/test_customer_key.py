@@ -44,7 +44,7 @@ def data(s3: S3Server) -> Bucket:
 def records(node: Node) -> list[dict[str, str]]:
     """The settings of the node's mounts."""
     found = (json.loads(path.read_text()) for path in (node.state / "mounts").iterdir())
-    return [json.loads(record["settings"]) for record in found]
+    return [record["settings"] for record in found]
 
 
 def key_file(node: Node) -> Path:

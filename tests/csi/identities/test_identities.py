@@ -201,9 +201,7 @@ def test_identities_share_a_cache_where_an_administrator_says_so_and_nowhere_els
             published.append((volume, target))
         records = (json.loads(file.read_text()) for file in (node.state / "mounts").iterdir())
         caches[volume] = sorted(
-            json.loads(one["settings"])["cache_dir"]
-            for one in records
-            if one["volume_id"] == volume
+            one["settings"]["cache_dir"] for one in records if one["volume_id"] == volume
         )
     assert len(set(caches["plain"])) == 2
     assert len(caches["shared"]) == 2

@@ -271,8 +271,8 @@ def test_a_driver_resumes_a_mount_whose_record_is_a_newer_drivers(
         node.kill_all("keeper")
         [path] = (node.state / "mounts").glob("*.json")
         record = json.loads(path.read_text())
-        settings = json.loads(record["settings"]) | {"of_a_newer_driver": "auto"}
-        path.write_text(json.dumps(record | {"newer": 1, "settings": json.dumps(settings)}))
+        settings = record["settings"] | {"of_a_newer_driver": "auto"}
+        path.write_text(json.dumps(record | {"newer": 1, "settings": settings}))
         [root] = node.roots()
         node.start("--daemons=there")
         until(lambda: is_kept(node), "there is a keeper")

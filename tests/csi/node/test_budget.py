@@ -37,7 +37,7 @@ def node(s3: S3Server) -> Iterator[Node]:
 
 def settings_of(node: Node) -> list[MountSettings]:
     records = (json.loads(path.read_text()) for path in (node.state / "mounts").glob("*.json"))
-    return [MountSettings.from_json(record["settings"]) for record in records]
+    return [MountSettings.from_texts(record["settings"]) for record in records]
 
 
 def test_mounts_together_never_have_more_than_the_nodes_budget(node: Node, shared: Bucket) -> None:

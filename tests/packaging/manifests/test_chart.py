@@ -366,8 +366,8 @@ def test_cluster_caches_become_the_file_that_the_driver_reads(tmp_path: Path) ->
     (tmp_path / "file").write_text(text.replace(directory, str(tmp_path)))
     known = read_cluster_caches(tmp_path / "file")
     assert known.by_domain.keys() == {"a.b", "*"}
-    assert known.by_domain["a.b"].endpoint_url == SEAWEEDFS
-    assert (known.by_domain["*"].url, known.by_domain["*"].endpoint_url) == (CACHE["url"], None)
+    assert known.by_domain["a.b"].settings["cluster_cache_endpoint"] == SEAWEEDFS
+    assert known.by_domain["*"].settings == {"cluster_cache": CACHE["url"]}
     # The controller, which mounts nothing, and the daemons, which are given them, have none.
     assert "cache-secret" not in str(template(documents, "fusefs-csi-daemons"))
     assert "cache-secret" not in str(template(documents, "fusefs-csi-controller"))

@@ -78,7 +78,7 @@ def test_the_driver_finds_the_files_that_its_cluster_cache_names(tmp_path: Path)
             (there / item["path"]).parent.mkdir(exist_ok=True)
             (there / item["path"]).write_text(example(item["key"]))
     [cache] = read_cluster_caches(there / file.name).by_domain.values()
-    assert cache.url.startswith(f"s3://{bucket()}/")
+    assert cache.settings["cluster_cache"].startswith(f"s3://{bucket()}/")
     for name in ("fusefs-csi-daemons", "fusefs-csi-controller"):
         assert "cluster-cache" not in str(template(documents, name))
 

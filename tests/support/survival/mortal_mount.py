@@ -35,11 +35,11 @@ from fusefs.posix.restore.from_journal import restore
 from fusefs.posix.types import Caller, NameKind
 from fusefs.posix.write.rules import WriteRules, Writing
 from fusefs.posix.write.staging import Staging
-from fusefs.settings.durability import Durability, DurabilityRules
 from fusefs.settings.patterns import PathRules
+from fusefs.settings.types import Durability
 from tests.support.memory_store import MemoryStore
 
-LOCAL = DurabilityRules(Durability.LOCAL)
+LOCAL = PathRules(Durability.LOCAL)
 
 
 class DiedError(BaseException):

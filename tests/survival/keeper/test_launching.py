@@ -217,5 +217,5 @@ def test_a_request_of_an_unknown_version_is_refused_and_harmless(supervisor: str
 
 def test_a_daemon_leaves_out_the_settings_of_a_newer_driver() -> None:
     settings = {"source": "s3://bucket", "mountpoint": "/mnt", "cache_dir": "/c", "newer": "1"}
-    message = {"settings": json.dumps(settings), "files": {}}
+    message = {"settings": settings, "files": {}}
     assert process.read_input(json.dumps(message)).source.bucket == "bucket"

@@ -12,7 +12,7 @@ import pytest
 from csi import main
 from csi.errors import FailedPreconditionError, InvalidArgumentError
 from csi.identities.cluster_caches import CacheSecrets, ClusterCachesError, read_cluster_caches
-from csi.identities.credentials import CredentialFiles
+from csi.identities.credentials import CredentialFiles, Identity
 from csi.volume.options import read_options
 
 KEYS = "[default]\naws_access_key_id = the-access\naws_secret_access_key = the-secret\n"
@@ -167,8 +167,10 @@ def test_other_secrets_make_another_mount(secrets: Path) -> None:
 @pytest.mark.root
 def test_a_mounts_copies_are_its_users_alone_and_go_with_it(tmp_path: Path) -> None:
     files = CredentialFiles(tmp_path)
-    files.store_cluster_cache("mount", CacheSecrets(KEYS.encode(), KEY.encode()), 12345)
-    paths = [Path(text) for text in files.cluster_cache_settings("mount").values()]
+    secrets, identity = CacheSecrets(KEYS.encode(), KEY.encode()), Identity("me", ())
+    files.store_kept("mount", identity, secrets, 12345)
+    settings = files.settings_of("mount", identity, has_cluster_cache=True)
+    paths = [Path(text) for text in settings.values()]
     assert [path.read_text() for path in paths] == [KEYS, KEY]
     for path in paths:
         found = path.stat()

@@ -65,7 +65,7 @@ def node() -> PlayedNode:
 @pytest.fixture
 def record(tmp_path: Path) -> MountRecord:
     root = str(tmp_path / "roots/key")
-    settings = build({}, anywhere()).to_json()
+    settings = build({}, anywhere()).as_texts()
     return MountRecord("key", "volume", root, "s3://b", "me", 1, "", settings, 0.0)
 
 

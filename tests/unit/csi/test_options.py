@@ -292,7 +292,7 @@ def test_an_attribute_is_taken_or_refused_by_its_name(name: str, is_inline: bool
         try:
             read = read_options({**about_warm, name: value}, (), is_inline=is_inline)
             layer = mount_layer(read, ANYWHERE, SHARES, {}, is_read_only=False, fs_group=None)
-            finished(layer, mountpoint="/mnt/key", cache_dir="/cache").to_json()
+            finished(layer, mountpoint="/mnt/key", cache_dir="/cache").as_texts()
         except InvalidArgumentError as error:
             check_sentence(error, name)
 

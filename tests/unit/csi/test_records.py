@@ -33,8 +33,9 @@ from tests.support.waiting import until
 UNKNOWN = {"of_a_newer_driver": "auto"}
 
 
-def a_record(settings: str = "") -> MountRecord:
-    return MountRecord("key", "volume", "/mounts/key", "s3://b", "me", 1, "", settings, 0.0)
+def a_record(settings: dict[str, str] | None = None) -> MountRecord:
+    texts = settings or {}
+    return MountRecord("key", "volume", "/mounts/key", "s3://b", "me", 1, "", texts, 0.0)
 
 
 def add_unknown(directory: Path) -> None:
@@ -77,7 +78,7 @@ def test_uploads_are_given_up_in_time_though_a_setting_is_unknown(
         mountpoint=Path("/mounts/key"),
         cache_dir=Path("/cache/domain"),
     )
-    settings = json.dumps(json.loads(known.to_json()) | UNKNOWN)
+    settings = known.as_texts() | UNKNOWN
     mounts: Any = None
     drains = Drains(mounts)
     monkeypatch.setattr(drains, "_pending", lambda _record: "1 files")
@@ -113,7 +114,7 @@ def test_the_answer_of_a_hostile_daemon_delays_the_end_of_its_mount_and_no_more(
     settings = MountSettings(
         source=MountSource("bucket"), mountpoint=Path("/mounts/key"), cache_dir=Path("/cache")
     )
-    drains.check(a_record(settings.to_json()))
+    drains.check(a_record(settings.as_texts()))
     assert "given up" in caplog.text
 
 
@@ -209,7 +210,7 @@ GOOD: dict[str, Any] = {
 
 
 def record_of(key: str) -> MountRecord:
-    return MountRecord(key, "volume", f"/mounts/{key}", f"s3://{key}", "me", 1, "", "", 0.0)
+    return MountRecord(key, "volume", f"/mounts/{key}", f"s3://{key}", "me", 1, "", {}, 0.0)
 
 
 @pytest.mark.parametrize(

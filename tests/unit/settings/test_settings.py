@@ -1,12 +1,12 @@
 """Settings: one definition, read from flags, environment, file and JSON."""
 
-import json
 import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,6 +29,7 @@ from fusefs.settings.types import (
     GIB,
     MIB,
     Addressing,
+    Durability,
     MinFree,
     MountSource,
     Setting,
@@ -105,8 +106,8 @@ def test_the_last_pattern_that_matches_decides_on_durability(
 ) -> None:
     rules = settings_with(durability=text).durability
     assert rules.of(path) == mode
-    assert rules.may_be_local == ("local" in text)
-    assert settings_with(durability=str(rules)).durability == rules
+    assert (Durability.LOCAL in rules.values) == ("local" in text)
+    assert settings_with(durability=rules.shown()).durability == rules
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_durability_by_path_is_read_from_every_source(tmp_path: Path) -> None:
     for layer in layers:
         settings = build(layer, MOUNT)
         assert settings.durability == rules
-        assert MountSettings.from_json(settings.to_json()).durability == rules
+        assert MountSettings.from_texts(settings.as_texts()).durability == rules
 
 
 def test_a_metadata_ttl_by_path_is_read_from_every_source(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def test_a_metadata_ttl_by_path_is_read_from_every_source(tmp_path: Path) -> Non
         found = [ttl.of(path) for path in ("", "runs", "data", "data/a", "frozen/a/b")]
         assert found == [60, 60, 3600, 3600, math.inf]
         settings = build(layer, MOUNT)
-        assert MountSettings.from_json(settings.to_json()).metadata_ttl == ttl
+        assert MountSettings.from_texts(settings.as_texts()).metadata_ttl == ttl
     for wrong in ("soon", "1s,2s", "1s:../x", "1h:"):
         with pytest.raises(SettingsError, match=r"^--metadata.ttl: "):
             settings_with(metadata_ttl=wrong)
@@ -446,17 +447,18 @@ def test_settings_survive_json() -> None:
         log_file="/var/log/x.log",
         session="pyfuse3",
     )
-    assert MountSettings.from_json(settings.to_json()) == settings
+    assert MountSettings.from_texts(settings.as_texts()) == settings
 
 
-def test_json_of_something_else_is_refused() -> None:
-    with pytest.raises(SettingsError, match="not a JSON object"):
-        MountSettings.from_json("nonsense")
+def test_something_else_is_no_settings() -> None:
+    nonsense: Any = "nonsense"
+    with pytest.raises(SettingsError, match="not texts by their names"):
+        MountSettings.from_texts(nonsense)
 
 
 def test_settings_of_another_version_are_left_out_where_they_are_unknown() -> None:
-    other = json.loads(settings_with().to_json()) | {"colour": "red"}
-    assert MountSettings.from_json(json.dumps(other)) == settings_with()
+    other = settings_with().as_texts() | {"colour": "red"}
+    assert MountSettings.from_texts(other) == settings_with()
 
 
 def test_every_setting_has_a_help_text_and_a_default_that_it_can_show() -> None:

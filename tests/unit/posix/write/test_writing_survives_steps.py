@@ -15,7 +15,7 @@ import trio.testing
 
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import backlog, flush
-from fusefs.settings.durability import EVERYWHERE_AUTO
+from fusefs.settings.types import EVERYWHERE_AUTO
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 
