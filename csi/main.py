@@ -140,10 +140,6 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stores", type=Path, metavar="FILE", help="file with the S3 stores besides aws (TOML)"
     )
-    _add_log_flag(parser)
-
-
-def _add_log_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),

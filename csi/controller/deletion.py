@@ -22,7 +22,7 @@ from csi.controller.volume_record import (
     read,
 )
 from csi.errors import AbortedError
-from csi.volume.location import VolumeId, new_volume_id, overlap
+from csi.volume.location import VolumeId, has_segment, new_volume_id, overlap
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _why_retained(record: VolumeRecord, volume: VolumeId, cluster: str) -> str:
         return "this driver has no cluster id"
     if new_volume_id(volume.store, volume.bucket, record.name) != volume:
         return "its record is that of another volume"
-    if not record.has_own_prefix:
+    if not has_segment(record.prefix, record.name):
         return "no segment of the prefix is the volume's name"
     return ""
 

@@ -36,12 +36,13 @@ from csi.identities.keys import customer_key_from, keys_from
 from csi.in_flight import Claims
 from csi.volume.capabilities import check_capabilities, check_capability
 from csi.volume.location import (
-    LOCATION_KEYS,
     VolumeId,
     fill_in,
     has_segment,
     location_of,
     new_volume_id,
+    own,
+    without_location,
 )
 from csi.volume.options import read_options
 from csi.volume.stores import Stores
@@ -50,8 +51,6 @@ from fusefs.store.s3.settings import WriteOptions
 
 DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"
-# Prefixes of the keys that the sidecars add to parameters and attributes.
-RESERVED = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
 _CLAIM = ("csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/namespace")
 # The size that a mount reports to `df`, too.
 MAX_BYTES = 1 << 60
@@ -168,7 +167,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
                 f"mutable_parameters: {min(request.mutable_parameters)}: volumes cannot be modified"
             )
         size = _size(request.capacity_range)
-        parameters = _own(request.parameters)
+        parameters = own(request.parameters)
         deletes = _deletes(parameters.pop(ON_DELETE, "retain"))
         template = parameters.get("prefix", DEFAULT_PREFIX)
         if deletes and not has_segment(template, "${pv.name}"):
@@ -221,7 +220,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         record = self._existing(request, context)
         try:
             check_capabilities(request.volume_capabilities)
-            attributes = _own(request.volume_context)
+            attributes = own(request.volume_context)
             if attributes and attributes != record.attributes:
                 raise InvalidArgumentError("volume_context: is not this volume's")
             _check_settings(record.attributes, request.volume_capabilities)
@@ -324,11 +323,6 @@ def _claim(parameters: Mapping[str, str]) -> dict[str, str]:
     return {name: parameters[name] for name in _CLAIM if name in parameters}
 
 
-def _own(given: Mapping[str, str]) -> dict[str, str]:
-    """Parameters or attributes without the keys of the sidecars."""
-    return {name: value for name, value in given.items() if not name.startswith(RESERVED)}
-
-
 def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
     """The variables of a prefix template; "" if the request lacks the value."""
     parameters = request.parameters
@@ -349,7 +343,7 @@ def _check_settings(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
 ) -> None:
     """Refuse settings that no node could mount with, before a pod waits for the volume."""
-    settings = _settings(attributes)
+    settings = without_location(attributes)
     for capability in capabilities:
         read_options(settings, list(capability.mount.mount_flags), is_inline=False)
 
@@ -362,11 +356,9 @@ def _write_options(
     A bucket's policy may demand an encryption or an ACL of every object.
     """
     flags = [flag for capability in capabilities for flag in capability.mount.mount_flags]
-    return WriteOptions.of(read_options(_settings(attributes), flags, is_inline=False).wanted)
-
-
-def _settings(attributes: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in attributes.items() if name not in LOCATION_KEYS}
+    return WriteOptions.of(
+        read_options(without_location(attributes), flags, is_inline=False).wanted
+    )
 
 
 def _size(capacity: csi_pb2.CapacityRange) -> int:

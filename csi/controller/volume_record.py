@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from csi.controller.bucket_client import Bucket, OtherKeyError
 from csi.errors import InvalidArgumentError
-from csi.volume.location import VolumeId, has_segment, normal_prefix
+from csi.volume.location import VolumeId, normal_prefix
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ObjectVersion
@@ -80,11 +80,6 @@ class VolumeRecord:
         if not is_sound:
             raise VolumeRecordError("is not a volume's record")
         return record
-
-    @property
-    def has_own_prefix(self) -> bool:
-        """True if a segment of the prefix is the volume's name, which makes the prefix unique."""
-        return has_segment(self.prefix, self.name)
 
 
 def key_of(volume: VolumeId) -> str:

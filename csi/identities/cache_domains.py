@@ -26,9 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
-from csi.errors import CsiError, UnavailableError
+from csi.errors import ResourceExhaustedError, UnavailableError
 from fusefs.linux.files import replace as replace_file
 
 _KEY_SIZE = 32
@@ -89,7 +87,7 @@ class CacheDomains:
         """The domain of this name; made if there is none.
 
         Raises:
-            NoUidError: all uids are taken.
+            ResourceExhaustedError: all uids are taken.
             UnavailableError: the directory cannot be made, or another domain's mounts have
                 its uid.
         """
@@ -189,7 +187,7 @@ class CacheDomains:
             if uid not in taken:
                 return uid
         self.lacks_uids = True
-        raise NoUidError(
+        raise ResourceExhaustedError(
             f"all {len(self._uids)} uids are taken; remove unused caches from"
             f" {self.directory}, or widen --uid-range"
         )
@@ -202,12 +200,6 @@ class CacheDomains:
             os.fchmod(lock.fileno(), 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-class NoUidError(CsiError):
-    """There are more identities than uids for them."""
-
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def _key(path: Path) -> bytes:

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from csi.errors import InvalidArgumentError
+from csi.volume.location import own
 from fusefs.store.customer_key import CustomerKey, CustomerKeyError
 from fusefs.store.customer_key import parse as parse_customer_key
 
-# Kubelet adds service account tokens under such names.
-_RESERVED = "csi.storage.k8s.io/"
 _FIELDS = ("access_key_id", "secret_access_key", "session_token")
 _CUSTOMER_KEY = "customer_key"
 _ALL = (*_FIELDS, _CUSTOMER_KEY)
@@ -70,9 +69,7 @@ def customer_key_from(secrets: Mapping[str, str]) -> CustomerKey | None:
 def _fields(secrets: Mapping[str, str]) -> dict[str, str]:
     """The fields by their names here."""
     found: dict[str, str] = {}
-    for name, value in secrets.items():
-        if name.startswith(_RESERVED):
-            continue
+    for name, value in own(secrets).items():  # kubelet may add tokens of service accounts
         spelling = name.lower().replace("_", "").replace("-", "").removeprefix("aws")
         if spelling not in _BY_SPELLING:
             raise InvalidArgumentError(f"the Secret's field {name!r} is none of {_listed(_ALL)}")

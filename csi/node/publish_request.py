@@ -17,11 +17,10 @@ from csi.errors import InvalidArgumentError
 from csi.generated import csi_pb2
 from csi.node.bind_mount import MountTable
 from csi.volume.capabilities import Mode, check_capability, is_read_only
-from csi.volume.location import LOCATION_KEYS
+from csi.volume.location import LOCATION_KEYS, own, without_location
 from fusefs.launch.registry import resolve as resolve_path
 
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
-_FOREIGN = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
 # Modes under which a node may have a volume at one path alone.
 _ONE_TARGET = frozenset(
     (
@@ -86,10 +85,9 @@ def read_request(
     check_capability(capability)
     target = target_of(request.target_path, kubelet_directory, own_directory)
     context = dict(request.volume_context)
-    own = {name: value for name, value in context.items() if not name.startswith(_FOREIGN)}
+    attributes = own(context)
     is_inline = _is_inline(request.volume_id, context)
-    location = {name: value for name, value in own.items() if name in LOCATION_KEYS}
-    attributes = {name: value for name, value in own.items() if name not in LOCATION_KEYS}
+    location = {name: value for name, value in attributes.items() if name in LOCATION_KEYS}
     return PublishRequest(
         request.volume_id,
         target,
@@ -100,7 +98,7 @@ def read_request(
         _group(capability.mount.volume_mount_group),
         Mode.Mode.Name(capability.access_mode.mode),
         location,
-        attributes,
+        without_location(attributes),
         tuple(capability.mount.mount_flags),
     )
 

@@ -435,7 +435,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             raise UnavailableError(f"{target} {where}: {error.strerror}") from error
         self._pods.forget(target)
         for record in records:
-            if not self._is_needed(record):
+            is_used = self._mounts.references(record.key, MountTable())
+            if not is_used and not self._warmups.is_awaited(record.key):
                 self._stats.forget(record.key)
                 if self._drains.end(record, ends):
                     self._warmups.forget(record.key)
@@ -444,11 +445,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         for key in lost:  # mounts whose records are no more
             if not self._mounts.references(key, MountTable()):
                 self._mounts.end_key(key, ends)
-
-    def _is_needed(self, record: MountRecord) -> bool:
-        """True if a target uses the mount, or waits for its warm-up."""
-        is_used = bool(self._mounts.references(record.key, MountTable()))
-        return is_used or self._warmups.is_awaited(record.key)
 
     # --- queries ---
 

@@ -20,6 +20,8 @@ from fusefs.store.s3.settings import obstacle as bucket_obstacle
 
 # The attributes that say where a volume is; all others are settings of its mounts.
 LOCATION_KEYS = frozenset(("store", "bucket", "prefix", "region"))
+# Prefixes of the keys that kubelet and the sidecars add to attributes and parameters.
+_ADDED = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
 # An S3 key has at most 1024 bytes; the rest is for the names of files.
 MAX_PREFIX = 900
 # The most that the CSI specification lets a field have.
@@ -75,6 +77,16 @@ class Location:
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}"
+
+
+def own(given: Mapping[str, str]) -> dict[str, str]:
+    """Parameters or attributes without what kubelet and the sidecars add."""
+    return {name: value for name, value in given.items() if not name.startswith(_ADDED)}
+
+
+def without_location(attributes: Mapping[str, str]) -> dict[str, str]:
+    """The attributes that are settings of a volume's mounts."""
+    return {name: value for name, value in attributes.items() if name not in LOCATION_KEYS}
 
 
 def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from fusefs.cli import sync
 from fusefs.diagnosis import doctor, findings
-from fusefs.diagnosis.findings import Finding
 from fusefs.settings.mount import Layer, MountSettings, RawValue, build
 from fusefs.settings.sources import config_of, from_environment
 
@@ -28,7 +27,13 @@ def run(options: argparse.Namespace, flags: Layer, config: str | None) -> int:
     target: str | None = options.target
     settings = settings_of(target, flags, config)
     found = []
-    for finding in _findings(target, settings, tries_permissions=options.permissions):
+    is_source = target is not None and _is_source(target)
+    for finding in doctor.check(
+        settings,
+        None if target is None or is_source else sync.mountpoint(target),
+        has_bucket=is_source,
+        tries_permissions=options.permissions,
+    ):
         found.append(finding)
         if not options.json:
             print(finding.as_text(), flush=True)
@@ -39,17 +44,6 @@ def run(options: argparse.Namespace, flags: Layer, config: str | None) -> int:
     else:
         print(findings.summary(found))
     return int(findings.has_problem(found))
-
-
-def _findings(
-    target: str | None, settings: MountSettings, *, tries_permissions: bool
-) -> Iterator[Finding]:
-    if target is None:
-        return doctor.check_machine(settings)
-    if _is_source(target):
-        return doctor.check_source(settings, tries_permissions=tries_permissions)
-    mountpoint = sync.mountpoint(target)
-    return doctor.check_mount(mountpoint, settings, tries_permissions=tries_permissions)
 
 
 def settings_of(

@@ -18,7 +18,14 @@ from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import keeper_pid, keeper_request
 from fusefs.linux.log_line import FORMAT_VARIABLE
 from fusefs.settings.display import shown
-from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, build
+from fusefs.settings.mount import (
+    FIXED,
+    SETTINGS,
+    MountSettings,
+    RawValue,
+    SettingsError,
+    build,
+)
 from fusefs.settings.sources import config_of, from_environment, mistyped
 
 # A keeper answers at once, but for a machine that is busy.
@@ -49,10 +56,14 @@ def upgrade(options: argparse.Namespace) -> None:
     """Have a daemon of this version take a mount over.
 
     Raises:
+        SettingsError: a setting cannot be read, or cannot be changed while mounted.
         CommandError: the mount has no keeper.
         ControlError: the keeper refused it.
     """
-    place = mountpoint(options.mountpoint)
+    changes, place = flags(options), mountpoint(options.mountpoint)
+    for name, value in changes.items():
+        if name in FIXED:
+            raise SettingsError(f"{value.origin}: cannot be changed while mounted")
     try:
         answer = keeper_request(place, {"do": "settings"}, SETTINGS_TIMEOUT_S)
     except control.NotAnsweringError:
@@ -66,7 +77,7 @@ def upgrade(options: argparse.Namespace) -> None:
         "do": "upgrade",
         "command": launcher.daemon_command(present),
         "settings": launcher.daemon_input(
-            present.changed(flags(options)),
+            present.changed(changes),
             users.daemon_user(place),
             {**_files_of_mount(place), **os.environ},
         ),

@@ -109,23 +109,8 @@ def _add_upgrade_settings(parser: Parser) -> None:
     # What is not given keeps its value, which need not be the default.
     _add_settings(parser, changeable, shows_defaults=False)
     for setting in SETTINGS:
-        if setting.name in FIXED:
-            flags = [setting.flag, *([f"--no-{setting.key}"] if setting.is_switch else [])]
-            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            parser.add_argument(*flags, nargs="?", action=_Unchangeable, **hidden)
-
-
-class _Unchangeable(argparse.Action):
-    """Refuses a setting that a mount keeps as long as it is mounted."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        _namespace: argparse.Namespace,
-        _value: object,
-        option: str | None = None,
-    ) -> None:
-        parser.error(f"{option}: cannot be changed while mounted")
+        if setting.name in FIXED:  # refused by the command, with a better sentence
+            _add_setting(parser, setting, argparse.SUPPRESS)
 
 
 def _add_settings(
@@ -138,7 +123,7 @@ def _add_settings(
         _add_setting(groups[setting.group], setting, f"{setting.help}{default}")
 
 
-def _add_setting(group: argparse._ArgumentGroup, setting: Setting, text: str) -> None:
+def _add_setting(group: argparse._ActionsContainer, setting: Setting, text: str) -> None:
     # argparse passes the text on unread: settings.build reads it, with better messages.
     shared: dict[str, Any] = {
         "dest": setting.name,

@@ -21,26 +21,33 @@ from fusefs.settings.mount import MountSettings
 from fusefs.store.customer_key import CustomerKeyError
 
 
-def check_machine(settings: MountSettings) -> Iterator[Finding]:
-    """The machine and the cache disk of these settings, then all mounts of this user."""
-    yield from machine.check(None, allow_other=settings.allow_other)
-    yield from cache_disk.check(settings)
-    for subject in subjects.find_all():
-        for finding in mounted.check(subject):
-            yield replace(finding, text=f"{subject.mountpoint}: {finding.text}")
-
-
-def check_mount(
-    mountpoint: Path, fallback: MountSettings, *, tries_permissions: bool
+def check(
+    settings: MountSettings,
+    mountpoint: Path | None = None,
+    *,
+    has_bucket: bool = False,
+    tries_permissions: bool = False,
 ) -> Iterator[Finding]:
-    """One mount with all it depends on; `fallback` has the settings that nothing tells.
+    """The machine, the cache disk, and a mount or the bucket of these settings, else all mounts.
+
+    Of a mount `settings` stand for those that nothing tells.
 
     Raises:
         CommandError: `mountpoint` is not a mount of fusefs.
     """
-    subject = subjects.find(mountpoint)
-    settings = subject.settings or replace(fallback, source=subjects.source_of(subject))
-    yield from machine.check(None, allow_other=settings.allow_other)
+    subject = subjects.find(mountpoint) if mountpoint is not None else None
+    if subject is not None:
+        settings = subject.settings or replace(settings, source=subjects.source_of(subject))
+    yield from machine.check(allow_other=settings.allow_other)
+    if subject is None:
+        yield from cache_disk.check(settings)
+        if has_bucket:
+            yield from _check_bucket(settings, tries_permissions=tries_permissions)
+            return
+        for each in subjects.find_all():
+            for finding in mounted.check(each):
+                yield replace(finding, text=f"{each.mountpoint}: {finding.text}")
+        return
     yield from mounted.check(subject)
     size, files = mounted.cached(subject)
     yield from cache_disk.check(settings, cached_bytes=size, cached_files=files)
@@ -48,13 +55,6 @@ def check_mount(
         yield mounted.unknown_settings(subject)
     with subjects.as_daemon(subject):
         yield from _check_bucket(settings, tries_permissions=tries_permissions)
-
-
-def check_source(settings: MountSettings, *, tries_permissions: bool) -> Iterator[Finding]:
-    """The machine, and a bucket that is to be mounted with these settings."""
-    yield from machine.check(None, allow_other=settings.allow_other)
-    yield from cache_disk.check(settings)
-    yield from _check_bucket(settings, tries_permissions=tries_permissions)
 
 
 def _check_bucket(settings: MountSettings, *, tries_permissions: bool) -> Iterator[Finding]:

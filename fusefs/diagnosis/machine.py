@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem
 from fusefs.launch import preflight
@@ -21,11 +20,11 @@ RESEND = (6, 9)
 PRUNE = (6, 18)
 
 
-def check(mountpoint: Path | None, *, allow_other: bool) -> Iterator[Finding]:
-    """All checks of the machine. `mountpoint` is where something is to be mounted, if known."""
+def check(*, allow_other: bool) -> Iterator[Finding]:
+    """All checks of the machine."""
     yield kernel(os.uname().release)
     yield _device()
-    yield _privileges(mountpoint, allow_other=allow_other)
+    yield _privileges(allow_other=allow_other)
     for warning in preflight.warnings():
         yield advice("time-outs", warning, "set it to 0 or to more than 600 with sysctl -w")
 
@@ -73,9 +72,9 @@ def _device() -> Finding:
     return ok("/dev/fuse", "can be opened")
 
 
-def _privileges(mountpoint: Path | None, *, allow_other: bool) -> Finding:
+def _privileges(*, allow_other: bool) -> Finding:
     try:
-        preflight.check_privileges(mountpoint, allow_other=allow_other)
+        preflight.check_privileges(None, allow_other=allow_other)
     except preflight.LaunchError as error:
         text, _, what_to_do = str(error).partition("; ")
         return problem("privileges", text, what_to_do or "give what is missing")

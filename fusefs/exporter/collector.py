@@ -27,7 +27,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from fusefs.exporter.queries import MALFORMED, MountAnswer, Target, query_all
+from fusefs.exporter.queries import MALFORMED, MountAnswer, Target, query_all, samples_of
 from fusefs.telemetry.metrics import METRICS
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
             continue
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a metric")
-        samples = [one for sample in metric["samples"] for one in _samples(name, kind, sample)]
+        samples = list(samples_of(f"{PREFIX}{name}", metric))
         remaining -= len(samples)
         if remaining < 0:
             raise ValueError(f"there are more than {MOST_SAMPLES} samples")
@@ -182,20 +182,6 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
         about = str(metric["help"]).encode(errors="replace").decode()
         metrics[name] = _MetricOfMount(kind, about, labelled)
     return metrics
-
-
-def _samples(
-    name: str, kind: str, sample: Mapping[str, Any]
-) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    """Prometheus' samples for one of ours: for a histogram one for each bucket, sum and count."""
-    full, labels = f"{PREFIX}{name}", sample["labels"]
-    if kind != "histogram":
-        yield full, labels, float(sample["value"])
-        return
-    for bound, count in sample["buckets"]:
-        yield f"{full}_bucket", {**labels, "le": bound}, float(count)
-    yield f"{full}_sum", labels, float(sample["sum"])
-    yield f"{full}_count", labels, float(sample["count"])
 
 
 def _with_volume(labels: Mapping[str, str], volume: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,3 +97,22 @@ def _ask(answer: MountAnswer, timeout_s: float) -> None:
     except (ControlError, LookupError, TypeError) as error:
         # A daemon of a version without metrics answers, and serves.
         answer.metrics, answer.why = {}, str(error)
+
+
+def samples_of(
+    name: str, metric: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any], float]]:
+    """Prometheus' samples of a mount's metric: for a histogram one for each bucket, sum and count.
+
+    Raises:
+        MALFORMED: the metric has another form.
+    """
+    for sample in metric["samples"]:
+        labels = sample["labels"]
+        if metric["type"] != "histogram":
+            yield name, labels, float(sample["value"])
+            continue
+        for bound, count in sample["buckets"]:
+            yield f"{name}_bucket", {**labels, "le": bound}, float(count)
+        yield f"{name}_sum", labels, float(sample["sum"])
+        yield f"{name}_count", labels, float(sample["count"])

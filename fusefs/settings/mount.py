@@ -346,14 +346,7 @@ class MountSettings:
         return build({name: RawValue(str(text), name) for name, text in known.items()})
 
     def changed(self, changes: Layer) -> MountSettings:
-        """These settings with those of `changes` in their place.
-
-        Raises:
-            SettingsError: a text cannot be read, or a setting cannot be changed while mounted.
-        """
-        for name, value in changes.items():
-            if name in FIXED:
-                raise SettingsError(f"{value.origin}: cannot be changed while mounted")
+        """These settings with those of `changes` in their place; raises as `build`."""
         return build(
             changes, {name: RawValue(text, name) for name, text in self.as_texts().items()}
         )

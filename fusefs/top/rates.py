@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusefs.exporter.queries import MALFORMED, MountAnswer
+from fusefs.exporter.queries import MALFORMED, MountAnswer, samples_of
 
 # Answers of which nothing is wrong (404 and 412 are answers like others), or which are counted
 # as throttled.
@@ -205,23 +205,10 @@ def _flat(metrics: Mapping[str, Any]) -> dict[_Key, float]:
         MALFORMED: they have another form.
     """
     found: dict[_Key, float] = {}
-    for name, metric in metrics.items():
-        for sample in metric["samples"]:
-            labels = frozenset(
-                (str(label), str(value)) for label, value in sample["labels"].items()
-            )
-            if metric["type"] == "histogram":
-                found[f"{name}_count", labels] = _finite(sample["count"])
-                found[f"{name}_sum", labels] = _finite(sample["sum"])
-                for bound, count in sample["buckets"]:
-                    found[f"{name}_bucket", labels | {("le", str(bound))}] = _finite(count)
-            else:
-                found[name, labels] = _finite(sample["value"])
+    for metric_name, metric in metrics.items():
+        for name, labels, value in samples_of(metric_name, metric):
+            if not math.isfinite(value):
+                raise ValueError(f"{value} is no value of a metric")
+            texts = frozenset((str(label), str(text)) for label, text in labels.items())
+            found[name, texts] = value
     return found
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is no value of a metric")
-    return number

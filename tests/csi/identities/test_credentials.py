@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-from csi.errors import CsiError, FailedPreconditionError, InvalidArgumentError, UnavailableError
-from csi.identities.cache_domains import CacheDomains, NoUidError
+from csi.errors import (
+    CsiError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from csi.identities.cache_domains import CacheDomains
 from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS, CredentialFiles, Identity, choose
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.volume.options import read_options
@@ -148,7 +154,7 @@ def test_domains_have_uids_of_their_own_and_keep_them(tmp_path: Path) -> None:
     assert again.claim(again.name_of("domain", "b")) == other
     found = other.directory.stat()
     assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (other.uid, 0o700)
-    with pytest.raises(NoUidError) as error:
+    with pytest.raises(ResourceExhaustedError) as error:
         again.claim(again.name_of("domain", "c"))
     assert isinstance(error.value, CsiError)
     assert os.stat(tmp_path / "cache" / "identity.key").st_mode & 0o077 == 0

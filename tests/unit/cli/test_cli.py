@@ -262,10 +262,8 @@ def test_an_upgrade_names_a_setting_that_it_cannot_change(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for option in ("--read-only", "--no-allow-other", "--cache-dir=/nvme"):
-        with pytest.raises(SystemExit) as ended:
-            run("upgrade", "/mnt", option)
-        assert ended.value.code == 2
-        name = option.partition("=")[0]
+        assert run("upgrade", "/mnt", option) == 2
+        name = option.partition("=")[0].replace("--no-", "--")
         assert f"fusefs: {name}: cannot be changed while mounted" in capsys.readouterr().err
 
 

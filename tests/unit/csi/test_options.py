@@ -128,9 +128,9 @@ def test_local_durability_needs_the_administrators_word() -> None:
         with pytest.raises(InvalidArgumentError, match="durability: local loses files"):
             read_options(attributes, flags, is_inline=False)
         read_options({"allowLocalDurability": "true", **attributes}, flags, is_inline=False)
-    assert str(settings({"durability": "bucket"}).durability) == "bucket"
+    assert settings({"durability": "bucket"}).durability.shown() == "bucket"
     bucket_alone = settings({}, "durability=auto,bucket:**/*.ckpt,ro")
-    assert str(bucket_alone.durability) == "auto,bucket:**/*.ckpt"
+    assert bucket_alone.durability.shown() == "auto,bucket:**/*.ckpt"
     assert bucket_alone.read_only
 
 
@@ -182,11 +182,11 @@ def test_what_a_volume_may_say_is_documented() -> None:
 
 def test_the_drivers_own_objects_are_written_as_the_volumes() -> None:
     attributes = {"kmsKey": "alias/data", "acl": "bucket-owner-full-control"}
-    written = options.write_options(attributes, ["storage-class=STANDARD_IA"])
-    assert written == WriteOptions(
+    volume = read_options(attributes, ["storage-class=STANDARD_IA"], is_inline=False)
+    assert WriteOptions.of(volume.wanted) == WriteOptions(
         "STANDARD_IA", "aws:kms", "alias/data", "bucket-owner-full-control"
     )
-    assert options.write_options({}, []) == WriteOptions()
+    assert WriteOptions.of(read_options({}, [], is_inline=False).wanted) == WriteOptions()
 
 
 def test_a_customer_key_is_no_volumes_to_name() -> None:

@@ -40,9 +40,6 @@ class PlayedMounts:
     def all(self) -> list[MountRecord]:
         return [self.record] if self.record else []
 
-    def is_used(self, _key: str, _table: object) -> bool:
-        return False
-
     def end_key(self, key: str, _deadline: float) -> None:
         self.ended.append(key)
 
@@ -50,7 +47,7 @@ class PlayedMounts:
         self.ended.append(f"{record.key} is held")
 
     def references(self, *_: object) -> list[Path]:
-        return [Path("/pods/uid")]
+        return [Path("/pods/uid")] if self.record else []
 
 
 @pytest.fixture
