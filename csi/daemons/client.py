@@ -1,8 +1,7 @@
 """The clients of `fusefs-csi daemons`: for its descriptor store, and for its supervisor.
 
-The descriptor store has copies of the mounts' /dev/fuse descriptors, each under the
-name of mountpoint and connection, and loses them when it dies. So missing ones are
-brought to it now and then, as copies of the keepers' descriptors.
+The descriptor store has copies of the mounts' /dev/fuse descriptors, and loses them
+when it dies. So keepers are asked now and then to bring missing ones.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from csi.errors import UnavailableError
-from fusefs.keeper import fd_store, supervisor_protocol
-from fusefs.keeper.exchange import exchange_fds
+from fusefs.keeper import supervisor_protocol
 from fusefs.launch import control, launcher, registry
 from fusefs.linux.mountinfo import KernelMount
 
@@ -23,65 +21,69 @@ DAEMONS_LABEL = "app.kubernetes.io/name=fusefs-csi-daemons"
 
 
 class FdStoreClient:
-    """The descriptor store that listens on `path`."""
+    """The descriptor store of the supervisor that listens on `path`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = os.fspath(path)
 
-    def names(self) -> frozenset[str]:
-        """The names of what it holds; none if no process listens.
+    def held(self) -> set[tuple[int, int]]:
+        """The numbers of the mounts that it holds, with their connections; none without one.
 
         Raises:
-            ControlError: one listens, and does not answer, or has not yet all that it will hold.
+            ControlError: one listens, and does not answer.
         """
+        held = set()
         try:
-            answer = control.exchange(self._path, {"do": "list"}, ANSWER_TIMEOUT_S)
-        except control.ControlError:
-            if self.is_there:
-                raise
-            return frozenset()
-        return frozenset(answer["names"])
+            for mount, connection, fd in supervisor_protocol.held(self._path):
+                held.add((mount, connection))
+                os.close(fd)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return set()
+        except OSError as error:
+            raise control.ControlError(f"{self._path}: {error.strerror or error}") from error
+        return held
 
     def has(self, root: KernelMount) -> bool:
-        """True if it holds a mount's connection; raises as `names`."""
+        """True if it holds a mount's connection; raises as `held`."""
         return not self.lacks([root])
 
     def lacks(self, roots: Sequence[KernelMount]) -> list[KernelMount]:
-        """Those of the mounts that it does not hold, by one question; raises as `names`."""
-        names = self.names() if roots else frozenset()
-        return [root for root in roots if _name(root) not in names]
+        """Those of the mounts that it does not hold; raises as `held`."""
+        held = self.held() if roots else set()
+        return [root for root in roots if _name(root) not in held]
 
     def bring(self, root: KernelMount) -> None:
-        """Have it hold the connection of a mount whose keeper answers.
+        """Have a mount's keeper give it a copy, within moments.
 
         Raises:
-            ControlError: the keeper does not, or the descriptor store refuses.
+            ControlError: the keeper does not answer.
         """
-        keeper = registry.keeper_socket(root.mountpoint)
-        _, fds = exchange_fds(keeper, {"do": "hand"}, ANSWER_TIMEOUT_S)
-        if not fds:
-            raise control.ControlError("no descriptor came")
-        try:
-            fd_store.hold(os.fspath(self._path), _name(root), fds[0])
-        finally:
-            os.close(fds[0])
+        control.exchange(
+            registry.keeper_socket(root.mountpoint), {"do": "deposit"}, ANSWER_TIMEOUT_S
+        )
 
     def drop(self, root: KernelMount) -> None:
         """Have it hold a mount's connection no longer; without any other holder that ends.
 
         Raises:
-            ControlError: it does not hold it, or does not answer.
+            ControlError: it does not answer.
         """
-        fd_store.drop(os.fspath(self._path), _name(root))
+        try:
+            supervisor_protocol.drop(self._path, *_name(root))
+        except OSError as error:
+            raise control.ControlError(f"{self._path}: {error.strerror or error}") from error
 
     @property
     def is_there(self) -> bool:
-        """True if a process listens on the socket, answering or not."""
-        return control.peer(self._path) is not None
+        """True if a process listens on the socket."""
+        with contextlib.suppress(OSError):
+            supervisor_protocol.connect(self._path).close()
+            return True
+        return False
 
 
-def _name(root: KernelMount) -> str:
-    return fd_store.name_of(os.fspath(root.mountpoint), root.connection)
+def _name(root: KernelMount) -> tuple[int, int]:
+    return launcher.mount_number(root.mountpoint), root.connection
 
 
 class Daemons:

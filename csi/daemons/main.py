@@ -3,12 +3,11 @@
 `fusefs-csi node` mounts and has the keepers; the daemons are in a container, and a
 pod, of their own, so that each side may die or be replaced without the other. They
 are started here (supervisor.py), as the users of their identities. The same process is
-the descriptor store (fusefs/keeper/fd_store.py) and has copies of the mounts'
-/dev/fuse descriptors. Each keeper and each daemon has one as well, so a mount lives
-while any of the three does.
+the descriptor store (fd_store.py) and has copies of the mounts' /dev/fuse descriptors.
+Each keeper and each daemon has one as well, so a mount lives while any of the three does.
 
 A process that starts beside an earlier one takes over: first the descriptors, then
-the sockets, then the daemons (migration.py), and is ready when all of them have
+the socket, then the daemons (migration.py), and is ready when all of them have
 moved. The earlier process, when it gets SIGTERM, ends after its last daemon; it
 waits without a limit, as kubelet has one. If the new process ends instead, the
 earlier one comes back. With `--successor=after` the next process starts when this
@@ -29,19 +28,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from csi.daemons import forking
-from csi.daemons.client import FdStoreClient
 from csi.daemons.migration import Migration
 from csi.daemons.supervisor import Supervisor
-from csi.node.config import CACHE, DESCRIPTOR_STORE, SUPERVISOR, add_host_path_flag, check_disk
-from fusefs.keeper import fd_store, supervisor_protocol
+from csi.node.config import CACHE, SUPERVISOR, add_host_path_flag, check_disk
+from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.control import Loop
-from fusefs.keeper.exchange import ControlError
-from fusefs.keeper.fd_store import FdStore
 from fusefs.linux.processes import close_all_but, die_with_parent
 
-# For the descriptor store before this one to answer.
-NAMES_S = 30.0
-POLL_S = 0.05
+# For the supervisor before this one to answer.
+HELD_S = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -87,17 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
     state.mkdir(mode=0o711, parents=True, exist_ok=True)
     if ready is not None:
         ready.unlink(missing_ok=True)  # a killed container's, before this one in the same pod
-    held = state / DESCRIPTOR_STORE
-    store = FdStore(os.fspath(held), _held_before(held))
-    old = running(state / SUPERVISOR)
+    path = state / SUPERVISOR
+    old = running(path)
     supervisor = Supervisor(
-        state / SUPERVISOR,
+        path,
         forking.prepare(),
-        store,
-        running(state / SUPERVISOR),
+        held_before(path),
+        running(path),
         has_successor_beside=arguments.successor == "beside",
     )
-    _fork_mover(store.loop, old, lambda: _move(old, state, supervisor.number, ready))
+    _fork_mover(supervisor.loop, old, lambda: _move(old, state, supervisor.number, ready))
     if old is not None:
         old.close()
     try:
@@ -138,27 +132,22 @@ def _move(old: socket.socket | None, state: Path, number: int, ready: Path | Non
         ready.write_text("")
 
 
-def _held_before(path: Path) -> dict[str, int]:
-    """Copies of what the descriptor store before this one holds, by name.
-
-    None are known if no answer comes for long.
-    """
-    deadline = time.monotonic() + NAMES_S
+def held_before(path: Path) -> dict[tuple[int, int], int]:
+    """Copies of what the supervisor before this one holds, as far as it answers."""
+    held: dict[tuple[int, int], int] = {}
+    deadline = time.monotonic() + HELD_S
     while True:
         try:
-            names = FdStoreClient(path).names()
+            last = max(held, default=(0, 0))
+            for mount, connection, fd in supervisor_protocol.held(os.fspath(path), *last):
+                held[mount, connection] = fd
             break
-        except ControlError as error:
+        except (FileNotFoundError, ConnectionRefusedError):
+            break
+        except OSError as error:
             if time.monotonic() > deadline:
-                log.warning("what was held before is not known: %s", error)
-                return {}
-        time.sleep(POLL_S)
-    held = {}
-    for name in names:
-        try:
-            held[name] = fd_store.fetch(os.fspath(path), name)
-        except ControlError as error:
-            log.warning("%s: %s", name, error)  # its mount has just ended
+                log.warning("not all that was held before is known: %s", error)
+                break
     log.info("%d descriptors are held, as before", len(held))
     return held
 

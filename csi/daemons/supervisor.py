@@ -1,4 +1,4 @@
-"""Starts the daemons of a node's mounts for their keepers, and watches them.
+"""Starts the daemons of a node's mounts for their keepers, watches them, and holds descriptors.
 
 The keepers are in another container, which is privileged; this process is not,
 but for setting its children's users. Keepers send their requests over a named
@@ -21,14 +21,16 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
 from csi.daemons import forking
+from csi.daemons.fd_store import FdStore
 from fusefs.keeper import supervisor_protocol
-from fusefs.keeper.control import Listener
-from fusefs.keeper.fd_store import FdStore
+from fusefs.keeper.control import Listener, Loop
 from fusefs.keeper.supervisor_protocol import SupervisorMessage
+from fusefs.linux.fuse_connection import is_device
 from fusefs.linux.processes import Credentials, has_ended
 from fusefs.linux.sockets import is_trusted
 
@@ -72,9 +74,9 @@ class Child:
 class Supervisor:
     """Listens at `path`; daemons do `serve`. One process may have one of them.
 
-    `store` holds the descriptors of their mounts. `old` is a connection to the supervisor
-    before this one, which may still have daemons. When another has taken this one's place
-    and is gone, this one and the store listen again.
+    It begins with the descriptors of mounts that are `held`, by the numbers of mount and
+    connection. `old` is a connection to the supervisor before this one, which may still have
+    daemons. When another has taken this one's place and is gone, this one listens again.
     Without `has_successor_beside` nothing takes the daemons over while this process lives:
     after SIGTERM it ends with them, once each mount has a keeper that holds it until the
     next process is there.
@@ -87,7 +89,7 @@ class Supervisor:
         self,
         path: Path,
         serve: forking.Serve,
-        store: FdStore,
+        held: Mapping[tuple[int, int], int],
         old: socket.socket | None = None,
         *,
         has_successor_beside: bool = True,
@@ -97,8 +99,8 @@ class Supervisor:
         self._path = path
         self._serve = serve
         self._old = old
-        self._store = store
-        self._loop = store.loop
+        self.loop = self._loop = Loop()
+        self._store = FdStore(self._loop, held)
         self._children: dict[int, Child] = {}
         self._has_successor_beside = has_successor_beside
         self._is_ending = False
@@ -112,11 +114,9 @@ class Supervisor:
         signal.signal(signal.SIGINT, self._end)
         while not self._is_over():
             self._loop.run_once(LOOK_S)
-            self._store.dismiss_late()
             if not self._is_ending:
                 self._keep_listening()
         self._listener.remove()
-        self._store.close()
 
     def _is_over(self) -> bool:
         if not self._is_ending or not self._children:
@@ -156,8 +156,6 @@ class Supervisor:
             self._loop.forget(self._listener.socket.fileno())
             self._listener.socket.close()
             self._listen()
-            self._store.close()
-            self._store.listen()
 
     def _accept(self) -> None:
         try:
@@ -188,7 +186,7 @@ class Supervisor:
         try:
             self._answer(client, message)
         except OSError as error:
-            log.warning("no daemon for mount %016x: %s", message.mount, error)
+            log.warning("a request for mount %016x is refused: %s", message.mount, error)
             number = error.errno or errno.EIO
             _say(
                 client,
@@ -218,8 +216,25 @@ class Supervisor:
                 _say(client, _counted(message, len(self._of(message.mount))))
             case supervisor_protocol.END:
                 _say(client, _counted(message, self._retire(message.mount)))
+            case supervisor_protocol.HOLD:
+                if not is_device(os.fstat(message.fds[0])):
+                    raise OSError(errno.EINVAL, "only a descriptor of /dev/fuse is held")
+                self._store.hold((message.mount, message.a), message.fds.pop())
+                _say(client, _counted(message, 1))
+            case supervisor_protocol.DROP:
+                _say(client, _counted(message, self._store.drop((message.mount, message.a))))
+            case supervisor_protocol.NEXT:
+                self._say_next(client, message)
             case _:
                 raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
+
+    def _say_next(self, client: socket.socket, message: SupervisorMessage) -> None:
+        found = self._store.following((message.mount, message.a))
+        if found is None:
+            _say(client, _counted(message, 0))
+        else:
+            held, fd = found
+            _say(client, supervisor_protocol.pack(supervisor_protocol.HELD, *held), fd)
 
     def _of(self, mount: int) -> list[Child]:
         return [child for child in self._children.values() if mount in (0, child.mount)]

@@ -28,9 +28,8 @@ from fusefs.linux.mountinfo import kernel_mounts
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
 from fusefs.settings.types import CONNECTIONS, MIB, MIN_FREE, SIZE, SettingType, at_least
 
-# The sockets of `fusefs-csi daemons`, below the state directory.
+# The socket of `fusefs-csi daemons`, below the state directory.
 SUPERVISOR = "daemons.sock"
-DESCRIPTOR_STORE = "descriptor-store.sock"
 # Directories below the state directory: where mounts are registered, and the driver's records.
 RUNTIME = "fusefs"
 MOUNT_RECORDS = "mounts"
@@ -69,16 +68,9 @@ class NodeConfiguration:
     cluster_caches: ClusterCaches = field(default_factory=ClusterCaches)
 
     @property
-    def descriptor_store(self) -> Path:
-        """The socket where `fusefs-csi daemons` holds descriptors."""
-        return self.state_directory / DESCRIPTOR_STORE
-
-    @property
     def supervisor(self) -> SupervisorAddress:
-        """The sockets of `fusefs-csi daemons`."""
-        return SupervisorAddress(
-            self.state_directory / SUPERVISOR, self.daemons == "there", self.descriptor_store
-        )
+        """The socket of `fusefs-csi daemons`."""
+        return SupervisorAddress(self.state_directory / SUPERVISOR, self.daemons == "there")
 
     def prepare(self) -> None:
         """Make the directories, which the mounts' users may pass through.

@@ -144,7 +144,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             records,
             self._files,
             configuration.mounts_directory,
-            FdStoreClient(configuration.descriptor_store),
+            FdStoreClient(configuration.supervisor.socket),
             Daemons(configuration.supervisor, configuration.node_id),
         )
         self._stats = Stats(self._mounts)

@@ -114,20 +114,17 @@ class Client:
         self._control = control
         self.connection = connection
         self.deadline = time.monotonic() + CLIENT_S
-        # What came with the request; what is left there is closed in the end.
-        self.fds: list[int] = []
         self._request = b""
         self._answer = b""
 
     def read(self) -> None:
         """Read more of the request, and answer it when it is whole."""
         try:
-            chunk, fds, _ = sockets.receive(self.connection, 1 << 16, 1)
+            chunk = self.connection.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
-            chunk, fds = b"", []
-        self.fds += fds
+            chunk = b""
         self._request += chunk
         if not chunk or len(self._request) > MAX_REQUEST:
             self._control.dismiss(self)
@@ -136,21 +133,15 @@ class Client:
             self.deadline = float("inf")
             self._control.ask(self, self._request)
 
-    def answer(self, answer: dict[str, Any], fd: int = -1) -> None:
-        """Send the answer, with a descriptor if there is one; then the connection ends."""
+    def answer(self, answer: dict[str, Any]) -> None:
+        """Send the answer; then the connection ends."""
         self._answer = exchange.encode(answer)
         self.deadline = time.monotonic() + CLIENT_S
-        if fd >= 0:
-            try:
-                sent = sockets.send(self.connection, self._answer, [fd])
-            except OSError:
-                sent = len(self._answer)
-            self._answer = self._answer[sent:]
         self._write()
 
     def _write(self) -> None:
         try:
-            sent = self.connection.send(self._answer, socket.MSG_NOSIGNAL) if self._answer else 0
+            sent = self.connection.send(self._answer, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             sent = 0
         except OSError:
@@ -194,8 +185,6 @@ class ControlSocket:
             self._clients.remove(client)
             self.loop.forget(client.connection.fileno())
             client.connection.close()
-            for fd in client.fds:
-                os.close(fd)
 
     def close(self) -> None:
         """Close all connections. The listening socket is left to who goes on with it."""

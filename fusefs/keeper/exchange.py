@@ -1,9 +1,7 @@
 """One request and its answer over a Unix socket, each a JSON object in one line.
 
-Keepers (control.py), daemons (daemon/control_socket.py) and the descriptor store
-(fd_store.py) are spoken to in this way. A request may bring descriptors, and so
-may its answer. A request that names another version of the protocol than this one
-(`protocol`) is refused.
+Keepers (control.py) and daemons (daemon/control_socket.py) are spoken to in this way.
+A request that names another version of the protocol than this one (`protocol`) is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
 
 from fusefs.linux import sockets
 
@@ -93,51 +90,27 @@ def exchange(
         NotAnsweringError: there was none within `timeout_s`.
         ControlError: the process refused, or answered nonsense.
     """
-    answer, fds = exchange_fds(path, request, timeout_s)
-    for fd in fds:
-        os.close(fd)
+    deadline = time.monotonic() + timeout_s
+    try:
+        with sockets.connect(path, timeout_s) as sock:
+            sock.sendall(encode({**request, "protocol": PROTOCOL}))
+            answer = parse(_read_line(sock, deadline))
+    except OSError as error:
+        raise NotAnsweringError(error.strerror or str(error)) from error
+    if "error" in answer:
+        raise ControlError(str(answer["error"]), str(answer.get("code", "")))
     return answer
 
 
-def exchange_fds(
-    path: str | os.PathLike[str],
-    request: dict[str, Any],
-    timeout_s: float,
-    fds: Sequence[int] = (),
-) -> tuple[dict[str, Any], list[int]]:
-    """As `exchange`, with descriptors; at most one comes with the answer, non-inheritable."""
-    deadline = time.monotonic() + timeout_s
-    data = encode({**request, "protocol": PROTOCOL})
-    received: list[int] = []
-    try:
-        with sockets.connect(path, timeout_s) as sock:
-            if remaining := data[sockets.send(sock, data, fds) :]:
-                sock.sendall(remaining)
-            answer = parse(_read_line(sock, deadline, received))
-        if "error" in answer:
-            raise ControlError(str(answer["error"]), str(answer.get("code", "")))
-        if len(received) > 1:
-            raise ControlError("more than one descriptor came")
-    except BaseException as error:
-        for fd in received:
-            os.close(fd)
-        if isinstance(error, OSError):
-            raise NotAnsweringError(error.strerror or str(error)) from error
-        raise
-    return answer, received
-
-
-def _read_line(sock: socket.socket, deadline: float, fds: list[int]) -> bytes:
-    """One line; descriptors that come with it are added to `fds`, whatever else fails."""
+def _read_line(sock: socket.socket, deadline: float) -> bytes:
     line = bytearray()
     while not line.endswith(b"\n"):
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError("timed out")
         sock.settimeout(remaining_s)
-        chunk, more, _ = sockets.receive(sock, 1 << 16, 1)
+        chunk = sock.recv(1 << 16)
         line += chunk
-        fds += more
         if not chunk or len(line) > MAX_ANSWER:
             raise NotAnsweringError("the answer is cut off or too long")
     return bytes(line)

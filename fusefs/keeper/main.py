@@ -22,6 +22,7 @@ Standard error is the log. Few modules are imported, so that it stays small.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -33,8 +34,8 @@ from fusefs.keeper.control import Listener, listen
 from fusefs.keeper.policy import Keeper
 from fusefs.keeper.processes import BecomeBroker, DaemonProcess, point_to_null
 from fusefs.keeper.state import Configuration, KeeperState, Program, abort_own, log
-from fusefs.keeper.supervisor_protocol import ProcessHandle
-from fusefs.linux import fuse_connection, mountinfo, processes
+from fusefs.keeper.supervisor_protocol import adopt
+from fusefs.linux import fuse_connection, mountinfo
 from fusefs.linux.process_title import set_title
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
@@ -48,13 +49,11 @@ MOST_FAILURES = 10
 def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
     """Make a keeper that has started its first daemon, or goes on with one that serves already.
 
-    With `fuse_fd` the mount is there already, and `table` tells what is
-    registered with it, as [id, st_ino] pairs. With `daemon_fd` too, our end of a
-    daemon's socket, a supervisor's daemon serves it, whose `pidfd`, `supervisor_fd` and
-    `supervisor` number are given.
+    With `fuse_fd` the mount is there already, and perhaps a supervisor's daemon that has lost
+    its keeper. Where there is none it is started, unless a daemon `goes_on` elsewhere.
 
     Raises:
-        OSError: the daemon could not be started.
+        OSError: there is no daemon.
         BecomeBroker: in the child.
     """
     state = KeeperState(Program(given["command"], given["settings"]))
@@ -67,33 +66,40 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
             or 0
         )
         state.has_served = state.has_resend = True
-        state.files.update(given["table"])
     elif configuration.is_privileged:
         state.fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     keeper = Keeper(configuration, state, listener)
-    if "daemon_fd" not in given:
-        keeper.start()
-    else:
-        daemon = _find_adoptee(given, state.program)
+    daemon = _find_daemon(configuration, state.program) if "fuse_fd" in given else None
+    if daemon is not None:
         broker = Broker(configuration, state, daemon.socket, daemon.process, wire.TAKE_OVER)
         broker.attach()
         log(f"{daemon.name} is adopted", "INFO")
+        os.write(1, b'{"ready": true}\n')
         keeper.adopt(daemon, broker)
+    elif given.get("goes_on"):
+        raise ProcessLookupError(errno.ESRCH, "one goes on without a keeper")
+    else:
+        keeper.start()
     return keeper
 
 
-def _find_adoptee(given: dict[str, Any], program: Program) -> DaemonProcess:
-    """The daemon that is to be gone on with."""
-    channel, pidfd = socket.socket(fileno=given["daemon_fd"]), given["pidfd"]
-    supervisor = socket.socket(fileno=given["supervisor_fd"])
-    os.set_inheritable(pidfd, False)
-    for sock in (channel, supervisor):
-        sock.set_inheritable(False)
-        sock.setblocking(False)
-    pid = processes.pid_behind(pidfd)
-    return DaemonProcess(
-        ProcessHandle(pid, pidfd, supervisor, given["supervisor"]), channel, program
-    )
+def _find_daemon(configuration: Configuration, program: Program) -> DaemonProcess | None:
+    """The mount's daemon without a keeper, whose keeper this process is from now on.
+
+    Raises:
+        OSError: there may be one.
+    """
+    if configuration.supervisor is None:
+        return None
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        try:
+            process = adopt(configuration.supervisor, configuration.number, its.fileno())
+        except (ProcessLookupError, FileNotFoundError, ConnectionRefusedError):
+            ours.close()
+            return None
+    ours.setblocking(False)
+    return DaemonProcess(process, ours, program)
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
-from fusefs.keeper import fd_store, system
 from fusefs.keeper import protocol as wire
+from fusefs.keeper import supervisor_protocol, system
 from fusefs.keeper.broker import FAILED, MOUNT_MADE, Broker
 from fusefs.keeper.control import Client, ControlSocket, Listener, Loop
 from fusefs.keeper.exchange import HOPELESS
@@ -230,15 +230,13 @@ class Keeper:
         self._deposit()
 
     def _deposit(self) -> None:
-        self._send_to_descriptor_store(partial(fd_store.hold, fd=self._state.fuse_fd))
+        self._ask_descriptor_store(partial(supervisor_protocol.hold, fd=self._state.fuse_fd))
 
-    def _send_to_descriptor_store(self, what: Callable[[str, str], None]) -> None:
-        configuration = self._configuration
-        if configuration.descriptor_store is not None:
-            name = fd_store.name_of(configuration.mountpoint, self._state.connection)
-            self._processes.run_in_child(
-                "the descriptor store", partial(what, configuration.descriptor_store, name)
-            )
+    def _ask_descriptor_store(self, request: Callable[[str, int, int], None]) -> None:
+        path, number = self._configuration.supervisor, self._configuration.number
+        if path is not None:
+            work = partial(request, path, number, self._state.connection)
+            self._processes.run_in_child("the descriptor store", work)
 
     def _unmount(self) -> None:
         if self._is_in_place():
@@ -408,7 +406,7 @@ class Keeper:
 
     def _clean_up(self) -> None:
         if self._state.connection and not fuse_connection.is_disconnected(self._state.fuse_fd):
-            self._send_to_descriptor_store(fd_store.drop)
+            self._ask_descriptor_store(supervisor_protocol.drop)
         self._processes.end()
         if self._state.fuse_fd >= 0:
             os.close(self._state.fuse_fd)
@@ -433,7 +431,8 @@ class Keeper:
             case "replace" if self._processes.current is not None:
                 self._processes.kill(self._processes.current, "was to be replaced")
                 client.answer({"ok": True})
-            case "hand" if self._state.connection:
-                client.answer({"ok": True}, self._state.fuse_fd)
+            case "deposit" if self._state.connection:
+                self._deposit()
+                client.answer({"ok": True})
             case _:
                 client.answer({"error": "this cannot be done"})

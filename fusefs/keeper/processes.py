@@ -137,12 +137,12 @@ def start_daemon(
 def _start(
     command: list[str], configuration: Configuration, channel: int, stdin: int, *, is_beside: bool
 ) -> ProcessHandle:
-    credentials, launcher = configuration.credentials, configuration.launcher
-    if launcher is not None:
+    credentials = configuration.credentials
+    if configuration.supervisor is not None:
         try:
             return supervisor_protocol.launch(
-                launcher["socket"],
-                launcher["mount"],
+                configuration.supervisor,
+                configuration.number,
                 uid=credentials.uid,
                 gid=credentials.gid,
                 channel=channel,
@@ -151,7 +151,7 @@ def _start(
                 is_beside=is_beside,
             )
         except (FileNotFoundError, ConnectionRefusedError):
-            if launcher["is_needed"]:
+            if configuration.is_supervisor_needed:
                 raise
     pid = spawn(
         command,

@@ -61,12 +61,12 @@ class Configuration:
         self.max_pause_s = float(given["max_pause_s"])
         # What the kernel reads ahead of a sequential reader; set after mounting.
         self.read_ahead_kib: int | None = given.get("read_ahead_kib")
-        # The named socket of a second descriptor store.
-        self.descriptor_store: str | None = given.get("descriptor_store")
-        # The supervisor that starts the daemons, where the keeper does not itself: its named
-        # `socket`, the number of the `mount` there, and `is_needed`, without which the keeper
-        # starts a daemon itself if no process listens.
-        self.launcher: dict[str, Any] | None = given.get("launcher")
+        # The socket of the supervisor that starts the daemons and holds a copy of the descriptor,
+        # and the mount's number there. Without one the keeper starts daemons itself, also where
+        # none listens, unless `is_supervisor_needed`.
+        self.supervisor: str | None = given.get("supervisor")
+        self.number: int = given.get("number", 0)
+        self.is_supervisor_needed: bool = given.get("is_supervisor_needed", False)
 
     def release_claim(self) -> None:
         """Let others mount on the mountpoint, or what is mounted there by now."""

@@ -6,6 +6,12 @@ connection is that daemon's from then on: the keeper signals it there, as its
 PID namespace may not reach it, and hears of its end. The connection's end is
 the keeper's: the daemon goes on without one, until another adopts it.
 
+The supervisor also is the descriptor store. A FUSE mount lives for as long as any
+process holds its /dev/fuse descriptor; the keeper opens it, and once it is mounted
+the broker, the daemon and the supervisor have copies. Each next daemon gets it from
+a broker, after the supervisor was given it once more; the next keeper gets it from
+the supervisor. So the containers of both sides may be replaced, one at a time.
+
 Every message is one `MESSAGE`: version, kind, the mount's number and three
 numbers. One of another version is refused.
 
@@ -21,6 +27,11 @@ To the supervisor:
     COUNT    how many daemons there are for the mount, or 0 for all; by COUNTED
     END      kill the mount's daemons; COUNTED tells how many are still there, but
              for those that hang in the kernel
+    HOLD     a: the number of the mount's connection; + a copy of its descriptor, held
+             until DROP, or until the mount is gone. Answered by COUNTED or REFUSED.
+    DROP     a: likewise. Answered by COUNTED: 1, or 0 if it was not held.
+    NEXT     a: likewise. Answered by HELD for what follows this mount and connection
+             in the order of both, or by COUNTED at the end.
 
 From the supervisor:
 
@@ -28,6 +39,7 @@ From the supervisor:
     REFUSED  a: errno
     ENDED    a: the daemon's status from waitpid
     COUNTED  the mount's number, a: how many
+    HELD     the mount's number, a: its connection's; + a copy of its descriptor
 """
 
 from __future__ import annotations
@@ -37,6 +49,7 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Iterator
 
 from fusefs.linux import sockets
 from fusefs.linux.processes import pid_behind, send_signal
@@ -50,13 +63,17 @@ ADOPT = 2
 SIGNAL = 3
 COUNT = 4
 END = 5
+HOLD = 6
+DROP = 7
+NEXT = 8
 
 STARTED = 32
 REFUSED = 33
 ENDED = 34
 COUNTED = 35
+HELD = 36
 
-_DESCRIPTORS = {LAUNCH: 4, ADOPT: 1, STARTED: 1}
+_DESCRIPTORS = {LAUNCH: 4, ADOPT: 1, STARTED: 1, HOLD: 1, HELD: 1}
 _MOST_DESCRIPTORS = 4
 
 # Under this variable a daemon finds the socket on which it hears of another keeper.
@@ -221,6 +238,54 @@ def end(path: str, mount: int) -> int:
     """
     with connect(path) as sock:
         return ask(sock, pack(END, mount)).a
+
+
+def hold(path: str, mount: int, connection: int, fd: int) -> None:
+    """Have the supervisor hold a copy of a mount's descriptor.
+
+    Raises:
+        OSError: it does not.
+    """
+    with connect(path) as sock:
+        ask(sock, pack(HOLD, mount, connection), fd)
+
+
+def drop(path: str, mount: int, connection: int) -> None:
+    """Have a mount's descriptor held no longer.
+
+    Raises:
+        OSError: no process listens there.
+    """
+    with connect(path) as sock:
+        ask(sock, pack(DROP, mount, connection))
+
+
+def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, int, int]]:
+    """Copies of what is held behind this mount and connection: both numbers, and a descriptor.
+
+    The descriptors are the caller's to close.
+
+    Raises:
+        OSError: no process listens there.
+    """
+    with connect(path) as sock:
+        while (answer := ask(sock, pack(NEXT, mount, connection))).kind == HELD:
+            mount, connection = answer.mount, answer.a
+            yield mount, connection, answer.fds[0]
+
+
+def fetch(path: str, mount: int, connection: int) -> int | None:
+    """A copy of a mount's descriptor; None if it is not held.
+
+    Raises:
+        OSError: no process listens there.
+    """
+    for found in held(path, mount, connection - 1):
+        if found[:2] == (mount, connection):
+            return found[2]
+        os.close(found[2])
+        break
+    return None
 
 
 def connect(path: str) -> socket.socket:

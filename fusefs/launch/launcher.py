@@ -18,7 +18,6 @@ import json
 import math
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fusefs.cluster_cache import access
-from fusefs.keeper import fd_store, supervisor_protocol
+from fusefs.keeper import supervisor_protocol
 from fusefs.launch import control, log_location, registry, users
 from fusefs.launch.foreground import Foreground
 from fusefs.launch.preflight import LaunchError, refuse_mounted
@@ -57,17 +56,14 @@ MOST_BACKING_IDS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class SupervisorAddress:
-    """The socket of the process that starts the daemons of mounts.
-
-    See keeper/supervisor_protocol.py.
+    """The socket of the process that starts the daemons of mounts (keeper/supervisor_protocol.py).
 
     If no process listens there, the keeper waits if it `is_needed`, and else starts a
-    daemon itself. `descriptor_store` is where it holds copies of mounts' descriptors.
+    daemon itself.
     """
 
     socket: Path
     is_needed: bool
-    descriptor_store: Path
 
 
 # What a start may take beyond the time in which S3 requests are retried.
@@ -133,81 +129,29 @@ def resume(
         return None
     if control.peer(registry.keeper_socket(mountpoint)):
         return None
-    name = fd_store.name_of(os.fspath(mountpoint), mount.connection)
+    path, number = os.fspath(supervisor.socket), mount_number(mountpoint)
     try:
-        fuse_fd = fd_store.fetch(os.fspath(supervisor.descriptor_store), name)
-    except control.ControlError:
+        fuse_fd = supervisor_protocol.fetch(path, number, mount.connection)
+    except OSError:
         return None
+    if fuse_fd is None:
+        return None
+    registration = registry.registration_of(mountpoint)
     with os.fdopen(fuse_fd), log_location.opened(log_location.path_of(settings)) as log:
         user = _choose_user(settings, environment)
         configuration = _keeper_configuration(_with_owner(settings), user, supervisor, environment)
-        configuration |= {"fuse_fd": fuse_fd, "table": []}
-        keeper = _adopt(configuration, supervisor, log, environment, deadline)
-        if keeper is not None:
-            return keeper
-        registration = registry.registration_of(mountpoint)
-        if registration is not None and registration.is_alive():
-            return None  # it goes on without
+        configuration["fuse_fd"] = fuse_fd
+        # One that no supervisor has started serves on, and has no other keeper.
+        configuration["goes_on"] = registration is not None and registration.is_alive()
         process = _popen(KEEPER, json.dumps(configuration), log, environment, (fuse_fd,))
-        assert process.stdout is not None
-        with process.stdout:
-            try:
-                _wait_until_ready(process, START_TIMEOUT_S, deadline)
-            except _DiedError:
-                raise LaunchError(f"no daemon came up for the held mount on {mountpoint}") from None
-    print(f"fusefs: {mountpoint} had lost its daemon and keeper; it goes on", file=sys.stderr)
-    return process
-
-
-def _adopt(
-    configuration: dict[str, Any],
-    supervisor: SupervisorAddress,
-    log: IO[bytes],
-    environment: Mapping[str, str],
-    deadline: float,
-) -> subprocess.Popen[bytes] | None:
-    """Start a keeper for a mount whose daemon goes on without one; None if there is none.
-
-    Raises:
-        LaunchError: there may be one.
-    """
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, its:
-        number = configuration["launcher"]["mount"]
+    assert process.stdout is not None
+    with process.stdout:
         try:
-            process = supervisor_protocol.adopt(os.fspath(supervisor.socket), number, its.fileno())
-        except (ProcessLookupError, FileNotFoundError, ConnectionRefusedError):
-            return None
-        except OSError as error:
-            raise LaunchError(f"{supervisor.socket}: {error}") from error
-        connection = process.supervisor
-        assert connection is not None
-        with connection, os.fdopen(process.pidfd):
-            fds = {
-                "daemon_fd": ours.fileno(),
-                "supervisor_fd": connection.fileno(),
-                "pidfd": process.pidfd,
-            }
-            configuration = {**configuration, **fds, "supervisor": process.supervisor_number}
-            keeper = _popen(
-                KEEPER,
-                json.dumps(configuration),
-                log,
-                environment,
-                (configuration["fuse_fd"], *fds.values()),
-            )
-    _wait_until_listening(keeper, Path(configuration["control"]), deadline)
-    return keeper
-
-
-def _wait_until_listening(keeper: subprocess.Popen[bytes], path: Path, deadline: float) -> None:
-    deadline = min(deadline, time.monotonic() + START_TIMEOUT_S)
-    while control.peer(path) != keeper.pid and keeper.poll() is None:
-        if time.monotonic() > deadline:
-            raise NotUpError("no keeper came up for a mount that had lost its own")
-        time.sleep(0.01)
-    assert keeper.stdout is not None
-    keeper.stdout.close()
+            _wait_until_ready(process, START_TIMEOUT_S, deadline)
+        except _DiedError:
+            raise LaunchError(f"no daemon came up for the held mount on {mountpoint}") from None
+    print(f"fusefs: {mountpoint} had lost its keeper; it goes on", file=sys.stderr)
+    return process
 
 
 def run_foreground(settings: MountSettings) -> int:
@@ -385,13 +329,9 @@ def _keeper_configuration(
         "settings": daemon_input(settings, user, environment),
         "cache_dir": os.fspath(settings.cache_dir),
         "control": os.fspath(registry.new_keeper_socket(settings.mountpoint)),
-        "descriptor_store": supervisor and os.fspath(supervisor.descriptor_store),
-        "launcher": supervisor
-        and {
-            "socket": os.fspath(supervisor.socket),
-            "mount": mount_number(settings.mountpoint),
-            "is_needed": supervisor.is_needed,
-        },
+        "number": mount_number(settings.mountpoint),
+        "supervisor": supervisor and os.fspath(supervisor.socket),
+        "is_supervisor_needed": supervisor is not None and supervisor.is_needed,
         "most_backing_ids": MOST_BACKING_IDS,
         "hang_s": settings.hang_timeout,
         "max_pause_s": settings.max_pause,

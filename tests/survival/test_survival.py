@@ -6,19 +6,18 @@ import itertools
 import os
 import random
 import signal
-import socket
 import struct
 import time
 
 import pytest
 
 from fusefs.keeper.broker import DEV_IOC_BACKING_CLOSE
-from fusefs.launch import registry
 from tests.support.machine.cgroup import memory_group
 from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states
 from tests.support.sharing import in_storms
 from tests.support.survival import survival_data as data
+from tests.support.survival.keeping import devices_of
 from tests.support.survival.surviving import filled as filled
 from tests.support.survival.surviving import (
     keeper_status,
@@ -89,18 +88,12 @@ def registered(mount: Mount) -> int:
 def expect_no_lost_backing_ids(mount: Mount) -> None:
     """The kernel has the registered files that the keeper knows of, and no other."""
     known = registered(mount)
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(registry.keeper_socket(mount.path)))
-        sock.sendall(b'{"do": "hand"}\n')
-        _, (device,), _, _ = socket.recv_fds(sock, 4096, 1)
     found = 0
-    try:
+    with devices_of(keeper_status(mount)["pid"]) as devices:
         for backing_id in range(1, 20_000):
             with contextlib.suppress(FileNotFoundError):
-                fcntl.ioctl(device, DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
+                fcntl.ioctl(devices[0], DEV_IOC_BACKING_CLOSE, struct.pack("=I", backing_id))
                 found += 1
-    finally:
-        os.close(device)
     assert found == known
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
+from csi.daemons.client import FdStoreClient
 from csi.generated import csi_pb2
 from csi.in_flight import Claims
 from csi.node import reconciler
+from csi.node.config import SUPERVISOR
 from csi.node.mount_record import MountRecord
 from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
@@ -130,13 +132,12 @@ def node(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
         yield node
 
 
-def held(node: Node) -> list[str]:
+def held(node: Node) -> list[tuple[int, int]]:
     """What the descriptor store has, which may just not be there."""
     try:
-        answer = control.exchange(node.state / "descriptor-store.sock", {"do": "list"}, PATIENCE_S)
+        return list(FdStoreClient(node.state / SUPERVISOR).held())
     except control.ControlError:
         return []
-    return list(answer["names"])
 
 
 def test_a_pod_reads_on_without_its_keeper_though_the_next_daemons_process_has_died_before(

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from csi.daemons.client import FdStoreClient
+from csi.node.config import SUPERVISOR
 from fusefs.launch import control, registry
 from tests.support.csi.daemons import daemons_of
 from tests.support.csi.node import SECRETS, Node, running_node
@@ -180,7 +182,6 @@ def registry_socket(node: Node, mountpoint: Path) -> Path:
 
 def is_held(node: Node) -> bool:
     try:
-        answer = control.exchange(node.state / "descriptor-store.sock", {"do": "list"}, PATIENCE_S)
+        return bool(FdStoreClient(node.state / SUPERVISOR).held())
     except control.ControlError:
         return False
-    return bool(answer["names"])

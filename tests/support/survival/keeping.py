@@ -279,17 +279,32 @@ class Kept:
 
 def holds_a_connection(pid: int) -> bool:
     """True if a process has a descriptor of a FUSE connection that has not ended."""
-    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb") as process:
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if os.readlink(path) == "/dev/fuse":
-                    numbers = (process.fileno(), int(path.name), 0)
-                    fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, *numbers)
-                    if fd >= 0:
-                        with open(fd, "rb", buffering=0):
-                            if not is_disconnected(fd):
-                                return True
-    return False
+    with devices_of(pid) as fds:
+        return not all(map(is_disconnected, fds))
+
+
+@contextlib.contextmanager
+def devices_of(pid: int) -> Iterator[list[int]]:
+    """Copies of the descriptors of /dev/fuse that a process has."""
+    with contextlib.ExitStack() as copies:
+        fds: list[int] = []
+        with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb") as process:
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(path) == "/dev/fuse":
+                        numbers = (process.fileno(), int(path.name), 0)
+                        fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, *numbers)
+                        if fd >= 0:
+                            copies.callback(os.close, fd)
+                            fds.append(fd)
+        yield fds
+
+
+@contextlib.contextmanager
+def device_of(kept: Kept) -> Iterator[int]:
+    """A copy of the keeper's descriptor of /dev/fuse."""
+    with devices_of(kept.status()["pid"]) as fds:
+        yield fds[0]
 
 
 @contextlib.contextmanager

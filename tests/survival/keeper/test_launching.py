@@ -30,7 +30,6 @@ RUN = """
 import os, sys, time
 from pathlib import Path
 from csi.daemons import main, supervisor
-from fusefs.keeper.fd_store import FdStore
 
 def serve():
     read = sys.stdin.read()
@@ -40,8 +39,7 @@ def serve():
     time.sleep(600)
 
 path = Path(sys.argv[1])
-store = FdStore(f"{path}.store", {})
-supervisor.Supervisor(path, serve, store, main.running(path)).run()
+supervisor.Supervisor(path, serve, {}, main.running(path)).run()
 """
 
 

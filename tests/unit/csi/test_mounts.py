@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from csi.daemons import client
 from csi.daemons.client import FdStoreClient
 from csi.errors import CsiError, UnavailableError
 from csi.node import mounts
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import RESUME_S, Mounts
 from csi.volume.options import anywhere
+from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.exchange import ControlError
 from fusefs.launch.preflight import LaunchError
 from fusefs.settings.mount import build
@@ -125,7 +125,7 @@ def test_a_held_mount_that_cannot_be_resumed_is_dropped_after_long(
 def listening(tmp_path: Path) -> Iterator[Path]:
     """A socket that never answers."""
     path = tmp_path / "store.sock"
-    with socket.socket(socket.AF_UNIX) as sock:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(str(path))
         sock.listen()
         yield path
@@ -134,13 +134,13 @@ def listening(tmp_path: Path) -> Iterator[Path]:
 def test_a_descriptor_store_that_is_silent_may_hold_anything(
     listening: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(supervisor_protocol, "ANSWER_S", 0.1)
     with pytest.raises(ControlError):
-        FdStoreClient(listening).names()
+        FdStoreClient(listening).held()
 
 
 def test_a_descriptor_store_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
-    assert FdStoreClient(tmp_path / "store.sock").names() == frozenset()
+    assert FdStoreClient(tmp_path / "store.sock").held() == set()
 
 
 def test_a_mount_that_cannot_be_unmounted_costs_no_descriptor(
