@@ -61,12 +61,10 @@ class Build(build):
     sub_commands: ClassVar = [("build_stubs", None), *build.sub_commands]
 
 
-# Without a compiler the package is built without it: Python then answers every request.
 FAST_PATH = Extension(
     "fusefs.fuse._fast_path",
     ["fusefs/fuse/fast_path.c"],
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
-    optional=True,
 )
 REPLIES = Extension(
     "fusefs.fuse._replies",
@@ -89,8 +87,6 @@ class BuildExtensions(build_ext):
         try:
             super().build_extension(ext)
         except (CCompilerError, ExecError) as error:
-            if ext.optional:
-                raise
             raise SystemExit(
                 "setup: fusefs needs gcc and the headers of Python and of libcurl 7.87 or newer"
                 " (Debian: gcc libc6-dev python3-dev libcurl4-openssl-dev)"

@@ -203,35 +203,35 @@ class Downloader:
 
     What is read past the cache takes at most `unkept` bytes of memory. Ahead of
     their readers at most `most_parts` parts of large files and `most_small` small
-    files are to be under way.
+    files are to be under way. Where the `source` is a cluster cache as well, `on_fetched` is
+    called with a pinned file and the range that a download has brought, also of one that was
+    cancelled: its last reader may have left between the last byte and the end.
     """
 
     def __init__(
         self,
         source: Source,
-        cache: FileCache,
         evictor: Evictor,
         nursery: trio.Nursery,
         *,
         unkept: int = 64 << 20,
         most_parts: int = 32,
         most_small: int = 32,
+        on_fetched: Callable[[CacheFile, int, int], None] | None = None,
     ) -> None:
         self.path = PathMeter(most_parts, PART)
         self.most_small = most_small
         self.unkept = UnkeptBuffers(unkept)
         self.disk_latency = DiskLatency()
         self._source = source
-        self._cache = cache
+        self._cache = evictor.cache
         self._evictor = evictor
         self._nursery = nursery
         self._running: set[Download] = set()
         self.demand = Demand()
         # Whether what a download brings shows that the version is the current one.
-        self.proves_versions = True
-        # Called with a pinned file and the range that a download has brought, also of one that
-        # was cancelled: its last reader may have left between the last byte and the end.
-        self.on_fetched: Callable[[CacheFile, int, int], None] = lambda _file, _start, _stop: None
+        self.proves_versions = on_fetched is None
+        self._on_fetched = on_fetched
         # What readers have waited for, and so was not fetched ahead of them.
         self.waited_bytes = 0
         # The downloads of each file that has any.
@@ -424,8 +424,8 @@ class Downloader:
             if not file.downloads:
                 del self._of[file]
             download.finish(error)
-            if download.position > download.start:
-                self.on_fetched(file, download.start, download.position)
+            if self._on_fetched is not None and download.position > download.start:
+                self._on_fetched(file, download.start, download.position)
             if download.wanted and file.last_use is None and file.is_complete and file.fd >= 0:
                 self._cache.keep_open(file)  # its first open is spared the wait for the disk
             self._cache.unpin(file)

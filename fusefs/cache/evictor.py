@@ -31,7 +31,7 @@ class Evictor:
     """Evicts the files of one cache, within its quota. Belongs to the event loop."""
 
     def __init__(self, cache: FileCache) -> None:
-        self._cache = cache
+        self.cache = cache
         self._quota = cache.quota
         self._evicting = trio.Lock()
         self._learn_at = -math.inf
@@ -61,8 +61,8 @@ class Evictor:
             if self._quota.reserve(wanted):
                 return True
             if keep_used_since == math.inf and not is_ahead:
-                self._cache.trouble.note(
-                    f"the cache {self._cache.directory} is too small for the open files: the"
+                self.cache.trouble.note(
+                    f"the cache {self.cache.directory} is too small for the open files: the"
                     " rest is read from S3 each time"
                 )
             return False
@@ -76,9 +76,9 @@ class Evictor:
     async def tend(self) -> None:
         """Close what the kernel has let go of, and evict what exceeds the limits by now."""
         await self._quota.close_unlinked()
-        for version, file in await self._cache.take_obsolete():
+        for version, file in await self.cache.take_obsolete():
             if not await self.drop(file) and file.present.total:
-                self._cache.obsolete(version)  # with its last user
+                self.cache.obsolete(version)  # with its last user
         if self._quota.excess(0) > 0:
             async with self._evicting:
                 await self._evict(0)
@@ -89,14 +89,14 @@ class Evictor:
             size = file.present.total
             if file.pins or not size:
                 return False
-            self._quota.unlinked(await self._cache.evict(file, for_room=False), size)
-            self._cache.put_back(file)
+            self._quota.unlinked(await self.cache.evict(file, for_room=False), size)
+            self.cache.put_back(file)
             return not file.present.total
 
     async def _evict(self, wanted: int, keep_used_since: float = math.inf) -> None:
         if self._quota.excess(wanted) <= 0:
             return
-        self._quota.inode_slack = int(SLACK * len(self._cache))
+        self._quota.inode_slack = int(SLACK * len(self.cache))
         await self._evict_until(wanted, used_before=keep_used_since)
         if keep_used_since == math.inf:
             await self._evict_until(wanted + int(SLACK * self._quota.used), is_ahead=True)
@@ -108,19 +108,19 @@ class Evictor:
         if self._staying and self._try_again_at <= trio.current_time():
             staying, self._staying = self._staying, []
             for known in staying:
-                self._cache.put_back(known)
-        most_refused = self._cache.refused + MOST_REFUSED
-        while self._quota.excess(wanted) > 0 and self._cache.refused < most_refused:
-            if self._cache.residency.lacks_oldest:
+                self.cache.put_back(known)
+        most_refused = self.cache.refused + MOST_REFUSED
+        while self._quota.excess(wanted) > 0 and self.cache.refused < most_refused:
+            if self.cache.residency.lacks_oldest:
                 await self._load_oldest()
-            file = self._cache.next_victim(is_ahead=is_ahead, used_before=used_before)
+            file = self.cache.next_victim(is_ahead=is_ahead, used_before=used_before)
             if file is None:
                 # What other mounts keep here may go as well.
                 if is_ahead or not await self._load_oldest():
                     break
                 continue
             size = file.present.total
-            self._quota.unlinked(await self._cache.evict(file), size)
+            self._quota.unlinked(await self.cache.evict(file), size)
             if file.present.total:
                 if not self._staying:
                     self._try_again_at = trio.current_time() + TRY_AGAIN_AFTER_S
@@ -132,7 +132,7 @@ class Evictor:
         began = trio.current_time()
         if began < self._learn_at:
             return False
-        if await self._cache.residency.load_oldest():
+        if await self.cache.residency.load_oldest():
             return True
         now = trio.current_time()
         self._learn_at = now + max(LEARN_EVERY_S, LEARN_SHARE * (now - began))

@@ -91,11 +91,13 @@ class FileCache:
         most_in_memory: int = 50_000,
         in_any_case: bool = False,
         backing: BackingFiles | None = None,
+        on_discard: Callable[[CacheFile], None] = lambda _file: None,
     ) -> None:
         """Open the directory and read the catalog; `in_any_case` on a bad disk too. Blocks.
 
         At most `most_in_memory` of the files that are not in use are in memory. The kernel reads
-        those of `backing` by itself.
+        those of `backing` by itself. `on_discard` is called for each file that is dropped
+        because its bytes are wrong.
 
         Raises:
             CacheDirectoryError: it can't be used; the message says why.
@@ -126,8 +128,7 @@ class FileCache:
             self._disk, self._files, self._catalog_writer, self.order, self.ensure_open
         )
         self._use = disk.hold_in_use(directory)
-        # Called for each file that is dropped because its bytes are wrong.
-        self.on_discard: Callable[[CacheFile], None] = lambda _file: None
+        self._on_discard = on_discard
         # The names of such files: what the kernel has kept of them may be wrong as well.
         self.discarded: set[str] = set()
         self.trouble = Trouble()
@@ -314,7 +315,7 @@ class FileCache:
         file.is_kept = file.is_ours = file.is_passed_over = False
         file.lose()
         self.discarded.add(file.name)
-        self.on_discard(file)
+        self._on_discard(file)
 
     @property
     def has_neighbours(self) -> bool:

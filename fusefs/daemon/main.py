@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import CacheDirectoryError, usable
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
@@ -51,6 +52,8 @@ from fusefs.daemon.takeover import (
     staging_directory,
     state_directory,
 )
+from fusefs.fuse.interrupts import Callers
+from fusefs.fuse.notifications import DeviceNotifications
 from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper.client import KeeperError
@@ -72,7 +75,7 @@ from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import InodeTable, Ownership
 from fusefs.posix.nodes.name_pruner import NamePruner
-from fusefs.posix.nodes.notifier import Notifier
+from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.nodes.object_metadata import Form
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore import leftovers as recovery
@@ -173,18 +176,17 @@ class Daemon:
         allowed = setup.s3_settings(self.settings)
         if self.settings.cluster_cache is not None:
             self.cluster_cache = self._make_cluster_cache(nursery)
+        filler = self.cluster_cache.filler if self.cluster_cache is not None else None
         self.downloader = Downloader(
             self.store if self.cluster_cache is None else self.cluster_cache.tier,
-            self.cache,
             self.evictor,
             nursery,
             unkept=self._budget.unkept,
             most_parts=allowed.max_streams,
             most_small=allowed.max_connections,
+            on_fetched=filler.fetched if filler is not None else None,
         )
         if self.cluster_cache is not None:
-            self.downloader.on_fetched = self.cluster_cache.filler.fetched
-            self.downloader.proves_versions = False
             nursery.start_soon(self.cluster_cache.run)
         self.scrub = Scrub(self.cache.residency.pages, self.cache.integrity)
         selector = Selector(self.store, prefix)
@@ -194,7 +196,7 @@ class Daemon:
             self.downloader,
             self.settings,
             selector,
-            self.cluster_cache.filler if self.cluster_cache is not None else None,
+            filler,
         )
         self.local_copies = LocalCopies(
             self.cache,
@@ -239,11 +241,14 @@ class Daemon:
         opening = partial(setup.open_cache, in_any_case=not is_fresh)
         self.backing = self._backing_files()
         self.cache = await trio.to_thread.run_sync(
-            opening, settings, directory, self._identity, self.backing
+            opening, settings, directory, self._identity, self.backing, self._discarded
         )
         self.evictor = Evictor(self.cache)
         if self._takeover is not None and is_fresh:
             self._takeover.remember(directory.name)
+
+    def _discarded(self, file: CacheFile) -> None:
+        self.operations.discarded(file)
 
     @property
     def _identity(self) -> str:
@@ -415,7 +420,12 @@ class Daemon:
         serving.cancel_scope.cancel()
 
     def _operations(
-        self, log: Journal | NoJournal, *, mounted_ns: int, ids_are_inos: bool = False
+        self,
+        log: Journal | NoJournal,
+        notifier: KernelNotifications,
+        *,
+        mounted_ns: int,
+        ids_are_inos: bool = False,
     ) -> Operations:
         settings = self.settings
         owner = Ownership(
@@ -428,7 +438,6 @@ class Daemon:
         )
         self._log = log
         writing = None if settings.read_only else self._writing(mounted_ns)
-        notifier = Notifier()
         inodes = InodeTable(
             settings.source.prefix,
             log,
@@ -497,14 +506,10 @@ class Daemon:
         passthrough = self.backing if self.backing.can_register else None
         depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
         mounted_ns = time.time_ns() if state is None else state.mounted_ns
-        operations = self._operations(log, mounted_ns=mounted_ns)
-        session = Session(
-            takeover.fd,
-            operations,
-            log,
-            max_stack_depth=depth,
-            keeper=takeover,
-        )
+        callers = Callers(takeover)
+        notifier = DeviceNotifications(takeover.fd, callers)
+        operations = self._operations(log, notifier, mounted_ns=mounted_ns)
+        session = Session(takeover.fd, operations, log, max_stack_depth=depth, callers=callers)
         nursery.start_soon(takeover.keep, lambda: len(session.waiting), passthrough)
         try:
             if state is None:
@@ -558,16 +563,14 @@ class Daemon:
 
     @asynccontextmanager
     async def _pyfuse_session(self) -> AsyncIterator[RunningSession]:
-        from fusefs.fuse.pyfuse3_session import PyfuseSession
+        from fusefs.fuse.pyfuse3_session import PyfuseNotifications, PyfuseSession
 
-        settings = self.settings
-        operations = self._operations(NoJournal(), mounted_ns=time.time_ns(), ids_are_inos=True)
+        operations = self._operations(
+            NoJournal(), PyfuseNotifications(), mounted_ns=time.time_ns(), ids_are_inos=True
+        )
         if operations.writer is not None:
             recovery.adopt(operations.writer)
-        session = PyfuseSession(
-            settings.mount_request,
-            operations,
-        )
+        session = PyfuseSession(self.settings.mount_request, operations)
         with session.mounted():
             yield session
 

@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from fusefs.cache.backing_files import BackingFiles
+from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import prepare_directory
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Quota
@@ -51,6 +53,7 @@ def open_cache(
     directory: Path,
     identity: str,
     backing: BackingFiles,
+    on_discard: Callable[[CacheFile], None],
     *,
     in_any_case: bool,
 ) -> FileCache:
@@ -72,6 +75,7 @@ def open_cache(
         most_in_memory=files,
         in_any_case=in_any_case,
         backing=backing,
+        on_discard=on_discard,
     )
 
 

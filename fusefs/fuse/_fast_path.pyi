@@ -8,8 +8,6 @@ from fusefs.posix.nodes.inode import Inode
 from fusefs.posix.operations import Operations
 from fusefs.store.interface import ObjectVersion
 
-INTERFACE: int
-
 class FastPath:
     requests: int
     spent: int

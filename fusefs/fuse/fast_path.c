@@ -50,8 +50,6 @@ enum {
     READ_AS_ONE = 4 << 10, /* a READ of more counts as several requests */
     ATTRIBUTES = 88,       /* struct fuse_attr as of FUSE 7.9 and later */
 };
-/* What fast_path.py has to be of as well: to be raised with each change that both must know. */
-#define INTERFACE 3
 #define FOREVER_S (1ULL << 40) /* as in read_handlers.py */
 
 /* The journal's records; see posix/journal/records.py. */
@@ -994,8 +992,7 @@ PyMODINIT_FUNC PyInit__fast_path(void)
     PyObject *made = PyModule_Create(&module);
     if (made == NULL)
         return NULL;
-    if (PyModule_AddObjectRef(made, "FastPath", (PyObject *)&FastPathType) < 0 ||
-        PyModule_AddIntMacro(made, INTERFACE) < 0)
+    if (PyModule_AddObjectRef(made, "FastPath", (PyObject *)&FastPathType) < 0)
         Py_CLEAR(made);
     return made;
 }

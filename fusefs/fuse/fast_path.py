@@ -1,8 +1,6 @@
-"""The requests of warm files, answered by compiled code (fast_path.c) where it was built.
+"""The requests of warm files, answered by compiled code (fast_path.c).
 
-A package that was built without a compiler has none of it, and all requests are
-answered by Python, by the same rules. It is left out as well while the journal is
-off or is being rewritten.
+While the journal is off or is being rewritten Python answers them, by the same rules.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from mmap import mmap
 from typing import TYPE_CHECKING
@@ -18,23 +16,14 @@ from typing import TYPE_CHECKING
 import trio
 
 from fusefs.cache.cached_file import CHECKED_AT_OPEN
+from fusefs.fuse import _fast_path
 from fusefs.fuse.busy_poll import LONGEST_NS, BusyPoll
+from fusefs.fuse.notifications import note_lost_reply
 from fusefs.posix.operations import Operations
 from fusefs.telemetry.requests import RequestTimes
 
 if TYPE_CHECKING:
     from fusefs.posix.nodes.inode_table import NodeLog
-
-# As in fast_path.c.
-INTERFACE = 3
-
-try:
-    from fusefs.fuse import _fast_path
-except ImportError:
-    IS_BUILT = False
-else:
-    # What was built from another version of the source is as good as none.
-    IS_BUILT = getattr(_fast_path, "INTERFACE", 0) == INTERFACE
 
 logger = logging.getLogger("fusefs.session")
 
@@ -77,12 +66,10 @@ class FastPathReader:
         operations: Operations,
         times: RequestTimes,
         log: NodeLog,
-        note_lost_reply: Callable[[OSError], None],
     ) -> None:
         self._operations = operations
         self._times = times
         self._log = log
-        self._note_lost_reply = note_lost_reply
         cache, handles = operations.cache, operations.handles
         self._compiled = _fast_path.FastPath(
             fd,
@@ -179,4 +166,4 @@ class FastPathReader:
                     inode, file, fh, backing_id, flags, unique, is_closed=bool(is_closed)
                 )
         if lost:
-            self._note_lost_reply(OSError(lost, os.strerror(lost)))
+            note_lost_reply(OSError(lost, os.strerror(lost)))

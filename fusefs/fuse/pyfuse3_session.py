@@ -38,7 +38,14 @@ T = TypeVar("T")
 MOST_TASKS = 99
 
 
-class PyfuseSession(KernelNotifications):
+class PyfuseNotifications(KernelNotifications):
+    """The notifications that libfuse can send."""
+
+    def invalidate_attributes(self, nodeid: int) -> None:
+        pyfuse3.invalidate_inode(nodeid, attr_only=True)
+
+
+class PyfuseSession:
     """One mount under pyfuse3, which allows one to a process."""
 
     name = "pyfuse3"
@@ -49,7 +56,6 @@ class PyfuseSession(KernelNotifications):
         self.times = self._handlers.times
         self.polled_s = 0.0
         self.compiled_requests: int | None = None
-        operations.notifier.connect(self)
 
     @property
     def requests(self) -> int:
@@ -81,9 +87,6 @@ class PyfuseSession(KernelNotifications):
     def survival(self) -> tuple[bool, str]:
         """The mount's survival of this process: true or false, and why."""
         return False, "a mount of the pyfuse3 session ends with its daemon"
-
-    def invalidate_attributes(self, nodeid: int) -> None:
-        pyfuse3.invalidate_inode(nodeid, attr_only=True)
 
     async def run(self) -> bool:
         """Answer requests until the file system is unmounted."""

@@ -16,9 +16,6 @@ that had to be faulted in while the kernel copies a reply would, if the
 process was killed in that moment, become an EIO for the program that waits.
 Replies are written from bytes that have been read, never from a mapping.
 
-Only three notifications are ever written, all of which return at once. The
-others can wait in the kernel for an answer of this very process.
-
 A session can go on where that of another process ended (`adopt`). What that
 one had read and not answered is sent again, with a mark in the request's
 unique number that the answer must keep; before Linux 6.9 it is lost, so there
@@ -31,9 +28,8 @@ import errno
 import logging
 import mmap
 import os
-import struct
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,14 +38,14 @@ import trio
 
 from fusefs.fuse import protocol
 from fusefs.fuse._replies import ReplyThread
-from fusefs.fuse.fast_path import IS_BUILT, FastPathReader
-from fusefs.fuse.interrupts import Callers, Interrupts, ProcessInspector
+from fusefs.fuse.fast_path import FastPathReader
+from fusefs.fuse.interrupts import Callers, Interrupts
+from fusefs.fuse.notifications import note_lost_reply
 from fusefs.fuse.protocol import Init, Opcode
 from fusefs.fuse.read_handlers import REFUSED, Buffer, Handler, Payload, ReadHandlers
 from fusefs.fuse.write_handlers import WriteHandlers
 from fusefs.linux.libc import lock_memory
 from fusefs.posix.nodes.inode_table import NodeLog
-from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.read.read import MAX_READ
 from fusefs.posix.types import Caller, InFile
@@ -153,12 +149,12 @@ def _locked_memory(size: int) -> mmap.mmap:
     return memory
 
 
-class Session(KernelNotifications):
+class Session:
     """One mount's conversation with the kernel, over its /dev/fuse descriptor.
 
     `max_stack_depth` is 0 to leave passthrough alone, 1 to negotiate it, 2 if
-    the cache's own file system is stacked (overlayfs). Where compiled code for warm files was
-    built, it is used if `has_fast_path`.
+    the cache's own file system is stacked (overlayfs). Without `has_fast_path` Python answers
+    all requests.
     """
 
     name = "kernel"
@@ -171,7 +167,7 @@ class Session(KernelNotifications):
         *,
         max_stack_depth: int = 1,
         has_fast_path: bool = True,
-        keeper: ProcessInspector | None = None,
+        callers: Callers | None = None,
     ) -> None:
         self._fd = fd
         self._operations = operations
@@ -182,8 +178,7 @@ class Session(KernelNotifications):
         self._buffers = [self._buffer]
         # By their unique numbers, without the mark.
         self._waiting: dict[int, WaitingRequest] = {}
-        self._callers = Callers(keeper)
-        self._interrupts = Interrupts(self._callers)
+        self._interrupts = Interrupts(callers or Callers())
         self._reading = trio.CancelScope()
         self.negotiated = Init(0)
         self._requests = 0
@@ -199,12 +194,9 @@ class Session(KernelNotifications):
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
         self._warm: FastPathReader | None = None
-        if IS_BUILT and has_fast_path:
+        if has_fast_path:
             reply = _locked_memory(REPLY_SIZE)
-            self._warm = FastPathReader(
-                fd, memory, reply, operations, self.times, log, self._note_lost_reply
-            )
-        operations.notifier.connect(self)
+            self._warm = FastPathReader(fd, memory, reply, operations, self.times, log)
 
     @property
     def requests(self) -> int:
@@ -475,7 +467,7 @@ class Session(KernelNotifications):
             else:
                 os.writev(self._fd, (header, payload))
         except OSError as error:
-            self._note_lost_reply(error)
+            note_lost_reply(error)
 
     def _reply_error(self, unique: int, error: OSError) -> None:
         number = error.errno or errno.EIO
@@ -487,7 +479,7 @@ class Session(KernelNotifications):
         try:
             os.write(self._fd, _PACK_HEADER(_OUT_HEADER_SIZE, -number, unique))
         except OSError as lost:
-            self._note_lost_reply(lost)
+            note_lost_reply(lost)
 
     def _reply_fault(self, unique: int) -> None:
         """Answer a request that meets a fault of ours, perhaps not for the first time.
@@ -497,60 +489,6 @@ class Session(KernelNotifications):
         """
         logger.exception("a request that was sent again meets a fault")
         self._reply_error(unique, OSError(errno.EIO, "a fault of fusefs"))
-
-    def _note_lost_reply(self, error: OSError) -> None:
-        # ENOENT: the request was aborted. ENODEV: unmounted, which reading will show.
-        if error.errno not in (errno.ENOENT, errno.ENODEV):
-            logger.warning("the kernel refused a reply: %s", error.strerror)
-
-    async def was_killed(self, pid: int) -> bool:
-        """True if a thread closes its files because its process is being killed."""
-        return await self._callers.was_killed(pid)
-
-    async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if a thread's process will close a file that it may write to; None: not known."""
-        return await self._callers.will_close(pid, ino)
-
-    def invalidate_attributes(self, nodeid: int) -> None:
-        """Have the kernel ask for a node's attributes again; returns at once."""
-        size = protocol.OUT_HEADER.size + protocol.NOTIFY_INVAL_INODE.size
-        header = protocol.OUT_HEADER.pack(size, protocol.NOTIFY_INVAL_INODE_CODE, 0)
-        # A negative offset leaves the pages alone; with them it could wait.
-        body = protocol.NOTIFY_INVAL_INODE.pack(nodeid, -1, 0)
-        try:
-            os.writev(self._fd, (header, body))
-        except OSError as error:
-            self._note_lost_reply(error)
-
-    def invalidate_names(self) -> None:
-        """Have the kernel look names up again before it uses them; returns at once."""
-        header = protocol.OUT_HEADER.pack(
-            protocol.OUT_HEADER.size, protocol.NOTIFY_INC_EPOCH_CODE, 0
-        )
-        try:
-            os.write(self._fd, header)
-        except OSError as error:
-            # EINVAL: before Linux 6.16 names stay valid for their time.
-            if error.errno != errno.EINVAL:
-                self._note_lost_reply(error)
-
-    def prune_names(self, nodeids: Sequence[int]) -> bool:
-        """Have the kernel drop those of some nodes that no program uses; returns at once.
-
-        The kernel takes no lock that a request could hold (fuse_notify_prune in
-        fs/fuse/dev.c), and forgets by FORGET. Tells whether it knows how: Linux
-        6.18 and later.
-        """
-        ids = struct.pack(f"={len(nodeids)}Q", *nodeids)
-        size = protocol.OUT_HEADER.size + protocol.NOTIFY_PRUNE.size + len(ids)
-        header = protocol.OUT_HEADER.pack(size, protocol.NOTIFY_PRUNE_CODE, 0)
-        try:
-            os.writev(self._fd, (header, protocol.NOTIFY_PRUNE.pack(len(nodeids), 0, 0), ids))
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            self._note_lost_reply(error)
-        return True
 
     # The session itself
 

@@ -10,7 +10,7 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
-from fusefs.posix.nodes.notifier import Notifier
+from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.types import ReadCounters
 from fusefs.store.interface import ObjectInfo, Store
 
@@ -33,7 +33,7 @@ class MountState:
     handles: HandleTable
     owner: Ownership
     mounted_ns: int
-    notifier: Notifier
+    notifier: KernelNotifications
     # The S3 endpoint that was named to the mount, "" where it is AWS's own.
     endpoint: str = ""
     counters: ReadCounters = field(default_factory=ReadCounters)

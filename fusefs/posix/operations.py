@@ -100,7 +100,6 @@ class Operations:
         # For compiled code, whose opens are on record before they are known here.
         self.was_opened = self._opener.was_opened
         self._reader = Reader(state, writer.editor if writer is not None else None)
-        state.cache.on_discard = self._discarded
         # None on a read-only mount.
         self.mutations: Mutations | None = None
         if writing is not None and writer is not None:
@@ -307,7 +306,7 @@ class Operations:
         if self.writer is not None:
             self.writer.flusher.released(handle.inode)
 
-    def _discarded(self, file: CacheFile) -> None:
+    def discarded(self, file: CacheFile) -> None:
         """Give the names of a cache file that was dropped new nodes; open handles go on.
 
         The kernel may have kept wrong bytes for a node, and refuses to read two files for one.

@@ -212,7 +212,7 @@ async def cache_in(
     store = bucket or Bucket()
     try:
         async with trio.open_nursery() as nursery:
-            downloader = Downloader(store, cache, evictor, nursery)
+            downloader = Downloader(store, evictor, nursery)
             yield Parts(store, quota, evictor, cache, downloader, directory)
             nursery.cancel_scope.cancel()
     finally:

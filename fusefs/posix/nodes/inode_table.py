@@ -28,7 +28,7 @@ import trio
 
 from fusefs.posix.nodes.file_numbers import ROOT_ID, FileNumbers
 from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, LinkedNames, Ownership
-from fusefs.posix.nodes.notifier import Notifier
+from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.nodes.offsets import MOST_MARKS
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
@@ -109,7 +109,7 @@ class InodeTable:
         self,
         prefix: str,
         log: NodeLog,
-        notifier: Notifier | None = None,
+        notifier: KernelNotifications | None = None,
         *,
         ids_are_inos: bool = False,
         most: int = sys.maxsize,
@@ -127,7 +127,7 @@ class InodeTable:
         )
         # By directory and name, nodes of linked files that were replaced, and not looked up since.
         self._unresolved_links: dict[tuple[int, str], Inode] = {}
-        self._notifier = notifier or Notifier()
+        self._notifier = notifier or KernelNotifications()
         # When the kernel last dropped a node, by the monotonic clock.
         self.forgotten_at = -math.inf
         self.most = most

@@ -1,8 +1,6 @@
-"""The file system's own requests to the kernel, through whichever session serves the mount.
+"""The file system's own requests to the kernel; nothing here waits for it.
 
-The file system is built before its session. So its parts are given a
-`Notifier`, which a session is connected to; until then, and where a session
-can't do something, nothing happens. Nothing here waits for the kernel.
+`fuse/notifications.py` has those of the kernel session, `fuse/pyfuse3_session.py` pyfuse3's.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from collections.abc import Sequence
 
 
 class KernelNotifications:
-    """The notifications that a session may be able to send; as it stands, none."""
+    """The notifications that a mount may be able to send; as it stands, none."""
 
     def invalidate_attributes(self, nodeid: int) -> None:
         """Have the kernel ask for a node's attributes again."""
@@ -30,29 +28,3 @@ class KernelNotifications:
     async def will_close(self, pid: int, ino: int) -> bool | None:
         """True if a thread's process will close a file that it may write to; None: not known."""
         return None
-
-
-class Notifier(KernelNotifications):
-    """Passes everything on to the session of the mount. Belongs to the event loop."""
-
-    def __init__(self) -> None:
-        self._session = KernelNotifications()
-
-    def connect(self, session: KernelNotifications) -> None:
-        """Pass everything on to `session` from now on."""
-        self._session = session
-
-    def invalidate_attributes(self, nodeid: int) -> None:
-        self._session.invalidate_attributes(nodeid)
-
-    def invalidate_names(self) -> None:
-        self._session.invalidate_names()
-
-    def prune_names(self, nodeids: Sequence[int]) -> bool:
-        return self._session.prune_names(nodeids)
-
-    async def was_killed(self, pid: int) -> bool:
-        return await self._session.was_killed(pid)
-
-    async def will_close(self, pid: int, ino: int) -> bool | None:
-        return await self._session.will_close(pid, ino)

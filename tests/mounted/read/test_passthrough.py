@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.fuse import fast_path
 from fusefs.linux import mountinfo
 from fusefs.linux.mount import READ_AHEAD_KIB
 from tests.support.machine.libc import mapped
@@ -285,8 +284,6 @@ def test_closing_a_handle_that_cannot_write_asks_the_daemon_to_flush_nothing(her
 
 FILES, SIZE = 40, 20_000
 
-needs_compiled = pytest.mark.skipif(not fast_path.IS_BUILT, reason="no compiled code was built")
-
 
 def compiled(mount: Mount) -> int | None:
     return mount.status()["requests"]["compiled"]
@@ -300,7 +297,6 @@ def filled(bucket: Bucket, mount: Mount) -> Callable[[int], str]:
     return lambda number: os.fspath(mount.path / str(number % FILES))
 
 
-@needs_compiled
 def test_warm_opens_are_answered_by_compiled_code(passthrough: Mounter, bucket: Bucket) -> None:
     mount = passthrough()
     path = filled(bucket, mount)
@@ -314,7 +310,6 @@ def test_warm_opens_are_answered_by_compiled_code(passthrough: Mounter, bucket: 
     assert after["cache"]["passthrough_opens"] >= 3 * FILES
 
 
-@needs_compiled
 def test_what_compiled_code_has_opened_the_next_daemon_goes_on_with(
     passthrough: Mounter, bucket: Bucket
 ) -> None:

@@ -29,7 +29,7 @@ from fusefs.posix.journal.replay import KernelState
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
-from fusefs.posix.nodes.notifier import Notifier
+from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore.from_journal import restore
 from fusefs.posix.types import Caller, NameKind
@@ -223,19 +223,25 @@ class MortalMount:
         """A process: the first of a mount, or the next one of it."""
         self.directory.mkdir(exist_ok=True)
         quota = Quota(self.directory, None, lambda _size: 0)
-        cache = FileCache(self._cache, "test", quota, backing=self.backing)
+        cache = FileCache(
+            self._cache,
+            "test",
+            quota,
+            backing=self.backing,
+            on_discard=lambda file: operations.discarded(file),
+        )
         journal, state = self._journal()
         ended = contextlib.ExitStack()
         try:
             async with trio.open_nursery() as nursery:
-                notifier = Notifier()
+                notifier = KernelNotifications()
                 inodes = InodeTable(self.prefix, journal, notifier, most=self.most_nodes)
                 directories = Directories(self.store, inodes, PathRules(60.0), nursery)
                 mount_state = MountState(
                     store=self.store,
                     directories=directories,
                     cache=cache,
-                    downloader=Downloader(self.store, cache, Evictor(cache), nursery),
+                    downloader=Downloader(self.store, Evictor(cache), nursery),
                     backing=self.backing,
                     journal=journal,
                     inodes=inodes,

@@ -11,6 +11,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.downloader import Downloader
 from fusefs.cluster_cache import filler
 from fusefs.cluster_cache.block import BLOCK, Block, BlockId, Domain, FrameReader
 from fusefs.cluster_cache.filler import Filler
@@ -97,7 +98,7 @@ async def case(tmp_path: Path) -> AsyncIterator[Case]:
             return parts.downloader.under_way > 0
 
         made = Filler(cast("ClusterTier", tier), store, DOMAIN, parts.cache, is_busy)
-        parts.downloader.on_fetched = made.fetched
+        parts.downloader = Downloader(parts.bucket, parts.evictor, nursery, on_fetched=made.fetched)
         nursery.start_soon(made.run)
         yield Case(parts, tier, store, made)
         nursery.cancel_scope.cancel()

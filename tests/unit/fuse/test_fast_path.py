@@ -27,8 +27,6 @@ from fusefs.posix.nodes.inode import Inode
 from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.skipif(not fast_path.IS_BUILT, reason="no compiled code was built")
-
 FILES = 4
 CONTENT = [bytes([65 + number]) * (1000 * (number + 1)) for number in range(FILES)]
 PASSTHROUGH = protocol.Fopen.PASSTHROUGH

@@ -13,11 +13,12 @@ import pytest
 import trio
 
 from fusefs.fuse import protocol, read_handlers
+from fusefs.fuse.interrupts import Callers
+from fusefs.fuse.notifications import DeviceNotifications
 from fusefs.fuse.protocol import Fopen, Init, Opcode
 from fusefs.fuse.pyfuse3_session import Pyfuse3Handlers
 from fusefs.fuse.read_handlers import drops_pages, open_out
 from fusefs.fuse.session import Session, UnsupportedKernelError
-from fusefs.posix.nodes.notifier import Notifier
 from fusefs.posix.types import OpenResult
 from tests.support.semantics import states
 
@@ -36,12 +37,13 @@ class Kernel:
         self._its.setblocking(False)
         self.log: list[bytes] = []
         inodes = SimpleNamespace(find=lambda _nodeid: None)  # for a request that took long
-        self.operations: Any = SimpleNamespace(mutations=None, notifier=Notifier(), inodes=inodes)
+        self.operations: Any = SimpleNamespace(mutations=None, inodes=inodes)
         self.start()
 
     def start(self) -> None:
         """Begin a session, or the next one."""
         log: Any = SimpleNamespace(negotiated=self.log.append)
+        self.notifications = DeviceNotifications(self._its.fileno(), Callers())
         self.session = Session(self._its.fileno(), self.operations, log, has_fast_path=False)
 
     def close(self) -> None:
@@ -147,13 +149,13 @@ async def test_a_kernel_that_is_too_old_is_named_with_what_to_do(
 
 async def test_no_notification_makes_the_kernel_wait(kernel: Kernel) -> None:
     await negotiated(kernel, EVERYTHING)
-    kernel.session.invalidate_attributes(5)
+    kernel.notifications.invalidate_attributes(5)
     code, body = kernel.notification()
     assert code == protocol.NOTIFY_INVAL_INODE_CODE
     node, offset, _ = protocol.NOTIFY_INVAL_INODE.unpack_from(body)
     assert node == 5
     assert offset < 0, "with its pages, it would wait for whoever reads them"
-    kernel.session.invalidate_names()
+    kernel.notifications.invalidate_names()
     assert kernel.notification() == (protocol.NOTIFY_INC_EPOCH_CODE, b"")
     kernel.session.adopt(kernel.log[0], is_all_answered=False)
     assert kernel.notification() == (protocol.NOTIFY_RESEND_CODE, b"")
