@@ -35,7 +35,7 @@ NAME = "fusefs.daemon"
 
 def prepare() -> Serve:
     """Import what daemons need; return what a daemon's process does. Blocks."""
-    from fusefs.daemon.main import main
+    from fusefs.daemon.entry import main
 
     for name in ("botocore.client", "botocore.httpsession", "botocore.session"):
         importlib.import_module(name)

@@ -21,18 +21,18 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from csi.daemons import forking
 from csi.daemons.fd_store import FdStore
-from fusefs.keeper import supervisor_protocol
+from fusefs.keeper import supervisor_protocol as wire
 from fusefs.keeper.control import Listener, Loop
-from fusefs.keeper.supervisor_protocol import SupervisorMessage
+from fusefs.keeper.protocol import KeeperMessage, ProtocolError, receive
 from fusefs.linux.fuse_connection import is_device
 from fusefs.linux.processes import Credentials, has_ended
-from fusefs.linux.sockets import is_trusted
+from fusefs.linux.sockets import is_trusted, send
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Supervisor:
         if self._listener.has_name:
             return
         try:
-            supervisor_protocol.connect(os.fspath(self._path)).close()
+            wire.connect(os.fspath(self._path)).close()
         except OSError:
             log.info("the process that had taken this one's place is gone")
             self._loop.forget(self._listener.socket.fileno())
@@ -170,15 +170,13 @@ class Supervisor:
 
     def _hear(self, client: socket.socket) -> None:
         try:
-            message = supervisor_protocol.receive(client)
+            message = receive(client, wire.KINDS)
         except BlockingIOError:
             return
-        except supervisor_protocol.SupervisorProtocolError as error:
+        except ProtocolError as error:
             log.warning("a request that is none: %s", error)
-            _say(
-                client,
-                supervisor_protocol.pack(supervisor_protocol.REFUSED, a=errno.EPROTONOSUPPORT),
-            )
+            _close_all(error.fds)
+            _say(client, wire.pack(wire.REFUSED, a=errno.EPROTONOSUPPORT))
             message = None
         if message is None:
             self._see_off(client)
@@ -186,14 +184,10 @@ class Supervisor:
         try:
             self._answer(client, message)
         except OSError as error:
-            log.warning("a request for mount %016x is refused: %s", message.mount, error)
-            number = error.errno or errno.EIO
-            _say(
-                client,
-                supervisor_protocol.pack(supervisor_protocol.REFUSED, a=number),
-            )
+            log.warning("a request for mount %016x is refused: %s", message.d, error)
+            _say(client, wire.pack(wire.REFUSED, a=error.errno or errno.EIO))
         finally:
-            message.close()
+            _close_all(message.fds)
 
     def _see_off(self, client: socket.socket) -> None:
         self._loop.forget(client.fileno())
@@ -202,39 +196,40 @@ class Supervisor:
             if child.keeper is client:
                 child.keeper = None
 
-    def _answer(self, client: socket.socket, message: SupervisorMessage) -> None:
+    def _answer(self, client: socket.socket, message: KeeperMessage) -> None:
+        mount = message.d
         match message.kind:
-            case supervisor_protocol.LAUNCH:
+            case wire.LAUNCH:
                 self._begin(client, self._launch(message))
-            case supervisor_protocol.ADOPT:
+            case wire.ADOPT:
                 self._begin(client, self._give(message))
-            case supervisor_protocol.SIGNAL:
+            case wire.SIGNAL:
                 for child in self._children.values():
                     if child.keeper is client:
                         child.signal(message.a)
-            case supervisor_protocol.COUNT:
-                _say(client, _counted(message, len(self._of(message.mount))))
-            case supervisor_protocol.END:
-                _say(client, _counted(message, self._retire(message.mount)))
-            case supervisor_protocol.HOLD:
+            case wire.COUNT:
+                _say(client, _counted(message, len(self._of(mount))))
+            case wire.END:
+                _say(client, _counted(message, self._retire(mount)))
+            case wire.HOLD:
                 if not is_device(os.fstat(message.fds[0])):
                     raise OSError(errno.EINVAL, "only a descriptor of /dev/fuse is held")
-                self._store.hold((message.mount, message.a), message.fds.pop())
+                self._store.hold((mount, message.a), os.dup(message.fds[0]))
                 _say(client, _counted(message, 1))
-            case supervisor_protocol.DROP:
-                _say(client, _counted(message, self._store.drop((message.mount, message.a))))
-            case supervisor_protocol.NEXT:
+            case wire.DROP:
+                _say(client, _counted(message, self._store.drop((mount, message.a))))
+            case wire.NEXT:
                 self._say_next(client, message)
             case _:
                 raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
 
-    def _say_next(self, client: socket.socket, message: SupervisorMessage) -> None:
-        found = self._store.following((message.mount, message.a))
+    def _say_next(self, client: socket.socket, message: KeeperMessage) -> None:
+        found = self._store.following((message.d, message.a))
         if found is None:
             _say(client, _counted(message, 0))
         else:
             held, fd = found
-            _say(client, supervisor_protocol.pack(supervisor_protocol.HELD, *held), fd)
+            _say(client, wire.pack(wire.HELD, *held), fd)
 
     def _of(self, mount: int) -> list[Child]:
         return [child for child in self._children.values() if mount in (0, child.mount)]
@@ -243,16 +238,15 @@ class Supervisor:
 
     def _begin(self, client: socket.socket, child: Child) -> None:
         child.keeper = client
-        answer = supervisor_protocol.pack(supervisor_protocol.STARTED, a=self.number)
-        _say(client, answer, child.pidfd)
+        _say(client, wire.pack(wire.STARTED, a=self.number), child.pidfd)
 
-    def _launch(self, message: SupervisorMessage) -> Child:
+    def _launch(self, message: KeeperMessage) -> Child:
         uid, gid = message.a, message.b
         if self._is_ending:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "no more daemons are started here")
         if 0 in (uid, gid):
             raise PermissionError(errno.EPERM, "no daemon is started as root")
-        if not message.c and self._retire(message.mount):
+        if not message.c and self._retire(message.d):
             raise BlockingIOError(errno.EAGAIN, "its last daemon is still there")
         channel, stdin, stdout, environment = message.fds
         user = Credentials(uid, gid, [])
@@ -260,19 +254,17 @@ class Supervisor:
         with its:
             pid = forking.fork(self._serve, user, channel, its.fileno(), stdin, stdout, environment)
         ours.setblocking(False)
-        child = self._children[pid] = Child(pid, message.mount, uid, ours)
+        child = self._children[pid] = Child(pid, message.d, uid, ours)
         self._loop.watch(child.pidfd, select.POLLIN, lambda: self._on_exit(child))
-        log.info("daemon %d is started for mount %016x as uid %d", pid, message.mount, uid)
+        log.info("daemon %d is started for mount %016x as uid %d", pid, message.d, uid)
         return child
 
-    def _give(self, message: SupervisorMessage) -> Child:
+    def _give(self, message: KeeperMessage) -> Child:
         """The mount's daemon that has no keeper, which gets the new one's socket."""
-        orphans = [child for child in self._of(message.mount) if child.keeper is None]
-        if not message.mount or not orphans:
+        orphans = [child for child in self._of(message.d) if child.keeper is None]
+        if not message.d or not orphans:
             raise ProcessLookupError(errno.ESRCH, "it has none without a keeper")
-        supervisor_protocol.send(
-            orphans[0].channel, supervisor_protocol.pack(supervisor_protocol.ADOPT), *message.fds
-        )
+        send(orphans[0].channel, wire.pack(wire.ADOPT), message.fds)
         log.info("daemon %d has another keeper", orphans[0].pid)
         return orphans[0]
 
@@ -294,11 +286,9 @@ class Supervisor:
         if self._old is None:
             return left
         try:
-            answer = supervisor_protocol.ask(
-                self._old, supervisor_protocol.pack(supervisor_protocol.END, mount)
-            )
+            answer = wire.ask(self._old, wire.pack(wire.END, mount))
             # One that came too late to the last question may be before it.
-            return left + (answer.a if answer.mount == mount else 1)
+            return left + (answer.a if answer.d == mount else 1)
         except TimeoutError:
             return left + 1
         except OSError:
@@ -315,16 +305,18 @@ class Supervisor:
         os.close(child.pidfd)
         child.channel.close()
         if child.keeper is not None:
-            _say(
-                child.keeper,
-                supervisor_protocol.pack(supervisor_protocol.ENDED, a=status),
-            )
+            _say(child.keeper, wire.pack(wire.ENDED, a=status))
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _say(client: socket.socket, packed: bytes, *fds: int) -> None:
     with contextlib.suppress(OSError):  # it is gone, which receiving will show
-        supervisor_protocol.send(client, packed, *fds)
+        send(client, packed, fds)
 
 
-def _counted(message: SupervisorMessage, count: int) -> bytes:
-    return supervisor_protocol.pack(supervisor_protocol.COUNTED, message.mount, count)
+def _counted(message: KeeperMessage, count: int) -> bytes:
+    return wire.pack(wire.COUNTED, message.d, count)

@@ -1,17 +1,15 @@
 """The takeover: a daemon gets its mount, and leaves it to the next one.
 
-A mount under the kernel session outlives its daemons. The keeper
-(keeper/main.py) starts each of them and says what there is to do:
+The keeper (keeper/main.py) starts each daemon of a mount and says what there is to do:
 
 - *fresh*: nothing is mounted. Check everything, then have it mounted.
-- *take over*: the last daemon died. Take the descriptor, read its journal, go
-  on. Nothing asks the bucket before requests are answered.
-- *prepare*: an upgrade. The last daemon still serves; check everything, and
-  read its journal as a trial. What fails now fails without harm.
+- *take over*: the last daemon died. Take the descriptor, read its journal, go on. Nothing asks the
+  bucket before requests are answered.
+- *prepare*: an upgrade. The last daemon still serves; check everything, and read its journal as a
+  trial.
 
-When keeper and broker are both gone, the daemon serves on without them, and no other one
-follows it. One that a supervisor has started (keeper/supervisor_protocol.py) waits for another
-keeper: it comes over the socket to the supervisor.
+When keeper and broker are both gone, the daemon serves on, and no other one follows it. But one
+that a supervisor has started gets another keeper, over the socket to the supervisor.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import trio
 
 from fusefs.cache.disk import STATE, CacheDirectoryError, usable
 from fusefs.fuse.passthrough import PassthroughFiles
-from fusefs.keeper import supervisor_protocol
+from fusefs.keeper import protocol, supervisor_protocol
 from fusefs.keeper.client import KeeperClient, KeeperError, TakenMount
 from fusefs.keeper.protocol import FRESH, PREPARE
 from fusefs.launch import registry
@@ -89,11 +87,7 @@ class Takeover:
 
     @classmethod
     async def begin(cls, settings: MountSettings) -> Takeover:
-        """Say hello to the keeper that has started this process.
-
-        Raises:
-            KeeperError: there is none.
-        """
+        """Say hello to the keeper that has started this process; raises KeeperError without one."""
         keeper = KeeperClient.from_environment()
         if keeper is None:
             raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
@@ -290,7 +284,7 @@ async def _hear_supervisor(
     """
     while True:
         try:
-            message = supervisor_protocol.receive(supervisor)
+            message = protocol.receive(supervisor, supervisor_protocol.KINDS)
         except BlockingIOError:
             await trio.lowlevel.wait_readable(supervisor)
             continue

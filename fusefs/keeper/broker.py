@@ -1,23 +1,19 @@
 """The broker: the process that reads what a daemon sends, so that the keeper need not.
 
-A daemon may have been taken over by an attacker, and what it sends can hang the
-process that touches it: fstat or close of a descriptor waits for ever if the
-file is on a mount whose daemon does not answer. So a child of the keeper, a new
-one for each daemon, reads its messages, checks its descriptors and asks the
-kernel to register them. The keeper only gets numbers, over a private socket, and
-replaces a broker that hangs together with its daemon.
+A daemon may have been taken over by an attacker, and what it sends can hang the process that
+touches it: fstat or close of a descriptor waits for ever if the file is on a mount whose daemon
+does not answer. So a child of the keeper, a new one for each daemon, reads its messages, checks its
+descriptors and asks the kernel to register them. The keeper only gets numbers, over a private
+socket, and replaces a broker that hangs together with its daemon.
 
-While it is a broker its file-system ids are the daemon's, and CAP_SYS_ADMIN is
-its only effective capability: the kernel reads a registered file later with
-the credentials that were in effect when it was registered. The broker's other
-capabilities stay permitted, and its real uid stays root's, which keeps the daemon
-from signalling or tracing it; both are needed for its second task:
+Its file-system ids are the daemon's and CAP_SYS_ADMIN is its only effective capability, for the
+kernel reads a registered file with the credentials of its registration. Other capabilities stay
+permitted and its real uid root's, so the daemon can neither signal nor trace it: when its keeper
+dies, the broker becomes the keeper, with the mount's descriptor, the socket to the daemon, and its
+copy of the state.
 
-When its keeper dies, the broker becomes the keeper. It has all that this takes:
-the descriptor of the mount, the socket to the daemon, and its copy of the state.
-
-The broker passes the daemon's messages on to the keeper under their own kinds,
-and adds the few kinds below.
+It passes the daemon's messages on to the keeper under their own kinds, and adds the few kinds
+below.
 """
 
 from __future__ import annotations
@@ -45,12 +41,12 @@ from fusefs.linux.fuse_connection import is_device
 # To the keeper, besides REGISTERED: the daemon is cut off (a: 1 if it broke the
 # protocol, 0 if it closed its socket).
 CUT_OFF = 65
-FROM_BROKER = wire.FROM_DAEMON | {wire.REGISTERED, CUT_OFF}
+FROM_BROKER = wire.FROM_DAEMON | {wire.REGISTERED: 0, CUT_OFF: 0}
 # From the keeper, besides QUIESCE: the mount is made (a: the connection's
 # number), or could not be (error); or the keeper ends by a fault of its own.
 MOUNT_MADE = 66
 FAILED = 67
-TO_BROKER = frozenset((MOUNT_MADE, FAILED, wire.QUIESCE))
+TO_BROKER = {MOUNT_MADE: 0, FAILED: 0, wire.QUIESCE: 0}
 
 # A daemon that ticks all the time wakes the keeper no more often than this.
 TICK_INTERVAL_S = 0.2

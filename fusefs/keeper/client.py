@@ -100,11 +100,7 @@ class KeeperClient:
         return Welcome(message.a, bool(message.d & 1), message.d >> 1)
 
     async def mount(self) -> int:
-        """Have the keeper mount; return the /dev/fuse descriptor.
-
-        Raises:
-            OSError: mount(2) failed.
-        """
+        """Have the keeper mount; return the descriptor. Raises the OSError of mount(2)."""
         message = await self._ask(wire.pack(wire.MOUNT), wire.MOUNTED)
         if message.error:
             raise OSError(message.error, os.strerror(message.error))

@@ -58,11 +58,7 @@ class Loop:
 
 
 class Listener:
-    """A listening socket for this user alone.
-
-    Raises:
-        OSError: it can't be made.
-    """
+    """A listening socket for this user alone; making it may raise OSError."""
 
     def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
         self._path = path

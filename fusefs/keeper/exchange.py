@@ -47,11 +47,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The object in one line.
-
-    Raises:
-        ControlError: it has none.
-    """
+    """The object in one line; raises ControlError if there is none."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -62,11 +58,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def check_version(request: dict[str, Any]) -> None:
-    """Refuse a request in a version that is not spoken here.
-
-    Raises:
-        ControlError: it is.
-    """
+    """Raise ControlError for a request in a version that is not spoken here."""
     version = request.get("protocol", PROTOCOL)
     if version != PROTOCOL:
         raise ControlError(f"version {version} of the protocol is not spoken here")

@@ -1,22 +1,17 @@
 """The keeper: a process that lets a mount outlive its daemon.
 
-It holds the /dev/fuse descriptor, starts the daemon (or has a supervisor in
-another container start it, see supervisor_protocol.py), and starts it again when
-it dies; requests wait meanwhile instead of failing. It is the only privileged
-part: it mounts, and has files registered for passthrough, so that the daemon can
-be an ordinary user's process. It also limits every pause: a daemon that sends
-nothing for `hang_s` is replaced, and a mount that no daemon serves for
-`max_pause_s`, or whose daemons die one after the other, is aborted, so that the
-programs that wait for it get an error and can end.
+It holds the /dev/fuse descriptor, starts the daemon (or has a supervisor in another container start
+it, see supervisor_protocol.py), and starts it again when it dies; requests wait meanwhile. It is
+the only privileged part: it mounts, and has files registered for passthrough. It also limits every
+pause: a daemon that sends nothing for `hang_s` is replaced, and a mount that no daemon serves for
+`max_pause_s`, or whose daemons die one after the other, is aborted, so that programs get an error.
 
-The keeper is one loop over descriptors and deadlines, and touches nothing that
-could wait: what comes from a daemon goes through a broker (broker.py), a child
-that also takes the keeper's place if the keeper is killed.
+It is one loop over descriptors and deadlines, and touches nothing that could wait: what comes from
+a daemon goes through a broker (broker.py), a child that takes the keeper's place if that is killed.
 
-It is started by `python -I -S -c`, calls `main`, and is configured by one JSON
-object on standard input (`Configuration` and `begin`). Standard output belongs
-to the first daemon; the keeper writes there only if it could not start one.
-Standard error is the log. Few modules are imported, so that it stays small.
+It is started by `python -I -S -c`, calls `main`, and is configured by one JSON object on standard
+input (`Configuration` and `begin`). Standard output belongs to the first daemon, or says that there
+is none; standard error is the log. Few modules are imported, so that it stays small.
 """
 
 from __future__ import annotations

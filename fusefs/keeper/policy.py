@@ -103,11 +103,7 @@ class Keeper:
         self._processes.adopt(daemon, broker)
 
     def run(self) -> int:
-        """Keep the mount until it ends; return the exit status.
-
-        Raises:
-            BecomeBroker: in children.
-        """
+        """Keep the mount until it ends; return the exit status. Raises BecomeBroker in children."""
         while self._exit_code is None:
             soonest = min(
                 self._start_at,

@@ -62,7 +62,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fusefs.linux import sockets
 
@@ -105,9 +105,10 @@ PREPARE = 2
 # The exit status of a daemon for which the mount's state cannot be used.
 CANNOT_TAKE_OVER = 3
 
-FROM_DAEMON = frozenset(range(HELLO, LOOK + 1))
-FROM_KEEPER = frozenset(range(WELCOME, LOOKED + 1))
-_WITH_DESCRIPTOR = frozenset((DEPOSIT, MOUNTED, TAKE))
+# The kinds of a direction, with their numbers of descriptors; AS_MANY: the message's b.
+AS_MANY = -1
+FROM_DAEMON = dict.fromkeys(range(HELLO, LOOK + 1), 0) | {DEPOSIT: 1, BACKING_OPEN: AS_MANY}
+FROM_KEEPER = dict.fromkeys(range(WELCOME, LOOKED + 1), 0) | {MOUNTED: 1, TAKE: 1}
 # From a broker to its keeper only: files were registered (b: how many; for each a pair of its
 # id and its st_ino).
 REGISTERED = 64
@@ -115,8 +116,16 @@ _WITH_PAIRS = frozenset((BACKING_OPENED, REGISTERED))
 _LONGEST = MESSAGE.size + MOST_FILES * PAIR.size
 
 
-class ProtocolError(Exception):
-    """The peer sent what the protocol does not have; the message says what."""
+class ProtocolError(OSError):
+    """The peer sent what the protocol does not have; the message says what.
+
+    Descriptors that came with it stay open: to close what a hostile peer has sent may take for
+    ever, and is left to the end of the process, or to who trusts the peer of these `fds`.
+    """
+
+    def __init__(self, sentence: str, fds: Sequence[int] = ()) -> None:
+        super().__init__(sentence)
+        self.fds = fds
 
 
 class KeeperMessage:
@@ -126,7 +135,8 @@ class KeeperMessage:
     """
 
     def __init__(self, packed: bytes, fds: Sequence[int] = ()) -> None:
-        self.kind, self.error, self.a, self.b, self.c, self.d = MESSAGE.unpack_from(packed)
+        numbers: tuple[int, ...] = MESSAGE.unpack_from(packed)
+        self.kind, self.error, self.a, self.b, self.c, self.d = numbers
         self.pairs = list(PAIR.iter_unpack(packed[MESSAGE.size :]))
         self.fds = fds
         self.fd = fds[0] if fds else -1
@@ -151,34 +161,29 @@ def send(sock: socket.socket, message: bytes, fd: int = -1) -> None:
     sockets.send(sock, message, [fd] if fd >= 0 else [])
 
 
-def receive(sock: socket.socket, kinds: frozenset[int]) -> KeeperMessage | None:
+def receive(sock: socket.socket, kinds: Mapping[int, int]) -> KeeperMessage | None:
     """Receive one message of `kinds`; None when the peer has closed the session.
 
-    Descriptors of a message that is refused stay open: to close what a hostile
-    peer has sent may take for ever, and is left to the end of the process.
-
     Raises:
-        BlockingIOError: the socket is non-blocking and empty.
+        BlockingIOError, TimeoutError: there is none.
         ProtocolError: it was anything else.
     """
     data, fds, is_cut = sockets.receive(sock, _LONGEST + 1, MOST_FILES)
     if not data and not fds:
         return None
     if is_cut or len(data) < MESSAGE.size or (len(data) - MESSAGE.size) % PAIR.size:
-        raise ProtocolError(f"a message of {len(data)} bytes, with {len(fds)} descriptors")
+        raise ProtocolError(f"a message of {len(data)} bytes, with {len(fds)} descriptors", fds)
     message = KeeperMessage(data, fds)
     if message.kind not in kinds:
-        raise ProtocolError(f"a message of kind {message.kind}")
+        raise ProtocolError(f"a message of kind {message.kind}", fds)
     count = len(message.pairs)
     if count != (message.b if message.kind in _WITH_PAIRS else 0):
-        raise ProtocolError(f"{count} pairs with a message of kind {message.kind}")
-    if len(fds) != _descriptors_due(message):
-        raise ProtocolError(f"{len(fds)} descriptors with a message of kind {message.kind}")
+        raise ProtocolError(f"{count} pairs with a message of kind {message.kind}", fds)
+    due = kinds[message.kind]
+    if due == AS_MANY:
+        due = message.b or AS_MANY
+    elif message.kind == MOUNTED and message.error:
+        due = 0
+    if len(fds) != due:
+        raise ProtocolError(f"{len(fds)} descriptors with a message of kind {message.kind}", fds)
     return message
-
-
-def _descriptors_due(message: KeeperMessage) -> int:
-    if message.kind == BACKING_OPEN:
-        return message.b or -1
-    is_refusal = message.kind == MOUNTED and message.error != 0
-    return 1 if message.kind in _WITH_DESCRIPTOR and not is_refusal else 0

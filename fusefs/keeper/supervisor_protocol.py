@@ -12,8 +12,8 @@ the broker, the daemon and the supervisor have copies. Each next daemon gets it 
 a broker, after the supervisor was given it once more; the next keeper gets it from
 the supervisor. So the containers of both sides may be replaced, one at a time.
 
-Every message is one `MESSAGE`: version, kind, the mount's number and three
-numbers. One of another version is refused.
+Messages are those of protocol.py; d is the mount's number. One of another version is
+of no kind that is known here, and refused.
 
 To the supervisor:
 
@@ -38,8 +38,8 @@ From the supervisor:
     STARTED  a: the supervisor's number; + a pidfd
     REFUSED  a: errno
     ENDED    a: the daemon's status from waitpid
-    COUNTED  the mount's number, a: how many
-    HELD     the mount's number, a: its connection's; + a copy of its descriptor
+    COUNTED  a: how many
+    HELD     a: the number of the mount's connection; + a copy of its descriptor
 """
 
 from __future__ import annotations
@@ -48,33 +48,31 @@ import json
 import os
 import signal
 import socket
-import struct
 from collections.abc import Iterator
 
+from fusefs.keeper import protocol as wire
 from fusefs.linux import sockets
 from fusefs.linux.processes import pid_behind, send_signal
 
-VERSION = 1
+# Their second byte is the protocol's version.
+LAUNCH = 0x101
+ADOPT = 0x102
+SIGNAL = 0x103
+COUNT = 0x104
+END = 0x105
+HOLD = 0x106
+DROP = 0x107
+NEXT = 0x108
 
-MESSAGE = struct.Struct("<IIQQQQ")
+STARTED = 0x120
+REFUSED = 0x121
+ENDED = 0x122
+COUNTED = 0x123
+HELD = 0x124
 
-LAUNCH = 1
-ADOPT = 2
-SIGNAL = 3
-COUNT = 4
-END = 5
-HOLD = 6
-DROP = 7
-NEXT = 8
-
-STARTED = 32
-REFUSED = 33
-ENDED = 34
-COUNTED = 35
-HELD = 36
-
-_DESCRIPTORS = {LAUNCH: 4, ADOPT: 1, STARTED: 1, HOLD: 1, HELD: 1}
-_MOST_DESCRIPTORS = 4
+# With their numbers of descriptors.
+KINDS = {LAUNCH: 4} | dict.fromkeys((ADOPT, STARTED, HOLD, HELD), 1)
+KINDS |= dict.fromkeys((SIGNAL, COUNT, END, DROP, NEXT, REFUSED, ENDED, COUNTED), 0)
 
 # Under this variable a daemon finds the socket on which it hears of another keeper.
 ENVIRONMENT = "FUSEFS_SUPERVISOR_FD"
@@ -85,60 +83,8 @@ INHERITED = ("AWS_", "FUSEFS_")
 ANSWER_S = 5.0
 
 
-class SupervisorProtocolError(OSError):
-    """The other side does not speak as it should; the message says how."""
-
-
-class SupervisorMessage:
-    """One message, and the descriptors that came with it, non-inheritable."""
-
-    def __init__(self, packed: bytes, fds: list[int]) -> None:
-        self.version: int
-        self.kind: int
-        self.mount: int
-        self.a: int
-        self.b: int
-        self.c: int
-        self.version, self.kind, self.mount, self.a, self.b, self.c = MESSAGE.unpack(packed)
-        self.fds = fds
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = []
-
-
 def pack(kind: int, mount: int = 0, a: int = 0, b: int = 0, c: int = 0) -> bytes:
-    return MESSAGE.pack(VERSION, kind, mount, a, b, c)
-
-
-def send(sock: socket.socket, packed: bytes, *fds: int) -> None:
-    """Send one message.
-
-    Raises:
-        OSError: the other side is gone, or does not take it.
-    """
-    sockets.send(sock, packed, fds)
-
-
-def receive(sock: socket.socket) -> SupervisorMessage | None:
-    """One message; None when the other side is gone.
-
-    Raises:
-        BlockingIOError, TimeoutError: there is none.
-        SupervisorProtocolError: it is something else.
-    """
-    data, fds, is_cut = sockets.receive(sock, MESSAGE.size + 1, _MOST_DESCRIPTORS)
-    if not data and not fds:
-        return None
-    is_whole = len(data) == MESSAGE.size and not is_cut
-    message = SupervisorMessage(data if is_whole else bytes(MESSAGE.size), fds)
-    if message.version == VERSION and len(fds) == _DESCRIPTORS.get(message.kind, 0):
-        return message
-    message.close()
-    raise SupervisorProtocolError(
-        f"{len(data)} bytes, version {message.version}, kind {message.kind}"
-    )
+    return wire.pack(kind, a, b, c, mount)
 
 
 # --- for keepers --------------------------------------------------------------
@@ -163,7 +109,7 @@ class ProcessHandle:
         """Signal it; it may have ended already."""
         if self.supervisor is not None:
             try:
-                send(self.supervisor, pack(SIGNAL, a=number))
+                wire.send(self.supervisor, pack(SIGNAL, a=number))
                 return
             except OSError:
                 pass  # it may be in reach even so
@@ -176,7 +122,7 @@ class ProcessHandle:
         """Its status from waitpid, once the supervisor's socket is readable; else None."""
         assert self.supervisor is not None
         try:
-            message = receive(self.supervisor)
+            message = wire.receive(self.supervisor, KINDS)
         except OSError:
             return None
         return message.a if message is not None and message.kind == ENDED else None
@@ -212,50 +158,30 @@ def launch(
 
 
 def adopt(path: str, mount: int, channel: int) -> ProcessHandle:
-    """Be the keeper of the mount's daemon, whose own is gone.
-
-    Raises:
-        OSError: no process listens there, or there is no such daemon.
-    """
+    """Be the keeper of the mount's daemon that has none; raises OSError if there is none."""
     return _begin(path, pack(ADOPT, mount), channel)
 
 
 def count(path: str, mount: int = 0) -> int:
-    """The number of the supervisor's daemons for the mount, or for all mounts.
-
-    Raises:
-        OSError: no process listens there.
-    """
+    """The number of daemons for a mount, or all; raises OSError if no process listens."""
     with connect(path) as sock:
         return ask(sock, pack(COUNT, mount)).a
 
 
 def end(path: str, mount: int) -> int:
-    """Kill the mount's daemons; tell how many have not gone yet, though they could.
-
-    Raises:
-        OSError: no process listens there.
-    """
+    """Kill a mount's daemons; tell how many could go and have not. Raises OSError as `count`."""
     with connect(path) as sock:
         return ask(sock, pack(END, mount)).a
 
 
 def hold(path: str, mount: int, connection: int, fd: int) -> None:
-    """Have the supervisor hold a copy of a mount's descriptor.
-
-    Raises:
-        OSError: it does not.
-    """
+    """Have the supervisor hold a copy of a mount's descriptor; raises OSError if it does not."""
     with connect(path) as sock:
         ask(sock, pack(HOLD, mount, connection), fd)
 
 
 def drop(path: str, mount: int, connection: int) -> None:
-    """Have a mount's descriptor held no longer.
-
-    Raises:
-        OSError: no process listens there.
-    """
+    """Have a descriptor held no longer; raises OSError if no process listens there."""
     with connect(path) as sock:
         ask(sock, pack(DROP, mount, connection))
 
@@ -270,7 +196,7 @@ def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, 
     """
     with connect(path) as sock:
         while (answer := ask(sock, pack(NEXT, mount, connection))).kind == HELD:
-            mount, connection = answer.mount, answer.a
+            mount, connection = answer.d, answer.a
             yield mount, connection, answer.fds[0]
 
 
@@ -289,22 +215,14 @@ def fetch(path: str, mount: int, connection: int) -> int | None:
 
 
 def connect(path: str) -> socket.socket:
-    """A connection to the supervisor that listens on `path`.
-
-    Raises:
-        OSError: no process does.
-    """
+    """A connection to the supervisor at `path`; raises OSError if no process listens."""
     return sockets.connect(path, ANSWER_S, socket.SOCK_SEQPACKET)
 
 
-def ask(sock: socket.socket, question: bytes, *fds: int) -> SupervisorMessage:
-    """The answer to a question.
-
-    Raises:
-        OSError: it is a refusal, or there is none.
-    """
-    send(sock, question, *fds)
-    message = receive(sock)
+def ask(sock: socket.socket, question: bytes, *fds: int) -> wire.KeeperMessage:
+    """The answer to a question; raises OSError for a refusal, or if there is no answer."""
+    sockets.send(sock, question, fds)
+    message = wire.receive(sock, KINDS)
     if message is None:
         raise ConnectionResetError("the supervisor has ended")
     if message.kind == REFUSED:
@@ -317,8 +235,7 @@ def _begin(path: str, question: bytes, *fds: int) -> ProcessHandle:
     try:
         answer = ask(sock, question, *fds)
         if answer.kind != STARTED:
-            answer.close()
-            raise SupervisorProtocolError(f"an answer of kind {answer.kind}")
+            raise wire.ProtocolError(f"an answer of kind {answer.kind}", answer.fds)
     except OSError:
         sock.close()
         raise

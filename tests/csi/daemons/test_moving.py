@@ -12,6 +12,7 @@ import pytest
 from csi.daemons import migration
 from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.exchange import HOPELESS
+from fusefs.keeper.protocol import receive
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
@@ -64,11 +65,9 @@ class PlayedSupervisor(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while supervisor_protocol.receive(self._ours):
+        while receive(self._ours, supervisor_protocol.KINDS):
             left = sum(keeper.supervisor == OLD for keeper in self._keepers)
-            supervisor_protocol.send(
-                self._ours, supervisor_protocol.pack(supervisor_protocol.COUNTED, a=left)
-            )
+            self._ours.send(supervisor_protocol.pack(supervisor_protocol.COUNTED, a=left))
 
 
 @pytest.fixture(autouse=True)

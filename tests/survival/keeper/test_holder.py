@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusefs.keeper import supervisor_protocol
-from fusefs.linux.sockets import peer_of
+from fusefs.linux.sockets import peer_of, send
 from tests.support.survival.keeping import LIMIT_S, PROJECT, Kept, device_of, needs_fuse, needs_root
 from tests.support.waiting import until
 
@@ -187,9 +187,7 @@ def test_what_a_client_brought_that_dies_is_held(kept: Kept, service: str) -> No
     """The keeper is killed before it has its answer."""
     kept.start()
     with device_of(kept) as fd, supervisor_protocol.connect(service) as client:
-        supervisor_protocol.send(
-            client, supervisor_protocol.pack(supervisor_protocol.HOLD, 1, 7), fd
-        )
+        send(client, supervisor_protocol.pack(supervisor_protocol.HOLD, 1, 7), [fd])
     until(lambda: names(service) == [(1, 7)], "it is held")
     assert has(service, 1, 7)
 

@@ -16,6 +16,7 @@ import pytest
 
 from fusefs.daemon import setup as process
 from fusefs.keeper import supervisor_protocol
+from fusefs.keeper.protocol import receive
 from fusefs.linux.processes import has_ended
 from tests.support.machine.ordinary_user import NOBODY
 from tests.support.survival.keeping import LIMIT_S, PROJECT, needs_root
@@ -205,8 +206,9 @@ def refuses(path: str, stdout: int) -> bool:
 def test_a_request_of_an_unknown_version_is_refused_and_harmless(supervisor: str) -> None:
     with supervisor_protocol.connect(supervisor) as sock:
         count = supervisor_protocol.pack(supervisor_protocol.COUNT, MOUNT)
-        sock.send(b"\xff" + count[1:])
-        answer = supervisor_protocol.receive(sock)
+        sock.send(count[:1] + b"\xff" + count[2:])
+        answer = receive(sock, supervisor_protocol.KINDS)
+        assert answer is not None
         assert (answer.kind, answer.a) == (supervisor_protocol.REFUSED, errno.EPROTONOSUPPORT)
     with supervisor_protocol.connect(supervisor) as sock:
         sock.send(b"nonsense")
