@@ -1,4 +1,4 @@
-"""`python -m fusefs.daemon`: a mount's daemon; see main.py."""
+"""`python -m fusefs.daemon`: a mount's daemon; see entry.py."""
 
 import ctypes.util
 import gc
@@ -20,6 +20,6 @@ if __name__ == "__main__":
 
     if len(sys.argv) == 3:  # before the kernel forbids it, with all looks at this process
         set_title("daemon", *sys.argv[1:])
-    from fusefs.daemon.main import main
+    from fusefs.daemon.entry import main
 
     sys.exit(main())

@@ -1,19 +1,13 @@
 """The guard of cached data: when S3 refuses the mount's identity, the cache is not served either.
 
-What is in the cache is read without a request, so an identity whose rights
-were taken away would read on for as long as the cache lasts. Where
-`--revoke-after` says so, the mount checks: as long as no request has succeeded
-for half of that time, it sends one of its own, to list one key of its prefix.
-Only refusals count, and only if they last all that time: a time-out, expired
-credentials, a wrong clock or a server that fails say nothing about rights, and
-any request that succeeds shows that there are some.
+An identity whose rights were taken away would read from the cache for as long as it lasts. Where
+`--revoke-after` says so, the mount checks: as long as no request has succeeded for half of that
+time, it lists one key of its prefix. Only refusals count, and only if they last all that time: a
+time-out, expired credentials or a server that fails say nothing about rights.
 
-Then lookups, opens and reads fail, and the files that the kernel reads by
-itself are taken from it, but for those that are open: the kernel has no way to
-end that. It is over when a request succeeds.
-
-The state is on record beside the mount's socket, so that a new daemon does not
-serve the cache until it has checked.
+Then lookups, opens and reads fail, and the files that the kernel reads by itself are taken from it,
+but for those that are open. It is over when a request succeeds. The state is on record beside the
+mount's socket, so that a new daemon does not serve the cache until it has checked.
 """
 
 from __future__ import annotations

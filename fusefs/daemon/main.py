@@ -1,30 +1,20 @@
-"""One mount's process: puts the parts together and owns the nursery they live in.
+"""The parts of one mount, put together, and the nursery they live in.
 
-`fusefs mount` starts `python -m fusefs.daemon`, writes the settings as JSON to
-its standard input and reads one line from its standard output:
-`{"ready": true, "pid": …}` once the mount answers, or `{"error": "a sentence", "code": …}`
-with an `ErrorCode`. With
-`--foreground` the command calls `run_foreground` instead.
+It asks the bucket (most mistakes show there), opens the cache, mounts, and serves. When the file
+system has been unmounted, by whomever, everything else is cancelled, the catalog is brought up to
+date, and the process ends.
 
-The order of starting: ask the bucket (most mistakes show there), open the
-cache, mount, serve. The order of ending is the reverse: when the file system
-has been unmounted, by whomever, everything else is cancelled, the catalog is
-brought up to date, and the process ends.
-
-Signals: SIGTERM and SIGINT unmount; a mount that is in use is detached, and
-ends with its last user or with a second signal. SIGUSR2 logs what waits for
-what, and for how long.
+SIGTERM and SIGINT unmount; a mount that is in use is detached, and ends with its last user or with
+a second signal. SIGUSR2 logs what waits for what, and for how long.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -38,9 +28,8 @@ from fusefs.cache.disk import CacheDirectoryError, usable
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.integrity.scrub import Scrub
-from fusefs.daemon import control_socket, setup, status
+from fusefs.daemon import control_socket, setup
 from fusefs.daemon.access_guard import AccessGuard
-from fusefs.daemon.error_groups import first_of
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer
 from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
@@ -57,10 +46,9 @@ from fusefs.fuse.notifications import DeviceNotifications
 from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper.client import KeeperError
-from fusefs.keeper.protocol import CANNOT_TAKE_OVER
 from fusefs.launch import registry
+from fusefs.launch.control import Message
 from fusefs.linux import mount, mountinfo
-from fusefs.linux.libc import forbid_inspection
 from fusefs.linux.mount import MountError
 from fusefs.linux.unmount import UnmountError, umount_path
 from fusefs.planning.plans import Plans
@@ -86,7 +74,7 @@ from fusefs.settings.display import human_size
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import Conflict, SessionKind
-from fusefs.store.errors import ErrorCode, StoreError
+from fusefs.store.errors import StoreError
 from fusefs.store.interface import UnansweredChanges
 from fusefs.store.probing import Prober
 from fusefs.store.s3.store import open_store
@@ -123,10 +111,20 @@ Ready = Callable[[list[str]], None]
 
 
 class Daemon:
-    """The parts of one mount. `run` is its whole life."""
+    """The parts of one mount. `run` is its whole life.
 
-    def __init__(self, settings: MountSettings) -> None:
+    Commands get the `answer` to their requests; `log_waiting` logs what waits for what.
+    """
+
+    def __init__(
+        self,
+        settings: MountSettings,
+        answer: Callable[[Daemon, Message], Message | Awaitable[Message]],
+        log_waiting: Callable[[Daemon], None],
+    ) -> None:
         self.settings = settings
+        self._answer = answer
+        self._log_waiting = log_waiting
         self._budget = MemoryBudget.of(settings.memory_limit)
         self.started = time.monotonic()
         self.loop_busy_s = 0.0
@@ -158,7 +156,7 @@ class Daemon:
                 await self.prober.require_strict()
             async with trio.open_nursery() as nursery:
                 self._build(nursery)
-                nursery.start_soon(_watch_signals, self._unmount, partial(status.log_waiting, self))
+                nursery.start_soon(_watch_signals, self._unmount, partial(self._log_waiting, self))
                 try:
                     await self._serve(nursery, ready)
                 finally:
@@ -360,7 +358,7 @@ class Daemon:
         staging = writer.staging.directory if writer is not None else None
         registry.register(mountpoint, str(self.settings.source), os.getpid(), staging)
         socket = registry.mount_directory(mountpoint) / "status.sock"
-        await nursery.start(control_socket.serve, socket, partial(status.answer, self))
+        await nursery.start(control_socket.serve, socket, partial(self._answer, self))
 
     def _warnings(self) -> list[str]:
         settings, warnings = self.settings, []
@@ -610,51 +608,3 @@ async def _watch_signals(
             else:
                 is_ending = True
                 await unmount()
-
-
-def run(settings: MountSettings, ready: Ready) -> None:
-    """Serve one mount until it is unmounted.
-
-    Raises:
-        USER_ERRORS: it can't be started.
-    """
-    setup.set_up(settings)
-    try:
-        trio.run(Daemon(settings).run, ready)
-    except* USER_ERRORS as group:
-        raise first_of(group) from None
-
-
-def main() -> int:
-
-    def tell(message: dict[str, object]) -> None:
-        with suppress(BrokenPipeError):  # the launcher was killed
-            sys.stdout.write(json.dumps(message) + "\n")
-            sys.stdout.flush()
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 1)
-        os.close(null)
-
-    forbid_inspection()  # before any secret is in memory
-    # What a start makes stays: modules, botocore's models, perhaps a million restored nodes. To
-    # look through them all the time takes a twentieth of a start, and more with many nodes.
-    gc.disable()
-    try:
-        run(
-            setup.read_input(sys.stdin.read()),
-            lambda warnings: tell({"ready": True, "pid": os.getpid(), "warnings": warnings}),
-        )
-    except USER_ERRORS as error:
-        logger.error("%s", error)
-        code = error.code if isinstance(error, StoreError) else ErrorCode.UNAVAILABLE
-        tell({"error": str(error), "code": code})
-        return CANNOT_TAKE_OVER if isinstance(error, TakeoverError) else 1
-    except Exception as error:
-        logger.exception("a fault in fusefs")
-        tell({"error": f"a fault in fusefs, see the log: {first_of(error)!r}"})
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 import fusefs
-from fusefs.daemon.mount_parts import MountParts
+from fusefs.daemon.main import Daemon
 from fusefs.launch.control import MALFORMED, ControlError
 from fusefs.launch.mount_requests import keeper_status
 from fusefs.posix.write.backlog import OPEN
@@ -29,7 +29,7 @@ Samples = dict[str, list[Sample]]
 KEEPER_TIMEOUT_S = 0.5
 
 
-async def collect(parts: MountParts) -> dict[str, Any]:
+async def collect(parts: Daemon) -> dict[str, Any]:
     samples = _mount(parts) | _cache(parts) | _store(parts) | _warming(parts) | _process(parts)
     samples |= _plans(parts) | _uploads(parts) | _cluster_cache(parts) | _stalls()
     samples |= S3_REQUESTS.samples() | CLUSTER_REQUESTS.samples()
@@ -38,7 +38,7 @@ async def collect(parts: MountParts) -> dict[str, Any]:
     return metrics.answer(samples)
 
 
-def _mount(parts: MountParts) -> Samples:
+def _mount(parts: Daemon) -> Samples:
     session, counters = parts.session, parts.operations.counters
     assert session is not None
     totals, durations = session.times.samples()
@@ -61,7 +61,7 @@ def _mount(parts: MountParts) -> Samples:
     }
 
 
-def _cache(parts: MountParts) -> Samples:
+def _cache(parts: Daemon) -> Samples:
     cache = parts.cache
     counters = parts.operations.counters
     # What was read for the first time since it was fetched, and was not waited for.
@@ -85,7 +85,7 @@ def _cache(parts: MountParts) -> Samples:
     }
 
 
-def _store(parts: MountParts) -> Samples:
+def _store(parts: Daemon) -> Samples:
     counters, connections = parts.store.counters(), parts.store.requester.connections
     return {
         "s3_received_bytes_total": [value(counters["bytes_fetched"])],
@@ -100,7 +100,7 @@ def _store(parts: MountParts) -> Samples:
     }
 
 
-def _cluster_cache(parts: MountParts) -> Samples:
+def _cluster_cache(parts: Daemon) -> Samples:
     if parts.cluster_cache is None:
         return {}
     found = parts.cluster_cache.describe()
@@ -129,7 +129,7 @@ def _stalls() -> Samples:
     }
 
 
-def _uploads(parts: MountParts) -> Samples:
+def _uploads(parts: Daemon) -> Samples:
     writer = parts.operations.writer
     if writer is None:
         return {}
@@ -147,7 +147,7 @@ def _uploads(parts: MountParts) -> Samples:
     }
 
 
-def _warming(parts: MountParts) -> Samples:
+def _warming(parts: Daemon) -> Samples:
     jobs = [job for job in parts.warmer.describe() if job["state"] in ("listing", "under way")]
     return {
         "warm_done_bytes": [value(sum(job["done_bytes"] for job in jobs))],
@@ -155,7 +155,7 @@ def _warming(parts: MountParts) -> Samples:
     }
 
 
-def _plans(parts: MountParts) -> Samples:
+def _plans(parts: Daemon) -> Samples:
     in_time, late = parts.plans.opens()
     ahead = [plan["ahead_s"] for plan in parts.plans.describe() if plan["ahead_s"] is not None]
     return {
@@ -164,7 +164,7 @@ def _plans(parts: MountParts) -> Samples:
     }
 
 
-def _process(parts: MountParts) -> Samples:
+def _process(parts: Daemon) -> Samples:
     assert parts.session is not None
     # This is the event loop's thread. What it spent looking for the next request it could do
     # without; that is measured by the clock, so the difference might fall where it is preempted.

@@ -15,7 +15,7 @@ import trio
 import fusefs
 from fusefs.daemon import metrics
 from fusefs.daemon.jobs.cache_warmer import JobSpec
-from fusefs.daemon.mount_parts import MountParts
+from fusefs.daemon.main import Daemon
 from fusefs.launch.control import ControlError
 from fusefs.planning.plans import PlanError
 from fusefs.posix.namespace.mutations import Mutations
@@ -37,9 +37,7 @@ USAGE_STEP = 2000
 STALL_SPANS_S = (10, 60, 300)
 
 
-def answer(
-    daemon: MountParts, request: dict[str, Any]
-) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:
     """Answer one request of a command: `fusefs status`, `fusefs warm` and the like.
 
     Raises:
@@ -94,7 +92,7 @@ def _check(path: str) -> None:
         raise ControlError("no object has such a name")
 
 
-async def _warm(daemon: MountParts, path: str, request: dict[str, Any]) -> dict[str, Any]:
+async def _warm(daemon: Daemon, path: str, request: dict[str, Any]) -> dict[str, Any]:
     _check(path)
     try:
         shard, is_pinned = request.get("shard"), request.get("pin", False)
@@ -105,7 +103,7 @@ async def _warm(daemon: MountParts, path: str, request: dict[str, Any]) -> dict[
     return job.describe_within(daemon.cache.quota.limit)
 
 
-async def _give_up(daemon: MountParts, path: str) -> dict[str, Any]:
+async def _give_up(daemon: Daemon, path: str) -> dict[str, Any]:
     """Give up what the bucket lacks at and below a path; see `Backlog.give_up`."""
     writer = daemon.operations.writer
     if writer is None:
@@ -120,7 +118,7 @@ async def _give_up(daemon: MountParts, path: str) -> dict[str, Any]:
 
 
 async def _plan(
-    daemon: MountParts, reader: str, offset: int, entries: list[str], *, is_last: bool
+    daemon: Daemon, reader: str, offset: int, entries: list[str], *, is_last: bool
 ) -> dict[str, Any]:
     try:
         text = "".join(f"{entry}\0" for entry in entries).encode()
@@ -131,12 +129,12 @@ async def _plan(
         raise ControlError(str(error)) from error
 
 
-async def _append(daemon: MountParts, name: str, offset: int, lines: str) -> dict[str, Any]:
+async def _append(daemon: Daemon, name: str, offset: int, lines: str) -> dict[str, Any]:
     await daemon.warmer.append(name, offset, lines)
     return {}
 
 
-async def _usage(daemon: MountParts) -> dict[str, Any]:
+async def _usage(daemon: Daemon) -> dict[str, Any]:
     """The number of files that the mount knows, and the sum of their sizes in bytes."""
     files = size = 0
     known = daemon.operations.inodes.all()
@@ -152,7 +150,7 @@ async def _usage(daemon: MountParts) -> dict[str, Any]:
     return {"files": files, "bytes": size}
 
 
-def collect(daemon: MountParts) -> dict[str, Any]:
+def collect(daemon: Daemon) -> dict[str, Any]:
     """The daemon's facts: bytes, seconds and counts, by section."""
     settings = daemon.settings
     session, guard = daemon.session, daemon.access_guard
@@ -172,7 +170,6 @@ def collect(daemon: MountParts) -> dict[str, Any]:
         "integrity": _integrity(daemon),
         "access": {"is_shut": guard.is_shut, "refused_s": guard.refused_s},
         "s3": {**daemon.store.counters(), "last_error": daemon.store.requester.last_error()},
-        "path": daemon.downloader.path.describe(),
         "conditions": daemon.store.fence.describe(),
         "metadata": {
             "ttl_s": None if math.isinf(ttl_s) else ttl_s,
@@ -203,7 +200,7 @@ def collect(daemon: MountParts) -> dict[str, Any]:
     }
 
 
-def _warming(daemon: MountParts) -> list[dict[str, Any]]:
+def _warming(daemon: Daemon) -> list[dict[str, Any]]:
     """The jobs that are under way, and the last that have ended."""
     jobs = daemon.warmer.describe()
     under_way = [job for job in jobs if job["state"] in ("listing", "under way")]
@@ -211,7 +208,7 @@ def _warming(daemon: MountParts) -> list[dict[str, Any]]:
     return [*ended[-MOST_ENDED_JOBS:], *under_way[:MOST_JOBS]]
 
 
-def _writing(daemon: MountParts) -> dict[str, Any] | None:
+def _writing(daemon: Daemon) -> dict[str, Any] | None:
     """The written files that are not in the bucket yet; None on a read-only mount."""
     writer = daemon.operations.writer
     mutations = daemon.operations.mutations
@@ -260,7 +257,7 @@ def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
     return answer
 
 
-def _cache(daemon: MountParts) -> dict[str, Any]:
+def _cache(daemon: Daemon) -> dict[str, Any]:
     counters = daemon.operations.counters
     return {
         "directory": str(daemon.cache.directory),
@@ -281,7 +278,7 @@ def _cache(daemon: MountParts) -> dict[str, Any]:
     }
 
 
-def _integrity(daemon: MountParts) -> dict[str, Any]:
+def _integrity(daemon: Daemon) -> dict[str, Any]:
     integrity = daemon.cache.integrity
     return {
         "differed_files": integrity.differed,
@@ -291,7 +288,7 @@ def _integrity(daemon: MountParts) -> dict[str, Any]:
     }
 
 
-def _process(daemon: MountParts) -> dict[str, Any]:
+def _process(daemon: Daemon) -> dict[str, Any]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     resident = metrics.resident_bytes()
     return {
@@ -305,7 +302,7 @@ def _process(daemon: MountParts) -> dict[str, Any]:
     }
 
 
-def log_waiting(daemon: MountParts) -> None:
+def log_waiting(daemon: Daemon) -> None:
     """Log the requests that wait, and the downloads, on SIGUSR2."""
     now = time.monotonic()
     waiting = daemon.session.waiting if daemon.session is not None else []

@@ -76,7 +76,7 @@ def test_a_daemon_lists_a_bucket_without_importing_botocore(shared: Bucket) -> N
     """It would take more than half of the time of a mount's start."""
     script = f"""
 import sys, trio
-import fusefs.daemon.main
+import fusefs.daemon.entry
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import open_store
 async def main():

@@ -16,15 +16,6 @@ from fusefs.cache.integrity.verify import examine, sums_in
 from fusefs.cache.ranges import RangeMap
 
 
-def create(disk: Disk, file: CacheFile) -> OpenFile:
-    """Create an empty file for a version, under a new generation.
-
-    Raises:
-        OSError: the disk fails, or is full.
-    """
-    return OpenFile(*disk.create(file.name, file.size), b"")
-
-
 def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
     """Open the file of a version, this mount's or another's, or create it.
 
@@ -42,7 +33,7 @@ def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
         # Where the directory was copied, or restored from a backup, there is another file in its
         # place: without a row it would take room that the quota does not see.
         disk.remove_orphan(file.name, generation, -math.inf, lambda: False)
-    return create(disk, file)
+    return OpenFile(*disk.create(file.name, file.size), b"")
 
 
 def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None, float]]:

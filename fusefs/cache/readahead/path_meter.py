@@ -1,17 +1,12 @@
 """The measured capacity of the path to the bucket: how many downloads side by side pay.
 
-A connection brings its first byte after a *latency* and then so many bytes a
-second. The number of parts that fill a path is the bandwidth of the path times
-the duration of a part, divided by its size. Latency and rate of a connection
-are measured by every download, but the bandwidth of the path shows only once it
-is full. So the first width is that of a path of ten gigabits, as far as latency
-and rate say: 8 parts on the same machine, 18 where S3 is 30 ms away and a
-connection brings 90 MB/s. From then on the width is found by trying, as TCP
-does it: while readers keep all of it busy, it is raised by a half, and stays
-there if that brought a tenth more; if not, the next trial is some seconds later.
+A connection brings its first byte after a *latency* and then so many bytes a second, which every
+download measures. The bandwidth of the path shows only once it is full. So the first width is that
+of a path of ten gigabits: 8 parts on the same machine, 18 where S3 is 30 ms away and a connection
+brings 90 MB/s. From then on it is found by trying, as TCP does it: while readers keep all of it
+busy, it is raised by a half, and stays there if that brought a tenth more.
 
-The width is divided among the readers of large files (`share`), so one more
-reader makes all others a little slower, and none is left out.
+The width is divided among the readers of large files (`share`), so none is left out.
 """
 
 from __future__ import annotations
@@ -79,14 +74,6 @@ class PathMeter:
     def bandwidth(self) -> float:
         """The bandwidth of all connections together, as far as is known, in bytes a second."""
         return self._base[1] or (self.rate or self._least_rate) * LEAST_WIDTH
-
-    def describe(self) -> dict[str, float]:
-        """The measurements, for `fusefs status --json`."""
-        return {
-            "latency_ms": round(1000 * self.latency_s, 1),
-            "connection_mb_s": round(self.rate / 1e6, 1),
-            "parts": self.width,
-        }
 
     def share(self, reader: LargeFileReader) -> int:
         """The number of parts that may be under way for a reader, which reads now."""

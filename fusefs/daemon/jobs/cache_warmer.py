@@ -1,22 +1,17 @@
 """Fetches files into the cache ahead of their first read: `fusefs warm` and `fusefs pin`.
 
-A *job* is a path of the mount (a file, or all below a directory), a pattern, or a list of
-paths, and of these all objects or a shard. They are found by listings (selection.py), and
-the job works on the versions that listings name: no node is made for the kernel, and an
-open finds what was fetched because it looks for the same version. What is in the cache is
-passed over, so a job that is started again goes on where it was. On a writable mount, whose
-lookups need each object's metadata, the job sends those HEADs as well.
+A *job* is a path of the mount (a file, or all below a directory), a pattern, or a list of paths,
+and of these all objects or a shard. Listings find them (selection.py), and the job works on the
+versions that these name: no node is made for the kernel. What is in the cache is passed over. On a
+writable mount, whose lookups need each object's metadata, the job sends those HEADs as well.
 
-All jobs share one bounded number of requests; downloads go after what programs wait for.
-Small files are one download each; a large one is cut into parts, which are begun in order.
+All jobs share one bounded number of requests; downloads go after what programs wait for. A job
+stops fetching when it could make room only by evicting what it has fetched itself, or what was used
+since it began, and goes on counting what does not fit. A job that pins puts what it selects on
+record (cache/retention.py) first, and may evict all that is not pinned.
 
-A job stops fetching when it could make room only by evicting what it has fetched itself,
-or what was used since it began. It goes on counting, to report what does not fit. A job that
-pins puts what it selects on record (cache/retention.py) before it fetches it, and may evict
-all that is not pinned.
-
-Jobs under way are on record in the mount's state directory: the daemon that takes a mount
-over goes on with them. A list comes in pieces and is kept there as well, in a file of its own.
+Jobs under way are on record in the mount's state directory, and so are lists, which come in pieces:
+the daemon that takes a mount over goes on with them.
 """
 
 from __future__ import annotations
@@ -462,7 +457,7 @@ class CacheWarmer:
         is_all = job.why is None and not job.left_out_files
         if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
             key = self._prefix + job.spec.path
-            await self._cache.retained.release_unused(key.removesuffix("/"), job.since)
+            await self._cache.retention.release_unused(key.removesuffix("/"), job.since)
 
     async def _list(self, job: WarmJob, send: trio.MemorySendChannel[list[ObjectInfo]]) -> None:
         shard = job.spec.shard
@@ -566,7 +561,7 @@ class CacheWarmer:
 
     def _retain(self, job: WarmJob, file: CacheFile) -> None:
         if job.spec.is_pinned:
-            self._cache.retained.retain_again(file)
+            self._cache.retention.retain_again(file)
 
     async def _learn(self, info: ObjectInfo) -> None:
         try:

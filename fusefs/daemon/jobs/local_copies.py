@@ -105,10 +105,10 @@ class LocalCopies:
     async def _unpin(self, path: str, job: Unpinning) -> None:
         try:
             await self._cancel_pins(path)
-            job.pins = await self._cache.retained.remove_pins(self._key(path))
+            job.pins = await self._cache.retention.remove_pins(self._key(path))
             if not job.pins and is_pattern(path):
                 root = self._key("")  # which is shown as ".", and no pattern's
-                job.pins = await self._cache.retained.remove_pins(
+                job.pins = await self._cache.retention.remove_pins(
                     root, lambda pin: pin != root and matches(path, self._shown(pin))
                 )
             if not job.pins:
