@@ -117,6 +117,7 @@ class CacheFile:
         """The file of a row of the catalog, which is closed and has no users."""
         file = cls(row.name, row.size)
         file.become(row.generation, row.st_ino, row.ranges)
+        file.is_retained = row.is_retained
         # The clock may have been set back since: no job would evict what is used in the future.
         file.used_at = min(row.used_at, steady_time())
         return file

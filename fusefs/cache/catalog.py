@@ -1,32 +1,22 @@
 """The catalog: what is on the cache disk, kept across restarts in a sqlite3 database.
 
-A row says which file holds which object version and which ranges of it have
-arrived. Rows are written after the bytes: a range in a row is in the file,
-also after a SIGKILL, because the page cache outlives the process. It does
-not outlive the machine, so a row carries the boot id, and after another boot
-only those rows count whose file was fdatasync'ed before the row was marked so.
+A row says which file holds which object version and which ranges of it have arrived. It is
+written after the bytes, so a range in a row is in the file, also after a SIGKILL. The page cache
+does not outlive the machine: a row carries the boot id, and after another boot only those count
+whose file was fdatasync'ed before the row was marked so.
 
-Several mounts may share a directory. Every update is therefore conditional on
-the file's generation and inode number (another mount may have evicted and
-fetched it again), ranges are merged with what the row holds, and the sum of
-all sizes is a row of its own that changes in the same transaction.
+Several mounts may share a directory. Each update is conditional on the file's generation and
+inode number, ranges are merged with what the row holds, and the sum of all sizes is a row of its
+own that changes in the same transaction.
 
-Each row carries a checksum. A database that is damaged, by SQLite's own checks
-or by these, is removed (integrity/damage.py), and the cache starts empty: what it
-held is fetched again. A mount that goes on under another daemon, on a disk
-that takes no database, has its catalog in memory.
+Rows carry checksums. A database that is damaged, by these or by SQLite's own checks, is removed
+(integrity/damage.py), and the cache starts empty. A mount that goes on under another daemon, on a
+disk that takes no database, has its catalog in memory.
 
-The catalog may have ten million rows, so nothing reads all of it: the newest rows are
-read when it is opened, others by name, and the oldest page by page for the evictor.
-
-The checksums of what has arrived are in a table of their own, by the file's
-inode number and generation, which a rename does not change, and by the part of
-the file: only the parts that have changed are written again. Ranges without a
-sum are as good as others: a killed process may not have recorded the last ones. A sum
-that is damaged itself has a cached copy dropped, no more.
-
-Which paths are pinned is in another table, and in one more which files are not evicted for
-that, one for each key of a bucket (retention.py).
+There may be ten million rows, so nothing reads all: the newest are read when it is opened, others
+by name, the oldest page by page. The checksums of bytes are in a table of their own, by inode
+number and generation, which a rename does not change, and by part of the file. Pins, and the files
+that are not evicted for them, are in two more (retention.py).
 
 All calls block; a lock lets one thread in at a time.
 """
@@ -120,7 +110,8 @@ class Total(NamedTuple):
 class Row:
     """One file: `name` is the hash of what it holds, `used_at` in seconds since the epoch.
 
-    `sums` are what is to be recorded in addition; a row that is read has none.
+    `sums` are what is to be recorded in addition; a row that is read has none, and
+    `is_retained` if the file is not evicted.
     """
 
     name: str
@@ -131,6 +122,7 @@ class Row:
     used_at: float
     is_synced: bool = False
     sums: tuple[Sum, ...] = ()
+    is_retained: bool = False
 
 
 # The first key, and the first behind the last: for SQLite bytes are greater than any text.
@@ -417,11 +409,7 @@ class Catalog:
         return found is not None
 
     def total(self) -> Total:
-        """The bytes in the files of all rows, of all mounts, and their number.
-
-        Raises:
-            DamagedCatalogError: the database has no such sums.
-        """
+        """The sums of all mounts' files; raises DamagedCatalogError if there are none."""
         with self._lock, readable_errors():
             totals = self._db.execute("SELECT bytes, files, crc FROM total").fetchall()
         if len(totals) != 1 or _total_checksum(*totals[0][:2]) != totals[0][2]:
@@ -590,26 +578,26 @@ def _switch_to_wal(db: sqlite3.Connection) -> None:
         sleep(0.01)
 
 
-# In this order, and of these types; the last is what `_checksum` gives for those before `used_at`.
-_COLUMNS = "name, generation, st_ino, size, ranges, is_synced, boot_id, used_at, bytes, crc"
-_TYPES = [str, str, int, int, bytes, int, str, float, int, int]
+# In this order, and of these types; crc is what `_checksum` gives for those before `used_at`.
+_COLUMNS = (
+    "name, generation, st_ino, size, ranges, is_synced, boot_id, used_at, bytes, crc,"
+    " EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
+)
+_TYPES = [str, str, int, int, bytes, int, str, float, int, int, int]
 
 
 def _row(values: tuple[Any, ...]) -> Row:
-    """A row of the database.
-
-    Raises:
-        DamagedCatalogError: it is not what was written, by its checksum.
-    """
+    """A row of the database; raises DamagedCatalogError if its checksum does not match."""
     # First: 0.5 is as good as 1 for SQLite's conditions, and as 0 for the checksum.
     if [*map(type, values)] != _TYPES:
         raise DamagedCatalogError("a row has values of wrong types")
-    name, generation, st_ino, size, ranges, is_synced, _boot_id, used_at, total, crc = values
+    name, generation, st_ino, size, ranges, is_synced, _, used_at, total, crc, is_retained = values
     if _checksum(*values[:7]) != crc:
         raise DamagedCatalogError(f"the row of {name!r} does not match its checksum")
     if not isfinite(used_at) or len(ranges) % 16 or RangeMap.unpack(ranges).total != total:
         raise DamagedCatalogError(f"the row of {name!r} is damaged")
-    return Row(name, generation, st_ino % (1 << 64), size, ranges, used_at, bool(is_synced))
+    place = name, generation, st_ino % (1 << 64)
+    return Row(*place, size, ranges, used_at, bool(is_synced), is_retained=bool(is_retained))
 
 
 def _checksum(

@@ -268,11 +268,7 @@ class Disk:
 
 
 def _lock(fd: int, kind: int) -> None:
-    """Have an open file to oneself, or no more.
-
-    Raises:
-        BlockingIOError: it is in use.
-    """
+    """Lock or unlock an open file; raises BlockingIOError while others use it."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
 
 
@@ -377,11 +373,7 @@ class CacheDirectoryError(Exception):
 
 @contextlib.contextmanager
 def usable(directory: Path) -> Iterator[None]:
-    """Raise an OSError of the cache directory as one for the user.
-
-    Raises:
-        CacheDirectoryError: instead of an OSError.
-    """
+    """Raise an OSError of the cache directory as a CacheDirectoryError, for the user."""
     try:
         yield
     except OSError as error:

@@ -1,37 +1,27 @@
 """The order of eviction.
 
-Training reads a data set again and again. Where it is larger than the cache, an
-order by last use alone evicts each file just before its next use; it is best to
-keep any part of it, and to let the rest pass through. Where a program goes on to
-other files, those that it has left have to go. Of the files that are not in use:
+Training reads a data set again and again. Where it is larger than the cache, an order by last use
+evicts each file just before its next use; it is best to keep any part of it, and to let the rest
+pass through. Where a program goes on to other files, those that it has left have to go.
 
-*Kept* files are in the order of their last use. A file is kept if there is room for
-it when it is closed. Otherwise it is *passing*: it goes before all that are kept.
+*Kept* files are in the order of their last use. A file is kept if there is room for it when it is
+closed; otherwise it is *passing*, and goes before all that are kept. A kept file is *stale*, and
+goes first, if it has not been used for longer than files take to be used again, in bytes fetched:
+the latest intervals between two uses tell, also of evicted files, of which a bounded number is
+remembered by sampling (Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015).
+In a loop, and with a new random order each epoch, nearly nothing gets stale. Where nothing is stale
+or passing, the file goes that was first kept last: a large file that passes then does not cost
+those that come after it in a fixed order.
 
-A kept file is *stale*, and goes first, if it has not been used for longer than files
-take to be used again. Time is counted in bytes fetched. How long files take is known
-from the latest intervals between two uses of a file, also where it was evicted
-between them: evicted files are remembered, a bounded number of them by sampling
-(Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015). In a loop,
-and with a new random order each epoch, nearly nothing gets stale. What a program has
-left gets stale when it reads other files for the second time, if not before.
+Files *ahead* were fetched before their first use. They have a small share of a full cache, evict no
+kept file that is not stale, and stay until as many bytes as the cache may hold were fetched.
 
-Where nothing is stale or passing, the file goes that was first kept last: so a large
-file that passes does not cost those that come after it in a fixed order.
+Of *planned* files a `Forecast` (planning/) knows the next use. One that is fetched for a planned
+use may take the room of a file that is used later, and of what was not used since there is a plan.
+One that a plan had, and that is not used again, is passing.
 
-Only files that are open or recent are in memory; the others are rows of the catalog, from
-which the evictor reads the oldest when it needs them. When they were used, in bytes
-fetched, is then told from the time of their last use.
-
-Files *ahead* were fetched before their first use. They have a small share of a full
-cache, and evict no kept file that is not stale. They stay until they are used, or
-until as many bytes as the cache may hold were fetched.
-
-*Planned* files are those of which a `Forecast` (planning/) knows the next use. A file that is
-fetched for a planned use may take the room of a file that is used later, and of what was not used
-since there is a plan. A file that a plan had, and that is not used again, is passing.
-
-bench/README.md compares this order with published ones (`python -m bench.eviction`).
+Only files that are open or recent are in memory; the evictor reads the oldest others from the
+catalog. bench/README.md compares this order with published ones (`python -m bench.eviction`).
 """
 
 from __future__ import annotations

@@ -1,26 +1,18 @@
 """The cache directory: one sparse file per object version, and which ranges of it are there.
 
-A file is as long as its object, is filled range by range, and is never
-changed in any other way: it is not punched, truncated or rewritten, for the
-kernel may be reading it on behalf of a program (passthrough) without our
-knowledge. One that is to be written to, and that the kernel reads, is taken
-out of the cache first (handover.py). A file is evicted whole, by unlink. Its
-name is a hash of everything that makes the content (endpoint, bucket, key,
-ETag, size) plus a random generation, so a file that was evicted and fetched
-again is another file.
+A file is as long as its object and is filled range by range. It is not punched, truncated or
+rewritten, for the kernel may be reading it for a program (passthrough); one that is to be written
+to is taken out of the cache first (handover.py). It is evicted whole, by unlink. Its name is a hash
+of what makes the content (endpoint, bucket, key, ETag, size) plus a random generation, so a file
+that was evicted and fetched again is another file.
 
-Each user of a file *pins* it. While a file is pinned its descriptor carries a
-read lock, which keeps other mounts that share the directory from evicting
-it; a file registered for passthrough keeps the lock through the kernel.
+Each user of a file *pins* it. Meanwhile its descriptor carries a read lock, which keeps other
+mounts that share the directory from evicting it; one registered for passthrough is locked by the
+kernel.
 
-Files that are in use or were lately are in memory (cached_file.py), at most so many as
-`--memory-limit` allows, and belong to the event loop; the catalog has all, and whoever opens
-a file that is not in memory finds it there (integrity/opening.py). What is done on the disk
-is in disk.py and runs in threads; updates of the catalog are collected in catalog_writer.py.
-
-    DIRECTORY/format              "fusefs cache 1"
-    DIRECTORY/PRINCIPAL/catalog.sqlite3
-    DIRECTORY/PRINCIPAL/objects/ab/abcdef….GENERATION
+Files that are in use or were lately are in memory (cached_file.py), as many as `--memory-limit`
+allows; the catalog has all (integrity/opening.py). What is done on the disk is in disk.py and runs
+in threads; updates of the catalog are collected in catalog_writer.py.
 """
 
 from __future__ import annotations
@@ -48,13 +40,13 @@ from fusefs.cache.catalog_writer import CatalogWriter
 from fusefs.cache.eviction_order import MOST_LATEST, EvictionOrder
 from fusefs.cache.handover import Handover
 from fusefs.cache.integrity.checksums import Sum
-from fusefs.cache.integrity.opening import create, open_or_create
+from fusefs.cache.integrity.opening import open_or_create
 from fusefs.cache.integrity.trouble import Trouble
 from fusefs.cache.integrity.verify import Integrity
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.residency import Residency
-from fusefs.cache.retention import RetainedFiles, Retention
+from fusefs.cache.retention import Retention
 from fusefs.linux.clock import boot_id, steady_time
 from fusefs.store.interface import ObjectVersion
 from fusefs.telemetry.activity import ACTIVITY
@@ -109,13 +101,21 @@ class FileCache:
         # and over, and the hash would be a tenth of what that costs.
         self.name_of = lru_cache(MOST_NAMES)(self._make_name)
         self._files: dict[str, CacheFile] = {}
-        self.retained: RetainedFiles
         try:
-            rows, retained = self._open_catalog(most_in_memory, in_any_case=in_any_case)
+            rows = self._open_catalog(most_in_memory, in_any_case=in_any_case)
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise disk.CacheDirectoryError(why) from error
-        self._restore(rows, retained, most_in_memory)
+        self._files.update((row.name, CacheFile.from_row(row)) for row in rows)
+        self.order.restore(file for file in self._files.values() if not file.is_retained)
+        self.residency = Residency(
+            self._files,
+            self._catalog,
+            self._catalog_writer,
+            self.order,
+            self.quota,
+            most_in_memory,
+        )
         # Versions that the bucket has no more.
         self._obsolete: list[ObjectVersion] = []
         # Pinned until a time of the monotonic clock, the earliest first.
@@ -138,8 +138,8 @@ class FileCache:
         self.evicted_unread = 0  # bytes that were fetched and never read
         self.refused = 0  # files that the disk did not remove
 
-    def _open_catalog(self, most: int, *, in_any_case: bool) -> tuple[list[Row], set[str]]:
-        """Open it; the rows of the files that were used last, and which of them are retained."""
+    def _open_catalog(self, most: int, *, in_any_case: bool) -> list[Row]:
+        """Open it; the rows of the files that were used last."""
         self._disk = disk.Disk(self.directory / "objects")
         path = self.directory / "catalog.sqlite3"
         self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
@@ -150,36 +150,20 @@ class FileCache:
             self.warn,
             self._files,
             self._identity,
-            lambda names: self.retained.released(names),
+            lambda names: self.retention.released(names),
         )
-        self.retention = Retention(self._catalog, self._catalog_writer, self._identity)
-        rows = self._newest(most)
-        self.quota.committed, self.quota.files = self._catalog.total()
-        return rows, self._catalog.retained_of(row.name for row in rows)
-
-    def _restore(self, rows: list[Row], retained: set[str], most_in_memory: int) -> None:
-        """Have the files of rows in memory, and in the order of eviction those not retained."""
-        self._files.update((row.name, CacheFile.from_row(row)) for row in rows)
-        self.order = EvictionOrder(self.quota, min(MOST_LATEST, most_in_memory // 4))
-        self.order.restore(self._files.values())
-        self.retained = RetainedFiles(
+        self.order = EvictionOrder(self.quota, min(MOST_LATEST, most // 4))
+        self.retention = Retention(
+            self._identity,
             self._files,
             self._catalog,
             self._catalog_writer,
-            self.retention,
             self.order.leave,
             self.put_back,
         )
-        for name in retained:
-            self.retained.note(self._files[name], is_retained=True)
-        self.residency = Residency(
-            self._files,
-            self._catalog,
-            self._catalog_writer,
-            self.order,
-            self.quota,
-            most_in_memory,
-        )
+        rows = self._newest(most)
+        self.quota.committed, self.quota.files = self._catalog.total()
+        return rows
 
     def __len__(self) -> int:
         """The number of files, of all mounts that share the directory."""
@@ -240,7 +224,7 @@ class FileCache:
         file = self._files.get(name) or CacheFile(name, version.size)
         file.version = version
         if not file.is_retained and self.retention.covers(version.key):
-            self.retained.retain(file, version.key)
+            self.retention.retain(file, version.key)
         self.pin_again(file)
         return file
 
@@ -512,8 +496,8 @@ class FileCache:
         self._files[name] = file
         self._catalog_writer.renamed(file, old_name)
         # The row of the old key goes with the next `fusefs pin` or `unpin` of its path.
-        self.retained.note(file, is_retained=False)
-        self.retained.retain_again(file)
+        self.retention.note(file, is_retained=False)
+        self.retention.retain_again(file)
 
     async def run(self) -> None:
         """Keep the catalog up to date, until cancelled."""
@@ -527,7 +511,7 @@ class FileCache:
                     await ACTIVITY.pause(RECORD_EVERY_S)
                     await self.record()
                     if have_pins_changed:
-                        await self.retained.learn()
+                        await self.retention.learn()
                     # The catalog follows the record: it is read at the next round.
                     have_pins_changed = await self.retention.refresh()
                     if have_pins_changed:
@@ -571,7 +555,7 @@ class FileCache:
         copies = [(version, file) for version, file in found if file is not None]
         for _, file in copies:
             if file.is_retained:
-                await self.retained.release_file(file)
+                await self.retention.release_file(file)
         return copies
 
     def close_unused(self) -> None:
@@ -653,12 +637,8 @@ class FileCache:
         return None if file.is_retained else self._disk.unlink(file.name, generation)
 
     def create(self, file: CacheFile) -> OpenFile:
-        """Create an empty file for a version, under a new generation; for `set_open`. Blocks.
-
-        Raises:
-            OSError: the disk fails, or is full.
-        """
-        return create(self._disk, file)
+        """Create an empty file under a new generation, for `set_open`; raises OSError. Blocks."""
+        return OpenFile(*self._disk.create(file.name, file.size), b"")
 
     def set_open(self, file: CacheFile, found: OpenFile) -> None:
         """Take over the file that a thread has opened or created."""

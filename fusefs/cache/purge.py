@@ -30,11 +30,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 
 
 def find_obstacles(directory: Path) -> dict[str, object]:
-    """The obstacles to the removal of a cache directory. Blocks.
-
-    Raises:
-        OSError: it can't be read.
-    """
+    """The obstacles to the removal of a cache directory; raises OSError. Blocks."""
     is_used, leftovers = False, 0
     for staging in _directories(directory / STATE, "staging"):
         is_used = is_used or _is_locked(staging, _FLAGS)
@@ -65,11 +61,7 @@ def _has_changes(path: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove what is in a cache directory. Blocks.
-
-    Raises:
-        OSError: something can't be removed.
-    """
+    """Remove what is in a cache directory; raises OSError where that fails. Blocks."""
     fd = os.open(directory, _FLAGS)
     try:
         _empty(fd, os.fstat(fd).st_dev, _DEEPEST)

@@ -100,16 +100,9 @@ class Residency:
     async def _load(self, read: Callable[[], list[Row]]) -> tuple[list[CacheFile], list[Row]]:
         """The files of rows that a thread reads from the catalog, made known if they are not."""
         await self._writer.record()  # it may still have rows of files that were dropped
-
-        def work() -> tuple[list[Row], set[str]]:
-            rows = read()
-            return rows, self._catalog.retained_of(row.name for row in rows)
-
-        rows, retained = await self._writer.in_catalog(work) or ([], set())
+        rows = await self._writer.in_catalog(read) or []
         new = [CacheFile.from_row(row) for row in rows if row.name not in self._files]
         self._files |= {file.name: file for file in new}
-        for file in new:
-            file.is_retained = file.name in retained
         self._order.restore(file for file in new if not file.is_retained)
         return [self._files[row.name] for row in rows], rows
 

@@ -1,16 +1,13 @@
 """The cached files that are never evicted: those at or below the paths of `fusefs pin`.
 
-A pin names a key of a bucket, or the prefix before a slash, and so every version
-of the objects there. The pins of all mounts that share a directory are in its catalog, and
-are forgotten with it if it is damaged. What is
-pinned is on the disk when the call returns, at a cost that does not grow with the
-number of pins. In memory each mount has a hash of each pin of its bucket, and reads
-only what was added since; after an unpin by another mount it reads all of them again.
+A pin names a key of a bucket, or the prefix before a slash, and so every version of the objects
+there. It is in the directory's catalog, for all mounts, when the call returns. In memory each mount
+has a hash of each pin of its bucket, and reads only what was added since; after an unpin by another
+mount it reads all of them again.
 
-Cached files are retained one by one: the catalog has a row with the key and the
-name of each (`Catalog.retain`), because a mount's evictor knows of the other mounts'
-files only the names. A file gets its row when a version of a pinned key is used or
-fetched. The row of a newer version replaces it, so one version of each object is retained.
+Cached files are retained one by one, since a mount's evictor knows of other mounts' files only the
+names: the catalog has a row with key and name of each (`Catalog.retain`), from when a version of a
+pinned key is used or fetched. The row of a newer version replaces it.
 """
 
 from __future__ import annotations
@@ -54,15 +51,29 @@ def covers(pins: Container[int], key: str) -> bool:
 
 
 class Retention:
-    """The pins of one bucket in one cache directory: keys and prefixes without their last slash.
+    """The pins of one bucket in one cache directory, and the files that are not evicted for them.
 
-    `covers` and `pins_above` do not block, `refresh_now` and `covered` do.
+    Pins are keys and prefixes without their last slash. `files` are those in memory, by name.
+    `leave_order` takes a file out of the order of eviction, and `put_back` gives it a place there
+    if it may have one. `covers` and `pins_above` do not block, `refresh_now` and `covered` do.
     """
 
-    def __init__(self, catalog: Catalog, writer: CatalogWriter, identity: str) -> None:
-        self._catalog = catalog
-        self._in_catalog = writer.in_catalog
+    def __init__(
+        self,
+        identity: str,
+        files: Mapping[str, CacheFile],
+        catalog: Catalog,
+        writer: CatalogWriter,
+        leave_order: Callable[[CacheFile], None],
+        put_back: Callable[[CacheFile], None],
+    ) -> None:
         self._identity = identity
+        self._files = files
+        self._catalog = catalog
+        self._writer = writer
+        self._in_catalog = writer.in_catalog
+        self._leave_order = leave_order
+        self._put_back = put_back
         # Changed in the catalog's thread, or before there is one.
         self._pins: set[int] = set()  # their hashes: they are many, and long
         # The latest pin of this bucket that is known, and of the record the latest of all
@@ -107,28 +118,8 @@ class Retention:
         new = list(pins)
         await self._change(lambda: self._add(new))
 
-    async def remove(self, path: str, is_wanted: Wanted) -> int:
-        """Take those pins at or below a path off the record that are wanted; return how many.
-
-        Not cancelled. A process that is killed has removed some of them, or all.
-
-        Raises:
-            OSError: the record can't be written.
-        """
-        count = 0
-        for keys in key_ranges(path):
-            left: KeyRange | None = keys
-            while left is not None:
-                part, left = await self._change(partial(self._remove, left, is_wanted))
-                count += part
-        return count
-
     def refresh_now(self) -> bool:
-        """As `refresh`.
-
-        Raises:
-            sqlite3.Error: the catalog can't be read.
-        """
+        """As `refresh`; raises sqlite3.Error where the catalog can't be read. Blocks."""
         with self._catalog.reading() as db:
             return self._read(db)
 
@@ -210,40 +201,25 @@ class Retention:
             self._added = rows[-1][0]
             yield [str(key) for _, key in rows]
 
-
-class RetainedFiles:
-    """The files of one mount's cache that are not evicted. Belongs to the event loop.
-
-    `files` are those in memory, by name. `leave_order` takes a file out of the order of
-    eviction, and `put_back` gives it a place there if it may have one.
-    """
-
-    def __init__(
-        self,
-        files: Mapping[str, CacheFile],
-        catalog: Catalog,
-        writer: CatalogWriter,
-        pins: Retention,
-        leave_order: Callable[[CacheFile], None],
-        put_back: Callable[[CacheFile], None],
-    ) -> None:
-        self._files = files
-        self._catalog = catalog
-        self._writer = writer
-        self._pins = pins
-        self._leave_order = leave_order
-        self._put_back = put_back
+    # The files
 
     async def remove_pins(self, path: str, is_wanted: Wanted = lambda _: True) -> int:
         """Remove the wanted pins at and below a path, whose files may be evicted; return how many.
+
+        Not cancelled. A process that is killed has removed some of them, or all.
 
         Raises:
             OSError: the disk does not take it; the next call goes on, also without pins.
         """
         with trio.CancelScope(shield=True):  # else files without a pin would stay retained
-            count = await self._pins.remove(path, is_wanted)
+            count = 0
+            for keys in key_ranges(path):
+                left: KeyRange | None = keys
+                while left is not None:
+                    part, left = await self._change(partial(self._remove, left, is_wanted))
+                    count += part
             await self._writer.record()
-            if not await self._writer.release(path, self._pins.covered):
+            if not await self._writer.release(path, self.covered):
                 raise OSError(errno.EIO, "the catalog of the cache can't be written")
         return count
 
@@ -264,7 +240,7 @@ class RetainedFiles:
 
     def retain_again(self, file: CacheFile) -> None:
         """Note that the version of a pinned file is the bucket's present one."""
-        if file.version is not None and self._pins.covers(file.version.key):
+        if file.version is not None and self.covers(file.version.key):
             self.retain(file, file.version.key)
 
     def retain(self, file: CacheFile, key: str) -> None:
@@ -279,7 +255,7 @@ class RetainedFiles:
 
     async def learn(self) -> None:
         """See which files other mounts retain."""
-        await self._pins.refresh()
+        await self.refresh()
         await self._writer.record()
         files = list(self._files.values())
         for at in range(0, len(files), LOOKED_UP):

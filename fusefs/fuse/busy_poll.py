@@ -1,21 +1,15 @@
 """Waiting for the next request without going to sleep, while that pays.
 
-To put the event loop to sleep and to wake it up again costs the daemon some 15
-microseconds of processor time, and the program that waits for its answer as much
-again or more. A program that opens small files, or walks, makes its next request
-sooner than that. So compiled code (fast_path.c) looks for the next request for up to 50
-microseconds before the session goes back to the loop: `opens1` of the bench is 26,500
-opens/s with that, and 15,600 without.
+To sleep and to wake up again costs the event loop some 15 microseconds, and the program that waits
+for its answer as much or more; a program that opens small files, or walks, makes its next request
+sooner. So compiled code (fast_path.c) looks for it for up to 50 microseconds: `opens1` of the bench
+is 26,500 opens/s with that, and 15,600 without.
 
-Time that is spent so is lost to others. So there is an account: a request
-that comes in time is worth 50 microseconds, less what was spent to wait for it; one
-that does not come costs what was spent. While the account shows a loss, most waits
-go without polling, and one in a while tries again: after 16 waits, 32, up to 4,096.
-An idle mount has no requests, and polls once after its last one.
-
-A thread that polls where all processors are busy is preempted, and holds up the very
-program whose request it waits for. So where the scheduler has preempted it, it is
-counted as a loss.
+An account tells whether it pays: a request that comes in time is worth 50 microseconds, less what
+was spent to wait for it; one that does not come costs what was spent, and so does it where the
+scheduler has preempted the thread, which holds up the very program whose request it waits for.
+While the account shows a loss, most waits go without polling, and one in a while tries again: after
+16 waits, 32, up to 4,096.
 """
 
 from __future__ import annotations

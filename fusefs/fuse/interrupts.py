@@ -1,16 +1,14 @@
 """Ends requests of processes that are being killed.
 
-Any signal interrupts a request, also a profiler's timer; but no call on a local
-disk ever fails with EINTR, and programs do not expect it to. So a request is
-ended, with EINTR, if its process is being killed. The kernel says only once
-that a request was interrupted, whatever comes later. So one that was, and goes
-on, is looked at again and again.
+Any signal interrupts a request, also a profiler's timer; but no call on a local disk ever fails
+with EINTR, and programs do not expect it to. So a request is ended, with EINTR, if its process is
+being killed. The kernel says only once that a request was interrupted, so one that was, and goes
+on, is looked at again.
 
-Where the process cannot be seen (the mount was made in a PID namespace in which
-it has no number, or the mount is served in another one and the keeper does not
-know either), the interruption has to do: a request that takes longer than
-`GRACE_S` after it is ended. A close and an fsync are given `SAVING_GRACE_S`,
-so that programs rarely miss that their data was kept.
+Where the process cannot be seen (it has no number in the mount's PID namespace, or the mount is
+served in another one and the keeper does not know either), a request that takes longer than
+`GRACE_S` after the interruption is ended; a close and an fsync have `SAVING_GRACE_S`, so programs
+rarely miss that their data was kept.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Backing files: what the kernel reads by itself.
 
-A cache file is registered with the kernel under an id, and an OPEN reply that
-names the id makes the kernel read that file directly: reads, mmaps and splices
-of the handle never come here, and run at the disk's speed. The kernel keeps
-the file; our descriptor may be closed. The call needs privilege, so the
-keeper makes it (keeper/protocol.py), which also remembers the ids for the daemon
-that comes after this one.
+A cache file is registered with the kernel under an id, and an OPEN reply that names the id makes
+the kernel read that file directly: reads, mmaps and splices of the handle never come here. The
+kernel keeps the file; our descriptor may be closed. The keeper makes the call, which needs
+privilege, and remembers the ids for the next daemon.
 
-An id belongs to a cache file, and all inodes and handles of that version share
-it. Registering costs an open and a message to the keeper, so ids are kept
-after the last close, the least recently used going first when there are too
-many. An id is only given back while no program has the file open: the kernel would
-refuse every further open of such an inode.
+An id belongs to a cache file, and all inodes and handles of that version share it. Ids are kept
+after the last close, the least recently used going first when there are too many. One is only given
+back while no program has the file open: the kernel would refuse every further open of such an
+inode.
 """
 
 from __future__ import annotations

@@ -67,11 +67,7 @@ class PyfuseSession:
 
     @contextmanager
     def mounted(self) -> Iterator[None]:
-        """Mount, and see to it that nothing stays mounted.
-
-        Raises:
-            MountError: libfuse refused.
-        """
+        """Mount until the end of the block; raises MountError if libfuse refuses."""
         try:
             pyfuse3.init(self._handlers, str(self._request.mountpoint), _options(self._request))
         except RuntimeError as error:

@@ -1,25 +1,17 @@
 """The FUSE protocol on /dev/fuse, spoken from trio.
 
-One task waits until the descriptor is readable, then reads requests without
-blocking until there are none. What can be answered at once is answered right
-there; what has to wait (its operation returned a coroutine) becomes a task of
-its own in the session's nursery, cancelled by the INTERRUPT of a process that
-is being killed. Measured with
-4 KiB reads by eight readers: 88,000 requests a second inline, 41,000 with a
-task for each, 19,000 under pyfuse3.
+One task waits until the descriptor is readable, then reads requests until there are none, at most a
+fixed number between two waits. What can be answered at once is answered right there; what has to
+wait (its operation returned a coroutine) becomes a task in the session's nursery, cancelled by the
+INTERRUPT of a process that is being killed. With 4 KiB reads by eight readers: 88,000 requests a
+second inline, 41,000 with a task for each, 19,000 under pyfuse3.
 
-Between two waits at most a fixed number of requests is handled, so that other
-tasks get their turn.
+The request and reply buffers are private memory, resident and locked: a page that had to be faulted
+in while the kernel copies a reply would become an EIO if the process was killed in that moment.
 
-The request and reply buffers are private memory, resident and locked: a page
-that had to be faulted in while the kernel copies a reply would, if the
-process was killed in that moment, become an EIO for the program that waits.
-Replies are written from bytes that have been read, never from a mapping.
-
-A session can go on where that of another process ended (`adopt`). What that
-one had read and not answered is sent again, with a mark in the request's
-unique number that the answer must keep; before Linux 6.9 it is lost, so there
-a session goes on only where nothing was left.
+A session can go on where that of another process ended (`adopt`). What that one had read and not
+answered is sent again, with a mark in the request's unique number that the answer must keep; before
+Linux 6.9 it is lost, so there a session goes on only where nothing was left.
 """
 
 from __future__ import annotations

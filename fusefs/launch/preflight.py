@@ -57,11 +57,7 @@ def warnings() -> list[str]:
 
 
 def check(settings: MountSettings) -> None:
-    """Refuse what cannot work on this machine.
-
-    Raises:
-        LaunchError: with what is wrong and what to do.
-    """
+    """Raise LaunchError, with what to do, for what cannot work on this machine."""
     _clear_dead_mount(settings.mountpoint)
     _check_mountpoint(settings.mountpoint)
     _check_directories(settings)
@@ -85,11 +81,7 @@ def _check_mountpoint(mountpoint: Path) -> None:
 
 
 def refuse_mounted(mountpoint: Path) -> None:
-    """Refuse a directory that something is mounted on.
-
-    Raises:
-        LaunchError: something is.
-    """
+    """Raise LaunchError for a directory that something is mounted on."""
     mount = mountinfo.find_mount(mountpoint)
     if mount is not None:
         raise LaunchError(
@@ -116,11 +108,7 @@ def _check_directories(settings: MountSettings) -> None:
 
 
 def check_device() -> None:
-    """Refuse a machine without a usable /dev/fuse.
-
-    Raises:
-        LaunchError: with what is wrong and what to do.
-    """
+    """Raise LaunchError, with what to do, on a machine without a usable /dev/fuse."""
     try:
         status = DEVICE.stat()
     except OSError:
@@ -140,11 +128,7 @@ def check_device() -> None:
 
 
 def check_privileges(mountpoint: Path | None, *, allow_other: bool) -> None:
-    """Refuse a user who may not mount, on `mountpoint` if there is one.
-
-    Raises:
-        LaunchError: with what is missing and what to do.
-    """
+    """Raise LaunchError for a user who may not mount, on `mountpoint` if there is one."""
     if may_mount():
         return
     if os.geteuid() == 0:

@@ -2,18 +2,13 @@
 
 Also: will a process that has closed a descriptor close another one of the same file?
 
-The kernel names a request's process by the number that it has in the PID
-namespace in which the file system was mounted, and by 0 where it has none there.
-A look costs two reads below /proc, so it is taken where something depends on it:
-when a request was interrupted, and when a close may be that of a killed program.
-The daemon takes it, or the keeper for it, as /proc may show a user its own
-processes alone; so little is imported.
+The kernel names a request's process by its number in the PID namespace of the mount, and by 0 where
+it has none there. A look costs two reads below /proc. The daemon takes it, or the keeper for it, as
+/proc may show a user its own processes alone; so little is imported.
 
-proc_pid_status(5) and proc_pid_stat(5) have the fields. What a dying process
-still shows is the kernel's doing: complete_signal() in kernel/signal.c marks
-every thread of a process that a signal ends with SIGKILL, and leaves the signal
-itself pending, and do_exit() in kernel/exit.c sets PF_EXITING and the exit
-code before it closes files.
+proc_pid_status(5) and proc_pid_stat(5) have the fields. complete_signal() in kernel/signal.c marks
+every thread of a process that a signal ends with SIGKILL, and leaves the signal itself pending;
+do_exit() in kernel/exit.c sets PF_EXITING and the exit code before it closes files.
 """
 
 from __future__ import annotations

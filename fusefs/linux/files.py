@@ -86,11 +86,7 @@ def sync_directory(path: str) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Have a file, or the names of a directory, on the disk. Blocks.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Have a file, or the names of a directory, on the disk; raises OSError. Blocks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -27,11 +27,7 @@ ALLOCATION_MODES = KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
-    """mount(2).
-
-    Raises:
-        OSError: with the kernel's errno.
-    """
+    """Call mount(2); raises OSError with the kernel's errno."""
     check(
         _libc.mount(
             source.encode(),
@@ -45,20 +41,12 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
 
 
 def umount(target: str, flags: int) -> None:
-    """umount2(2).
-
-    Raises:
-        OSError: with the kernel's errno.
-    """
+    """Call umount2(2); raises OSError with the kernel's errno."""
     check(_libc.umount2(os.fsencode(target), flags), target)
 
 
 def lock_memory(memory: mmap.mmap) -> None:
-    """Make private memory resident, and keep it so.
-
-    Raises:
-        OSError: the limits do not allow the latter.
-    """
+    """Make private memory resident for good; raises OSError if the limits do not allow that."""
     for at in range(0, len(memory), _PAGE_SIZE):
         memory[at] = 0
     start = ctypes.c_char.from_buffer(memory)
@@ -84,11 +72,7 @@ def forbid_inspection() -> None:
 
 
 def set_process_option(option: int, *values: int) -> None:
-    """prctl(2), with up to four values; those that are missing are 0.
-
-    Raises:
-        OSError: with the kernel's errno.
-    """
+    """Call prctl(2) with up to four values, the others 0; raises OSError with its errno."""
     four = (*values, 0, 0, 0, 0)[:4]
     check(_libc.prctl(option, *(ctypes.c_ulong(value) for value in four)), "prctl")
 

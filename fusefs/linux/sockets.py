@@ -31,11 +31,7 @@ def short_name(path: str | os.PathLike[str]) -> Iterator[str]:
 def connect(
     path: str | os.PathLike[str], timeout_s: float, kind: int = socket.SOCK_STREAM
 ) -> socket.socket:
-    """A connection to the process that listens on `path`, with this timeout for each call.
-
-    Raises:
-        OSError: no process does.
-    """
+    """A connection to `path`, with this timeout for each call; raises OSError without a peer."""
     sock = socket.socket(socket.AF_UNIX, kind)
     try:
         sock.settimeout(timeout_s)

@@ -69,11 +69,7 @@ def _fusermount(mountpoint: Path, *, is_lazy: bool) -> None:
 
 
 def abort_connection(connection: int) -> None:
-    """End the FUSE connection: whatever waits for its daemon fails at once.
-
-    Raises:
-        UnmountError: there is no such connection, or no way to reach it.
-    """
+    """End the FUSE connection: whatever waits for its daemon fails. Raises UnmountError."""
     try:
         fuse_connection.abort(connection)
     except FileNotFoundError:

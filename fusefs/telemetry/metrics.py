@@ -4,23 +4,19 @@ The request `{"command": "metrics"}` is answered with
 
     {"metrics": {NAME: {"type": TYPE, "help": TEXT, "samples": [SAMPLE, …]}, …}}
 
-NAME is a key of `METRICS`, without the prefix `fusefs_`, in the order of that table; each
-entry is there, if with no samples. TYPE is `counter`, `gauge` or `histogram`. Units are
-seconds and bytes. Names that end in `_total` are counters. A SAMPLE of a counter or gauge is
+NAME is a key of `METRICS`, without the prefix `fusefs_`, in the order of that table; each is there,
+if with no samples. TYPE is `counter`, `gauge` or `histogram`; units are seconds and bytes. A SAMPLE
+is one of
 
     {"labels": {LABEL: TEXT, …}, "value": NUMBER}
-
-and one of a histogram has, with cumulative counts and bounds as text (the last is `+Inf`),
-
     {"labels": {…}, "buckets": [[BOUND, COUNT], …], "sum": SECONDS, "count": COUNT}
 
-The labels are those of the table, all of them, and no others: which volume this is, and
-whether it answers (`volume_up`, `volume_pod_info`), the exporter adds.
+with cumulative counts and bounds as text (the last is `+Inf`), and with the labels of the table,
+all of them. Which volume this is, and whether it answers (`volume_up`, `volume_pod_info`), the
+exporter adds.
 
-Counters are those of the daemon's process and begin at 0 in the next one, which Prometheus
-takes for a reset (`rate` and `increase` go on over it). `daemon_restarts_total` and
-`daemon_pause_seconds_total` are kept by the keeper, which outlives daemons; they are missing
-in mounts without a keeper, or while it does not answer.
+Counters begin at 0 in the next daemon, which Prometheus takes for a reset. `daemon_restarts_total`
+and `daemon_pause_seconds_total` are the keeper's; they are missing where it does not answer.
 """
 
 from __future__ import annotations

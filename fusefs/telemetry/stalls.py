@@ -1,21 +1,16 @@
 """The waits of programs' requests, as the kernel's pressure stall information counts it.
 
-For each cause there is a count of the requests that wait for it, the time in which there was
-at least one (*stalled*) and the time of all of them added up (*wait*). `any` is their union:
-causes overlap, so their times are never added.
+For each cause there is a count of the requests that wait for it, the time in which there was at
+least one (*stalled*) and the time of all of them added up (*wait*). `any` is their union: causes
+overlap.
 
-A *work* is something that is done and that any number of requests may wait for: the answer
-to one request, a download, an upload. What it spends its time on is noted by `enter` and
-`leave`, or by a `stage`, which finds the work of its own task; who waits for it, by `awaited`,
-or by `waiting_for` where a work waits for what another one has begun.
-Time counts while it has both. So a download that nothing waits for yet counts for nothing,
-and from its first reader on it counts for what it is at. Tasks inherit the work of the task
-that has started them (a context variable); what is fetched ahead begins a work of its own, or
-is `unattended`.
-
-How much of the last seconds was stalled follows from snapshots, which are taken when causes
-change, at most one a second. So nothing wakes up for them, and where there is none, nothing
-changed in between.
+A *work* is something that any number of requests may wait for: the answer to one request, a
+download, an upload. What it spends its time on is noted by `enter` and `leave`, or by a `stage`,
+which finds the work of its own task; who waits for it, by `awaited`, or by `waiting_for` where a
+work waits for another one's. Time counts while it has both, so what nothing waits for yet counts
+for nothing. Tasks inherit the work of the task that has started them (a context variable); what is
+fetched ahead begins a work of its own, or is `unattended`. Shares of the last seconds follow from
+snapshots that are taken when causes change, at most one a second: nothing wakes up for them.
 
 All of it belongs to the event loop.
 """

@@ -75,11 +75,7 @@ def reader(fd: int) -> Read:
 
 
 def sums_of(read: Read, start: int, stop: int) -> list[Sum]:
-    """The sums of the bytes [start, stop) as they are in the file now. Blocks.
-
-    Raises:
-        OSError: they can't be read.
-    """
+    """The sums of [start, stop) as they are in the file now; raises OSError. Blocks."""
     sums: list[Sum] = []
     while start < stop:
         data = read(min(stop, start - start % BLOCK + BLOCK) - start, start)

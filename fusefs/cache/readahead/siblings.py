@@ -1,19 +1,14 @@
 """The other small files of a folder: training reads them all, in whatever order.
 
-When several small files of a folder had to be fetched, others are fetched ahead:
-first those behind the one that was opened, then from the listing's start, which
-is right for readers that go by the listing and as good as any other order for
-those that shuffle. Once this has been of use in one folder, the first file of
-another is reason enough, and a folder that has been fetched whole is a reason to
+When several small files of a folder had to be fetched, others are fetched ahead: first those behind
+the one that was opened, then from the listing's start. Once this has been of use in one folder, the
+first file of another is reason enough, and a folder that has been fetched whole is a reason to
 begin the next one.
 
-How many may lie there unread grows with how many were opened, less those that
-were evicted unread, so a program that reads a few files of a large folder
-causes little waste. How many are under way
-at a time follows from the path: so many that requests, each of which takes a
-round trip, come as fast as the daemon can take them. Where readers wait for more
-than that themselves, or for as much as a daemon can bring, nothing is fetched ahead: it
-would only make them wait longer.
+How many may lie there unread grows with how many were opened, less those that were evicted unread,
+so a program that reads a few files of a large folder causes little waste. How many are under way
+follows from the path: so many that requests come as fast as the daemon can take them. Where readers
+wait for more than that themselves nothing is fetched ahead: it would make them wait longer.
 """
 
 from __future__ import annotations

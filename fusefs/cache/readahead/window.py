@@ -1,20 +1,15 @@
 """The next bytes of a file: what one open file will read, guessed from what it has read.
 
-A guess grows with success and is dropped as soon as it turns out wrong.
+*In order* (`Window`): everything up to a window ahead of the reads is on its way. The window
+becomes four times as large with each stretch that was read in order, up to the reader's share of
+the path (path_meter.py), and collapses when the reader jumps. The kernel sends several reads at
+once, so "in order" has some tolerance. Threads or processes that share a handle read several
+stretches at once: each has a window of its own.
 
-*In order* (`Window`): as long as reads go on in order, everything up to a
-window ahead of them is on its way. The window starts small, becomes four times
-as large with each stretch that was read in order, up to the reader's share of
-the path (path_meter.py), and collapses when the reader jumps. Reads of one program
-arrive slightly out of order (the kernel's read-ahead sends several at once), so
-"in order" has some tolerance. Threads or forked processes that share a handle
-read several stretches at once: each has a window of its own.
-
-*Everywhere* (`RandomReads`): a mapped file that faults all over, or one that is read in
-steps or backwards. Each such read costs a round trip. When the reader has waited for a
-quarter of the time that all of the file would take, all of it is fetched: what comes too
-much is bounded by what was waited for. Of a file that is read in short stretches,
-as a sample or an index is, a quarter has to have come as well.
+*Everywhere* (`RandomReads`): a mapped file that faults all over, or one that is read in steps or
+backwards. When the reader has waited for a quarter of the time that all of the file would take, all
+of it is fetched: what comes too much is bounded by what was waited for. Of a file that is read in
+short stretches, as a sample or an index is, a quarter has to have come as well.
 """
 
 from __future__ import annotations

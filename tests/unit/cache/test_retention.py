@@ -61,7 +61,7 @@ async def test_a_pinned_file_is_not_evicted_until_it_is_unpinned(tmp_path: Path)
         await fill(parts, "ab")
         await empty(parts)
         assert kept(parts, "ab") == "a"
-        await parts.cache.retained.remove_pins("a")
+        await parts.cache.retention.remove_pins("a")
         await empty(parts)
         assert kept(parts, "a") == ""
 
@@ -114,8 +114,8 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
         assert parts.cache.name_of(version("a", MIB)) in names
         assert parts.cache.name_of(version("b", MIB)) not in names
         # And once it is unpinned, it does.
-        await parts.cache.retained.remove_pins("a")
-        await others.cache.retained.learn()
+        await parts.cache.retention.remove_pins("a")
+        await others.cache.retention.learn()
         await empty(others)
         names = {file.name for file in others.cache.files()}
         assert parts.cache.name_of(version("a", MIB)) not in names
@@ -136,7 +136,7 @@ async def test_what_another_pin_covers_stays_retained(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=4 * MIB) as parts:
         await parts.cache.retention.add(["", "a"])
         await fill(parts, "ab")
-        await parts.cache.retained.remove_pins("", lambda pin: pin == "")
+        await parts.cache.retention.remove_pins("", lambda pin: pin == "")
         await empty(parts)
         assert kept(parts, "ab") == "a"
 
@@ -241,6 +241,6 @@ async def test_another_mount_learns_page_by_page_what_is_retained(
             return "".join(key for key, file in found if file is not None and file.is_retained)
 
         assert retained(parts) == retained(others) == "abcde"
-        assert await parts.cache.retained.remove_pins("", lambda pin: pin != "c") == 4
-        await others.cache.retained.learn()
+        assert await parts.cache.retention.remove_pins("", lambda pin: pin != "c") == 4
+        await others.cache.retention.learn()
         assert retained(parts) == retained(others) == "c"
