@@ -517,10 +517,7 @@ class Catalog:
 
     @contextmanager
     def transaction(self, *, is_durable: bool = False) -> Iterator[sqlite3.Connection]:
-        """The database, for changes of which all are made or none.
-
-        With `is_durable` they survive a power cut from the end on.
-        """
+        """The database, for changes of which all are made or none; if `is_durable`, on the disk."""
         with self._lock, readable_errors():
             if is_durable:
                 self._db.execute("PRAGMA synchronous=FULL")
@@ -626,8 +623,5 @@ def _total_checksum(size: object, files: object) -> int:
 
 
 def _signed(st_ino: int) -> int:
-    """An inode number as SQLite keeps it, whose integers have a sign.
-
-    Some file systems number their files by hashes of 64 bits.
-    """
+    """An inode number as SQLite keeps it, with a sign: some file systems have hashes of 64 bits."""
     return st_ino - (1 << 64) if st_ino >= 1 << 63 else st_ino

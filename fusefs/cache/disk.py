@@ -273,10 +273,7 @@ def _lock(fd: int, kind: int) -> None:
 
 
 def is_unused(fd: int) -> bool:
-    """True if no other open or mapping of the file is left, as the kernel knows it.
-
-    A write lease is granted to the only user alone (tried on ext4).
-    """
+    """True if no other open or mapping of a file is left: then a write lease is granted (ext4)."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except BlockingIOError:
@@ -315,10 +312,7 @@ def _remove(disk: Disk, catalog: Catalog, name: str, generation: str) -> None:
 
 
 def hold_in_use(directory: Path) -> int:
-    """Lock a part of a cache directory against its removal (purge.py): until this is closed.
-
-    Returns -1 where the file system takes no file, or has no locks.
-    """
+    """Lock a part of a cache directory against its removal (purge.py); -1 if that fails."""
     fd = -1
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

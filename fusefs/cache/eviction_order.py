@@ -165,10 +165,7 @@ class EvictionOrder:
             file.last_use = self._fetched_at[at - 1]
 
     def least_recent(self, most: int) -> list[CacheFile]:
-        """Files that need not be in memory, at most so many: those that were used first.
-
-        Of those that go first because they were kept last, the place is not on record.
-        """
+        """Files to be unloaded, those used first, at most so many; not those kept last."""
         latest = set(self._latest)
         ranked = chain(self._kept, self._passing, self._ahead, self._planned)
         return list(islice((file for file in ranked if file not in latest), most))

@@ -216,10 +216,7 @@ class FileCache:
         return await trio.to_thread.run_sync(check, limiter=self._threads)
 
     def pin(self, version: ObjectVersion) -> CacheFile:
-        """Return the file of a version, made known if it is not; undone by `unpin`.
-
-        Does not look at the disk: `ensure_open` does.
-        """
+        """The file of a version, made known if need be, until `unpin`. `ensure_open` opens it."""
         name = self.name_of(version)
         file = self._files.get(name) or CacheFile(name, version.size)
         file.version = version
@@ -381,10 +378,7 @@ class FileCache:
         self._catalog_writer.arrived(file)
 
     def disable(self, file: CacheFile, error: OSError, *, for_now: bool = False) -> None:
-        """Have a version read without a cache: the disk failed for its file.
-
-        The file goes with its last user, or stays if it is `for_now`.
-        """
+        """Read a version uncached, as the disk failed; its file stays if that is `for_now`."""
         file.is_passed_over = for_now and (file.is_kept or file.is_passed_over)
         file.is_kept = False
         self.warn(error.strerror or str(error))

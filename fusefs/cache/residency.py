@@ -23,10 +23,7 @@ _LEAST = 1 << 16
 
 
 class Residency:
-    """The files of one cache that are in memory. Belongs to the event loop.
-
-    `files` has them by name; besides those in use there are `most`.
-    """
+    """The files of a cache in memory, those in use and `most` others. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -107,10 +104,7 @@ class Residency:
         return [self._files[row.name] for row in rows], rows
 
     async def unload(self, let_go: Callable[[CacheFile], object]) -> None:
-        """Have no more files in memory than there may be: those go that were used first.
-
-        `let_go` is called with each of them.
-        """
+        """Unload files where there are too many, those used first; call `let_go` with each."""
         excess = len(self._files) - self._most
         if excess <= 0:
             return
@@ -146,10 +140,9 @@ class Residency:
 
 
 class NameFilter:
-    """A Bloom filter of files' names, at most `capacity`, which are 32 hexadecimal digits.
+    """A Bloom filter of at most `capacity` names of files, which are 32 hexadecimal digits.
 
-    Where the filter tells that the catalog has no such file, its download creates it without a
-    look there: a look costs a new file a third of its time.
+    It spares a new file a look at the catalog, which would be a third of its time.
     """
 
     def __init__(self, capacity: int) -> None:

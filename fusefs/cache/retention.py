@@ -110,11 +110,7 @@ class Retention:
         return await self._in_catalog(lambda: self._count(path)) or 0
 
     async def add(self, pins: Iterable[str]) -> None:
-        """Put pins on record; they are on the disk when this returns.
-
-        Raises:
-            OSError: the record can't be written.
-        """
+        """Put pins on record, and on the disk when this returns; raises OSError if that fails."""
         new = list(pins)
         await self._change(lambda: self._add(new))
 
@@ -224,10 +220,7 @@ class Retention:
         return count
 
     async def release_unused(self, key: str, before: float) -> None:
-        """Let those files below a pin be evicted that were last retained before this time.
-
-        `before` is in seconds since the epoch.
-        """
+        """Let files below a pin be evicted that were last retained `before` (epoch seconds)."""
         await self._writer.release(key, lambda _keys: (), before)
 
     async def release_file(self, file: CacheFile) -> None:

@@ -534,11 +534,7 @@ class Daemon:
             log.close(remove=self._is_unmounted or (takeover.is_fresh and self.session is None))
 
     def _adopt(self, session: Session, takeover: Takeover, init_out: bytes) -> None:
-        """Go on with the kernel where the last daemon ended.
-
-        Raises:
-            TakeoverError: the kernel lacks what that takes.
-        """
+        """Go on with the kernel where the last daemon ended; may raise TakeoverError."""
         try:
             session.adopt(init_out, is_all_answered=takeover.is_all_answered)
         except UnsupportedKernelError as error:

@@ -80,11 +80,7 @@ def open_cache(
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:
-    """The settings of the store, with as many connections as the memory allows. Blocks.
-
-    Raises:
-        CustomerKeyError: the file of the customer key holds none.
-    """
+    """The store's settings, with connections as memory allows; may raise CustomerKeyError."""
     fitting = MemoryBudget.of(settings.memory_limit)
     return S3Settings(
         bucket=settings.source.bucket,
@@ -106,11 +102,7 @@ def s3_settings(settings: MountSettings) -> S3Settings:
 
 
 def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
-    """The settings of the cluster cache's bucket, and the key of its domain. Blocks.
-
-    Raises:
-        SettingsError: a file of a secret does not hold it.
-    """
+    """The cluster cache's settings, and its domain's key; may raise SettingsError. Blocks."""
     from fusefs.cluster_cache import access
 
     assert settings.cluster_cache is not None

@@ -38,11 +38,7 @@ STALL_SPANS_S = (10, 60, 300)
 
 
 def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:
-    """Answer one request of a command: `fusefs status`, `fusefs warm` and the like.
-
-    Raises:
-        ControlError: it is another command.
-    """
+    """Answer a request of a command such as `fusefs status`; raises ControlError for others."""
     match request:
         case {"command": "status"}:
             return collect(daemon)

@@ -118,11 +118,7 @@ class Takeover:
         return state_directory(self._settings)
 
     def remember(self, cache: str) -> None:
-        """Put the name of the mount's part of the cache on record. Blocks shortly.
-
-        Raises:
-            CacheDirectoryError: the disk does not take it.
-        """
+        """Record the name of the mount's part of the cache; may raise CacheDirectoryError."""
         with usable(self._settings.cache_dir):
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             files.replace(self._directory / "cache", cache)
@@ -155,11 +151,7 @@ class Takeover:
         self.fd = self.taken.fd
 
     async def mount(self) -> None:
-        """Have the bucket mounted.
-
-        Raises:
-            MountError: with one sentence that says why.
-        """
+        """Have the bucket mounted; raises MountError with one sentence that says why."""
         settings = self._settings
         if self.is_privileged:
             try:
@@ -222,10 +214,7 @@ class Takeover:
         return fuse_connection.is_disconnected(self.fd)
 
     async def keep(self, in_flight: Callable[[], int], files: PassthroughFiles | None) -> None:
-        """Tick for the keeper; when it is gone, for another if a supervisor can bring one.
-
-        That gets to know the `files` that the kernel reads.
-        """
+        """Tick for the keeper, then for the next if a supervisor brings one, which gets `files`."""
         if self._supervisor is None:
             await self.keeper.run(in_flight, self._settings.hang_timeout)
             logger.error("the keeper is gone: the mount ends when this process does")

@@ -30,10 +30,7 @@ PREEMPTION_NS = 200_000
 
 
 class BusyPoll:
-    """The account that decides which waits are polled. Belongs to the event loop.
-
-    On the only processor no program could make a request meanwhile, so there none is.
-    """
+    """The account of polled waits; one processor polls none. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._has_processors = len(os.sched_getaffinity(0)) > 1

@@ -76,10 +76,7 @@ class Callers:
         return reported if reported != UNKNOWN else seen
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if a process or a child of it will close a file, once more, that it may write to.
-
-        None if that cannot be seen.
-        """
+        """True if a process or a child of it will close a file for writing; None if unknown."""
         seen = callers.holding(pid, ino) if self._sees else UNKNOWN
         if seen == UNKNOWN and pid and self.keeper is not None and self.keeper.namespace:
             seen = await self.keeper.look_at_process(pid, ino)

@@ -47,10 +47,7 @@ class Registrar(Protocol):
 
 
 class PassthroughFiles:
-    """The backing ids of one mount. Belongs to the event loop.
-
-    Without a registrar there are none, and `why` says for what reason.
-    """
+    """The backing ids of a mount; none without registrar: `why`. Belongs to the event loop."""
 
     registrar: Registrar
 

@@ -12,13 +12,14 @@ import os
 import re
 import struct
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from types import CoroutineType
+from typing import Any, TypeVar, cast
 
 from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Fopen, Opcode
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.operations import Operations
-from fusefs.posix.types import Caller, InFile, LookupResult, NameKind, OpenResult
+from fusefs.posix.types import Answer, Caller, InFile, LookupResult, NameKind, OpenResult
 
 FOREVER_S = 1 << 40
 
@@ -85,9 +86,7 @@ class ReadHandlers:
 
     def _lookup(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         answer = self._operations.lookup(nodeid, bytes(body[:-1]), caller)
-        if isinstance(answer, LookupResult):
-            return self._entry(answer)
-        return when_there(answer, self._entry)
+        return packed(answer, self._entry)
 
     def _entry(self, found: LookupResult) -> bytes:
         if found.inode is None:
@@ -152,9 +151,7 @@ class ReadHandlers:
 
     def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
         answer = self._operations.getattr(nodeid)
-        if isinstance(answer, tuple):
-            return self.attr_out(answer)
-        return when_there(answer, self.attr_out)
+        return packed(answer, self.attr_out)
 
     def attr_out(self, answer: tuple[Inode, float]) -> bytes:
         inode, valid_s = answer
@@ -166,9 +163,7 @@ class ReadHandlers:
     def _open(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         flags, _ = protocol.OPEN_IN.unpack_from(body)
         answer = self._operations.open(nodeid, flags, caller)
-        if isinstance(answer, OpenResult):
-            return open_out(answer)
-        return when_there(answer, open_out)
+        return packed(answer, open_out)
 
     def _read(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
@@ -200,9 +195,7 @@ class ReadHandlers:
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
         buffer = _Entries(self, size, is_plus=is_plus)
         answer = self._operations.readdir(fh, offset, buffer)
-        if answer is None:
-            return buffer.data
-        return when_there(answer, lambda _none: buffer.data)
+        return packed(answer, lambda _none: buffer.data)
 
     def _releasedir(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
         self._operations.releasedir(protocol.RELEASE_IN.unpack_from(body)[0])
@@ -224,16 +217,19 @@ class ReadHandlers:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
         name = bytes(body[protocol.GETXATTR_IN.size : -1]).decode(errors="replace")
         answer = self._operations.getxattr(nodeid, name)
-        if isinstance(answer, bytes):
-            return _sized(answer, size)
-        return when_there(answer, lambda value: _sized(value, size))
+        return packed(answer, lambda value: _sized(value, size))
 
     def _listxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
         answer = self._operations.listxattr(nodeid)
-        if isinstance(answer, tuple):
-            return _sized(_joined(answer), size)
-        return when_there(answer, lambda names: _sized(_joined(names), size))
+        return packed(answer, lambda names: _sized(_joined(names), size))
+
+
+def packed(answer: Answer[Answered], pack: Callable[[Answered], Payload]) -> Result:
+    """Pack an answer, now or when it is there."""
+    if isinstance(answer, CoroutineType):  # in a tenth of the time that the abstract class takes
+        return when_there(answer, pack)
+    return pack(cast("Answered", answer))
 
 
 async def when_there(

@@ -229,11 +229,7 @@ class Session:
         )
 
     async def negotiate(self) -> None:
-        """Answer the first request, INIT, and nothing else.
-
-        Raises:
-            UnsupportedKernelError: the kernel is too old.
-        """
+        """Answer the first request, INIT; raises UnsupportedKernelError if it is too old."""
         await trio.lowlevel.wait_readable(self._fd)
         size = os.readv(self._fd, [self._buffer])
         _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(self._buffer)

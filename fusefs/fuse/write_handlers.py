@@ -10,7 +10,15 @@ from typing import Any
 
 from fusefs.fuse import protocol
 from fusefs.fuse.protocol import Opcode, Setattr
-from fusefs.fuse.read_handlers import Handler, Payload, ReadHandlers, Result, open_out, when_there
+from fusefs.fuse.read_handlers import (
+    Handler,
+    Payload,
+    ReadHandlers,
+    Result,
+    open_out,
+    packed,
+    when_there,
+)
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER
 from fusefs.posix.nodes.inode_table import Inode
@@ -59,9 +67,7 @@ class WriteHandlers:
         flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
         name = bytes(body[protocol.CREATE_IN.size : -1])
         answer = self._mutations.create(nodeid, name, mode, flags, caller)
-        if isinstance(answer, tuple):
-            return self._created(answer)
-        return when_there(answer, self._created)
+        return packed(answer, self._created)
 
     def _created(self, made: tuple[Inode, OpenResult]) -> Payload:
         inode, opened = made

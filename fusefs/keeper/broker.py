@@ -34,8 +34,8 @@ from collections.abc import Sequence
 from fusefs.keeper import protocol as wire
 from fusefs.keeper.state import Configuration, KeeperState, log
 from fusefs.keeper.supervisor_protocol import ProcessHandle
-from fusefs.keeper.system import lower_privileges, raise_privileges
 from fusefs.linux import callers
+from fusefs.linux.capabilities import lower_privileges, raise_privileges
 from fusefs.linux.fuse_connection import is_device
 
 # To the keeper, besides REGISTERED: the daemon is cut off (a: 1 if it broke the

@@ -51,10 +51,7 @@ class Welcome:
 
 @dataclass(slots=True)
 class TakenMount:
-    """The mount as the last daemon leaves it: the /dev/fuse descriptor, and {id: (st_dev, st_ino)}.
-
-    `is_all_answered`: it has left no request unanswered.
-    """
+    """The mount as the last daemon leaves it: the descriptor, and {id: (st_dev, st_ino)}."""
 
     fd: int
     backing: dict[int, tuple[int, int]]
@@ -186,16 +183,10 @@ class KeeperClient:
                 nursery.cancel_scope.cancel()
 
     async def open_backing(self, fd: int) -> int:
-        """Register a file, which stays open until this returns; return its id.
-
-        Raises:
-            OSError: the keeper or the kernel refuses it.
-        """
+        """Register a file, open until this returns; return its id. Raises OSError if refused."""
         if self.gone.is_set():
             raise OSError(errno.ECONNRESET, "there is no keeper")
-        number, reply = self._expect_reply()
-        self._unanswered += 1
-        self._send(wire.pack(wire.BACKING_OPEN, number, 1), fd)
+        [reply] = self._send_files([fd])
         # Not cancelled: an id that comes must be known, and it comes soon.
         with trio.CancelScope(shield=True):
             await reply.event.wait()
@@ -222,12 +213,16 @@ class KeeperClient:
         while self._gathered and self._unanswered < MOST_UNANSWERED:
             files = self._gathered[: wire.MOST_FILES]
             del self._gathered[: len(files)]
-            first = self._last_number + 1
-            for _, done in files:
-                self._expect_reply()[1].done = done
-            self._unanswered += 1
-            message = wire.pack(wire.BACKING_OPEN, first, len(files))
-            self._send(message, *(fd for fd, _ in files))
+            replies = self._send_files([fd for fd, _ in files])
+            for reply, (_, done) in zip(replies, files, strict=True):
+                reply.done = done
+
+    def _send_files(self, fds: list[int]) -> list[_Reply]:
+        first = self._last_number + 1
+        replies = [self._expect_reply()[1] for _ in fds]
+        self._unanswered += 1
+        self._send(wire.pack(wire.BACKING_OPEN, first, len(fds)), *fds)
+        return replies
 
     async def _send_gathered(self) -> None:
         while True:
@@ -237,10 +232,7 @@ class KeeperClient:
             self.open_gathered()
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """The fate of a process, by its number in `namespace`; see linux/callers.py.
-
-        With the number of a file, whether it has that open.
-        """
+        """The fate of a process, or whether it has a file open; see linux/callers.py."""
         if self.gone.is_set() or not self.namespace:
             return UNKNOWN
         number, reply = self._expect_reply()
@@ -256,10 +248,7 @@ class KeeperClient:
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
     ) -> trio.Event:
-        """Give an id back; the event is set when it is done, or the keeper has gone.
-
-        `done` gets the errno as its second argument: ECONNRESET where the keeper has gone.
-        """
+        """Give an id back; set when that is done. `done` gets ECONNRESET if the keeper is gone."""
         number, reply = self._expect_reply()
         reply.done = done
         if self.gone.is_set():

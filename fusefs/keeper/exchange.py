@@ -28,10 +28,7 @@ HOPELESS = "cannot-take-over"
 
 
 class ControlError(Exception):
-    """The process refused the request, or its answer makes no sense.
-
-    `code` is that of the answer, if it has one.
-    """
+    """The process refused the request, with a `code` if any, or its answer makes no sense."""
 
     def __init__(self, sentence: str, code: str = "") -> None:
         super().__init__(sentence)

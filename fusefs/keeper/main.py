@@ -79,11 +79,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
 
 
 def _find_daemon(configuration: Configuration, program: Program) -> DaemonProcess | None:
-    """The mount's daemon without a keeper, whose keeper this process is from now on.
-
-    Raises:
-        OSError: there may be one.
-    """
+    """The mount's daemon that has lost its keeper; raises OSError if there may be one."""
     if configuration.supervisor is None:
         return None
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -98,11 +94,7 @@ def _find_daemon(configuration: Configuration, program: Program) -> DaemonProces
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
-    """The successor that a broker becomes when its keeper is dead, or an exit status.
-
-    Raises:
-        BecomeBroker: in the child, with the same broker.
-    """
+    """The keeper that a broker becomes, or an exit status; raises BecomeBroker in the child."""
     if broker.state.keeper_failures >= MOST_FAILURES:
         log("the mount is given up: its keepers fail one after the other", "ERROR")
         broker.process.kill()

@@ -11,6 +11,7 @@ nothing but the pause.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -20,7 +21,7 @@ from functools import partial
 from types import FrameType
 
 from fusefs.keeper import protocol as wire
-from fusefs.keeper import supervisor_protocol, system
+from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.broker import FAILED, MOUNT_MADE, Broker
 from fusefs.keeper.control import Client, ControlSocket, Listener, Loop
 from fusefs.keeper.exchange import HOPELESS
@@ -93,11 +94,7 @@ class Keeper:
         self._processes.start(self._state.program, task)
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
-        """Go on with a daemon that somebody else has started, and its broker's session.
-
-        Raises:
-            BecomeBroker: in the child.
-        """
+        """Go on with another keeper's daemon and broker; raises BecomeBroker in the child."""
         if self._state.has_served:
             daemon.served = time.monotonic()
         self._processes.adopt(daemon, broker)
@@ -236,7 +233,7 @@ class Keeper:
 
     def _unmount(self) -> None:
         if self._is_in_place():
-            system.unmount(self._configuration.mountpoint)
+            _unmount(self._configuration.mountpoint)
 
     def _is_in_place(self) -> bool:
         found = mountinfo.connection_at(self._configuration.mountpoint)
@@ -396,7 +393,7 @@ class Keeper:
         mountpoint = self._configuration.mountpoint
         if self._is_in_place():
             try:
-                system.detach(mountpoint)
+                _detach(mountpoint)
             except OSError as error:
                 log(f"{mountpoint} cannot be unmounted: {error.strerror}")
 
@@ -432,3 +429,22 @@ class Keeper:
                 client.answer({"ok": True})
             case _:
                 client.answer({"error": "this cannot be done"})
+
+
+def _unmount(mountpoint: str) -> None:
+    """Unmount, or detach what is in use; may wait for requests under way, and raise OSError."""
+    try:
+        libc.umount(mountpoint, libc.UMOUNT_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.EPERM):
+            raise
+        _detach(mountpoint)
+
+
+def _detach(mountpoint: str) -> None:
+    """Take the mount out of sight, by fusermount3 where this process may not; may raise OSError."""
+    try:
+        libc.umount(mountpoint, libc.MNT_DETACH | libc.UMOUNT_NOFOLLOW)
+    except PermissionError:
+        command = ["fusermount3", "-u", "-z", "-q", "--", mountpoint]
+        os.waitpid(os.posix_spawnp(command[0], command, os.environ), 0)

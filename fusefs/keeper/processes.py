@@ -176,8 +176,8 @@ class BecomeBroker(Exception):
 class ProcessTable:
     """The processes of one mount.
 
-    `on_message` gets each message of a daemon, `on_exit` each daemon that is
-    over, and `close_in_child` closes in a child what is the keeper's alone.
+    `on_message` gets daemons' messages, `on_exit` those that are over; `close_in_child` closes in a
+    child what is the keeper's alone.
     """
 
     def __init__(

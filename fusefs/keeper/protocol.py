@@ -129,10 +129,7 @@ class ProtocolError(OSError):
 
 
 class KeeperMessage:
-    """One message; `fds` are the descriptors that came with it, non-inheritable.
-
-    `fd` is the first of them, or -1.
-    """
+    """One message; `fds` are its descriptors, non-inheritable, `fd` the first of them, or -1."""
 
     def __init__(self, packed: bytes, fds: Sequence[int] = ()) -> None:
         numbers: tuple[int, ...] = MESSAGE.unpack_from(packed)

@@ -158,11 +158,7 @@ class KeeperState:
 
 
 def abort_own(state: KeeperState) -> None:
-    """Abort the mount's connection, unless it has ended: its number may be another mount's then.
-
-    Raises:
-        OSError: it is not this process's to abort.
-    """
+    """Abort the connection, unless it has ended: the number may be another's. Raises OSError."""
     if state.fuse_fd < 0 or not fuse_connection.is_disconnected(state.fuse_fd):
         fuse_connection.abort(state.connection)
 

@@ -187,9 +187,7 @@ def drop(path: str, mount: int, connection: int) -> None:
 
 
 def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, int, int]]:
-    """Copies of what is held behind this mount and connection: both numbers, and a descriptor.
-
-    The descriptors are the caller's to close.
+    """Held descriptors behind this mount and connection: both numbers, and a copy of each.
 
     Raises:
         OSError: no process listens there.
@@ -201,11 +199,7 @@ def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, 
 
 
 def fetch(path: str, mount: int, connection: int) -> int | None:
-    """A copy of a mount's descriptor; None if it is not held.
-
-    Raises:
-        OSError: no process listens there.
-    """
+    """A copy of a mount's descriptor; None if it is not held. Raises OSError as `held`."""
     for found in held(path, mount, connection - 1):
         if found[:2] == (mount, connection):
             return found[2]

@@ -155,10 +155,7 @@ def resume(
 
 
 def run_foreground(settings: MountSettings) -> int:
-    """Start the mount, and stay until it has ended; what ends this process ends the mount.
-
-    A service manager gets signs of life while the mount has a keeper.
-    """
+    """Start the mount and stay until it has ended; what ends this ends it. Notifies systemd."""
     has_keeper = settings.session != SessionKind.PYFUSE3
     process = start(settings)
     return Foreground(process, settings.mountpoint, has_keeper=has_keeper).run()

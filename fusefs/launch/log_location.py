@@ -37,11 +37,7 @@ def _default(mountpoint: Path) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path | None) -> Iterator[IO[bytes]]:
-    """The log for appending, the user's alone; without a path it is standard error.
-
-    Raises:
-        LaunchError: it cannot be written.
-    """
+    """The log for appending, the user's alone, or standard error; raises LaunchError."""
     if path is None:
         yield sys.stderr.buffer
         return

@@ -48,11 +48,7 @@ def keeper_request(mountpoint: Path, message: Message, timeout_s: float) -> Mess
 
 
 def keeper_status(mountpoint: Path, timeout_s: float) -> Message:
-    """The status of the mount's keeper: its `pid`, `daemon`, `connection` and more.
-
-    Raises:
-        ControlError: as `keeper_request` does.
-    """
+    """The keeper's `pid`, `daemon`, `connection` and more; raises as `keeper_request`."""
     return keeper_request(mountpoint, {"do": "status"}, timeout_s)
 
 

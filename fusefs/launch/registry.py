@@ -81,10 +81,7 @@ def _link_target(path: Path) -> Path | None:
 
 
 def start_time(pid: int) -> int | None:
-    """The start of the process `pid`, in clock ticks since boot; None if there is no such process.
-
-    A zombie has ended and counts as gone.
-    """
+    """The start of a process in clock ticks since boot; None if it is none, or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -139,11 +136,7 @@ def use_runtime_directory(directory: Path) -> None:
 
 
 def runtime_directory() -> Path:
-    """The directory where this user's new mounts are put on record; it need not exist.
-
-    A daemon runs as another user than the one who mounts, and gets the directory
-    from the environment.
-    """
+    """The directory for records of new mounts; daemons have it from the environment."""
     return Path(_runtime_paths()[0])
 
 
@@ -206,11 +199,7 @@ def _hashed(mountpoint: Path) -> str:
 
 
 def mount_directory(mountpoint: Path) -> Path:
-    """The directory of one mount below the runtime directory, which is created.
-
-    Raises:
-        MountsError: the directory cannot be made, or belongs to somebody else.
-    """
+    """Make a mount's directory in the runtime directory; raises MountsError if it can't."""
     directory = runtime_directory() / _hashed(mountpoint)
     # Root's is passed through by the daemons of other users.
     _make(directory.parent, 0o711 if os.geteuid() == 0 else 0o700, owners=(0, os.geteuid()))

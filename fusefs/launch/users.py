@@ -63,11 +63,7 @@ class User:
 
 
 def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ) -> User:
-    """The user that a mount's daemon is to run as, whose environment names AWS's files.
-
-    Raises:
-        UserError: the user of the settings cannot.
-    """
+    """The user of a mount's daemon, by AWS's files in `environment`; raises UserError."""
     if os.geteuid() != 0:
         if settings.user is not None:
             raise UserError("only root may use --user; drop it")

@@ -6,6 +6,7 @@ Threads have one each, and those that are started later get their starter's.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 
 from fusefs.linux import libc
@@ -40,9 +41,20 @@ def give_up_all() -> None:
     _set(lambda _permitted: 0, is_for_good=True)
 
 
-def set_effective(choose: Callable[[int], int]) -> None:
-    """Choose the effective set from the permitted, which stays."""
-    _set(choose, is_for_good=False)
+def lower_privileges(uid: int, gid: int) -> None:
+    """Act on files as `uid` and `gid`, with CAP_SYS_ADMIN as the only effective capability.
+
+    What is permitted stays, so that `raise_privileges` undoes it.
+    """
+    _libc.setfsgid(gid)
+    _libc.setfsuid(uid)
+    _set(lambda permitted: permitted & (1 << CAP_SYS_ADMIN), is_for_good=False)
+
+
+def raise_privileges() -> None:
+    _libc.setfsuid(os.geteuid())
+    _libc.setfsgid(os.getegid())
+    _set(lambda permitted: permitted, is_for_good=False)
 
 
 def _set(choose: Callable[[int], int], *, is_for_good: bool) -> None:

@@ -18,11 +18,7 @@ def raise_limit() -> None:
 
 
 def check_unreserved() -> None:
-    """See that the next descriptor may be one that is kept for as long as a program likes.
-
-    Raises:
-        OSError: EMFILE, it would be one of the reserved.
-    """
+    """Raise OSError (EMFILE) where the next descriptor would be one of the reserved."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     fd = os.dup(2)  # the lowest number that is free; all of this takes 2 µs
     os.close(fd)

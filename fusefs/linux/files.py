@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def absolute(path: Path) -> Path:
-    """`path` from the root on. Only a relative one needs the working directory.
-
-    Raises:
-        OSError: that is not there any more, as in a mount that has ended.
-    """
+    """`path` from the root on; raises OSError if the working directory that it needs is gone."""
     if path.is_absolute():
         return path
     try:

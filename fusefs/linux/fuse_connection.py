@@ -57,10 +57,7 @@ def abort(connection: int) -> None:
 
 
 def number_of(fuse_fd: int) -> int:
-    """The number of the connection behind a descriptor of /dev/fuse; 0 if the kernel does not say.
-
-    It does from Linux 6.17 on, if procfs is mounted (fuse_dev_show_fdinfo in fs/fuse/dev.c).
-    """
+    """A descriptor's connection (Linux 6.17, fuse_dev_show_fdinfo in fs/fuse/dev.c), or 0."""
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fuse_fd}") as file:
         for line in file:
             name, _, value = line.partition(":")

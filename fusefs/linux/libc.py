@@ -64,10 +64,7 @@ def allocate(fd: int, mode: int, offset: int, length: int) -> None:
 
 
 def forbid_inspection() -> None:
-    """Have no process without privilege read or trace this one, and no core be dumped of it.
-
-    Its files in /proc belong to root from here on.
-    """
+    """Forbid others to read, trace or dump this process; its files in /proc are root's then."""
     set_process_option(_PR_SET_DUMPABLE, 0)
 
 

@@ -18,10 +18,7 @@ _PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
 
 
 def line(level: str, name: str, message: str, at: float | None = None, trace: str = "") -> str:
-    """A line without its end, about `at` (seconds since the epoch; None: now).
-
-    A `trace` is behind the line, and in JSON a key of its own.
-    """
+    """A line without its end, of `at` (epoch seconds) or now; a `trace` comes behind it."""
     seconds = time.time() if at is None else at
     local = time.localtime(seconds)
     date, zone = time.strftime("%Y-%m-%dT%H:%M:%S", local), time.strftime("%z", local)

@@ -12,10 +12,7 @@ from contextlib import suppress
 
 
 def set_title(role: str, source: str, mountpoint: str, *, spared: int = 0) -> None:
-    """Give this process a title, but for the last `spared` bytes of its command line.
-
-    A kernel that does not allow it leaves the command line.
-    """
+    """Give this process a title, but for the last `spared` bytes, where the kernel allows it."""
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/comm", "w") as comm:
             comm.write(f"fusefs.{role}")

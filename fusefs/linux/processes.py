@@ -100,10 +100,7 @@ def become_in_place(credentials: Credentials) -> None:
 
 
 def yield_memory() -> None:
-    """Be what the kernel ends first when memory is short, where that can be set.
-
-    Not where the whole control group would end with it.
-    """
+    """Be what the kernel ends first when memory is short, unless a whole group would end."""
     if _ends_with_group():
         return
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

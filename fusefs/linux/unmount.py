@@ -29,11 +29,7 @@ class UnmountError(Exception):
 
 
 def umount_path(mountpoint: Path, *, is_lazy: bool = False) -> None:
-    """Take the mount at `mountpoint` away, or with `is_lazy` out of sight.
-
-    Raises:
-        UnmountError: it is busy, not a mount, or not this user's to end.
-    """
+    """Take the mount away, or with `is_lazy` out of sight; raises UnmountError if it can't be."""
     if not may_mount():
         _fusermount(mountpoint, is_lazy=is_lazy)
         return

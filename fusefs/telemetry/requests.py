@@ -48,10 +48,6 @@ class RequestTimes:
         """A request that is in `counts` was read at `began`, in monotonic s, and answered now."""
         self.timed(((opcode, time.monotonic() - began),), self.period)
 
-    def answered_elsewhere(self, opcode: int, count: int) -> None:
-        """So many requests more were answered at once, by the compiled part."""
-        self.counts[opcode] += count
-
     def timed(self, times: Sequence[tuple[int, float]], weight: int) -> None:
         """Some of those, each of which stands for so many: opcodes, and how long they took."""
         for opcode, took_s in times:

@@ -26,10 +26,7 @@ _CAUSES = {
 
 
 class S3Requests:
-    """The times of one mount's requests to one store. Belongs to the event loop.
-
-    The names of their metrics begin with `prefix`.
-    """
+    """One store's requests, whose metrics' names begin with `prefix`. Belongs to the event loop."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix

@@ -48,19 +48,8 @@ class WaitCause:
     ANY = 9
 
 
-# Their names, as metrics and status have them.
-CAUSES = (
-    "connection",
-    "throttled",
-    "s3_first_byte",
-    "s3_transfer",
-    "metadata",
-    "cache_disk",
-    "cache_full",
-    "credentials",
-    "cluster_cache",
-    "any",
-)
+# Their names by number, as metrics and status have them.
+CAUSES = tuple(name.lower() for name in vars(WaitCause) if name.isupper())
 _ANY = WaitCause.ANY
 SNAPSHOT_EVERY_S = 1.0
 # The longest time that `shares` looks back.

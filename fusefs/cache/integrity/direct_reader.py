@@ -31,11 +31,7 @@ class DirectReader:
     """One file of the disk, read without the page cache where its file system can. Blocks."""
 
     def __init__(self, path: str, *, is_direct: bool = True) -> None:
-        """Open a file; it is read through the page cache if not `is_direct`.
-
-        Raises:
-            OSError: it can't be opened.
-        """
+        """Open a file; through the page cache if not `is_direct`. Raises OSError."""
         # Anonymous memory is aligned to pages.
         self._buffer = memoryview(mmap.mmap(-1, BLOCK + 2 * ALIGNMENT))
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW

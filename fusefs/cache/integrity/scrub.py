@@ -30,10 +30,7 @@ REST = 3.0
 
 
 class Scrub:
-    """The scrub of one cache. Belongs to the event loop.
-
-    `pages` has the files of the cache that are larger than so many bytes, page by page.
-    """
+    """The scrub of one cache; `pages` has its files above a size. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -65,10 +62,7 @@ class Scrub:
             await self.scrub(0)
 
     async def scrub(self, larger_than: int, *, is_first: bool = False) -> None:
-        """Compare the files that are larger than so many bytes, resting in between.
-
-        With `is_first` those alone that have not been compared since the start.
-        """
+        """Compare files above a size, resting in between; if `is_first`, those not compared."""
         self._done_files = self._done_bytes = 0
         self._state = "under way"
         async for files in self._pages(larger_than):

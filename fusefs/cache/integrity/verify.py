@@ -88,10 +88,7 @@ class Integrity:
         self._discard(file)
 
     def sum_written(self, file: CacheFile, fd: int, crc: int | None = None) -> None:
-        """Compute checksums of a file that was written here; those of a large one follow later.
-
-        `crc` is the CRC32 of the whole file, if that is known.
-        """
+        """Sum a file that was written here, a large one later. `crc` is its CRC32 if known."""
         if crc is not None and file.size <= BLOCK and file.is_complete:
             self._summed(file, [Sum(0, file.size, crc)])
             return
@@ -239,10 +236,7 @@ class Integrity:
 def sums_in(
     catalog: Catalog, st_ino: int, generation: str, pending: list[Sum], start: int, stop: int
 ) -> list[Sum]:
-    """The checksums of a file's bytes [start, stop), on record and `pending`. Blocks.
-
-    None where the catalog can't be read.
-    """
+    """The checksums of [start, stop), on record, if that can be read, and `pending`. Blocks."""
     try:
         recorded = catalog.sums(st_ino, generation, start, stop)
     except sqlite3.Error as error:
@@ -277,10 +271,7 @@ def _copy(
     start: int,
     stop: int,
 ) -> OSError | Sum | None:
-    """Hand on [start, stop) of a file that has the bytes of `run`; return what is wrong with them.
-
-    What is compared is what is handed on: the file is read once.
-    """
+    """Hand on the bytes [start, stop) of a file as they were compared; return what is wrong."""
     for first, last, crc in _pieces(sums, run, start, stop):
         try:
             data = os.pread(source, last - first, first)

@@ -16,7 +16,7 @@ from itertools import islice
 
 from fusefs.cache.downloader import PART, Download, Downloader
 from fusefs.cache.file_cache import FileCache
-from fusefs.cache.readahead.siblings import SMALL, Files
+from fusefs.cache.readahead.siblings import SMALL, Listing
 from fusefs.store.interface import ObjectInfo
 
 # Before a guess was right, an eighth of what was read may be fetched of the next file in vain.
@@ -45,7 +45,7 @@ class _Begun:
 class NextFiles:
     """Begins the large files of a mount's folders ahead. Belongs to the event loop."""
 
-    def __init__(self, downloader: Downloader, cache: FileCache, listing: Files) -> None:
+    def __init__(self, downloader: Downloader, cache: FileCache, listing: Listing) -> None:
         self._downloader = downloader
         self._cache = cache
         self._listing = listing

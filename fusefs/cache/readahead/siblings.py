@@ -50,15 +50,11 @@ TURN = 200
 FOLDERS_TURN = 8
 
 
-class Files(Protocol):
-    """The known files of folders."""
+class Listing(Protocol):
+    """The known files of folders, and the known folders."""
 
     def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
         """The files of a folder: those behind a key, then those before it."""
-
-
-class Listing(Files, Protocol):
-    """The known files, and the known folders as well."""
 
     def next_folder(self, prefix: str) -> str | None:
         """The prefix of the folder that follows in the parent's listing, if that is known."""

@@ -116,11 +116,7 @@ class JobSpec:
 
     @classmethod
     def from_plain(cls, path: str, shard: Any, is_pinned: Any, list_name: Any) -> JobSpec:
-        """Read what `plain` returned, or a request.
-
-        Raises:
-            ValueError, TypeError: it is nothing of the kind.
-        """
+        """Read what `plain` returned, or a request; raises ValueError or TypeError."""
         if shard is not None:
             number, count = map(int, shard)
             if not 0 <= number < count:
@@ -133,10 +129,7 @@ class JobSpec:
 
 @dataclass
 class WarmCounts(Job):
-    """The progress of a job; `files` and `bytes` count what has been listed so far.
-
-    `unshared_blocks` are those that the cluster cache did not take.
-    """
+    """The progress of a job. The cluster cache did not take `unshared_blocks`."""
 
     is_listed: bool = False
     files: int = 0
@@ -296,11 +289,7 @@ class CacheWarmer:
             await trio.sleep_forever()
 
     async def start(self, spec: JobSpec) -> WarmJob:
-        """Start a job, or join it if it is under way. It is on record when this returns.
-
-        Raises:
-            ControlError: its list is not there.
-        """
+        """Start a job, or join it; it is on record then. Raises ControlError without its list."""
         await self._has_begun.wait()
         if spec.list_name and not (self._lists / spec.list_name).exists():
             raise ControlError("the list is incomplete, for the daemon was replaced; try again")
@@ -552,10 +541,7 @@ class CacheWarmer:
             raise
 
     def _in_turn(self, items: Sequence[T]) -> list[T]:
-        """Items in their order, or from another one on for each node of a cluster cache.
-
-        Nodes that begin together then find in it what the others have fetched.
-        """
+        """Items in their order, which begins elsewhere on each node of a cluster cache."""
         first = int(self._turn * len(items))
         return [*items[first:], *items[:first]]
 

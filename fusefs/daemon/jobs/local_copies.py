@@ -176,10 +176,7 @@ class LocalCopies:
             job.add("dropped_", size)
 
     async def _drop_others(self, job: CopiesJob, key: str, staying: Set[CacheFile]) -> None:
-        """Drop copies of versions below a key that the bucket has no more.
-
-        Those that are `staying` are of versions that it has, and were counted.
-        """
+        """Drop copies of versions that the bucket has no more, unlike those `staying`."""
         for number, file in enumerate(self._cache.files()):
             version = file.version
             is_idle = file.present.total and not file.pins and not file.is_retained

@@ -144,10 +144,7 @@ class Selector:
                     nursery.start_soon(select, path)
 
     async def _neighbours(self, paths: Sequence[str]) -> tuple[list[ObjectInfo], int]:
-        """The objects of the first of these sorted paths, and the number of paths looked up.
-
-        It ends where a page would have too few, or can't be had.
-        """
+        """The objects of the first of these sorted paths, while pages have enough, and how many."""
         keys, found, at = [self._prefix + path for path in paths], list[ObjectInfo](), 0
         while len(keys) - at >= WORTH:
             common = os.path.commonprefix([keys[at], keys[-1]])  # noqa: RUF071 - keys are strings
