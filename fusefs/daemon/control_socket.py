@@ -18,7 +18,7 @@ from pathlib import Path
 
 import trio
 
-from fusefs.keeper.exchange import ControlError, check_version, parse
+from fusefs.keeper.exchange import ControlError, parse
 from fusefs.launch.control import Message
 from fusefs.linux import sockets
 from fusefs.telemetry.activity import ACTIVITY
@@ -85,7 +85,6 @@ async def _reply(stream: trio.SocketStream, answer: Answer) -> bytes:
         message = await _receive(stream)  # first: who is still sending would miss a refusal
         if not sockets.is_trusted(stream.socket):
             raise ControlError("only the mount's owner and root are answered")
-        check_version(message)
         ACTIVITY.note()
         result = answer(message)
         reply = await result if inspect.isawaitable(result) else result

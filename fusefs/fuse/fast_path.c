@@ -756,12 +756,9 @@ static int serve_some(FastPath *self, int most, long long poll_ns, Py_ssize_t *o
     return 1;
 }
 
-PyDoc_STRVAR(serve_doc,
-             "serve(log, most, poll_ns): answer up to `most` requests. `log` is the journal's file, or None.\n"
-             "Where there is no request it is looked for for `poll_ns`, 0 for not at all.\n\n"
-             "Returns the size of a request that is left to Python, in the request buffer;\n"
-             "0 when so many were answered that others should have their turn; or a negative errno of reading, -EAGAIN if there is none.");
-
+/* serve(log, most, poll_ns): answer up to `most` requests, looking for one for so long. Returns the
+ * size of a request that is left to Python, 0 when so many were answered that others should have
+ * their turn, or a negative errno of reading: -EAGAIN if there is none. */
 static PyObject *serve(FastPath *self, PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 3) {
@@ -839,14 +836,10 @@ static PyObject *take_opened(FastPath *self)
     return opened;
 }
 
-PyDoc_STRVAR(take_doc,
-             "take(): what was done since the last time, None if nothing was.\n\n"
-             "A tuple: requests answered without an error as [(opcode, count)]; times as\n"
-             "[(opcode, seconds)]; opens as [(inode, file, fh, backing id, flags, unique,\n"
-             "1 if it is closed)], None as the inode if only the close is new; bytes read; those\n"
-             "answered with an error as [(opcode, count)]; the errno of a reply\n"
-             "that the kernel refused, or 0.");
-
+/* take(): what was done since the last time, None if nothing was. Requests answered as [(opcode,
+ * count)]; times as [(opcode, seconds)]; opens as [(inode, file, fh, backing id, flags, unique, 1 if
+ * it is closed)], None as the inode if only the close is new; bytes read; those answered with an
+ * error as [(opcode, count)]; the errno of a reply that the kernel refused, or 0. */
 static PyObject *take(FastPath *self, PyObject *Py_UNUSED(ignored))
 {
     if (!self->is_noted)
@@ -939,8 +932,8 @@ static void dealloc(FastPath *self)
 }
 
 static PyMethodDef methods[] = {
-    {"serve", (PyCFunction)(void (*)(void))serve, METH_FASTCALL, serve_doc},
-    {"take", (PyCFunction)take, METH_NOARGS, take_doc},
+    {"serve", (PyCFunction)(void (*)(void))serve, METH_FASTCALL, NULL},
+    {"take", (PyCFunction)take, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

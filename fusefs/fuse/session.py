@@ -321,44 +321,38 @@ class Session:
         """Answer what is there; return how many requests, -1 once unmounted."""
         warm = self._warm
         if warm is not None:
-            if warm.is_usable:
-                return self._answer_cold(warm, nursery)
             warm.settle()
-        return self._answer_all(nursery)
-
-    def _answer_cold(self, warm: FastPathReader, nursery: trio.Nursery) -> int:
-        """Answer what compiled code leaves to Python."""
-        warm.begin()
+            if warm.is_usable:
+                warm.begin()
+            else:
+                warm = None
         for count in range(BATCH):
             try:
                 # What waits already has a task, which is to have its turn.
-                size = warm.receive(may_poll=not self._waiting)
+                size = warm.receive(may_poll=not self._waiting) if warm else self._receive()
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     return -1
                 raise
             if size is None:
                 return count
-            warm.settle()
+            if warm is not None:
+                warm.settle()
             if not size:
                 break
             self._answer(size, nursery)
         return BATCH
 
-    def _answer_all(self, nursery: trio.Nursery) -> int:
-        for count in range(BATCH):
+    def _receive(self) -> int | None:
+        """Read a request; return its size, None if there is none."""
+        while True:
             try:
-                size = os.readv(self._fd, self._buffers)
+                return os.readv(self._fd, self._buffers)
             except BlockingIOError:
-                return count
+                return None
             except OSError as error:
-                if error.errno == errno.ENODEV:
-                    return -1
-                if error.errno in (errno.ENOENT, errno.EINTR):
-                    continue  # interrupted before it could be read
-                raise
-            self._answer(size, nursery)
-        return BATCH
+                if error.errno not in (errno.ENOENT, errno.EINTR):
+                    raise  # else it was interrupted before it could be read
 
     def _answer(self, size: int, nursery: trio.Nursery) -> None:
         _, opcode, unique, nodeid, uid, gid, pid, extension, _ = _UNPACK_HEADER(self._buffer)

@@ -203,9 +203,7 @@ class ControlSocket:
 
     def ask(self, client: Client, line: bytes) -> None:
         try:
-            request = exchange.parse(line)
-            exchange.check_version(request)
-            self._ask(client, request)
+            self._ask(client, exchange.parse(line))
         except ControlError as error:
             client.answer({"error": str(error)})
         except (ValueError, TypeError, KeyError) as error:

@@ -1,7 +1,6 @@
 """One request and its answer over a Unix socket, each a JSON object in one line.
 
 Keepers (control.py) and daemons (daemon/control_socket.py) are spoken to in this way.
-A request that names another version of the protocol than this one (`protocol`) is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     import socket
     from typing import Any
-
-PROTOCOL = 1
 
 MAX_ANSWER = 4 << 20
 PEER_TIMEOUT_S = 5.0
@@ -54,13 +51,6 @@ def parse(line: bytes) -> dict[str, Any]:
     return message
 
 
-def check_version(request: dict[str, Any]) -> None:
-    """Raise ControlError for a request in a version that is not spoken here."""
-    version = request.get("protocol", PROTOCOL)
-    if version != PROTOCOL:
-        raise ControlError(f"version {version} of the protocol is not spoken here")
-
-
 def peer(path: str | os.PathLike[str]) -> int | None:
     """The pid of the process that listens on `path`, whether it answers or not."""
     try:
@@ -82,7 +72,7 @@ def exchange(
     deadline = time.monotonic() + timeout_s
     try:
         with sockets.connect(path, timeout_s) as sock:
-            sock.sendall(encode({**request, "protocol": PROTOCOL}))
+            sock.sendall(encode(request))
             answer = parse(_read_line(sock, deadline))
     except OSError as error:
         raise NotAnsweringError(error.strerror or str(error)) from error

@@ -164,7 +164,6 @@ def test_the_keeper_is_small_with_every_file_registered(kept: Kept) -> None:
         b"{}\n",
         b'{"do": "dance"}\n',
         b"\xff\n",
-        b'{"do": "status", "protocol": 99}\n',
     ],
 )
 def test_nonsense_on_the_control_socket_gets_an_error(kept: Kept, line: bytes) -> None:

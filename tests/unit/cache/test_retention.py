@@ -189,15 +189,15 @@ async def test_many_pins_are_added_page_by_page_and_removed_by_a_path_or_a_patte
             await here.add(keys[at : at + 20])
             await there.refresh()
         assert await here.count("dir") == 101
-        assert await here.remove("dir", lambda pin: pin.endswith("5")) == 10
+        assert await here.remove_pins("dir", lambda pin: pin.endswith("5")) == 10
         await here.add(["dir/5"])
-        assert await here.remove("dir/77", lambda _pin: True) == 1
+        assert await here.remove_pins("dir/77", lambda _pin: True) == 1
         await there.refresh()
         gone = {f"dir/{number}" for number in (15, 25, 35, 45, 55, 65, 75, 85, 95, 77)}
         monkeypatch.setattr(retention_module, "covers", lambda pins, key: hash(key) in pins)
         for pinned in (here, there):
             assert [key for key in keys if not pinned.covers(key)] == sorted(gone, key=keys.index)
-        assert await here.remove("dir", lambda _pin: True) == 91
+        assert await here.remove_pins("dir", lambda _pin: True) == 91
         await there.refresh()
         for pinned in (here, there):
             assert [key for key in keys if pinned.covers(key)] == ["dir-1", "dir.x", "other/0"]
