@@ -172,7 +172,7 @@ async def test_the_record_is_of_all_buckets_and_what_other_mounts_change_is_noti
         await two.add(["c"])
         assert (await same.refresh(), await same.refresh()) == (True, False)
         assert same.covers("b")
-        assert await one.remove("b", lambda _pin: True) == 1
+        assert await one.remove_pins("b", lambda _pin: True) == 1
         assert (await same.refresh(), await two.refresh()) == (True, True)
         pins = [[key for key in "abc" if pinned.covers(key)] for pinned in (one, two, same)]
         assert pins == [["a"], ["c"], ["a"]]
