@@ -33,7 +33,6 @@ from pathlib import Path
 import trio
 
 from fusefs.cache import disk
-from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.catalog_writer import CatalogWriter
@@ -43,6 +42,7 @@ from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import open_or_create
 from fusefs.cache.integrity.trouble import Trouble
 from fusefs.cache.integrity.verify import Integrity
+from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.residency import Residency
@@ -62,7 +62,7 @@ SYNC_AFTER_S = 5.0
 # Files that were fetched ahead stay open this long for their first open.
 KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
-# Versions whose names are known: as many as the kernel reads by itself (fuse/passthrough.py).
+# Versions whose names are known: as many as the kernel reads by itself (passthrough.py).
 MOST_NAMES = 16384
 # Errors of an open that say nothing about the file.
 _NOT_ITS_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS, errno.ENOLCK}
@@ -82,7 +82,7 @@ class FileCache:
         *,
         most_in_memory: int = 50_000,
         in_any_case: bool = False,
-        backing: BackingFiles | None = None,
+        backing: PassthroughFiles | None = None,
         on_discard: Callable[[CacheFile], None] = lambda _file: None,
     ) -> None:
         """Open the directory and read the catalog; `in_any_case` on a bad disk too. Blocks.

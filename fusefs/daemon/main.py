@@ -28,6 +28,7 @@ from fusefs.cache.disk import CacheDirectoryError, usable
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.integrity.scrub import Scrub
+from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.daemon import control_socket, setup
 from fusefs.daemon.access_guard import AccessGuard
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer
@@ -43,7 +44,6 @@ from fusefs.daemon.takeover import (
 )
 from fusefs.fuse.interrupts import Callers
 from fusefs.fuse.notifications import DeviceNotifications
-from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper.client import KeeperError
 from fusefs.launch import registry
@@ -523,7 +523,9 @@ class Daemon:
                     registered = takeover.taken.backing
                     inodes = {st_ino for _, st_ino in registered.values()}
                     whole = await self.cache.whole_files(inodes)
-                    passthrough.take_over(registered, operations.handles, whole)
+                    handles = operations.handles.files.values()
+                    opened = [(handle.file, handle.backing_id) for handle in handles]
+                    passthrough.take_over(registered, opened, whole)
                 self._adopt(session, takeover, state.init_out)
             if passthrough is not None:
                 await passthrough.turn_on(session.has_passthrough, self.cache.directory)

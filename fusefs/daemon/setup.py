@@ -10,10 +10,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import prepare_directory
 from fusefs.cache.file_cache import FileCache
+from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.cache.quota import Quota
 from fusefs.daemon import log_handlers
 from fusefs.linux.descriptors import raise_limit
@@ -52,7 +52,7 @@ def open_cache(
     settings: MountSettings,
     directory: Path,
     identity: str,
-    backing: BackingFiles,
+    backing: PassthroughFiles,
     on_discard: Callable[[CacheFile], None],
     *,
     in_any_case: bool,

@@ -25,7 +25,7 @@ from typing import TypeVar
 import trio
 
 from fusefs.cache.disk import STATE, CacheDirectoryError, usable
-from fusefs.fuse.passthrough import PassthroughFiles
+from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.keeper import protocol, supervisor_protocol
 from fusefs.keeper.client import KeeperClient, KeeperError, TakenMount
 from fusefs.keeper.protocol import FRESH, PREPARE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.file_cache import FileCache
+from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
@@ -27,7 +27,7 @@ class MountState:
     directories: Directories
     cache: FileCache
     downloader: Downloader
-    backing: BackingFiles
+    backing: PassthroughFiles
     journal: NodeLog
     inodes: InodeTable
     handles: HandleTable

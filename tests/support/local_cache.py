@@ -21,12 +21,12 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.catalog import Row
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
+from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.cache.quota import Quota
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer
 from fusefs.daemon.jobs.local_copies import LocalCopies
@@ -202,7 +202,7 @@ async def cache_in(
     inode_floor: int = 0,
     bucket: Bucket | None = None,
     most_in_memory: int = 1000,
-    backing: BackingFiles | None = None,
+    backing: PassthroughFiles | None = None,
 ) -> AsyncIterator[Parts]:
     """The cache of a new mount in `directory`, ended cleanly with the block."""
     os.makedirs(directory, exist_ok=True)

@@ -12,7 +12,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.fuse.passthrough import PassthroughFiles
+from fusefs.cache.passthrough import PassthroughFiles
 
 
 class CountingRegistrar:

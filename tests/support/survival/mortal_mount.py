@@ -17,12 +17,11 @@ from typing import Any
 
 import trio
 
-from fusefs.cache.backing_files import BackingFiles
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
+from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.cache.quota import Quota
-from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.replay import KernelState
@@ -205,7 +204,7 @@ class MortalMount:
         self.prefix = ""
         # More nodes than this are too many.
         self.most_nodes = sys.maxsize
-        self.backing: BackingFiles = PassthroughFiles(why="no kernel")
+        self.backing: PassthroughFiles = PassthroughFiles(why="no kernel")
         self._mounted_ns = 1
         self._uniques = itertools.count(2, 2)
         self._is_mounted = False

@@ -13,7 +13,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import ORPHAN_AGE_S, is_unused
 from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.integrity.checksums import Sum
-from fusefs.fuse.passthrough import PassthroughFiles
+from fusefs.cache.passthrough import PassthroughFiles
 from tests.support.local_cache import cache_in, content, recording, version
 from tests.support.waiting import eventually
 

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.cache.readahead import siblings
 from fusefs.fuse import fast_path, protocol
-from fusefs.fuse.passthrough import PassthroughFiles
 from fusefs.fuse.protocol import Opcode
 from fusefs.fuse.session import Session
 from fusefs.posix.journal.journal import Journal

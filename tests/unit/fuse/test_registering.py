@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.fuse.passthrough import PassthroughFiles
+from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.keeper import client, protocol
 from fusefs.keeper.client import KeeperClient
 from fusefs.keeper.protocol import MOST_FILES, KeeperMessage

@@ -18,7 +18,7 @@ import logging
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +26,6 @@ from typing import Protocol
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.posix.nodes.handles import HandleTable
 
 logger = logging.getLogger("fusefs.passthrough")
 
@@ -160,24 +159,23 @@ class PassthroughFiles:
     def take_over(
         self,
         registered: Mapping[int, tuple[int, int]],
-        handles: HandleTable,
+        opened: Iterable[tuple[CacheFile, int]],
         whole: Mapping[int, CacheFile],
     ) -> None:
         """Know the ids again that an earlier process registered, as {id: (st_dev, st_ino)}.
 
-        `whole` are the complete files of the cache by inode number. An id that
-        belongs to neither an open handle nor one of them is given back.
+        `opened` are the files of handles with their ids, or 0, and `whole` the complete files of
+        the cache by inode number. An id that belongs to none of them is given back.
         """
-        used = {handle.backing_id for handle in handles.files.values()}
-        for handle in handles.files.values():
-            if handle.backing_id:
-                self.adopt(handle.file, handle.backing_id)
+        used = {backing_id: file for file, backing_id in opened if backing_id}
+        for backing_id, file in used.items():
+            self.adopt(file, backing_id)
         for backing_id, (_, st_ino) in registered.items():
-            file = whole.get(st_ino)
             if backing_id in used:
                 continue
-            if file is not None and file not in self.ids:
-                self.adopt(file, backing_id)
+            known = whole.get(st_ino)
+            if known is not None and known not in self.ids:
+                self.adopt(known, backing_id)
             else:
                 self._give_back(backing_id, st_ino)
 
