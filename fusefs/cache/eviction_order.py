@@ -35,6 +35,7 @@ from itertools import chain, count, islice
 from typing import Protocol
 
 from fusefs.cache.cached_file import CacheFile, Rank
+from fusefs.cache.quota import Quota
 
 # The share of the cache in which no file is kept, for those that pass.
 PASSING_SHARE = 1 / 64
@@ -66,16 +67,6 @@ MOST_REMEMBERED = 16384
 REMEMBERED = 16
 
 
-class Room(Protocol):
-    """The size and the limit of the cache, in bytes."""
-
-    @property
-    def used(self) -> int: ...
-
-    @property
-    def limit(self) -> int: ...
-
-
 class Forecast(Protocol):
     """The known future of files. Times are in an order of its own; `since` is the epoch's."""
 
@@ -102,7 +93,7 @@ class EvictionOrder:
     the more files there are, but for `restore`.
     """
 
-    def __init__(self, room: Room, most_latest: int = MOST_LATEST) -> None:
+    def __init__(self, room: Quota, most_latest: int = MOST_LATEST) -> None:
         self._room = room
         # Not plain dicts: those get slow when their first entries are removed.
         self._kept: OrderedDict[CacheFile, None] = OrderedDict()

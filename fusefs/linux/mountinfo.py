@@ -21,42 +21,15 @@ class KernelMount:
     """One line of mountinfo. `device` is "major:minor", `number` and `parent` are ids of mounts.
 
     `options` are the file system's, `flags` those of this mount of it; `root` is the directory
-    of the file system that is mounted here.
+    of the file system that is mounted here. See proc_pid_mountinfo(5).
     """
 
-    __slots__ = (
-        "device",
-        "filesystem",
-        "flags",
-        "number",
-        "options",
-        "parent",
-        "path",
-        "root",
-        "source",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        parent: int,
-        path: str,
-        device: str,
-        filesystem: str,
-        source: str,
-        options: str,
-        flags: str = "",
-        root: str = "/",
-    ) -> None:
-        self.number = number
-        self.parent = parent
-        self.path = path
-        self.device = device
-        self.filesystem = filesystem
-        self.source = source
-        self.options = options
-        self.flags = flags
-        self.root = root
+    def __init__(self, line: str) -> None:
+        before, _, after = line.partition(" - ")
+        number, parent, self.device, root, path, self.flags = before.split(" ")[:6]
+        self.filesystem, source, self.options = after.split(" ", 2)
+        self.number, self.parent = int(number), int(parent)
+        self.root, self.path, self.source = _unescape(root), _unescape(path), _unescape(source)
 
     @property
     def mountpoint(self) -> Path:
@@ -90,16 +63,7 @@ class KernelMount:
 
 
 def parse(text: str) -> list[KernelMount]:
-    mounts = []
-    for line in text.split("\n"):
-        before, separator, after = line.partition(" - ")
-        if separator:
-            number, parent, device, root, path, flags = before.split(" ")[:6]
-            filesystem, source, options = after.split(" ", 2)
-            places = _unescape(path), device, filesystem, _unescape(source)
-            of = int(number), int(parent), *places, options
-            mounts.append(KernelMount(*of, flags, _unescape(root)))
-    return mounts
+    return [KernelMount(line) for line in text.split("\n") if " - " in line]
 
 
 def _unescape(text: str) -> str:
