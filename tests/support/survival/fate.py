@@ -2,16 +2,21 @@
 
 import pytest
 
+from fusefs.posix.journal import journal
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.write.staging import Staging
 from tests.support.survival.mortal_mount import DiedError
 
 
 class Fate:
-    """Kills after so many steps, if it is set to. From then on nothing gets done."""
+    """Kills after so many steps, if it is set to. From then on nothing gets done.
 
-    def __init__(self) -> None:
+    A test has hundreds of processes, each with a journal: those are short.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: int | None = None
+        monkeypatch.setattr(journal, "STEP", 64 << 10)
 
     def step(self, *_: object) -> None:
         if self.left is not None:
@@ -22,7 +27,7 @@ class Fate:
 
 def fate_of_records(monkeypatch: pytest.MonkeyPatch) -> Fate:
     """A fate with a step before and one after each record; requests are the caller's to add."""
-    fate = Fate()
+    fate = Fate(monkeypatch)
     append, record = Journal._append, Staging.record
 
     def append_or_die(self: Journal, *record: object) -> None:

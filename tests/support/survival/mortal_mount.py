@@ -265,6 +265,7 @@ class MortalMount:
                     nursery.cancel_scope.cancel()
         except BaseException:
             cache._catalog.close()
+            ended.callback(close_all, self._cache)
             raise
         finally:
             ended.callback(close_all, self.directory / "staging")
@@ -293,10 +294,10 @@ class MortalMount:
 
 def close_all(directory: Path) -> None:
     """Close what a process had open below a directory, as the kernel does at its end."""
-    for fd in Path("/proc/self/fd").iterdir():
+    for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
-            if fd.readlink().is_relative_to(directory):
-                os.close(int(fd.name))
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{directory}/"):
+                os.close(int(fd))
 
 
 async def _answered(answer: Any) -> Any:

@@ -83,7 +83,7 @@ PROGRAMS = {
 def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
     for module in (upload_steps, uploader, writer):
         monkeypatch.setattr(module, "IN_PARTS", PART)
-    fate, record = Fate(), Staging.record
+    fate, record = Fate(monkeypatch), Staging.record
 
     def record_or_die(self: Staging, staged: StagedFile) -> None:
         record(self, staged)
