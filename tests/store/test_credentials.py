@@ -58,17 +58,6 @@ async def test_a_session_token_does_not_follow_a_redirect(
     assert elsewhere.requests() == []
 
 
-async def test_a_head_with_credentials_that_have_just_expired_waits_for_new_ones(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    async with opened(shared, faulty) as store:
-        await store.list_page("")
-        # The answer to a HEAD has no reason in it.
-        faulty.add("HEAD", code="ExpiredToken", times=3)
-        faulty.add("LIST", code="ExpiredToken", times=3)
-        assert (await store.head("body")).size == len(BODY)
-
-
 async def test_a_key_that_is_rejected_is_looked_up_again_before_a_read_fails(
     shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
+from fusefs.store.s3.get import SMALL
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.store_reading import BODY, download, opened
@@ -30,15 +31,16 @@ FAULTS = [
 ]
 
 
+@pytest.mark.parametrize("size", [SMALL, len(BODY)], ids=["small", "large"])
 @pytest.mark.parametrize(("code", "kind", "number"), FAULTS)
 async def test_a_refused_download_says_why(
-    shared: Bucket, faulty: FaultyS3, code: str, kind: type[StoreError], number: int
+    shared: Bucket, faulty: FaultyS3, code: str, kind: type[StoreError], number: int, size: int
 ) -> None:
     async with opened(shared, faulty, retry_time_s=0.2) as store:
         info = await store.head("body")
         faulty.add("GET", code=code)
         with pytest.raises(kind, match=REQUEST_ID) as raised:
-            await download(store, info)
+            await download(store, info, 0, size)
         assert raised.value.errno == number
 
 

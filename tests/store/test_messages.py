@@ -164,12 +164,6 @@ async def test_an_unreachable_endpoint_is_named_once(shared: Bucket, faulty: Fau
     assert text.endswith("no connection to http://127.0.0.1:1: connection refused")
 
 
-async def test_a_silent_endpoint_is_named(shared: Bucket, faulty: FaultyS3) -> None:
-    faulty.add(stall=True)
-    text = await complaint(shared, faulty, read_timeout_s=0.2)
-    assert f"no answer from {faulty.endpoint_url} in time" in text
-
-
 async def test_a_missing_ca_bundle_is_named(shared: Bucket, faulty: FaultyS3) -> None:
     assert "/nonexistent" in await complaint(shared, faulty, ca_bundle="/nonexistent")
 

@@ -14,12 +14,6 @@ from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
 
 
-async def test_a_range_arrives_as_it_is(shared: Bucket, faulty: FaultyS3) -> None:
-    async with opened(shared, faulty) as store:
-        info = await store.head("body")
-        assert await download(store, info, 12345, 3 << 20) == BODY[12345 : 3 << 20]
-
-
 async def test_a_head_and_a_listing_tell_the_same(shared: Bucket, faulty: FaultyS3) -> None:
     async with opened(shared, faulty) as store:
         listed = {info.key: info for info in (await store.list_page("", delimiter="")).objects}
@@ -138,15 +132,6 @@ async def test_a_stream_that_breaks_again_and_again_arrives_in_the_end(
     async with opened(shared, faulty) as store:
         assert await download(store, await store.head("body")) == BODY
         assert store.counters()["bytes_fetched"] == len(BODY)
-
-
-async def test_a_server_that_is_silent_gets_the_request_again(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    faulty.add("GET", stall=True, times=1)
-    async with opened(shared, faulty) as store:
-        assert await download(store, await store.head("body")) == BODY
-        assert store.counters()["retries"] == 1
 
 
 @pytest.mark.parametrize("key", ["body", ODD_KEY])

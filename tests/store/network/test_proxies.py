@@ -114,46 +114,36 @@ def test_a_proxy_that_nothing_can_use_is_refused_without_its_password(proxy: str
     assert shown("http://user:word@host:1") == "http://host:1"
 
 
-@pytest.mark.parametrize("variable", ["HTTPS_PROXY", "ALL_PROXY"])
+@pytest.mark.parametrize(
+    ("variable", "is_secure"),
+    [("HTTPS_PROXY", True), ("ALL_PROXY", True), ("HTTP_PROXY", False), ("ALL_PROXY", False)],
+)
 @states(
     "All requests take the same proxy: that of `HTTPS_PROXY`, `HTTP_PROXY` or `ALL_PROXY`, but"
     " for the hosts, networks and ports in `NO_PROXY`."
 )
-async def test_every_read_over_tls_goes_through_the_proxy(
+async def test_every_read_goes_through_the_proxy(
     shared: Bucket,
     faulty: FaultyS3,
     secure: TlsDoor,
     proxy: ForwardProxy,
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
+    *,
+    is_secure: bool,
 ) -> None:
     monkeypatch.setenv(variable, proxy.url)
     settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
-    async with opened(shared, faulty, **settings) as store:
-        await store.check("")
-        assert proxy.tunnels
-        info = await store.head("body")
-        assert await download(store, info, 0, SMALL) == BODY[:SMALL]
-        assert await download(store, info) == BODY
-    assert set(proxy.tunnels) == {secure.url.removeprefix("https://")}
-
-
-@pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])
-async def test_every_read_without_tls_goes_through_the_proxy(
-    shared: Bucket,
-    faulty: FaultyS3,
-    proxy: ForwardProxy,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-) -> None:
-    monkeypatch.setenv(variable, proxy.url)
-    async with opened(shared, faulty) as store:
+    async with opened(shared, faulty, **(settings if is_secure else {})) as store:
         await store.check("")
         info = await store.head("body")
         assert await download(store, info, 0, SMALL) == BODY[:SMALL]
         assert await download(store, info) == BODY
-    through = [url for url in proxy.urls if url.startswith(faulty.endpoint_url)]
-    assert len(through) == len(faulty.requests()) > 2
+    if is_secure:
+        assert set(proxy.tunnels) == {secure.url.removeprefix("https://")}
+    else:
+        through = [url for url in proxy.urls if url.startswith(faulty.endpoint_url)]
+        assert len(through) == len(faulty.requests()) > 2
 
 
 @pytest.mark.parametrize("is_secure", [True, False])

@@ -23,8 +23,6 @@ from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
 from tests.support.waiting import eventually
 
-SIZES = pytest.mark.parametrize("size", [1000, SMALL])
-
 
 @asynccontextmanager
 async def impatient(
@@ -40,8 +38,8 @@ async def impatient(
         yield store
 
 
-async def read(store: S3Store, size: int) -> bytes:
-    return await download(store, await store.head("body"), 0, size)
+async def read(store: S3Store) -> bytes:
+    return await download(store, await store.head("body"), 0, SMALL)
 
 
 def release(hold: Hold) -> None:
@@ -54,95 +52,83 @@ async def given_up(hold: Hold) -> None:
     assert all(held.is_client_gone for held in hold.held)
 
 
-@SIZES
 @states(
     "A GET of up to 256 KiB that has no answer after longer than nearly all the others took is"
     " sent again on another connection, for 3% of these GETs at most; the first answer counts."
 )
 async def test_a_slow_get_is_sent_again_and_the_first_answer_counts(
-    shared: Bucket, faulty: FaultyS3, size: int
+    shared: Bucket, faulty: FaultyS3
 ) -> None:
     async with impatient(shared, faulty) as store:
         hold = faulty.hold("GET", "body", 0.0)
-        assert await read(store, size) == BODY[:size]
+        assert await read(store) == BODY[:SMALL]
         counters = store.counters()
         assert (counters["gets"], counters["hedged"], counters["hedged_won"]) == (2, 1, 1)
-        assert (counters["bytes_fetched"], counters["retries"]) == (size, 0)
+        assert (counters["bytes_fetched"], counters["retries"]) == (SMALL, 0)
         assert store.requester.connections.in_use == 0
         await given_up(hold)
 
 
-@SIZES
-async def test_through_tls_as_well(
-    shared: Bucket, faulty: FaultyS3, tmp_path: Path, size: int
-) -> None:
+async def test_through_tls_as_well(shared: Bucket, faulty: FaultyS3, tmp_path: Path) -> None:
     with tls_door(faulty.endpoint_url, tmp_path) as door:
         settings: dict[str, Any] = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
         async with impatient(shared, faulty, **settings) as store:
             hold = faulty.hold("GET", "body", 0.0)
-            assert await read(store, size) == BODY[:size]
+            assert await read(store) == BODY[:SMALL]
             assert store.counters()["hedged_won"] == 1
             release(hold)
 
 
-@SIZES
 async def test_the_first_request_wins_if_it_is_answered_first(
-    shared: Bucket, faulty: FaultyS3, size: int
+    shared: Bucket, faulty: FaultyS3
 ) -> None:
     async with impatient(shared, faulty) as store:
         first, second = (faulty.hold("GET", "body", 0.0) for _ in range(2))
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_expect, store, size)
+            nursery.start_soon(_expect, store)
             await eventually(lambda: len(second.held) == 1)
             release(first)
         counters = store.counters()
         assert (counters["hedged"], counters["hedged_won"]) == (1, 0)
-        assert counters["bytes_fetched"] == size
+        assert counters["bytes_fetched"] == SMALL
         release(second)
 
 
-async def _expect(store: S3Store, size: int) -> None:
-    assert await read(store, size) == BODY[:size]
+async def _expect(store: S3Store) -> None:
+    assert await read(store) == BODY[:SMALL]
 
 
-@SIZES
-async def test_the_failure_of_one_does_not_fail_the_other(
-    shared: Bucket, faulty: FaultyS3, size: int
-) -> None:
+async def test_the_failure_of_one_does_not_fail_the_other(shared: Bucket, faulty: FaultyS3) -> None:
     async with impatient(shared, faulty) as store:
         hold = faulty.hold("GET", "body", 0.0)
         refused = faulty.add("GET", code="SlowDown", times=1, before=lambda: release(hold))
-        assert await read(store, size) == BODY[:size]
+        assert await read(store) == BODY[:SMALL]
         counters = store.counters()
         assert (refused.used, counters["retries"], counters["hedged_won"]) == (1, 0, 0)
 
 
-@SIZES
-async def test_where_both_fail_the_request_is_tried_again(
-    shared: Bucket, faulty: FaultyS3, size: int
-) -> None:
+async def test_where_both_fail_the_request_is_tried_again(shared: Bucket, faulty: FaultyS3) -> None:
     async with impatient(shared, faulty) as store:
         first = faulty.add("GET", stall=True, code="InternalError", times=1)
         second = faulty.add("GET", code="InternalError", times=1, before=first.release)
-        assert await read(store, size) == BODY[:size]
+        assert await read(store) == BODY[:SMALL]
         counters = store.counters()
         assert (second.used, counters["gets"], counters["retries"]) == (1, 3, 1)
 
 
-async def outdated(store: S3Store, bucket: Bucket, size: int) -> ObjectInfo:
+async def outdated(store: S3Store, bucket: Bucket) -> ObjectInfo:
     """What was known of an object before it was replaced."""
-    bucket.put("body", BODY[:size])
+    bucket.put("body", BODY[:SMALL])
     info = await store.head("body")
-    bucket.put("body", BODY[1:size] + BODY[:1])
+    bucket.put("body", BODY[1:SMALL] + BODY[:1])
     return info
 
 
-@SIZES
 async def test_a_refusal_that_both_would_get_does_not_wait_for_the_other(
-    bucket: Bucket, faulty: FaultyS3, size: int
+    bucket: Bucket, faulty: FaultyS3
 ) -> None:
     async with impatient(bucket, faulty) as store:
-        info = await outdated(store, bucket, size)
+        info = await outdated(store, bucket)
         hold = faulty.hold("GET", "body", 0.0)
         with pytest.raises(StaleVersionError):
             await download(store, info)
@@ -150,12 +136,11 @@ async def test_a_refusal_that_both_would_get_does_not_wait_for_the_other(
         release(hold)
 
 
-@SIZES
-async def test_cancelling_gives_both_up(shared: Bucket, faulty: FaultyS3, size: int) -> None:
+async def test_cancelling_gives_both_up(shared: Bucket, faulty: FaultyS3) -> None:
     async with impatient(shared, faulty) as store:
         hold = faulty.hold("GET", "body", 0.0, times=2)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(read, store, size)
+            nursery.start_soon(read, store)
             await eventually(lambda: len(hold.held) == 2)
             nursery.cancel_scope.cancel()
         assert store.requester.connections.in_use == 0
@@ -170,5 +155,5 @@ async def test_nothing_is_sent_again_without_need_or_without_a_connection(
     # One connection of one is none to spare.
     async with impatient(shared, faulty, wait_s, max_connections=1) as store:
         faulty.add("GET", times=1, delay_s=0.1)
-        assert await read(store, SMALL) == BODY[:SMALL]
+        assert await read(store) == BODY[:SMALL]
         assert store.counters()["hedged"] == 0

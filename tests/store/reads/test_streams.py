@@ -9,9 +9,8 @@ from fusefs.store.checksum import crc32
 from fusefs.store.errors import StoreError
 from fusefs.store.s3.get import SMALL
 from fusefs.store.s3.store import S3Store
-from tests.store.test_failures import FAULTS
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.tls import TlsDoor
 from tests.support.servers.tls import secure as secure
 from tests.support.store_reading import BODY, ODD_KEY, Collector, download, opened
@@ -91,18 +90,6 @@ async def test_an_object_may_come_in_chunks(bucket: Bucket, faulty: FaultyS3) ->
         assert await download(store, info) == BODY[:1000]
 
 
-async def test_what_has_come_before_a_break_is_not_requested_again(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    async with opened(shared, faulty) as store:
-        await store.check("")
-        info = await store.head("body")
-        faulty.add("GET", cut_after=1_500_000, times=1)
-        assert await download(store, info) == BODY
-    ranges = [request.range for request in faulty.requests("GET")]
-    assert ranges == [f"bytes=0-{len(BODY) - 1}", f"bytes=1500000-{len(BODY) - 1}"]
-
-
 # In the middle of an object, so that a server that ignores the range is noticed.
 START = 100_000
 
@@ -144,26 +131,3 @@ async def test_a_small_range_that_breaks_is_requested_again(
         rule = faulty.add("GET", times=1, **fault)
         assert await small(store) == BODY[START : START + SMALL]
         assert rule.used == 1
-
-
-@pytest.mark.parametrize(("code", "kind", "number"), FAULTS)
-async def test_what_can_not_be_read_says_why(
-    shared: Bucket, faulty: FaultyS3, code: str, kind: type[StoreError], number: int
-) -> None:
-    async with opened(shared, faulty, retry_time_s=0.2) as store:
-        await store.check("")
-        faulty.add("GET", code=code)
-        with pytest.raises(kind, match=REQUEST_ID) as raised:
-            await small(store)
-        assert raised.value.errno == number
-
-
-async def test_an_answer_that_is_longer_than_requested_is_refused(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    async with opened(shared, faulty, retry_time_s=0.2) as store:
-        await store.check("")
-        etag = (await store.head("body")).etag
-        faulty.add("GET", status=200, body=BODY[: SMALL * 2], headers={"etag": etag})
-        with pytest.raises(StoreError):
-            await small(store)

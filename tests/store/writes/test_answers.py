@@ -7,7 +7,7 @@ import trio
 
 from fusefs.store.errors import ExistsError, StoreError, UnreachableError
 from fusefs.store.fencing import without_token
-from fusefs.store.interface import IF_ABSENT, IfMatch, Write
+from fusefs.store.interface import IF_ABSENT, Write
 from fusefs.store.s3 import copy
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -15,21 +15,6 @@ from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import PART, digest, each_way, opened, put
 
 pytestmark = pytest.mark.usefixtures("as_owner")
-
-
-@each_way
-@pytest.mark.parametrize("is_new", [True, False])
-async def test_an_object_whose_answer_was_lost_is_ones_own(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str, is_new: bool
-) -> None:
-    file = make_file(size)
-    condition = IF_ABSENT if is_new else IfMatch(bucket.put("file", b"old"))
-    ends = "COMPLETE" if operation == "PART" else "PUT"
-    faulty.add(ends, times=1, lose_answer=True)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", file, condition)
-        assert info.version == (await store.head("file")).version
-    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @each_way

@@ -126,16 +126,6 @@ async def test_where_there_was_to_be_nothing_nothing_is_replaced(
     assert stored(bucket, "new") == file.data
 
 
-async def test_a_source_that_was_replaced_is_no_object_that_is_in_the_way(
-    bucket: Bucket, make_file: MakeFile
-) -> None:
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        old = await put(store, "source", make_file(100))
-        await put(store, "source", make_file(100))
-        with pytest.raises(StaleVersionError):
-            await store.copy(old, "copy", Write(condition=IF_ABSENT))
-
-
 @pytest.mark.parametrize("keeps_mtime", [True, False])
 async def test_a_copy_whose_answer_was_lost_is_not_in_its_own_way(
     bucket: Bucket, faulty: FaultyS3, keeps_mtime: bool

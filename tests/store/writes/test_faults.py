@@ -104,17 +104,6 @@ async def test_what_is_forbidden_is_not_tried_again(
         assert store.counters()["retries"] == 0
 
 
-async def test_no_redirect_is_followed(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
-) -> None:
-    rule = faulty.add("PART", status=307, headers={"location": faulty.endpoint_url})
-    async with opened(bucket, faulty.endpoint_url, max_connections=1) as store:
-        with pytest.raises(StoreError, match="redirects to its own path"):
-            await put(store, "file", make_file(2 * PART))
-        assert rule.used == 1
-    assert keys(bucket) == []
-
-
 @each_way
 async def test_writes_that_collide_are_tried_again(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
@@ -182,14 +171,6 @@ async def test_a_read_does_not_wait_for_rejected_credentials(
         with pytest.raises(CredentialsError):
             await download(store, info.version, 0, 5)
         assert store.counters()["retries"] == 0
-
-
-async def test_a_delete_is_tried_again(bucket: Bucket, faulty: FaultyS3) -> None:
-    bucket.put("one", b"1")
-    faulty.add("DELETE", times=2, code="SlowDown")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await store.delete("one")
-    assert keys(bucket) == []
 
 
 def refusal(code: str, key: str) -> bytes:

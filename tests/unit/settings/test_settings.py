@@ -131,31 +131,10 @@ def test_a_wrong_durability_is_one_clear_line(text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_durability_by_path_is_read_from_every_source(tmp_path: Path) -> None:
-    text = "bucket,local:runs/**"
-    rules = settings_with(durability=text).durability
-    layers = (
-        from_environment({"FUSEFS_DURABILITY": text}),
-        from_config(config_file(tmp_path, f'durability = "{text}"')),
-    )
-    for layer in layers:
-        settings = build(layer, MOUNT)
-        assert settings.durability == rules
-        assert MountSettings.from_texts(settings.as_texts()).durability == rules
-
-
-def test_a_metadata_ttl_by_path_is_read_from_every_source(tmp_path: Path) -> None:
-    text = "60s,indefinite:frozen/**,1h:data/**"
-    layers = (
-        from_environment({"FUSEFS_METADATA_TTL": text}),
-        from_config(config_file(tmp_path, f'metadata-ttl = "{text}"')),
-    )
-    for layer in layers:
-        ttl = build(layer, MOUNT).metadata_ttl
-        found = [ttl.of(path) for path in ("", "runs", "data", "data/a", "frozen/a/b")]
-        assert found == [60, 60, 3600, 3600, math.inf]
-        settings = build(layer, MOUNT)
-        assert MountSettings.from_texts(settings.as_texts()).metadata_ttl == ttl
+def test_a_metadata_ttl_is_that_of_the_path() -> None:
+    ttl = settings_with(metadata_ttl="60s,indefinite:frozen/**,1h:data/**").metadata_ttl
+    found = [ttl.of(path) for path in ("", "runs", "data", "data/a", "frozen/a/b")]
+    assert found == [60, 60, 3600, 3600, math.inf]
     for wrong in ("soon", "1s,2s", "1s:../x", "1h:"):
         with pytest.raises(SettingsError, match=r"^--metadata.ttl: "):
             settings_with(metadata_ttl=wrong)
@@ -440,7 +419,8 @@ def test_settings_survive_json() -> None:
     settings = settings_with(
         cache_size="50GiB",
         min_free="7.5%",
-        metadata_ttl="indefinite",
+        metadata_ttl="60s,indefinite:frozen/**",
+        durability="bucket,local:runs/**",
         retry_time="100ms",
         file_mode="0600",
         uid="1000",

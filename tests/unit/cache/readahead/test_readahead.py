@@ -232,15 +232,6 @@ def test_a_reader_that_goes_on_elsewhere_leaves_nothing_under_way() -> None:
     assert not any(download.wanted for download in downloader.downloads)
 
 
-def test_steps_bring_nothing() -> None:
-    readahead, downloader = readahead_of(1 << 40)
-    at = 1 << 30
-    for number in range(1, 30):
-        at += number * 20 * MIB
-        readahead.reads(at, at + 4096)
-    assert downloader.ranges == []
-
-
 async def test_a_file_that_is_read_all_over_is_fetched_whole(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=1 << 30) as parts:
         big = version("big", 40 * MIB + 5)

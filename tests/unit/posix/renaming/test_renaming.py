@@ -158,23 +158,6 @@ async def test_copies_whose_answers_are_not_there_are_taken_back(mount: MortalMo
         assert [key for key in mount.store.objects if key.startswith("new")] == []
 
 
-async def test_copies_are_taken_back_where_the_local_disk_fails(mount: MortalMount) -> None:
-    """As when the removal of what had the new name can't be put off the record."""
-    tree = fill(mount.store, "old/")
-
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("COPY", "new/4"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    mount.store.before = fail
-    async with mount.serving() as process:
-        with pytest.raises(OSError, match=rf"\[Errno {errno.ENOSPC}\]"):
-            await process.rename("old", "new")
-        assert process.changes.describe_renames() == []
-        assert below(mount.store, "old/") == tree
-        assert [key for key in mount.store.objects if key.startswith("new")] == []
-
-
 @pytest.mark.parametrize("content", [b"", b"of an object that is no marker"])
 async def test_an_empty_directory_stays_whose_rename_fails(
     mount: MortalMount, content: bytes
