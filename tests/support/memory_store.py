@@ -209,6 +209,18 @@ class MemoryStore:
         return {}
 
 
+def failing(
+    error: BaseException | type[BaseException], *requests: str | tuple[str, str]
+) -> Callable[[str, str], None]:
+    """A `before` or `after` that raises at requests of these kinds, or of a kind for a key."""
+
+    def fail(what: str, key: str) -> None:
+        if what in requests or (what, key) in requests:
+            raise error
+
+    return fail
+
+
 class HeldCopies:
     """Has the copies of a store have ETags of their own, as those of objects in parts do.
 

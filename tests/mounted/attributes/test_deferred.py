@@ -19,7 +19,7 @@ from fusefs.posix.types import NewAttributes
 from fusefs.posix.write.staging import SOURCE
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
-from tests.support.memory_store import HeldCopies
+from tests.support.memory_store import HeldCopies, failing
 from tests.support.mounting import WRITABLE, Mount, all_sent, cost, fusefs, metadata
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
@@ -53,11 +53,7 @@ async def next_mount(mount: MortalMount) -> AsyncIterator[Process]:
 def fail_at(mount: MortalMount, operation: str) -> None:
     """Have requests of a kind fail from now on."""
 
-    def fail(what: str, _key: str) -> None:
-        if what == operation:
-            raise StoreError("not now")
-
-    mount.store.before = fail
+    mount.store.before = failing(StoreError("not now"), operation)
 
 
 def succeed(mount: MortalMount) -> None:
@@ -287,14 +283,10 @@ async def test_what_is_changed_of_an_open_file_is_sent_by_the_next_mount(
 async def test_a_process_that_was_killed_while_sending_loses_none(
     mount: MortalMount, *, is_done: bool
 ) -> None:
-    def die(what: str, _key: str) -> None:
-        if what == "COPY":
-            raise DiedError
-
     try:
         async with mount.serving() as process:
             await describe(process, "file")
-            setattr(mount.store, "after" if is_done else "before", die)
+            setattr(mount.store, "after" if is_done else "before", failing(DiedError, "COPY"))
             await process.writer.deferred.drain()
     except* DiedError:
         pass

@@ -12,6 +12,7 @@ import trio.testing
 
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import flush as flushing
+from tests.support.memory_store import failing
 from tests.support.mounting import WRITABLE, Mount, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
@@ -263,13 +264,9 @@ async def test_a_program_that_closes_it_after_the_killed_one_decides_under_the_n
     mount = MortalMount(tmp_path / "mount")
     mount.store.put("old", OLD)
 
-    def die(what: str, _key: str) -> None:
-        if what == "PUT":
-            raise DiedError
-
     try:
         async with mount.serving() as process:
-            mount.store.before = die
+            mount.store.before = failing(DiedError, "PUT")
             handles = [await process.open("old", os.O_RDWR) for _ in range(2)]
             await process.write(handles[0], 0, NEW)
             await flush(process, handles[0], was_killed=True)

@@ -30,7 +30,7 @@ from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore, failing
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
 CREATE, REPLACE = 1, 2
@@ -146,10 +146,6 @@ async def test_an_attribute_that_was_set_is_not_refused_when_that_is_requested_a
         else:
             await mutations(process).setxattr(inode.nodeid, b"user.a", value, flags, caller)
 
-    def die(what: str, _key: str) -> None:
-        if what == "COPY":
-            raise DiedError
-
     mount.store.put("file", b"x")
     caller = Caller(mount.new_unique(), 0, 0, 1)
     try:
@@ -159,7 +155,7 @@ async def test_an_attribute_that_was_set_is_not_refused_when_that_is_requested_a
                 await mutations(process).setxattr(
                     inode.nodeid, name.encode(), old, 0, process.caller()
                 )
-            mount.store.after = die
+            mount.store.after = failing(DiedError, "COPY")
             await change(process, caller)
     except* DiedError:
         pass
@@ -296,12 +292,8 @@ async def test_heads_are_sent_ahead_of_who_goes_through_a_directory_in_order(
 async def test_a_failed_head_is_sent_again(mount: MortalMount) -> None:
     mount.store.put("file", b"x")
 
-    def fail(what: str, _key: str) -> None:
-        if what == "HEAD":
-            raise StoreError("not now")
-
     async with mount.serving() as process:
-        mount.store.before = fail
+        mount.store.before = failing(StoreError("not now"), "HEAD")
         with pytest.raises(OSError, match="not now"):
             await process.node("file")
         mount.store.before = lambda _what, _key: None

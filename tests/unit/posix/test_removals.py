@@ -19,7 +19,7 @@ from fusefs.posix.write import removals, staging_record
 from fusefs.posix.write.removals import MANY
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
 from fusefs.store.interface import DeleteFailure
-from tests.support.memory_store import HeldCopies
+from tests.support.memory_store import HeldCopies, failing
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 
@@ -112,12 +112,8 @@ async def test_the_first_file_of_each_directory_is_deleted_at_once(mount: Mortal
 async def test_a_directory_stays_whose_other_file_is_not_in_the_bucket_yet(
     mount: MortalMount, how: str, *, is_killed: bool
 ) -> None:
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("PUT", "d/new"):
-            raise StoreError("not now")
-
     mount.store.put("d/old", b"x")
-    mount.store.before = fail
+    mount.store.before = failing(StoreError("not now"), ("PUT", "d/new"))
     async with mount.serving(durability=LOCAL) as process:
         await process.save("d/new", b"content")
         await (process.unlink("d/old") if how == "unlink" else process.rename("d/old", "other"))
@@ -251,13 +247,9 @@ def hold(mount: MortalMount, what: str, until_set: trio.Event) -> None:
 
 
 async def test_what_fails_stays_on_record_and_is_tried_again(mount: MortalMount) -> None:
-    def fail(what: str, _key: str) -> None:
-        if what in ("DELETED", "HEAD"):
-            raise StoreError("not now")
-
     async with mount.serving() as process:
         await process.listing("a")
-        mount.store.before = fail
+        mount.store.before = failing(StoreError("not now"), "DELETED", "HEAD")
         await remove(process)
         with pytest.raises(StoreError, match="not now"):
             await process.changes.fsync(await process.node("a"))
@@ -273,11 +265,7 @@ async def test_what_fails_stays_on_record_and_is_tried_again(mount: MortalMount)
 
 
 async def test_a_store_without_deleteobjects_gets_a_request_for_each(mount: MortalMount) -> None:
-    def fail(what: str, _key: str) -> None:
-        if what == "DELETED":
-            raise UnsupportedError("no such thing")
-
-    mount.store.before = fail
+    mount.store.before = failing(UnsupportedError("no such thing"), "DELETED")
     async with mount.serving() as process:
         await remove(process)
         await process.changes.fsync(await process.node("a"))
@@ -354,13 +342,9 @@ async def test_a_process_that_was_killed_loses_no_removal(
 async def test_what_the_end_of_a_mount_could_not_delete_the_next_one_does(
     mount: MortalMount,
 ) -> None:
-    def fail(what: str, _key: str) -> None:
-        if what == "DELETED":
-            raise StoreError("not now")
-
     async with mount.serving() as process:
         await remove(process, NAMES[:MANY])
-        mount.store.before = fail
+        mount.store.before = failing(StoreError("not now"), "DELETED")
         await remove(process, NAMES[MANY:])
         await process.writer.backlog.drain(1)
     mount.store.before = lambda _what, _key: None

@@ -14,7 +14,7 @@ from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError, UnsupportedError
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, Write
 from fusefs.store.s3 import head
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore, failing
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import DiedError, MortalMount
 from tests.unit.posix.renaming.test_renaming_meanwhile import finished
@@ -117,11 +117,7 @@ async def test_copies_that_cannot_be_made_are_taken_back(
     tree = fill(mount.store, "old/")
     mount.store.put("new/", mode="16832")
 
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("COPY", "new/4"):
-            raise error
-
-    mount.store.before = fail
+    mount.store.before = failing(error, ("COPY", "new/4"))
     async with mount.serving() as process:
         with pytest.raises(type(error)):
             await process.rename("old", "new")
@@ -165,11 +161,7 @@ async def test_an_empty_directory_stays_whose_rename_fails(
     """Its marker was deleted, but there was no answer."""
     mount.store.put("old/", content, mode="16832")
 
-    def lose(what: str, key: str) -> None:
-        if (what, key) == ("DELETE", "old/"):
-            raise UnreachableError(key)
-
-    mount.store.after = lose
+    mount.store.after = failing(UnreachableError("old/"), ("DELETE", "old/"))
     async with mount.serving() as process:
         with pytest.raises(UnreachableError):
             await process.rename("old", "new")
@@ -207,15 +199,11 @@ async def test_a_fault_in_one_rename_ends_no_mount(
         if what == "DELETED" and key in ("old/1", "other/1"):
             raise UnreachableError(key)
 
-    def trip(what: str, key: str) -> None:
-        if (what, key) == ("LIST", "old/"):
-            raise LookupError(key)
-
     mount.store.before = fail
     async with mount.serving() as process:
         await process.rename("old", "new")
         await process.rename("other", "another")
-        mount.store.before = trip
+        mount.store.before = failing(LookupError("old/"), ("LIST", "old/"))
         process.changes.pending_renames("", hurry=True)
         await wait_all_tasks_blocked(0.01)
         (state,) = process.changes.describe_renames()
@@ -248,11 +236,7 @@ async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(mount: Mort
 async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -> None:
     tree = fill(mount.store, "old/")
 
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("DELETED", "old/2"):
-            raise UnreachableError(key)
-
-    mount.store.before = fail
+    mount.store.before = failing(UnreachableError("old/2"), ("DELETED", "old/2"))
     async with mount.serving() as process:
         await process.rename("old", "new")
         assert below(mount.store, "old/") == {"2": b"2"}
@@ -271,11 +255,7 @@ async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -
 async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> None:
     fill(mount.store, "old/")
 
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("DELETED", "old/2"):
-            raise UnreachableError(key)
-
-    mount.store.before = fail
+    mount.store.before = failing(UnreachableError("old/2"), ("DELETED", "old/2"))
     async with mount.serving() as process, trio.open_nursery() as nursery:
         await process.rename("old", "new")
         mutations = process.operations.mutations
@@ -455,13 +435,9 @@ async def test_a_target_that_is_written_is_lost_only_when_the_rename_succeeds(
 ) -> None:
     mount.store.put("a", b"a")
 
-    def fail(what: str, _key: str) -> None:
-        if what == "COPY":
-            raise UnreachableError
-
     async with mount.serving() as process:
         fh = await process.create("b", b"precious")
-        mount.store.before = fail
+        mount.store.before = failing(UnreachableError, "COPY")
         with pytest.raises(UnreachableError):
             await process.rename("a", "b")
         mount.store.before = lambda _what, _key: None
@@ -493,11 +469,7 @@ async def test_a_rename_that_fails_shows_what_it_has_replaced(mount: MortalMount
     mount.store.put("old", b"moved")
     mount.store.put("new", b"replaced")
 
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("DELETE", "old"):
-            raise UnreachableError(key)
-
-    mount.store.before = fail
+    mount.store.before = failing(UnreachableError("old"), ("DELETE", "old"))
     async with mount.serving() as process:
         assert await process.load("new") == b"replaced"
         with pytest.raises(UnreachableError):
@@ -553,11 +525,7 @@ async def test_a_rename_that_fails_leaves_no_copy_under_a_file_that_is_not_uploa
     """Else it would be there once that file was removed."""
     mount.store.put("old", b"moved")
 
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("DELETE", "old"):
-            raise UnreachableError(key)
-
-    mount.store.before = fail
+    mount.store.before = failing(UnreachableError("old"), ("DELETE", "old"))
     async with mount.serving() as process:
         await process.mkdir("other")  # a file that was there before would count as inherited
         fh = await process.create("new", b"new")

@@ -13,7 +13,7 @@ import pytest
 
 from fusefs.posix.journal.journal import Journal
 from fusefs.store.errors import StoreError
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore, failing
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
@@ -227,17 +227,13 @@ async def test_what_a_rename_that_failed_was_to_replace_is_uploaded_by_its_close
     if replaced == "of the bucket":
         mount.store.put("b", b"b")
 
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("DELETE", "a"):
-            raise StoreError("refused")
-
     async with mount.serving() as process:
         if replaced == "new":
             fh = await process.create("b", b"E")
         else:
             fh = await process.open("b", os.O_RDWR)
             await process.write(fh, 0, b"E")
-        mount.store.before = fail
+        mount.store.before = failing(StoreError("refused"), ("DELETE", "a"))
         with pytest.raises(StoreError):
             await process.rename("a", "b")
     async with mount.serving() as process:
@@ -315,14 +311,10 @@ async def test_an_upload_whose_end_was_not_seen_leaves_no_object_behind(
     mount = MortalMount(tmp_path)
     fh = 0
 
-    def die(what: str, _key: str) -> None:
-        if what == "PUT":
-            raise DiedError
-
     try:
         async with mount.serving() as process:
             fh = await process.create("a", b"data")
-            mount.store.after = die
+            mount.store.after = failing(DiedError, "PUT")
             await process.close(fh)
     except* DiedError:
         pass

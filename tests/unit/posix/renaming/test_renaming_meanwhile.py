@@ -17,7 +17,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.posix.types import NewAttributes
 from fusefs.store.errors import StoreError, UnreachableError
-from tests.support.memory_store import HeldCopies, MemoryStore
+from tests.support.memory_store import HeldCopies, MemoryStore, failing
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
@@ -232,11 +232,7 @@ async def test_renames_that_overlap_are_made_in_their_order(mount: MortalMount) 
 async def test_what_waits_for_a_rename_that_is_refused_fails_with_its_error(
     mount: MortalMount,
 ) -> None:
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("DELETED", "a/z"):
-            raise UnreachableError(key)
-
-    mount.store.before = fail
+    mount.store.before = failing(UnreachableError("a/z"), ("DELETED", "a/z"))
     async with mount.serving() as process:
         await process.rename("a", "b")
         fh = await process.open("b/x", os.O_RDWR)
@@ -280,11 +276,7 @@ async def test_the_copies_of_all_processes_are_removed_if_the_last_one_fails(
         await stop.reached.wait()
     del mount.store.objects["a/"]
 
-    def fail(what: str, key: str) -> None:
-        if (what, key) == ("COPY", "b/z"):
-            raise StoreError("archived")
-
-    mount.store.before = fail
+    mount.store.before = failing(StoreError("archived"), ("COPY", "b/z"))
     async with mount.serving() as process:
         await finished(process)
         assert await process.listing("a") == ["x", "y", "z"]

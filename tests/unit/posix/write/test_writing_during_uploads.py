@@ -14,7 +14,7 @@ from fusefs.posix.write import uploader
 from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore, failing
 from tests.support.survival.mortal_mount import MortalMount
 from tests.support.waiting import eventually
 
@@ -125,13 +125,9 @@ async def test_a_fault_in_an_upload_is_a_failed_upload_and_no_more(
 ) -> None:
     mount = MortalMount(tmp_path)
 
-    def fail(what: str, _key: str) -> None:
-        if what == "PUT":
-            raise ZeroDivisionError
-
     async with mount.serving() as process:
         fh = await process.create("file", b"content")
-        mount.store.before = fail
+        mount.store.before = failing(ZeroDivisionError, "PUT")
         with pytest.raises(OSError, match="ZeroDivisionError") as caught:
             await process.writer.flusher.fsync(fh)
         assert caught.value.errno == errno.EIO
