@@ -43,8 +43,9 @@ LIMIT_S = 60
 
 @lru_cache(maxsize=64)
 def content(version: ObjectVersion) -> bytes:
-    """What the object holds."""
-    return random.Random(f"{version.key} {version.etag}").randbytes(version.size)
+    """What the object holds: a stretch that is repeated, of no round length."""
+    stretch = random.Random(f"{version.key} {version.etag}").randbytes(min(version.size, 100_003))
+    return (stretch * (version.size // 100_003 + 1))[: version.size]
 
 
 def version(key: str, size: int, etag: str = '"1"') -> ObjectVersion:
@@ -264,6 +265,17 @@ def warmer_of(parts: Parts, directory: Path) -> CacheWarmer:
     settings = MountSettings(source=source, mountpoint=mountpoint, cache_dir=directory)
     bucket = cast(Any, parts.bucket)
     return CacheWarmer(bucket, parts.cache, parts.downloader, settings, Selector(bucket, ""))
+
+
+async def cancel_no_pins(_path: str) -> None:
+    """Have no job that pins to cancel."""
+
+
+def copies_of(parts: Parts, nursery: trio.Nursery) -> LocalCopies:
+    selector = Selector(cast(Any, parts.bucket), "")
+    return LocalCopies(
+        parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), cancel_no_pins
+    )
 
 
 @dataclass

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 MIB = 1 << 20
 SMALL = random.Random(1).randbytes(50_000)
-LARGE = random.Random(2).randbytes(20 * MIB + 77)
+LARGE = os.urandom(20 * MIB + 77)
 
 
 def differed(mount: Mount) -> int:

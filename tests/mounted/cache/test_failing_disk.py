@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.support.servers.buckets import Bucket
 
 MIB = 1 << 20
 SMALL = random.Random(1).randbytes(50_000)
-LARGE = random.Random(2).randbytes(12 * MIB + 77)
+LARGE = os.urandom(12 * MIB + 77)
 
 
 @pytest.fixture

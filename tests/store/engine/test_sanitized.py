@@ -55,7 +55,7 @@ def test_no_sanitizer_finds_anything(tmp_path: Path) -> None:
         "LD_PRELOAD": asan,
         "PYTHONPATH": f"{tmp_path}:{ROOT}",
         "PYTHONMALLOC": "malloc",
-        "ASAN_OPTIONS": "detect_leaks=1:exitcode=42",
+        "ASAN_OPTIONS": "detect_leaks=1:exitcode=42:quarantine_size_mb=64",
         "LSAN_OPTIONS": f"suppressions={tmp_path}/suppressions:print_suppressions=0",
     }
     tests = Path(__file__).parent

@@ -13,10 +13,8 @@ from fusefs.cache import retention as retention_module
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Quota
 from fusefs.cache.retention import Retention, covers
-from fusefs.daemon.jobs.local_copies import LocalCopies
-from fusefs.daemon.jobs.selection import Selector
 from fusefs.store.interface import ObjectVersion
-from tests.support.local_cache import Parts, cache_in, version
+from tests.support.local_cache import Parts, cache_in, copies_of, version
 
 MIB = 1 << 20
 
@@ -30,16 +28,6 @@ def kept(parts: Parts, keys: str, size: int = MIB) -> str:
 async def fill(parts: Parts, keys: str) -> None:
     for key in keys:
         await parts.fetch(version(key, MIB))
-
-
-def copies_of(parts: Parts, nursery: trio.Nursery, prefix: str = "") -> LocalCopies:
-    async def cancel_pins(_path: str) -> None:
-        pass
-
-    selector = Selector(parts.bucket, prefix)
-    return LocalCopies(
-        parts.cache, parts.evictor, selector, prefix, nursery, lambda _key: (0, 0), cancel_pins
-    )
 
 
 async def empty(parts: Parts) -> None:

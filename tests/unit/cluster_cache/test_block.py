@@ -1,6 +1,6 @@
 """Blocks, the secrets that name and sign them, and when the cluster cache is asked."""
 
-import random
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from fusefs.store.interface import ObjectVersion
 DOMAIN = Domain("http://store:8333", "bucket", b"secret")
 SIZE = BLOCK + 3 * FRAME + 17
 VERSION = ObjectVersion("a/key", '"etag"', SIZE)
-CONTENT = random.Random(1).randbytes(SIZE)
+CONTENT = os.urandom(SIZE)
 
 
 def stored(domain: Domain, block: Block) -> bytes:

@@ -1,6 +1,6 @@
 """Downloads through the cluster cache: who writes, when, and what is learned from it."""
 
-import random
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from fusefs.store.interface import ObjectVersion, Sink, Urgency, demanded
 
 SIZE = 2 * BLOCK + 3 * FRAME + 17
 VERSION = ObjectVersion("a/key", '"etag"', SIZE)
-CONTENT = random.Random(2).randbytes(SIZE)
+CONTENT = os.urandom(SIZE)
 DOMAIN = Domain("http://store", "bucket", b"secret")
 CHUNK = 1 << 20
 

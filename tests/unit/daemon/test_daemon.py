@@ -17,7 +17,7 @@ from fusefs.daemon.log_handlers import LOOK_EVERY, BoundedHandler, OneLineFormat
 from fusefs.launch import control
 from tests.support.machine.disks import small_disk
 
-PART = 1 << 18
+PART = 1 << 17
 LINE = "{} {:06} " + "x" * 90
 # One process of several that log to the same file.
 WRITE = f"""
@@ -25,7 +25,7 @@ import logging, sys
 from fusefs.daemon.log_handlers import BoundedHandler
 logger = logging.getLogger("test")
 logger.addHandler(BoundedHandler(2, {PART}))
-for number in range(20_000):
+for number in range(8_000):
     logger.warning({LINE!r}.format(sys.argv[1], number))
 """
 
@@ -44,8 +44,8 @@ def without_gaps(lines: list[str]) -> bool:
     """True if each process' lines are its last ones, all of them, and whole."""
     for name in "abc":
         mine = [line for line in lines if line.startswith(name)]
-        first = 20_000 - len(mine)
-        if mine != [LINE.format(name, number) for number in range(first, 20_000)]:
+        first = 8_000 - len(mine)
+        if mine != [LINE.format(name, number) for number in range(first, 8_000)]:
             return False
     return True
 

@@ -19,7 +19,7 @@ from fusefs.posix.journal.journal import Journal
 from fusefs.posix.read.read import MAX_READ
 from tests.support.survival.mortal_mount import MortalMount
 
-CONTENT = random.Random(1).randbytes(3 * MAX_READ)
+CONTENT = os.urandom(3 * MAX_READ)
 HEADER = protocol.OUT_HEADER
 SO_SNDBUFFORCE = 32  # socket(7); a message is as long as a reply
 READ_IN = struct.Struct("=QQIIQII")

@@ -12,7 +12,6 @@ import trio.testing
 
 from fusefs.daemon.jobs import cache_warmer
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer, JobSpec
-from fusefs.daemon.jobs.local_copies import LocalCopies
 from fusefs.daemon.jobs.selection import Selector
 from fusefs.settings.mount import MountSettings, MountSource
 from fusefs.store.errors import StoreError
@@ -23,6 +22,7 @@ from tests.support.local_cache import (
     NO_ATTRIBUTES,
     WideBucket,
     cache_in,
+    copies_of,
     info,
     jobs_in,
     warmer_of,
@@ -90,10 +90,7 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
         await parts.cache.record()
         bucket.requested.clear()
         async with trio.open_nursery() as nursery:
-            selector = Selector(bucket, "")
-            copies = LocalCopies(
-                parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
-            )
+            copies = copies_of(parts, nursery)
             shown = copies.job("dir", is_new=True)
             await eventually(lambda: shown.has_ended)
             assert (shown.counts["files"], shown.counts["local_files"]) == (2, 1)
@@ -116,10 +113,7 @@ async def test_what_another_mount_has_open_is_counted_once_by_a_drop(tmp_path: P
         held = other.cache.pin(info("dir/a").version)
         assert await other.cache.ensure_open(held)
         async with trio.open_nursery() as nursery:
-            selector = Selector(bucket, "")
-            copies = LocalCopies(
-                parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
-            )
+            copies = copies_of(parts, nursery)
             job = copies.job("dir", is_new=True, drops=True)
             await eventually(lambda: job.has_ended)
         assert (job.counts["dropped_files"], job.counts["in_use_files"]) == (1, 1)
@@ -149,18 +143,11 @@ async def test_an_empty_file_is_as_local_as_any_that_was_fetched(tmp_path: Path)
         assert (dropping.counts["dropped_files"], dropping.counts["in_use_files"]) == (1, 0)
 
 
-async def no_pins(_path: str) -> None:
-    pass
-
-
 async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Path) -> None:
     bucket = WideBucket(["a"])
     bucket.before = faulty
     async with cache_in(tmp_path / "cache", bucket=bucket) as parts, trio.open_nursery() as nursery:
-        selector = Selector(bucket, "")
-        copies = LocalCopies(
-            parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), no_pins
-        )
+        copies = copies_of(parts, nursery)
         job = copies.job("a", is_new=True)
         await eventually(lambda: job.has_ended)
         assert "fault" in (job.why or "")

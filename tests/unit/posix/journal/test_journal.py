@@ -292,7 +292,7 @@ def test_a_half_written_compaction_is_forgotten(tmp_path: Path) -> None:
 
 def test_many_nodes_take_little_room(tmp_path: Path) -> None:
     """Scaled down from a million nodes, which have to fit into 200 MiB."""
-    count = 50_000
+    count = 10_000
     log = Journal(tmp_path / "journal")
     for number in range(1, count + 1):
         key = f"train/n{number % 1000:08}/n{number:08}_10026.JPEG"
