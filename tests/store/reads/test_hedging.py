@@ -21,7 +21,7 @@ from tests.support.servers.tls import tls_door
 from tests.support.store_reading import BODY, download, opened
 from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import shared as shared
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 
 @asynccontextmanager
@@ -35,6 +35,14 @@ async def impatient(
         hedging.wait_s = wait_s
         for _ in range(round(1 / SHARE) + 1):
             hedging.note_sent()
+        take = hedging.take
+
+        def take_behind_the_first() -> bool:
+            """On a busy machine the second GET would come to the server before the first."""
+            until(lambda: faulty.requests("GET", "body"))
+            return take()
+
+        hedging.take = take_behind_the_first  # type: ignore[method-assign]
         yield store
 
 
