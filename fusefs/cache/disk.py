@@ -88,15 +88,27 @@ class Disk:
 
     def create(self, name: str, size: int) -> tuple[int, str, int]:
         """Create an empty file of a new generation: (descriptor, generation, st_ino)."""
-        check_unreserved()
-        generation = f"{random.getrandbits(32):08x}"
-        path = self._path(name, generation)
+        path = self.new_path(name)
         create = partial(os.open, path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         fd = self._with_folder(name, create)
         try:
-            self._note_use(fd)
             os.ftruncate(fd, size)
-            return fd, generation, os.fstat(fd).st_ino
+        except OSError:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        return self.created(path, fd)
+
+    def new_path(self, name: str) -> str:
+        """The path of a new generation of a name, whose file is yet to be created."""
+        check_unreserved()
+        return self._path(name, f"{random.getrandbits(32):08x}")
+
+    def created(self, path: str, fd: int) -> tuple[int, str, int]:
+        """Use a file that was created at `new_path`: (descriptor, generation, st_ino)."""
+        try:
+            self._note_use(fd)
+            return fd, path.rpartition(".")[2], os.fstat(fd).st_ino
         except OSError:
             os.close(fd)
             os.unlink(path)

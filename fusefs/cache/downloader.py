@@ -37,7 +37,7 @@ from fusefs.cache.readahead.demand import Demand
 from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import BytesSink, ObjectVersion, Priority, Source
+from fusefs.store.interface import LARGE, BytesSink, NewFile, ObjectVersion, Priority, Source
 from fusefs.telemetry.stalls import WaitCause, Work, stage
 
 T = TypeVar("T")
@@ -495,7 +495,10 @@ class Downloader:
 
 
 class FileSink:
-    """The destination of one download: its cache file (see `fusefs.store.interface.Sink`)."""
+    """The destination of one download: its cache file (see `fusefs.store.interface.Sink`).
+
+    It is a `NewFile` for a small object of which there is no file yet.
+    """
 
     def __init__(
         self,
@@ -512,7 +515,27 @@ class FileSink:
         self._reservation = reservation
         self._opening = trio.Lock()  # two sources may bring the first bytes
 
-    async def open(self) -> int:
+    async def open(self) -> int | NewFile:
+        start, stop, file = self._download.start, self._download.stop, self._download.file
+        is_new = file.fd < 0 and start == 0 and stop == file.size <= LARGE
+        return self if is_new else await self._descriptor()
+
+    def new_path(self) -> str:
+        return self._cache.new_path(self._download.file)
+
+    def created(self, path: str, fd: int) -> int:
+        file = self._download.file
+        if file.fd < 0:
+            self._cache.created(file, path, fd)
+        else:  # another source has begun to bring the same bytes
+            try:
+                os.pwrite(file.fd, os.pread(fd, file.size, 0), 0)
+            finally:
+                os.close(fd)
+                os.unlink(path)
+        return file.fd
+
+    async def _descriptor(self) -> int:
         file = self._download.file
         if file.fd < 0:
             async with self._opening:
@@ -522,7 +545,7 @@ class FileSink:
         return file.fd
 
     async def write(self, offset: int, data: memoryview) -> None:
-        fd = await self.open()
+        fd = await self._descriptor()
 
         def write() -> None:
             done = 0

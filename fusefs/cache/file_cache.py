@@ -634,6 +634,22 @@ class FileCache:
         """Create an empty file under a new generation, for `set_open`; raises OSError. Blocks."""
         return OpenFile(*self._disk.create(file.name, file.size), b"")
 
+    def new_path(self, file: CacheFile) -> str:
+        """The path for a new file of a version, which is created elsewhere; for `created`.
+
+        Raises:
+            OSError: too many files are open.
+        """
+        return self._disk.new_path(file.name)
+
+    def created(self, file: CacheFile, path: str, fd: int) -> None:
+        """Take over a file of a version that was created at `new_path`, and is open.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        self.set_open(file, OpenFile(*self._disk.created(path, fd), b""))
+
     def set_open(self, file: CacheFile, found: OpenFile) -> None:
         """Take over the file that a thread has opened or created."""
         file.fd = found.fd

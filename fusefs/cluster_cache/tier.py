@@ -40,7 +40,15 @@ from fusefs.cluster_cache.policy import (
 )
 from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.store.errors import AttemptError, NotFoundError
-from fusefs.store.interface import ObjectVersion, Priority, Sink, Source, Urgency, demanded
+from fusefs.store.interface import (
+    NewFile,
+    ObjectVersion,
+    Priority,
+    Sink,
+    Source,
+    Urgency,
+    demanded,
+)
 
 logger = logging.getLogger("fusefs.cluster_cache")
 
@@ -128,7 +136,7 @@ class _SinkOfS3:
         self._race = race
         self._sink = sink
 
-    async def open(self) -> int | None:
+    async def open(self) -> int | NewFile | None:
         # The cluster cache may write there at the same time: both have the same bytes.
         return await self._sink.open()
 

@@ -27,6 +27,9 @@ class Priority(enum.IntEnum):
     PREFETCH = 2
 
 
+# Bodies of more bytes are read from their file by the engine, and answers written into theirs.
+LARGE = 256 << 10
+
 # Called each time a connection is free: a download's priority rises when a reader joins
 # what a prefetch has started.
 Urgency = Callable[[], Priority]
@@ -221,6 +224,16 @@ class DeleteFailure:
     error: StoreError | OSError
 
 
+class NewFile(Protocol):
+    """A file that an engine's thread is to create, with all of an object of LARGE bytes at most."""
+
+    def new_path(self) -> str:
+        """Choose a path where no file is, another one each time. Its folder may be missing."""
+
+    def created(self, path: str, fd: int) -> int:
+        """Take over the file that was created, and open; return the descriptor of its bytes."""
+
+
 class Sink(Protocol):
     """The destination of one download. Its methods are called in the event loop.
 
@@ -228,7 +241,7 @@ class Sink(Protocol):
     are. Without a file all comes through `write`. An OSError ends the download.
     """
 
-    async def open(self) -> int | None:
+    async def open(self) -> int | NewFile | None:
         """The descriptor of a file with the object's bytes at their own offsets, or None."""
 
     async def write(self, offset: int, data: memoryview) -> None:

@@ -28,6 +28,7 @@
 #include <stdatomic.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -72,13 +73,13 @@ struct transfer {
 
     /* The request. */
     PyObject *request; /* has the strings */
-    const char *method, *url, *header_lines, *proxy, *ca_file, *etag;
+    const char *method, *url, *header_lines, *proxy, *ca_file, *etag, *path;
     struct curl_slist *headers;
     Py_buffer body;
     int is_head, has_body, body_fd, is_fresh;
     int64_t body_offset, body_length, body_sent;
     double connect_s, silence_s, least_rate, window_s, total_s;
-    /* The sink: a file, or memory (sink_fd is -1). */
+    /* The sink: a file, one that is created at `path` once all of its bytes are there, or memory. */
     int sink_fd, with_sums;
     int64_t sink_offset, start, length, size, limit, progress;
 
@@ -206,23 +207,42 @@ static void add_sums(struct transfer *t, uint64_t at, const char *data, size_t s
     }
 }
 
+static int fail_sink(struct transfer *t, int number) {
+    t->error_number = number;
+    t->error = number == ENOSPC || number == EDQUOT ? "sink-full" : "sink-failed";
+    return 0;
+}
+
+/* Creates the sink's file, in a folder that may be missing. */
+static int create(struct transfer *t) {
+    int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW;
+    t->sink_fd = open(t->path, flags, 0600);
+    if (t->sink_fd < 0 && errno == ENOENT) {
+        char *folder = strdup(t->path), *name = folder ? strrchr(folder, '/') : NULL;
+        if (name != NULL)
+            *name = 0;
+        int is_made = name != NULL && (mkdir(folder, 0777) == 0 || errno == EEXIST);
+        free(folder);
+        t->sink_fd = is_made ? open(t->path, flags, 0600) : -1;
+    }
+    return t->sink_fd >= 0 || fail_sink(t, errno);
+}
+
 /* Writes what is gathered. What a failing write leaves in the file is not counted as received. */
 static int flush(struct transfer *t) {
     double began = now_s();
     const char *data = t->content;
     size_t left = t->content_size;
     t->content_size = 0;
+    if (t->sink_fd < 0 && ((int64_t)left < t->length || !create(t)))
+        return t->error == NULL;
     while (left) {
         int64_t at = t->sink_offset + t->received;
         ssize_t count = pwrite(t->sink_fd, data, left, at);
         if (count < 0 && errno == EINTR)
             continue;
-        if (count <= 0) {
-            t->error_number = count ? errno : EIO;
-            int is_full = t->error_number == ENOSPC || t->error_number == EDQUOT;
-            t->error = is_full ? "sink-full" : "sink-failed";
-            return 0;
-        }
+        if (count <= 0)
+            return fail_sink(t, count ? errno : EIO);
         if (t->with_sums)
             add_sums(t, (uint64_t)at, data, (size_t)count);
         t->received += count;
@@ -235,8 +255,12 @@ static int flush(struct transfer *t) {
     return 1;
 }
 
+static int has_file(const struct transfer *t) {
+    return t->sink_fd >= 0 || t->path != NULL;
+}
+
 static int is_for_file(const struct transfer *t) {
-    return t->sink_fd >= 0 && !t->is_head && t->status >= 200 && t->status < 300;
+    return has_file(t) && !t->is_head && t->status >= 200 && t->status < 300;
 }
 
 static const char *header(const struct transfer *t, const char *name) {
@@ -263,7 +287,7 @@ static const char *refusal(const struct transfer *t) {
     curl_easy_getinfo(t->easy, CURLINFO_CONTENT_LENGTH_DOWNLOAD_T, &length);
     if (t->status < 200 || t->status >= 300 || t->is_head)
         return NULL;
-    if (t->sink_fd < 0)
+    if (!has_file(t))
         return length > t->limit ? "too-large" : NULL;
     if (t->status != 200 && t->status != 206)
         return "protocol";
@@ -296,7 +320,7 @@ static int to_file(struct transfer *t, const char *data, size_t size) {
     if (!reserve(t, t->length < GATHERED ? (size_t)t->length : GATHERED))
         return 0;
     while (size) {
-        int is_first = t->progress && !t->received && t->content_room > FIRST;
+        int is_first = t->progress && !t->path && !t->received && t->content_room > FIRST;
         size_t full = is_first ? FIRST : t->content_room;
         size_t count = full - t->content_size;
         count = count < size ? count : size;
@@ -552,12 +576,19 @@ static void conclude(struct transfer *t, CURLcode code) {
     t->may_have_been_executed = is_sent && (t->error != NULL || code != CURLE_OK);
 }
 
-static void close_files(struct transfer *t) {
+/* A file that was created goes with the transfer, unless all is well and Python takes it. */
+static void close_sink(struct transfer *t) {
+    if (t->sink_fd >= 0 && t->path != NULL)
+        unlink(t->path);
     if (t->sink_fd >= 0)
         close(t->sink_fd);
+    t->sink_fd = -1;
+}
+
+static void close_body(struct transfer *t) {
     if (t->body_fd >= 0)
         close(t->body_fd);
-    t->sink_fd = t->body_fd = -1;
+    t->body_fd = -1;
 }
 
 /* The end of a transfer, by itself (curl_multi_info_read), by a deadline or by a cancellation. */
@@ -580,7 +611,9 @@ static void finish(struct worker *worker, struct transfer *t, CURLcode code) {
         t->content_size = 0;
         t->has_news = t->received > t->shown || t->sum_count > t->sums_shown;
     }
-    close_files(t);
+    close_body(t);
+    if (t->path == NULL || t->error != NULL || t->code != CURLE_OK)
+        close_sink(t);
     t->last_byte = now_s();
     t->previous->next = t->next;
     t->next->previous = t->previous;
@@ -730,7 +763,8 @@ static void transfer_dealloc(struct transfer *t) {
     PyTypeObject *type = Py_TYPE(t);
     PyBuffer_Release(&t->body);
     curl_slist_free_all(t->headers);
-    close_files(t);
+    close_sink(t);
+    close_body(t);
     Py_XDECREF(t->request);
     free(t->content), free(t->sums), free(t->head);
     type->tp_free(t);
@@ -745,16 +779,17 @@ static int duplicate(int fd, int *copy) {
 /* Reads what engine.py flattens: a request with its body, sink, route and deadlines. */
 static int read_request(struct transfer *t, PyObject *request) {
     int sink_fd, body_fd;
-    if (!PyArg_ParseTuple(request, "ssyz*iLLLiLLLzLpzzdddddLp", &t->method, &t->url,
+    if (!PyArg_ParseTuple(request, "ssyz*iLLLiLLLzLpzzzdddddLp", &t->method, &t->url,
                           &t->header_lines, &t->body, &body_fd, &t->body_offset, &t->body_length,
                           &t->limit, &sink_fd, &t->sink_offset, &t->start, &t->length, &t->etag,
-                          &t->size, &t->with_sums, &t->proxy, &t->ca_file, &t->connect_s,
-                          &t->silence_s, &t->least_rate, &t->window_s, &t->total_s, &t->progress,
-                          &t->is_fresh))
+                          &t->size, &t->with_sums, &t->path, &t->proxy, &t->ca_file,
+                          &t->connect_s, &t->silence_s, &t->least_rate, &t->window_s,
+                          &t->total_s, &t->progress, &t->is_fresh))
         return 0;
     t->request = Py_NewRef(request);
     if (t->sink_offset < 0 || t->start < 0 || t->length < 0 ||
-        t->length > INT64_MAX - t->sink_offset || t->length > INT64_MAX - t->start) {
+        t->length > INT64_MAX - t->sink_offset || t->length > INT64_MAX - t->start ||
+        (t->path != NULL && t->length > GATHERED)) {
         PyErr_SetString(PyExc_ValueError, "the range of a sink");
         return 0;
     }
@@ -774,6 +809,19 @@ static int read_request(struct transfer *t, PyObject *request) {
     return 1;
 }
 
+/* Hands over the file that was created; -1 if there is none. The transfer is complete. */
+static PyObject *transfer_take_file(struct transfer *t, PyObject *unused) {
+    int fd = t->path != NULL ? t->sink_fd : -1;
+    (void)unused;
+    t->sink_fd = t->path != NULL ? -1 : t->sink_fd;
+    return PyLong_FromLong(fd);
+}
+
+static PyMethodDef transfer_methods[] = {
+    {"take_file", (PyCFunction)transfer_take_file, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMemberDef transfer_members[] = {
     {"status", T_INT, offsetof(struct transfer, status), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
@@ -782,6 +830,7 @@ static PyMemberDef transfer_members[] = {
 static PyType_Slot transfer_slots[] = {
     {Py_tp_new, transfer_new},
     {Py_tp_dealloc, transfer_dealloc},
+    {Py_tp_methods, transfer_methods},
     {Py_tp_members, transfer_members},
     {0, NULL},
 };
@@ -795,7 +844,7 @@ static PyType_Spec transfer_spec = {
 /* The worker with the least to do, of those for small or for large bodies; the first of equals, so
  * that a few requests reuse a few connections. */
 static struct worker *choose(Engine *engine, const struct transfer *t) {
-    int is_large = (t->sink_fd >= 0 && t->length > LARGE) || t->body_length > LARGE;
+    int is_large = t->length > LARGE || t->body_length > LARGE;
     int first = is_large ? engine->small_count : 0;
     int stop = is_large ? engine->worker_count : engine->small_count;
     struct worker *chosen = &engine->workers[first];

@@ -12,6 +12,7 @@ Outcome: TypeAlias = tuple[
 class Transfer:
     @property
     def status(self) -> int: ...
+    def take_file(self) -> int: ...
 
 class Engine:
     def __init__(

@@ -44,6 +44,9 @@ class FileSink(NamedTuple):
 
     With `sums`, progress comes with the CRC32 of what was written: (start, stop, sum) by offsets
     of the file, cut where a mebibyte of the file ends.
+
+    With a `path`, at which no file is, and -1 for `fd`, the file is created once all of `length`
+    bytes are there, 256 KiB at most; its folder may be missing. `Transfer.take_file` hands it over.
     """
 
     fd: int
@@ -53,6 +56,7 @@ class FileSink(NamedTuple):
     etag: str | None = None
     size: int | None = None
     sums: bool = False
+    path: str | None = None
 
 
 class FileBody(NamedTuple):
@@ -178,7 +182,9 @@ class Transfer(_engine.Transfer):
     """A request that an engine has been given. One task at a time may wait for it.
 
     `completion` is there once no thread uses the request's descriptors and body any more. Without
-    an `on_progress`, `sums` are those of all that was written by then.
+    an `on_progress`, `sums` are those of all that was written by then. `take_file`, once it is
+    complete, hands over the descriptor of the file that it has created, or -1: one that is not
+    taken is removed.
     """
 
     __slots__ = (
@@ -319,11 +325,11 @@ def _flat(request: Request) -> tuple[object, ...]:
     size = -1
     sent = (None, *body) if isinstance(body, FileBody) else (body, -1, 0, 0)
     if isinstance(sink, MemorySink):
-        received: tuple[object, ...] = (sink.limit, -1, 0, 0, 0, None, size, False)
+        received: tuple[object, ...] = (sink.limit, -1, 0, 0, 0, None, size, False, None)
     else:
         size = -1 if sink.size is None else sink.size
         etag = None if sink.etag is None else sink.etag.strip('"')
-        received = (0, *sink[:4], etag, size, sink.sums)
+        received = (0, *sink[:4], etag, size, sink.sums, sink.path)
     return (
         request.method,
         request.url,

@@ -26,6 +26,7 @@ from fusefs.store.engine.engine import (
 from fusefs.store.errors import AttemptError, Failure, StoreError
 from fusefs.store.http.proxies import PORTS
 from fusefs.store.http.sigv4 import EMPTY, UNSIGNED, Signer
+from fusefs.store.interface import LARGE
 
 if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 # A listing of a thousand keys of the longest kind has 4 MiB.
 MOST_CONTENT = 16 << 20
 DOCUMENT = MemorySink(MOST_CONTENT)
-# Bodies of more bytes are read from their file by the engine, and answers written into theirs.
-LARGE = 256 << 10
 # A transfer that gets on by fewer bytes a second, in so many seconds, is given up.
 LEAST_RATE, PACE_WINDOW_S = float(1 << 10), 30.0
 # The longest attempt of a request whose answer is no object. S3 begins the answer to a change
@@ -145,7 +144,7 @@ class Address:
             call.sink,
             self.route,
             deadlines,
-            PIECE if isinstance(call.sink, FileSink) else 0,
+            PIECE if isinstance(call.sink, FileSink) and call.sink.path is None else 0,
             is_fresh,
         )
 

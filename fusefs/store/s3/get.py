@@ -14,11 +14,20 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from fusefs.store import checksum
 from fusefs.store.admission.hedging import Hedging
 from fusefs.store.checksum import ASKING
-from fusefs.store.engine.engine import Completion, FileSink, MemorySink, Sums
+from fusefs.store.engine.engine import (
+    Completion,
+    Engine,
+    FileSink,
+    MemorySink,
+    Request,
+    Sums,
+    Transfer,
+)
 from fusefs.store.errors import (
     AttemptError,
     Failure,
@@ -26,8 +35,8 @@ from fusefs.store.errors import (
     UnreachableError,
     UnsupportedError,
 )
-from fusefs.store.interface import ObjectInfo, ObjectVersion, Sink, Urgency
-from fusefs.store.s3.address import LARGE, Call
+from fusefs.store.interface import LARGE, NewFile, ObjectInfo, ObjectVersion, Sink, Urgency
+from fusefs.store.s3.address import Call
 from fusefs.store.s3.head import META, parse_head
 from fusefs.store.s3.list import quoted
 from fusefs.store.s3.requester import OTHER_OBJECT, OTHER_RANGE, OTHER_SIZE, Requester
@@ -78,17 +87,22 @@ class Getter:
         self._describe(part)
 
     async def _download(self, part: RangeDownload, priority: Urgency) -> None:
-        part.fd = await part.sink.open()
+        found = await part.sink.open()
+        part.fd, part.new = (found, None) if isinstance(found, int) else (None, found)
         content = await self._requester.send(
             part.call,
             part.accept,
             priority=priority,
             progress=part,
-            hedge=self.hedging if part.size <= SMALL else None,
+            hedge=partial(self._race, part) if part.size <= SMALL else None,
         )
         if part.fd is None:
             await part.sink.write(part.position, memoryview(content))
             part.advance(part.stop)
+
+    async def _race(self, part: RangeDownload, engine: Engine, request: Request) -> Completion:
+        transfer = await self.hedging.race(engine, request)
+        return part.completed(transfer)
 
     def _describe(self, part: RangeDownload) -> None:
         """Hand on what the answer to a download has said of its object."""
@@ -101,8 +115,8 @@ class Getter:
 class RangeDownload:
     """The download of the bytes [start, stop) of a version, over several attempts.
 
-    `fd` is the file into which the engine writes them, None if they come into memory.
-    `position` is up to where they are in the file.
+    `fd` is the file into which the engine writes them, `new` one that it creates; both are None
+    if they come into memory. `position` is up to where they are in the file.
     """
 
     def __init__(
@@ -113,6 +127,8 @@ class RangeDownload:
         self.stop = stop
         self.sink = sink
         self.fd: int | None = None
+        self.new: NewFile | None = None
+        self._path: str | None = None  # of the file that this attempt creates
         self._counted = counted
         self._began_at = start
         self._sums: Sums = []
@@ -142,9 +158,11 @@ class RangeDownload:
             headers = dict(ASKING)
         headers["if-match"] = etag
         sink: MemorySink | FileSink = MemorySink(max(self.size, MOST_UNASKED))
-        if self.fd is not None:
+        if self.fd is not None or self.new is not None:
             start, size = self.position, self.version.size
-            sink = FileSink(self.fd, start, start, self.size, etag, size, sums=True)
+            fd = -1 if self.fd is None else self.fd
+            self._path = None if self.new is None else self.new.new_path()
+            sink = FileSink(fd, start, start, self.size, etag, size, True, self._path)
         return Call("GET", "GET", self.version.key, headers=headers, sink=sink)
 
     def accept(self, answer: Completion) -> bytes:
@@ -214,6 +232,16 @@ class RangeDownload:
     def has_progressed(self) -> bool:
         """True if the last attempt brought enough to be worth another one."""
         return self.position - self._began_at >= PROGRESS
+
+    def completed(self, transfer: Transfer) -> Completion:
+        """Take what an attempt has brought of which nothing was told before."""
+        completion = transfer.completion
+        assert completion is not None
+        if self.new is not None and self._path is not None and (fd := transfer.take_file()) >= 0:
+            self.fd, self.new = self.new.created(self._path, fd), None
+        if completion.status < 300:
+            self.arrived(completion.received, transfer.sums)
+        return completion
 
     def arrived(self, received: int, sums: Sums) -> None:
         """So many bytes of this attempt are in the file."""

@@ -21,14 +21,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import trio
 
 from fusefs.store import unreachable
 from fusefs.store.admission.connection_budget import ConnectionBudget
-from fusefs.store.admission.hedging import Hedging
-from fusefs.store.engine.engine import Completion, Engine, OnProgress, Sums
+from fusefs.store.engine.engine import Completion, Engine, OnProgress, Request, Sums
 from fusefs.store.errors import (
     AccessDeniedError,
     AttemptError,
@@ -160,6 +159,10 @@ class Progress(Protocol):
         """So many bytes of the answer are in its file by now, with these new sums of them."""
 
 
+# Sends a request that only reads, and perhaps again, and tells of its progress.
+Hedge: TypeAlias = Callable[[Engine, Request], Awaitable[Completion]]
+
+
 class Requester:
     """Sends one bucket's requests, which `requests` counts. Belongs to the event loop."""
 
@@ -230,7 +233,7 @@ class Requester:
         condition: Strict = None,
         retry_time_s: float | None = None,
         progress: Progress | None = None,
-        hedge: Hedging | None = None,
+        hedge: Hedge | None = None,
         judge: Callable[[Failure], Awaitable[Failure]] | None = None,
     ) -> T:
         """Send a request, again and again while that may help; return what `accept` returns.
@@ -286,7 +289,7 @@ class Requester:
         priority: Urgency = demanded,
         *,
         progress: Progress | None = None,
-        hedge: Hedging | None = None,
+        hedge: Hedge | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> Completion:
         """Send a request once; return its answer, which has a status below 300.
@@ -315,11 +318,7 @@ class Requester:
                 if hedge is None:
                     completion = await self.engine.send(request, _noting(clock, progress))
                 else:
-                    transfer = await hedge.race(self.engine, request)
-                    assert transfer.completion is not None
-                    completion = transfer.completion
-                    if progress is not None and completion.status < 300:
-                        progress.arrived(completion.received, transfer.sums)
+                    completion = await hedge(self.engine, request)
                 if completion.first_byte_s:
                     clock.first_byte(sent + completion.first_byte_s)
                 if completion.error == "timeout":

@@ -252,6 +252,30 @@ async def test_a_sink_that_fails_is_told_from_the_network(engine: Engine) -> Non
     assert (completion.error, completion.errno) == ("sink-failed", 9)
 
 
+@pytest.mark.parametrize("end", ["taken", "left", "short", "no room"])
+async def test_a_file_is_created_with_all_its_bytes_or_not_at_all(
+    engine: Engine, tmp_path: Path, end: str
+) -> None:
+    path = tmp_path / "folder" / "new"
+    if end == "no room":
+        path.parent.touch()
+    sink = FileSink(-1, 0, 0, 10, '"one"', 10, True, str(path))
+    whole = answer(b"0123456789", etag='"one"')
+    with scripted_server(lambda _: [whole[:-1], b""] if end == "short" else [whole]) as server:
+        transfer = engine.submit(Request("GET", server.url, sink=sink, progress=1))
+        completion = await transfer.completed()
+    fd = transfer.take_file() if end != "left" else -1
+    del transfer
+    if end == "taken":
+        assert (completion.error, completion.received) == (None, 10)
+        assert path.read_bytes() == os.pread(fd, 100, 0) == b"0123456789"
+        os.close(fd)
+    else:
+        assert fd == -1
+        assert not path.exists()
+        assert completion.error == {"left": None, "short": "short", "no room": "sink-failed"}[end]
+
+
 def never(_: Received) -> Iterator[bytes]:
     time.sleep(2)
     yield answer()

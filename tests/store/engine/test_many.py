@@ -53,7 +53,9 @@ def _is_below(most: int) -> bool:
     return memory() < most
 
 
-async def storm(engine: Engine, url: str, fd: int, count: int, seed: int) -> Counter[str]:
+async def storm(
+    engine: Engine, url: str, fd: int, folder: Path, count: int, seed: int
+) -> Counter[str]:
     """Send requests of all kinds, and cancel every third one at some time."""
     outcomes: Counter[str] = Counter()
     numbers = iter(range(count))
@@ -62,12 +64,13 @@ async def storm(engine: Engine, url: str, fd: int, count: int, seed: int) -> Cou
     async def send() -> None:
         for number in numbers:
             sink = FileSink(fd, 0, 0, len(BODY), sums=True)
+            new = FileSink(-1, 0, 0, 5000, sums=True, path=str(folder / str(number)))
             request = Request(
                 source.choice(["GET", "PUT", "DELETE"]),
                 f"{url}/{seed}/{number}",
                 [("x", "y")],
                 source.choice([None, b"", BODY[:5000], FileBody(fd, 0, 5000)]),
-                source.choice([sink, MemorySink(len(BODY))]),
+                source.choice([sink, new, MemorySink(len(BODY))]),
                 progress=1 << 16,
             )
             outcomes["sent"] += 1
@@ -76,6 +79,7 @@ async def storm(engine: Engine, url: str, fd: int, count: int, seed: int) -> Cou
             with trio.move_on_after(limit_s):
                 await transfer.completed()
             outcomes[transfer.completion.error or "none"] += 1
+            outcomes["files"] += transfer.completion.error is None and request.sink == new
             outcomes["ended"] += 1
 
     async with trio.open_nursery() as nursery:
@@ -91,7 +95,9 @@ async def _survives(tmp_path: Path, count: int) -> None:
         before: tuple[int, int] | None = None
         for seed, share in enumerate((count // 3, count)):
             async with open_engine(AT_A_TIME) as engine:
-                outcomes = await storm(engine, server.url, fd, share, seed)
+                outcomes = await storm(engine, server.url, fd, tmp_path / "new", share, seed)
+            assert outcomes.pop("files") > share / 20
+            assert not os.listdir(tmp_path / "new"), "of files that nobody took"
             assert outcomes["sent"] == outcomes["ended"] == share
             assert outcomes["cancelled"] > share / 10
             assert outcomes["none"] > share / 3
