@@ -26,6 +26,7 @@ from bench.workloads.table import THREADS, WORKLOADS
 
 # What a run tells beside its workloads, with units.
 COSTS = {
+    "alone_p99": ("alone: exceeded by one in a hundred", "ms"),
     "large_cpu": ("first_large: processor time of the daemon for each 10^9 bytes", "s/GB"),
     "shards_cpu": ("first_shards: the same", "s/GB"),
     "small_cpu": ("first_small: the same", "s/GB"),

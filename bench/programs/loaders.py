@@ -122,15 +122,23 @@ def burst(root: str, names_file: str, size: int, readers: int, each: int) -> Res
 
 
 def beside(
-    root: str, names_file: str, size: int, threads: int, first: int, large: str, large_size: int
+    root: str,
+    names_file: str,
+    size: int,
+    threads: int,
+    first: int,
+    large: str,
+    large_size: int,
+    readers: int,
 ) -> Result:
-    """Read small files by threads while a process reads a large one, until that is through.
+    """Read small files by threads while processes read a large one, until these are through.
 
-    The times of the single files, in seconds. Without a `large` path, a quarter of them is read.
+    Each of the `readers` has its share of the large file. The times of the single small files, in
+    seconds. Without `readers`, a quarter of them is read.
     """
     names = json.loads(Path(names_file).read_text())
     random.Random(0).shuffle(names)
-    mine = names[first:] if large else names[first : first + len(names) // 4]
+    mine = names[first:] if readers else names[first : first + len(names) // 4]
     took: list[float] = []
     done = threading.Event()
     begun = time.monotonic()
@@ -144,34 +152,36 @@ def beside(
                 raise ShortReadError(path)
             took.append(time.monotonic() - start)
 
-    child = 0
+    children: list[int] = []
     large_s: list[float] = []
 
     def wait() -> None:
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        if sum(os.waitpid(child, 0)[1] for child in children):
             took.clear()  # noticed below: nothing was read beside it
         large_s.append(time.monotonic() - begun)
         done.set()
 
-    if large:
-        child = os.fork()
-        if child == 0:
-            _read_and_exit(large, large_size)
-        waiter = threading.Thread(target=wait)
+    for number in range(readers):
+        children.append(os.fork())
+        if children[-1] == 0:
+            share = large_size // readers
+            _read_and_exit(large, number * share, (number + 1) * share)
+    waiter = threading.Thread(target=wait)
+    if readers:
         waiter.start()
     by_threads([f"{root}/{name}" for name in mine], threads, read)
-    if large:
+    if readers:
         waiter.join()
     if not took:
         raise ShortReadError(large)
     return {"took_s": took, "large_s": large_s}
 
 
-def _read_and_exit(path: str, size: int) -> None:
+def _read_and_exit(path: str, start: int, stop: int) -> None:
     code = 1
     try:
         with open(path, "rb", buffering=0) as file:
-            read_range(file, 0, size)
+            read_range(file, start, stop)
         code = 0
     finally:
         os._exit(code)

@@ -276,6 +276,12 @@ WORKLOADS = (
     _throttling("alone", "a small file's first read, 4 threads, median", "ms", loading.alone),
     _throttling("beside", "the same while a large file is read", "ms", loading.beside),
     _throttling(
+        "beside8_p99",
+        "alone_p99 while eight programs read large files",
+        "ms",
+        loading.beside_eight,
+    ),
+    _throttling(
         "alone_throttled",
         "a small file's first read, 503 above 300 requests/s, median",
         "ms",
