@@ -221,6 +221,25 @@ def failing(
     return fail
 
 
+class Stop:
+    """The bucket does not answer one request until `go_on` is set, and then with an `error`."""
+
+    def __init__(self, store: MemoryStore, what: str, key: str) -> None:
+        self.reached = trio.Event()
+        self.go_on = trio.Event()
+        self.error: StoreError | None = None
+        self._store = store
+        self._at = what, key
+        store.pause = self._pause
+
+    async def _pause(self) -> None:
+        if self._store.requests[-1] == self._at:
+            self.reached.set()
+            await self.go_on.wait()
+            if self.error is not None:
+                raise self.error
+
+
 class HeldCopies:
     """Has the copies of a store have ETags of their own, as those of objects in parts do.
 

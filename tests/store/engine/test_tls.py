@@ -3,7 +3,6 @@
 import os
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from fusefs.store.engine.engine import Completion, Engine, Request, Route, open_engine
 from tests.support.servers.forward_proxy import forward_proxy
 from tests.support.servers.scripted import ScriptedServer, answer, scripted_server
+from tests.support.servers.tls import make_authority, sign
 
 BODY = os.urandom(3 << 20)
 
@@ -25,24 +25,12 @@ async def engine() -> AsyncIterator[Engine]:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("authority")
-    openssl(directory, "req -x509 -newkey rsa:2048 -nodes -subj /CN=ca -keyout ca.key -out ca.pem")
-    return directory
-
-
-def openssl(directory: Path, arguments: str) -> None:
-    subprocess.run(["openssl", *arguments.split()], cwd=directory, check=True, capture_output=True)
+    return make_authority(tmp_path_factory.mktemp("authority")).parent
 
 
 def context(authority: Path, name: str = "IP:127.0.0.1", days: int = 30) -> ssl.SSLContext:
     """A server's, with a certificate of the authority."""
-    (authority / "names").write_text(f"subjectAltName={name}\n")
-    openssl(authority, "req -newkey rsa:2048 -nodes -subj /CN=s -keyout server.key -out server.csr")
-    openssl(
-        authority,
-        "x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -extfile names"
-        f" -out server.pem -days {days}",
-    )
+    sign(authority, name, days)
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.load_cert_chain(authority / "server.pem", authority / "server.key")
     return made

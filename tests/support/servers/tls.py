@@ -55,84 +55,42 @@ def secure(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield door
 
 
-_KEY = ("-newkey", "rsa:2048", "-nodes")
-
-
-def _openssl(directory: Path, *arguments: str) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
+def openssl(directory: Path, arguments: str) -> None:
+    program = shutil.which("openssl")
+    if program is None:
         pytest.skip("needs openssl")
-    subprocess.run([openssl, *arguments], cwd=directory, check=True, capture_output=True)
+    command = [program, *arguments.split()]
+    subprocess.run(command, cwd=directory, check=True, capture_output=True)
+
+
+def make_authority(directory: Path) -> Path:
+    """The certificate of an authority, with its key beside it."""
+    usage = "-addext keyUsage=critical,keyCertSign"
+    names = "-subj /CN=test -keyout ca.key -out ca.pem"
+    openssl(directory, f"req -x509 -newkey rsa:2048 -nodes -days 30 {names} {usage}")
+    return directory / "ca.pem"
+
+
+def sign(directory: Path, name: str, days: int = 30) -> None:
+    """Make a server's key, and a certificate for it of the authority in a directory."""
+    subject = "-subj /CN=127.0.0.1 -keyout server.key -out server.csr"
+    openssl(directory, f"req -newkey rsa:2048 -nodes {subject}")
+    (directory / "names").write_text(f"subjectAltName={name}\n")
+    authority = "-CA ca.pem -CAkey ca.key -CAcreateserial -extfile names"
+    openssl(directory, f"x509 -req -in server.csr -out server.pem -days {days} {authority}")
 
 
 def _make_certificates(directory: Path, name: str) -> Path:
-    _openssl(
-        directory,
-        "req",
-        "-x509",
-        *_KEY,
-        "-keyout",
-        "ca.key",
-        "-out",
-        "ca.pem",
-        "-subj",
-        "/CN=test",
-        "-days",
-        "30",
-        "-addext",
-        "keyUsage=critical,keyCertSign",
-    )
-    _openssl(
-        directory,
-        "req",
-        *_KEY,
-        "-keyout",
-        "server.key",
-        "-out",
-        "server.csr",
-        "-subj",
-        "/CN=127.0.0.1",
-    )
-    (directory / "names").write_text(f"subjectAltName={name}\n")
-    _openssl(
-        directory,
-        "x509",
-        "-req",
-        "-in",
-        "server.csr",
-        "-CA",
-        "ca.pem",
-        "-CAkey",
-        "ca.key",
-        "-CAcreateserial",
-        "-out",
-        "server.pem",
-        "-days",
-        "30",
-        "-extfile",
-        "names",
-    )
-    return directory / "ca.pem"
+    authority = make_authority(directory)
+    sign(directory, name)
+    return authority
 
 
 def _make_own_authority(directory: Path, name: str) -> Path:
     """What `openssl req -x509` makes by default: basicConstraints=critical,CA:TRUE."""
-    _openssl(
-        directory,
-        "req",
-        "-x509",
-        *_KEY,
-        "-keyout",
-        "server.key",
-        "-out",
-        "server.pem",
-        "-subj",
-        "/CN=127.0.0.1",
-        "-days",
-        "30",
-        "-addext",
-        f"subjectAltName={name}",
-    )
+    names = f"-subj /CN=127.0.0.1 -addext subjectAltName={name}"
+    files = "-keyout server.key -out server.pem"
+    openssl(directory, f"req -x509 -newkey rsa:2048 -nodes -days 30 {names} {files}")
     return directory / "server.pem"
 
 

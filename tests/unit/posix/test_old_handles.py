@@ -13,6 +13,7 @@ from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import NewAttributes
 from fusefs.store.interface import ObjectVersion
+from tests.support.memory_store import Stop
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import MortalMount, Process
 
@@ -312,14 +313,7 @@ async def test_what_somebody_else_has_replaced_while_it_is_opened_to_be_written_
 async def test_what_is_opened_to_be_written_while_it_is_renamed_is_written_under_the_new_name(
     mount: MortalMount, at: tuple[str, str]
 ) -> None:
-    is_there, go_on = trio.Event(), trio.Event()
-
-    async def pause() -> None:
-        if mount.store.requests[-1] == at:
-            is_there.set()
-            await go_on.wait()
-
-    mount.store.pause = pause
+    stop = Stop(mount.store, *at)
 
     async def save() -> None:
         fh = await process.open("file", os.O_WRONLY | os.O_TRUNC)
@@ -329,10 +323,10 @@ async def test_what_is_opened_to_be_written_while_it_is_renamed_is_written_under
     async with mount.serving() as process:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(process.rename, "file", "new")
-            await is_there.wait()
+            await stop.reached.wait()
             nursery.start_soon(save)
             await trio.testing.wait_all_tasks_blocked()
-            go_on.set()
+            stop.go_on.set()
         assert await process.load("new") == b"written"
         assert await process.listing() == ["new"]
     assert mount.store.contents() == {"new": b"written"}
@@ -352,14 +346,7 @@ async def test_what_is_opened_to_be_written_while_its_name_goes_takes_no_name(
 ) -> None:
     """The name is that of the file that replaces it, or gone."""
     mount.store.put("tmp", b"another file")
-    is_there, go_on, is_closed = trio.Event(), trio.Event(), trio.Event()
-
-    async def pause() -> None:
-        if mount.store.requests[-1] == at:
-            is_there.set()
-            await go_on.wait()
-
-    mount.store.pause = pause
+    stop, is_closed = Stop(mount.store, *at), trio.Event()
 
     async def save() -> None:
         try:
@@ -386,10 +373,10 @@ async def test_what_is_opened_to_be_written_while_its_name_goes_takes_no_name(
         await process.load("file")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(end_name)
-            await is_there.wait()
+            await stop.reached.wait()
             nursery.start_soon(save)
             await trio.testing.wait_all_tasks_blocked(0.01)
-            go_on.set()
+            stop.go_on.set()
         assert is_closed.is_set()
     left = "file" if end == "replaced" else "tmp"
     assert mount.store.contents() == {left: b"another file"}

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,7 @@ from fusefs.posix.types import LookupResult, NewAttributes
 from fusefs.posix.write import removals, staging_record
 from fusefs.posix.write.removals import MANY
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
-from fusefs.store.interface import DeleteFailure
-from tests.support.memory_store import HeldCopies, failing
+from tests.support.memory_store import HeldCopies, Stop, failing
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 
@@ -46,27 +45,15 @@ async def remove(process: Process, names: Iterable[str] = NAMES) -> None:
             await answer
 
 
-class Held:
+def held(mount: MortalMount) -> Stop:
     """A bucket that answers no DeleteObjects request until `go_on` is set."""
-
-    def __init__(self, mount: MortalMount) -> None:
-        self.go_on = trio.Event()
-        self.has_request = trio.Event()
-        self._delete_many = mount.store.delete_many
-        mount.store.delete_many = self.delete_many  # type: ignore[method-assign]
-
-    async def delete_many(
-        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
-    ) -> list[DeleteFailure]:
-        self.has_request.set()
-        await self.go_on.wait()
-        return await self._delete_many(keys, etags)
+    return Stop(mount.store, "DELETES", "")
 
 
 @asynccontextmanager
 async def killed_after_removing(mount: MortalMount, count: int = COUNT) -> AsyncIterator[list[str]]:
     """A process that has removed the first files, and dies before the bucket hears of most."""
-    Held(mount)
+    held(mount)
     try:
         async with mount.serving() as process:
             await remove(process, NAMES[:count])
@@ -74,20 +61,20 @@ async def killed_after_removing(mount: MortalMount, count: int = COUNT) -> Async
             raise DiedError
     except* DiedError:
         pass
-    del mount.store.delete_many  # type: ignore[method-assign]
+    mount.store.pause = trio.lowlevel.checkpoint
     assert len(mount.store.contents()) == COUNT - MANY
     yield [f"a/{name}" for name in NAMES[MANY:count]]
 
 
 async def test_many_files_are_deleted_together(mount: MortalMount) -> None:
-    held = Held(mount)
+    stop = held(mount)
     async with mount.serving() as process:
         await remove(process)
         assert len(process.writer.backlog.unsent("")) == COUNT - MANY
         assert await process.listing("a") == []
         with pytest.raises(FileNotFoundError):
             await process.node(f"a/{NAMES[-1]}")
-        held.go_on.set()
+        stop.go_on.set()
         await process.changes.fsync(await process.node("a"))
         assert process.writer.backlog.unsent("") == []
         assert await process.listing("a") == []
@@ -100,7 +87,7 @@ async def test_many_files_are_deleted_together(mount: MortalMount) -> None:
 async def test_the_first_file_of_each_directory_is_deleted_at_once(mount: MortalMount) -> None:
     mount.store.put("b/")
     mount.store.put("b/file", b"x")
-    Held(mount)
+    held(mount)
     async with mount.serving() as process:
         await remove(process)
         await process.unlink("b/file")
@@ -141,7 +128,7 @@ async def test_a_refusal_is_reported_to_the_program(mount: MortalMount) -> None:
 @states("Later changes of such a name wait until the old object is gone.")
 @pytest.mark.parametrize("how", ["create", "rename", "symlink"])
 async def test_what_is_made_anew_waits_for_the_removal(mount: MortalMount, how: str) -> None:
-    held = Held(mount)
+    stop = held(mount)
     mount.store.put("other", b"new")
     async with mount.serving() as process, trio.open_nursery() as nursery:
         await remove(process)
@@ -161,7 +148,7 @@ async def test_what_is_made_anew_waits_for_the_removal(mount: MortalMount, how: 
         await trio.testing.wait_all_tasks_blocked()
         assert not is_made.is_set()
         assert mount.store.contents()[name] == NAMES[-1].encode()
-        held.go_on.set()
+        stop.go_on.set()
         await is_made.wait()
         assert await process.listing("a") == [NAMES[-1]]
     assert mount.store.contents()[name] == b"new"
@@ -173,7 +160,7 @@ async def test_what_is_made_anew_waits_for_the_removal(mount: MortalMount, how: 
 )
 @pytest.mark.parametrize("how", ["rmdir", "rename", "fsync"])
 async def test_the_directory_waits_for_its_removals(mount: MortalMount, how: str) -> None:
-    held = Held(mount)
+    stop = held(mount)
     async with mount.serving() as process, trio.open_nursery() as nursery:
         await remove(process)
         is_done = trio.Event()
@@ -190,7 +177,7 @@ async def test_the_directory_waits_for_its_removals(mount: MortalMount, how: str
         nursery.start_soon(act)
         await trio.testing.wait_all_tasks_blocked()
         assert not is_done.is_set()
-        held.go_on.set()
+        stop.go_on.set()
         await is_done.wait()
         assert process.writer.backlog.unsent("") == []
     assert mount.store.contents() == {}
@@ -391,7 +378,7 @@ async def test_an_equal_file_that_is_made_anew_is_not_taken_for_the_old_one(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor where a full disk keeps it from being put on record that the old one is gone."""
-    held = Held(mount)
+    stop = held(mount)
     name = NAMES[-1]
     append = removals.LineLog.append
 
@@ -400,10 +387,10 @@ async def test_an_equal_file_that_is_made_anew_is_not_taken_for_the_old_one(
 
     async with mount.serving() as process:
         await remove(process, NAMES[:-1])
-        await held.has_request.wait()
+        await stop.reached.wait()
         await remove(process, [name])
         monkeypatch.setattr(removals.LineLog, "append", fail)
-        held.go_on.set()
+        stop.go_on.set()
         with pytest.raises(OSError, match="full"):
             await process.save(f"a/{name}", name.encode())
         monkeypatch.setattr(removals.LineLog, "append", append)
@@ -462,7 +449,7 @@ async def test_a_record_that_can_not_be_emptied_ends_all_the_same(
 
 async def test_what_is_made_anew_is_shown_by_the_next_process(mount: MortalMount) -> None:
     """Also before the removal of its forerunner is in the bucket."""
-    Held(mount)
+    held(mount)
     path = f"a/{NAMES[MANY]}"
     try:
         async with mount.serving() as process:

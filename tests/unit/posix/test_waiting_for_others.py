@@ -4,7 +4,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -22,10 +21,10 @@ from fusefs.posix.types import NewAttributes
 from fusefs.posix.write.removals import MANY, Removals
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
-from fusefs.store.interface import DeleteFailure, ObjectInfo
+from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
 from tests.support.local_cache import Bucket
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore, failing
 from tests.support.survival.mortal_mount import MortalMount
 from tests.unit.posix.test_directories import listings
 
@@ -52,22 +51,11 @@ class HeldStore(MemoryStore):
     def __init__(self, held: Held) -> None:
         super().__init__()
         self.held = held
+        self.pause = self._pause
 
-    async def put_file(self, *arguments: Any, **more: Any) -> ObjectInfo:
-        await self.held.pass_by()
-        return await super().put_file(*arguments, **more)
-
-    async def copy(self, *arguments: Any, **more: Any) -> ObjectInfo:
-        await self.held.pass_by()
-        return await super().copy(*arguments, **more)
-
-    async def delete(self, *arguments: Any, **more: Any) -> None:
-        await self.held.pass_by()
-        await super().delete(*arguments, **more)
-
-    async def delete_many(self, *arguments: Any, **more: Any) -> list[DeleteFailure]:
-        await self.held.pass_by()
-        return await super().delete_many(*arguments, **more)
+    async def _pause(self) -> None:
+        if self.requests[-1][0] in ("PUT", "COPY", "DELETE", "DELETES"):
+            await self.held.pass_by()
 
 
 def waited() -> dict[str, float]:
@@ -184,12 +172,7 @@ async def test_a_removal_that_failed_is_waited_for_by_itself(tmp_path: Path) -> 
     store = HeldStore(Held())
     store.put("a/file")
     store.held.may_end.set()
-
-    def refuse(what: str, key: str) -> None:
-        if what == "DELETED":
-            raise StoreError(key)
-
-    store.before = refuse
+    store.before = failing(StoreError("not now"), "DELETED")
     async with removals(store, tmp_path) as sent:
         assert sent.try_defer("a/file", store.objects["a/file"].info.etag)
         (removal,) = sent.pending("")

@@ -17,7 +17,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.posix.types import NewAttributes
 from fusefs.store.errors import StoreError, UnreachableError
-from tests.support.memory_store import HeldCopies, MemoryStore, failing
+from tests.support.memory_store import HeldCopies, MemoryStore, Stop, failing
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
@@ -29,25 +29,6 @@ def mount(tmp_path: Path) -> MortalMount:
     for name in "xyz":
         mount.store.put(f"a/{name}", name.encode())
     return mount
-
-
-class Stop:
-    """The bucket does not answer one request until `go_on` is set, and then with an `error`."""
-
-    def __init__(self, store: MemoryStore, what: str, key: str) -> None:
-        self.reached = trio.Event()
-        self.go_on = trio.Event()
-        self.error: StoreError | None = None
-        self._store = store
-        self._at = what, key
-        store.pause = self._pause
-
-    async def _pause(self) -> None:
-        if self._store.requests[-1] == self._at:
-            self.reached.set()
-            await self.go_on.wait()
-            if self.error is not None:
-                raise self.error
 
 
 @asynccontextmanager

@@ -8,11 +8,10 @@ import trio
 
 from fusefs.posix.namespace.rename_job import RenameJob, RenameJobs
 from fusefs.store.errors import StoreError
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore, Stop
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 from tests.unit.posix.renaming.test_renaming_meanwhile import (
-    Stop,
     chmod,
     finished,
     killed,

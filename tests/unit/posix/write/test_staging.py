@@ -16,6 +16,7 @@ from fusefs.posix.nodes.temporary_names import has_random_part, is_temporary
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import backlog, staging_record, upload_times
 from fusefs.store.errors import StoreError
+from tests.support.memory_store import failing
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, MortalMount
 from tests.support.waiting import eventually
@@ -41,15 +42,11 @@ async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_o
     monkeypatch.setattr(backlog, "RETRY_S", 0.05)
     mount = MortalMount(tmp_path)
 
-    def refuse(what: str, key: str) -> None:
-        if what == "PUT":
-            raise StoreError(key)
-
     async with mount.serving() as process, trio.open_nursery() as nursery:
         fh = await process.create("log", b"line")
         await process.open("log")  # and never closed
         nursery.start_soon(process.writer.backlog.run)
-        mount.store.before = refuse
+        mount.store.before = failing(StoreError("log"), "PUT")
         with pytest.raises(OSError, match="log"):
             await process.close(fh)
         process.operations.release(fh)
