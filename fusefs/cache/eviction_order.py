@@ -68,7 +68,10 @@ REMEMBERED = 16
 
 
 class Forecast(Protocol):
-    """The known future of files. Times are in an order of its own; `since` is the epoch's."""
+    """The known future of files. Times are in an order of its own.
+
+    `since` is when the first plan began to be followed, in seconds since the epoch; -inf: none is.
+    """
 
     since: float
 

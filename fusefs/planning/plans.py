@@ -77,7 +77,7 @@ class Plans:
         self._late: set[CacheFile] = set()
         self._has_changed = trio.Event()
         self._has_begun = trio.Event()
-        self.since = math.inf
+        self.since = -math.inf
         self._in_time = self._opens = 0
         # What was opened since the last request for it, None where nobody records; the number
         # of those before, and until when somebody has to ask again (monotonic seconds).
@@ -139,8 +139,11 @@ class Plans:
                 if offset == 0:
                     if plan is None and len(self._plans) >= MOST_READERS:
                         raise PlanError(f"there are plans of {MOST_READERS} readers already")
+                    was_followed = plan is not None and plan.is_followed
                     self.end(reader)
                     plan = await self._open(reader, is_new=True)
+                    plan.is_confirmed = was_followed  # the reader keeps to its plans
+                    self._refresh()
                 elif plan is None or plan.text_bytes != offset:
                     raise PlanError("the plan is incomplete, for it was replaced; give it again")
                 self._check(plan, text)
@@ -203,12 +206,12 @@ class Plans:
 
     def _refresh(self) -> None:
         """Have the order of eviction follow the plans that are read, or none."""
-        self._active = [plan for plan in self._plans.values() if not plan.is_ignored]
+        self._active = [plan for plan in self._plans.values() if plan.is_followed]
         if not self._active:
-            self.since = math.inf
-        elif self.since == math.inf:
+            self.since = -math.inf
+        elif self.since == -math.inf:
             self.since = steady_time()
-        # Also a plan that is ignored needs the opens: its reader may come back.
+        # Also a plan that is not followed needs the opens: its reader may come.
         is_needed = bool(self._plans) or self._recorded is not None
         self._cache.order.forecast = self if is_needed else None
         self._has_changed.set()
@@ -281,11 +284,9 @@ class Plans:
 
     def opening(self, file: CacheFile) -> bool:
         """True if a file that is being opened is in a plan: no guess is needed."""
-        if self.next_use(file) is None:
-            return False
-        if not file.is_complete and len(self._late) < MOST_LATE:
+        if self._plans and not file.is_complete and len(self._late) < MOST_LATE:
             self._late.add(file)
-        return True
+        return self.next_use(file) is not None
 
     def used(self, file: CacheFile) -> None:
         """Note the open of a file."""
@@ -300,11 +301,11 @@ class Plans:
         nearest = min(distances, key=distances.__getitem__)
         # It is the open of one reader. Of which is unknown where none expects it.
         for plan in (nearest,) if distances[nearest] < nearest.window else distances:
-            was_ignored, jumps = plan.is_ignored, plan.jumps
+            was_followed, jumps = plan.is_followed, plan.jumps
             moved = plan.opened(mark)
-            if not was_ignored:
+            if was_followed:
                 self._clock += moved / max(1, len(self._active))
-            if plan.is_ignored != was_ignored or plan.jumps != jumps:
+            if plan.is_followed != was_followed or plan.jumps != jumps:
                 self._refresh()
         if distances[nearest] < math.inf:
             self._prefetcher.opened(nearest, is_late=is_late)

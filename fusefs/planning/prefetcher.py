@@ -36,7 +36,8 @@ from fusefs.store.interface import ObjectInfo
 
 logger = logging.getLogger("fusefs.planning")
 
-# Of the cache, what may be ahead of a reader where that evicts what it will use later.
+# Of the cache, what may be ahead of a reader where that evicts what it will use later, and what is
+# fetched at most for a plan that no open has confirmed.
 AHEAD_SHARE = 1 / 8
 # What is on its way for a plan is at least as much as the path bears, twice, but for this share
 # of the cache at most.
@@ -195,6 +196,8 @@ class Prefetcher:
         walk.pass_by()
         under_way = walk.ahead_bytes - walk.ready_bytes
         is_far = len(walk.ahead) >= MOST_AHEAD or under_way >= self._most_under_way()
+        if not plan.is_confirmed:
+            is_far |= walk.ahead_bytes >= AHEAD_SHARE * self._downloader.room
         if plan.is_ignored or walk.at >= plan.size or is_far or walk.lacks_room:
             await self._change()
             return False
@@ -350,6 +353,8 @@ class Prefetcher:
             return "read to its end"
         if walk.looked_up and walk.missing == walk.looked_up:
             return "waiting: no path was found in the bucket"
+        if not plan.is_confirmed:
+            return "not confirmed: few of its files were opened"
         return "followed, as far as the cache has room" if walk.lacks_room else "followed"
 
     def describe(self, plan: Plan) -> dict[str, Any]:
@@ -396,4 +401,5 @@ class _File:
     @property
     def is_over(self) -> bool:
         """True if no further part is worth beginning."""
-        return self.error is not None or self.walk.plan.was_opened(self.position)
+        plan = self.walk.plan
+        return self.error is not None or plan.is_ignored or plan.was_opened(self.position)

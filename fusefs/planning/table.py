@@ -10,7 +10,8 @@ The *position* follows from the opens. Entries before `low` are done, those in `
 opened out of order, as several workers do. An open is expected within a window behind `low`. One
 elsewhere *strays*; when several in a row stray to one place, the reader has jumped there (a
 restart from a checkpoint). When most stray, the reader follows another order: the plan is
-ignored until a jump is found again.
+ignored until a jump is found again. A new plan is *confirmed* by about nine expected opens, and
+until then nothing is evicted for it: it may be another job's.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ JUMP_AFTER = 8
 RECENT_OPENS = 32
 LEAST_SHARE = 0.75
 ENOUGH_SHARE = 0.9
+FIRST_SHARE = 0.87  # of a new plan
 # Entries of one checksum that are looked at.
 MOST_LINKS = 256
 # Opens in which a second one of a file is the same use; fewer of a small data set.
@@ -105,7 +107,7 @@ class Plan:
         self.fd = fd
         self.size = self.text_bytes = 0
         self.low = self.high = self.jumps = self.skipped = 0
-        self.is_ignored = self.has_all = False
+        self.is_ignored = self.is_confirmed = self.has_all = False
         self.last_expected = time.monotonic()
         self._start_mark = crc32(prefix.encode())
         self._rest = b""  # an entry of which the end has not come
@@ -118,7 +120,7 @@ class Plan:
         self.passed: list[int] = []
         self._stray: list[int] = []
         self._latest: deque[int] = deque()
-        self._share = 1.0
+        self._share = FIRST_SHARE
         self._others = 0
 
     def __del__(self) -> None:
@@ -129,6 +131,11 @@ class Plan:
     def window(self) -> int:
         """The number of entries before and behind the farthest open where one is expected."""
         return max(LEAST_WINDOW, min(LARGEST_WINDOW, int(WINDOW_SHARE * self._distinct)))
+
+    @property
+    def is_followed(self) -> bool:
+        """True if the opens are those of the plan."""
+        return self.is_confirmed and not self.is_ignored
 
     @property
     def is_done(self) -> bool:
@@ -255,11 +262,11 @@ class Plan:
         while self.low in self._seen:
             self._seen.discard(self.low)
             self.low += 1
-        self.is_ignored, self._share = False, 1.0
+        self.is_ignored, self.is_confirmed, self._share = False, True, 1.0
 
     def _judge(self, value: float) -> None:
         self._share += (value - self._share) / RECENT_OPENS
         if self._share < LEAST_SHARE:
             self.is_ignored = True
         elif self._share > ENOUGH_SHARE:
-            self.is_ignored = False
+            self.is_ignored, self.is_confirmed = False, True
