@@ -6,23 +6,35 @@ its files takes on an empty mount, so S3 is fast enough on average. Reported are
 accelerator's utilisation in each epoch, beside ext4's, and the bytes that were fetched from the
 second epoch on, beside those of Belady's order: without a plan, with one, and with the plan of
 another seed.
+
+With `--small` it reads 2,000 cold files of 100 KiB instead, in a random order by eight threads:
+without a plan, with one, and with the bare client at several widths, in files a second. With a plan
+it is also reported what the time of `fusefs plan` itself makes of that.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import statistics
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
-from bench import processes
+from bench import pagecache, processes
 from bench.cloud.profile import CLOUD
-from bench.contenders.contender import Native
+from bench.contenders.contender import Native, Place
 from bench.contenders.fusefs import Fusefs
 from bench.training import EPOCHS, MODELS, Model, place_of, running_job
 
 SLACK = 1.3
+SMALL = Model("small", "jpeg", 102_400, 1, 2_000, 1, 0.0)
+SMALL_ROUNDS = 3
+THREADS = 8
+WIDTHS = (32, 64, 128)
 KINDS = {"no plan": None, "a plan": 0, "another order's plan": 1000}
 
 
@@ -100,14 +112,70 @@ def run(model: Model, profile: str, base: Path) -> None:
             print(f"| {kind} {_measure(model, contender, compute_s, seed)}", flush=True)
 
 
+def run_small(profile: str, base: Path) -> None:
+    """Read cold small files in every way, interleaved, and print the medians with their range."""
+    rates: dict[str, list[float]] = {}
+    with place_of(SMALL, profile, base) as place:
+        names = [name.removeprefix(f"{SMALL.name}/") for name in SMALL.names()]
+        listed = place.scratch / "names.json"
+        listed.write_text(json.dumps(names))
+        given = {"names_file": str(listed), "size": SMALL.size}
+        for number in range(SMALL_ROUNDS):
+            for width in WIDTHS:
+                store = {"store": place.bucket.reader_options(), "prefix": SMALL.name}
+                seconds = _read(place, "get_objects", **given, **store, threads=width, seed=number)
+                rates.setdefault(f"bare client, {width} wide", []).append(SMALL.files / seconds)
+            for is_planned in (False, True):
+                contender = Fusefs("fusefs", place, ["--min-free", "1%"])
+                contender.start()
+                try:
+                    began = time.monotonic()
+                    if is_planned:
+                        random.Random(number).shuffle(order := list(names))
+                        plan = place.scratch / "plan.txt"
+                        plan.write_text("".join(f"{SMALL.name}/{name}\n" for name in order))
+                        contender.plan(plan)
+                    planning_s = time.monotonic() - began
+                    root = str(contender.root / SMALL.name)
+                    seconds = _read(
+                        place, "small_files", **given, root=root, threads=THREADS, seed=number
+                    )
+                finally:
+                    contender.stop()
+                kind = "a plan" if is_planned else "no plan"
+                rates.setdefault(kind, []).append(SMALL.files / seconds)
+                if is_planned:
+                    whole = SMALL.files / (seconds + planning_s)
+                    rates.setdefault("a plan, with its command", []).append(whole)
+    print("| | files/s |\n| --- | ---: |")
+    for kind, found in rates.items():
+        middle = statistics.median(found)
+        print(f"| {kind} | {middle:.0f} ({min(found):.0f} to {max(found):.0f}) |", flush=True)
+
+
+def _read(place: Place, operation: str, **arguments: object) -> float:
+    """Run an operation of bench/programs/readers.py, with cold pages; return its seconds."""
+    pagecache.drop()
+    place.bucket.warm()
+    text = json.dumps({"op": operation, **arguments})
+    command = [sys.executable, "-m", "bench.programs.readers", text]
+    environment = place.bucket.environment()
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    return float(json.loads(done.stdout)["seconds"][0])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.planned", description=__doc__)
     parser.add_argument("--profile", default=CLOUD)
     parser.add_argument("--models", default="unet3d,retinanet")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of files")
     parser.add_argument("--scratch", type=Path, default=Path(".bench-scratch"))
     arguments = parser.parse_args()
     try:
+        if arguments.small:
+            run_small(arguments.profile, arguments.scratch.resolve())
+            return 0
         for model in MODELS:
             if model.name in arguments.models.split(","):
                 scaled = replace(model, files=max(8, round(model.files * arguments.scale)))

@@ -1,6 +1,7 @@
 """Plans of reading from Python: `fusefs.plan` and `PlannedSampler` (docs/guides/plan.md).
 
-Both give the mount of some files the order in which they will be read (`fusefs plan`). Nothing
+Both give the mount of some files the order in which they will be read: as `fusefs plan` does, or
+where no mount is registered, as in a pod, by the mount's own file (fuse/control_files.py). Nothing
 here imports torch: a sampler is whatever yields indices, or batches of indices.
 """
 
@@ -22,6 +23,7 @@ logger = logging.getLogger("fusefs.sampling")
 
 # Entries until a plan is begun anew, instead of growing with each epoch.
 MOST_ENTRIES = 4_000_000
+CONTROL = ".fusefs/plan"  # in a mount's root
 _FAILURES = (CommandError, ControlError, MountsError, OSError, ValueError)
 
 
@@ -34,6 +36,7 @@ def plan(paths: Sequence[str | os.PathLike[str]], *, reader: str = "") -> None:
     Raises:
         CommandError: the paths are in no mount, or not all in one.
         ControlError: the mount's daemon does not answer, or refuses: it answers its user and root.
+        OSError: the mount's own file can't be written.
     """
     _Reader(reader).give(paths, is_last=True)
 
@@ -95,12 +98,32 @@ class PlannedSampler:
         return list(batches)
 
 
+class _FileSender:
+    """Writes a plan to the mount's own file, as `Sender` sends it."""
+
+    def __init__(self, path: Path, reader: str) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._reader = reader
+        self.count = 0
+
+    def add(self, path: str) -> None:
+        if "\t" in path or "\n" in path:
+            raise ValueError(f"{path!r} has a tab or a newline")
+        self._file.write(f"{path}\t{self._reader}\n")
+        self.count += 1
+
+    def flush(self, *, is_last: bool = False) -> None:
+        self._file.flush()
+        if is_last:
+            self._file.close()
+
+
 class _Reader:
     """A plan that grows; `size` counts its entries."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._sender: Sender | None = None
+        self._sender: Sender | _FileSender | None = None
         self._root = ""
 
     @property
@@ -112,9 +135,19 @@ class _Reader:
             return
         if self._sender is None:
             first = os.path.abspath(paths[0])
-            mountpoint, below = sync.find(Path(first))
-            self._root = first.removesuffix(below)  # as the paths spell it
-            self._sender = Sender(mountpoint, self.name)
+            try:
+                mountpoint, below = sync.find(Path(first))
+            except CommandError:
+                directory = next(
+                    (at for at in Path(first).parents if (at / CONTROL).exists()), None
+                )
+                if directory is None:
+                    raise
+                self._root = f"{directory}/"
+                self._sender = _FileSender(directory / CONTROL, self.name)
+            else:
+                self._root = first.removesuffix(below)  # as the paths spell it
+                self._sender = Sender(mountpoint, self.name)
         for path in paths:
             absolute = os.path.abspath(path)
             if not absolute.startswith(self._root):

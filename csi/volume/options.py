@@ -42,6 +42,7 @@ _FREE = frozenset(
         "durability",
         "conflict",
         "no_delete",
+        "no_control_files",
         "retry_time",
         "log_level",
         "passthrough",

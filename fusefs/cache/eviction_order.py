@@ -133,6 +133,11 @@ class EvictionOrder:
         """Count bytes that were fetched."""
         self._fetched += size
 
+    @property
+    def fetched(self) -> int:
+        """The number of bytes that were fetched, and so written to the cache's disk."""
+        return self._fetched
+
     def note_time(self, now: float) -> None:
         """Note how many bytes have been fetched at this time, in seconds since the epoch."""
         if self._times and (self._fetched == self._fetched_at[-1] or now <= self._times[-1]):

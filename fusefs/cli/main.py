@@ -235,7 +235,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _record(options: argparse.Namespace) -> int:
     from fusefs.cli import plan
 
-    plan.record(_path(options.path), options.file)
+    plan.record(_path(options.path), options.file, "\0" if options.null else "\n")
     return 0
 
 

@@ -61,15 +61,17 @@ def has_line(path: str) -> bool:
 class Manifest:
     """Reads the lines of one manifest as paths of one mount.
 
-    Relative paths are below `base`, a directory in the mount, relative to the mountpoint.
+    Relative paths are below `base`, a directory in the mount, relative to the mountpoint. With
+    `is_text` there may be comments, and space around paths.
     """
 
-    def __init__(self, mountpoint: Path, base: str) -> None:
+    def __init__(self, mountpoint: Path, base: str, *, is_text: bool = True) -> None:
         registration = registry.registration_of(mountpoint)
         if registration is None:
             raise CommandError(f"{mountpoint} is not a mount of fusefs; fusefs status lists them")
         self.mountpoint = mountpoint
         self._base = base
+        self._is_text = is_text
         self._source = registration.source
         self._mounts = mountinfo.kernel_mounts()
         below = f"{str(mountpoint).rstrip('/')}/"
@@ -78,8 +80,8 @@ class Manifest:
     def paths(self, lines: Iterable[bytes], refuse: Callable[[int, str], None]) -> Iterable[str]:
         """The path of each line, "" for those without; `refuse` gets numbers and reasons."""
         for number, line in enumerate(lines, 1):
-            text = line.strip(b" \t\r\n")
-            if not text or text.startswith(b"#"):
+            text = line.strip(b" \t\r\n") if self._is_text else line
+            if not text or (self._is_text and text.startswith(b"#")):
                 yield ""
                 continue
             try:
@@ -109,7 +111,7 @@ class Manifest:
         self._refuse_nested(text, relative)
         if relative == ".":
             raise LineError(f"{text} is the whole mount: name it on the command line")
-        if not has_line(relative):
+        if self._is_text and not has_line(relative):
             raise LineError(f"{text} is in {self._base!r}, which a line of a list cannot name")
         return relative
 

@@ -266,7 +266,7 @@ _COMMANDS = (
             ),
         ),
         (
-            _switch("--null", "entries end with a NUL byte instead of a newline"),
+            _switch("--null", "entries are paths as they are, each with a NUL byte at its end"),
             _switch("--end", "forget the reader's plan"),
         ),
     ),
@@ -275,6 +275,7 @@ _COMMANDS = (
         "write down which files programs open, as a plan for the next run",
         "Write the paths that are opened in a mount to a file, until Ctrl-C; fusefs plan takes it.",
         (_PATH, _argument("file", metavar="FILE", help="the file to write")),
+        (_switch("--null", "end paths with a NUL byte instead of a newline"),),
     ),
     _Command(
         "pin",

@@ -82,7 +82,9 @@ def send(
         OSError: the file can't be read.
     """
     mountpoint, below = sync.find(base)
-    reading = manifest.Manifest(mountpoint, below)
+    # A path may have any other byte, and a line of text a reader behind a tab.
+    is_text = separator != b"\0"
+    reading = manifest.Manifest(mountpoint, below, is_text=is_text)
     senders: dict[str, Sender] = {}
     bad = number = 0
 
@@ -96,7 +98,7 @@ def send(
 
     with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
         for entries in _entries(source.fileno(), separator, file):
-            pairs = [entry.partition(b"\t") for entry in entries]
+            pairs = [entry.partition(b"\t") if is_text else (entry, b"", b"") for entry in entries]
             paths = reading.paths([path for path, _, _ in pairs], refuse)
             for (_, _, name), path in zip(pairs, paths, strict=True):
                 if path:
@@ -160,8 +162,10 @@ def end(base: Path, reader: str) -> None:
         raise CommandError(f"{mountpoint} has no plan" + (f" of {reader}" if reader else ""))
 
 
-def record(base: Path, file: str) -> None:
+def record(base: Path, file: str, separator: str) -> None:
     """Write the paths that are opened in a mount to a file, until the mount or the user ends it.
+
+    `separator` is behind each path.
 
     Raises:
         CommandError: `base` is in no mount.
@@ -181,7 +185,7 @@ def record(base: Path, file: str) -> None:
                 time.sleep(RECORD_EVERY_S)
                 continue
             last_answer = time.monotonic()
-            target.writelines(f"{entry}\n" for entry in answer["entries"])
+            target.writelines(f"{entry}{separator}" for entry in answer["entries"])
             target.flush()
             after = answer["after"] + len(answer["entries"])
             if not answer["entries"]:

@@ -10,6 +10,7 @@ a second signal. SIGUSR2 logs what waits for what, and for how long.
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import logging
@@ -19,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -42,12 +43,13 @@ from fusefs.daemon.takeover import (
     staging_directory,
     state_directory,
 )
+from fusefs.fuse.control_files import ControlFiles
 from fusefs.fuse.interrupts import Callers
 from fusefs.fuse.notifications import DeviceNotifications
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper.client import KeeperError
 from fusefs.launch import registry
-from fusefs.launch.control import Message
+from fusefs.launch.control import ControlError, Message
 from fusefs.linux import mount, mountinfo
 from fusefs.linux.mount import MountError
 from fusefs.linux.unmount import UnmountError, umount_path
@@ -507,7 +509,14 @@ class Daemon:
         callers = Callers(takeover)
         notifier = DeviceNotifications(takeover.fd, callers)
         operations = self._operations(log, notifier, mounted_ns=mounted_ns)
-        session = Session(takeover.fd, operations, log, max_stack_depth=depth, callers=callers)
+        session = Session(
+            takeover.fd,
+            operations,
+            log,
+            max_stack_depth=depth,
+            callers=callers,
+            control=None if settings.no_control_files else self._control_files(operations),
+        )
         nursery.start_soon(takeover.keep, lambda: len(session.waiting), passthrough)
         try:
             if state is None:
@@ -534,6 +543,16 @@ class Daemon:
         finally:
             os.close(takeover.fd)
             log.close(remove=self._is_unmounted or (takeover.is_fresh and self.session is None))
+
+    def _control_files(self, operations: Operations) -> ControlFiles:
+        async def ask(request: dict[str, Any]) -> dict[str, Any]:
+            try:
+                answer = status.answer(self, request)
+                return answer if isinstance(answer, dict) else await answer
+            except ControlError as error:
+                raise OSError(errno.EINVAL, str(error)) from None
+
+        return ControlFiles(ask, lambda: operations.attributes(operations.inodes.root))
 
     def _adopt(self, session: Session, takeover: Takeover, init_out: bytes) -> None:
         """Go on with the kernel where the last daemon ended; may raise TakeoverError."""

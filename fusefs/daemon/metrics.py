@@ -74,6 +74,7 @@ def _cache(parts: Daemon) -> Samples:
             value(counters.kernel_bytes, source="kernel"),
         ],
         "cache_evicted_bytes_total": [value(cache.evicted_bytes)],
+        "cache_written_bytes_total": [value(cache.order.fetched)],
         "prefetch_bytes_total": [
             value(counters.ahead_bytes, outcome="used"),
             value(cache.evicted_unread, outcome="wasted"),
@@ -156,11 +157,16 @@ def _warming(parts: Daemon) -> Samples:
 
 
 def _plans(parts: Daemon) -> Samples:
-    in_time, late = parts.plans.opens()
-    ahead = [plan["ahead_s"] for plan in parts.plans.describe() if plan["ahead_s"] is not None]
-    return {
+    plans = parts.plans.describe()
+    ahead = [plan["ahead_s"] for plan in plans if plan["ahead_s"] is not None]
+    opens = parts.plans.opens
+    sums = {
+        f"plan_{name}": [value(sum(plan[name] for plan in plans))] if plans else []
+        for name in ("ahead_files", "ahead_bytes")
+    }
+    return sums | {
         "plan_ahead_seconds": [value(min(ahead))] if ahead else [],
-        "plan_opens_total": [value(in_time, outcome="in_time"), value(late, outcome="late")],
+        "plan_opens_total": [value(count, outcome=outcome) for outcome, count in opens.items()],
     }
 
 

@@ -270,6 +270,7 @@ def _cache(daemon: Daemon) -> dict[str, Any]:
         "passthrough_opens": counters.passthrough_opens,
         "passthrough_bytes": counters.passthrough_bytes,
         "evicted_files": daemon.cache.evicted,
+        "written_bytes": daemon.cache.order.fetched,
         "warning": daemon.cache.trouble.recent,
     }
 

@@ -193,7 +193,7 @@ class ReadHandlers:
 
     def _read_directory(self, body: memoryview, *, is_plus: bool) -> Result:
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
-        buffer = _Entries(self, size, is_plus=is_plus)
+        buffer = Entries(self, size, is_plus=is_plus)
         answer = self._operations.readdir(fh, offset, buffer)
         return packed(answer, lambda _none: buffer.data)
 
@@ -239,7 +239,7 @@ async def when_there(
     return pack(await answer)
 
 
-class _Entries:
+class Entries:
     """The entries of one READDIR or READDIRPLUS reply, packed as they come."""
 
     __slots__ = ("_handlers", "_held", "_size", "_valid", "data", "is_plus")

@@ -30,6 +30,8 @@ import trio
 
 from fusefs.fuse import protocol
 from fusefs.fuse._replies import ReplyThread
+from fusefs.fuse.control_files import NODES as CONTROL_NODES
+from fusefs.fuse.control_files import ControlFiles
 from fusefs.fuse.fast_path import FastPathReader
 from fusefs.fuse.interrupts import Callers, Interrupts
 from fusefs.fuse.notifications import note_lost_reply
@@ -160,6 +162,7 @@ class Session:
         max_stack_depth: int = 1,
         has_fast_path: bool = True,
         callers: Callers | None = None,
+        control: ControlFiles | None = None,
     ) -> None:
         self._fd = fd
         self._operations = operations
@@ -182,6 +185,9 @@ class Session:
         }
         if operations.mutations is not None:
             self._handlers |= WriteHandlers(handlers, operations.mutations).table
+        self._control_handlers = self._handlers
+        if control is not None:
+            self._handlers, self._control_handlers = control.tables(handlers, self._handlers)
         self._replies = ReplyThread(fd, MAX_READ, self._give_back)
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
@@ -359,7 +365,8 @@ class Session:
         self._requests += 1
         times = self.times
         began = 0.0 if self._requests % times.period else time.monotonic()
-        handler = self._handlers.get(opcode)
+        handlers = self._control_handlers if nodeid in CONTROL_NODES else self._handlers
+        handler = handlers.get(opcode)
         if handler is None:
             number = REFUSED.get(opcode, errno.ENOSYS)
             self._reply_errno(unique, number)

@@ -26,7 +26,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile, Rank
 from fusefs.cache.file_cache import FileCache
 from fusefs.linux.clock import steady_time
-from fusefs.planning.prefetcher import Prefetcher
+from fusefs.planning.prefetcher import LATE_FOR, Prefetcher
 from fusefs.planning.table import Plan
 
 logger = logging.getLogger("fusefs.planning")
@@ -78,7 +78,8 @@ class Plans:
         self._has_changed = trio.Event()
         self._has_begun = trio.Event()
         self.since = -math.inf
-        self._in_time = self._opens = 0
+        # Opens of planned files: those in time, and by what the others were late for.
+        self.opens = dict.fromkeys(("in_time", *LATE_FOR), 0)
         # What was opened since the last request for it, None where nobody records; the number
         # of those before, and until when somebody has to ask again (monotonic seconds).
         self._recorded: list[str] | None = None
@@ -308,13 +309,7 @@ class Plans:
             if plan.is_followed != was_followed or plan.jumps != jumps:
                 self._refresh()
         if distances[nearest] < math.inf:
-            self._prefetcher.opened(nearest, is_late=is_late)
-            self._opens += 1
-            self._in_time += not is_late
-
-    def opens(self) -> tuple[int, int]:
-        """The opens of planned files that were there in time, and of those that were not."""
-        return self._in_time, self._opens - self._in_time
+            self.opens[self._prefetcher.opened(nearest, is_late=is_late)] += 1
 
     def describe(self) -> list[dict[str, Any]]:
         """The plans as JSON can hold them."""

@@ -50,6 +50,8 @@ MOST_AT_ONCE = 256
 LOOK_AGAIN_S = 1.0
 # The pace of a reader is measured over its last opens.
 PACE_OPENS = 256
+# A planned file is not there in time for the rate of S3, for room, or as nobody knew its turn.
+LATE_FOR = ("rate", "room", "position")
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +71,7 @@ class Walk:
     lacks_room: bool = False
     opens: int = 0
     in_time: int = 0
-    late: dict[str, int] = field(default_factory=lambda: {"rate": 0, "room": 0, "position": 0})
+    late: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LATE_FOR, 0))
     missing: int = 0
     first_missing: str = ""
     looked_up: int = 0
@@ -143,21 +145,21 @@ class Prefetcher:
         self._changed.set()
         self._changed = trio.Event()
 
-    def opened(self, plan: Plan, *, is_late: bool) -> None:
-        """Note the open of a planned file; `is_late` says that it was not there."""
-        walk = self._walks.get(plan)
-        if walk is None:
-            return
+    def opened(self, plan: Plan, *, is_late: bool) -> str:
+        """Note the open of a planned file: in_time, or if it `is_late` what for."""
+        walk = self._walks[plan]
         walk.opens += 1
         walk.times.append(time.monotonic())
+        outcome = "in_time"
         if is_late:
-            why = "position" if plan.is_ignored else "room" if walk.lacks_room else "rate"
-            walk.late[why] += 1
+            outcome = "position" if plan.is_ignored else "room" if walk.lacks_room else "rate"
+            walk.late[outcome] += 1
             walk.late_since = walk.late_since or time.time()
         else:
             walk.in_time += 1
             walk.late_since = None
         self.moved()
+        return outcome
 
     def frontier(self, plan: Plan) -> float:
         """The number of entries to the one that is fetched next; inf if that is far enough."""

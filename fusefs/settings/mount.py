@@ -220,6 +220,12 @@ class MountSettings:
         SWITCH, "Files", "let other users of the machine access the mount", False
     )
     noexec: bool = option(SWITCH, "Files", "run no program that is on the mount", False)
+    no_control_files: bool = option(
+        SWITCH,
+        "Files",
+        "have no files in the mount by which programs give plans and see its status (.fusefs)",
+        False,
+    )
     uid: int | None = option(ID, "Files", "owner of all files", None, otherwise="you")
     gid: int | None = option(ID, "Files", "group of all files", None, otherwise="yours")
     file_mode: int = option(MODE, "Files", "permissions of files", 0o644)

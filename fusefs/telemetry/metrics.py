@@ -71,6 +71,7 @@ METRICS: dict[str, Metric] = {
     ),
     "cache_files": Metric("gauge", "Files in the cache."),
     "cache_evicted_bytes_total": Metric("counter", "Bytes evicted from the cache."),
+    "cache_written_bytes_total": Metric("counter", "Bytes that were written to the cache's disk."),
     "prefetch_bytes_total": Metric(
         "counter",
         "Bytes fetched ahead: read (used), or evicted unread (wasted).",
@@ -119,8 +120,12 @@ METRICS: dict[str, Metric] = {
     "plan_ahead_seconds": Metric(
         "gauge", "How long readers of a fusefs plan can go on with what is there: the least of all."
     ),
+    "plan_ahead_files": Metric("gauge", "The number of these files, of all readers."),
+    "plan_ahead_bytes": Metric("gauge", "The size of these files."),
     "plan_opens_total": Metric(
-        "counter", "Opens of planned files: there in_time, or late.", ("outcome",)
+        "counter",
+        "Opens of planned files: there in_time, or late for the rate of S3, room or the position.",
+        ("outcome",),
     ),
     "stalled_seconds_total": Metric(
         "counter", "Time in which at least one request of a program waited for this.", ("cause",)

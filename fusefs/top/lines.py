@@ -52,7 +52,20 @@ def _parts(mount: Rates) -> list[str]:
     if mount.warm_target_bytes:
         share = mount.warm_done_bytes / mount.warm_target_bytes
         parts.append(f"warming {share:.0%} of {human_size(mount.warm_target_bytes)}")
+    if mount.has_plan:
+        parts.append(_plan_text(mount))
     return parts
+
+
+def _plan_text(mount: Rates) -> str:
+    size, seconds = human_size(mount.plan_ahead_bytes), human_duration(mount.plan_ahead_s)
+    text = f"plan {mount.plan_ahead_files:.0f} files ({size}, {seconds}) ahead"
+    opens = sum(mount.plan_opens_s.values())
+    if not opens:
+        return text
+    late = {why: rate for why, rate in mount.plan_opens_s.items() if rate and why != "in_time"}
+    text += f", {1 - sum(late.values()) / opens:.0%} of opens in time"
+    return f"{text}, late for {max(late, key=late.__getitem__)}" if late else text
 
 
 def rate_text(rate: float) -> str:

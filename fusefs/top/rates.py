@@ -64,6 +64,11 @@ class Rates:
     wasted_share: float = 0.0
     warm_done_bytes: float = 0.0
     warm_target_bytes: float = 0.0
+    has_plan: bool = False
+    plan_ahead_files: float = 0.0
+    plan_ahead_bytes: float = 0.0
+    plan_ahead_s: float = 0.0
+    plan_opens_s: dict[str, float] = field(default_factory=dict)
     restarts: float = 0.0
     cpu: float = 0.0
     memory_bytes: float = 0.0
@@ -131,6 +136,11 @@ def _rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
         wasted_share=prefetched.get("wasted", 0.0) / fetched if fetched else 0.0,
         warm_done_bytes=change.value("warm_done_bytes"),
         warm_target_bytes=change.value("warm_target_bytes"),
+        has_plan=bool(change.totals_by("plan_ahead_files", "")),
+        plan_ahead_files=change.value("plan_ahead_files"),
+        plan_ahead_bytes=change.value("plan_ahead_bytes"),
+        plan_ahead_s=change.value("plan_ahead_seconds"),
+        plan_opens_s=change.by("plan_opens_total", "outcome"),
         restarts=change.value("daemon_restarts_total"),
         cpu=change.rate("daemon_cpu_seconds_total"),
         memory_bytes=change.value("daemon_resident_memory_bytes"),

@@ -327,7 +327,8 @@ class Mutations:
         text = names.decode(name)
         if text is None or not names.is_expressible(text):
             raise OSError(errno.EINVAL, "a key cannot have this name")
-        if names.is_private(self._inodes.key(parent), text):
+        is_control = text == names.PRIVATE and parent.parent is None
+        if is_control or names.is_private(self._inodes.key(parent), text):
             raise OSError(errno.EINVAL, "the name is kept for fusefs itself")
         if len(self._inodes.key(parent).encode()) + len(name) + len(ending) > names.LONGEST_KEY:
             raise OSError(errno.ENAMETOOLONG, "a key has 1,024 bytes at most")

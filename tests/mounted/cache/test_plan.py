@@ -124,6 +124,27 @@ def test_a_reader_that_leaves_its_plan_has_it_ignored(
 
 
 @states(
+    "Nothing is evicted for a plan before about nine opens have followed it; until then an eighth "
+    "of the cache is fetched ahead at most."
+)
+def test_a_plan_that_no_open_has_confirmed_evicts_nothing(
+    mounter: Mounter, data: Bucket, tmp_path: Path
+) -> None:
+    here = mounter("--cache-size", "18MiB", bucket=data)
+    read, planned = sorted(FILES)[:32], sorted(FILES)[32:]
+    for _ in range(2):
+        for key in read:
+            assert read_all(here.path / key) == FILES[key]
+    before = fetched(here)
+    assert give(here, tmp_path, planned).returncode == 0
+    until(lambda: plan_of(here)["fetched_bytes"] >= 2 * SIZE, "something is fetched")
+    for key in read:
+        assert read_all(here.path / key) == FILES[key]
+    assert plan_of(here)["state"] == "not confirmed: few of its files were opened"
+    assert fetched(here) - before <= 18 * MIB // 8 + SIZE
+
+
+@states(
     "A plan outlives its daemon: the one that takes the mount over goes on with it. "
     "It ends with the mount."
 )

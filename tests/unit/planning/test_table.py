@@ -97,6 +97,22 @@ def test_another_order_is_ignored_until_the_plan_is_followed_again(plan: Plan) -
     assert plan.low % 1000 == 900
 
 
+def test_a_plan_is_confirmed_by_opens_in_its_order_alone(plan: Plan) -> None:
+    add(plan, epoch(1))
+    for path in epoch(2)[:100]:
+        plan.opened(mark(path))
+        assert not plan.is_followed
+
+
+def test_nine_opens_confirm_a_plan(plan: Plan) -> None:
+    add(plan, epoch(1))
+    followed = []
+    for path in epoch(1)[:12]:
+        plan.opened(mark(path))
+        followed.append(plan.is_followed)
+    assert followed == [False] * 8 + [True] * 4
+
+
 def test_another_order_of_few_files_is_ignored_as_well(plan: Plan) -> None:
     add(plan, [path for seed in range(4) for path in epoch(seed, 80)])
     for path in [*epoch(10, 80), *epoch(11, 80)]:

@@ -172,3 +172,18 @@ def test_a_terminal_without_a_cursor_gets_lines(
     monkeypatch.setattr(main, "mounts_of_user", list)
     assert main.run(is_plain=False, is_json=False, count=1) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["no mounts"]
+
+
+def test_a_plan_is_shown_with_how_far_ahead_it_is() -> None:
+    opens = {"in_time": 99.0, "rate": 1.0, "room": 0.0}
+    mount = Rates(
+        "/data",
+        is_up=True,
+        has_plan=True,
+        plan_ahead_files=412,
+        plan_ahead_bytes=1 << 30,
+        plan_ahead_s=14,
+        plan_opens_s=opens,
+    )
+    shown = "plan 412 files (1.0 GiB, 14 s) ahead, 99% of opens in time, late for rate"
+    assert shown in lines.line(mount)

@@ -1,0 +1,286 @@
+"""The files by which programs in a mount give plans, have paths warmed, and see the status.
+
+`.fusefs` in the mount's root is in no listing and never a key of the bucket. A pod needs neither
+the command nor the daemon's socket for what it has:
+
+- `plan`: the order in which a reader will read, as `fusefs plan` takes it;
+- `warm`: paths that `fusefs warm` is to fetch;
+- `status`: what the mount says of itself, as JSON, read anew from offset 0 on.
+
+Paths are relative to the mount. Those may write who may write in the mount's root, and those read
+who may read there: the kernel checks it (`default_permissions`). What is written is a stream:
+offsets are ignored, and complete lines are taken at once. A refused line fails that `write` and
+all later ones of the same open file with EINVAL, and `status` and the log have the reason.
+
+The nodes have ids that the table (posix/nodes/inode_table.py) never gives. Nothing of them is on
+record: the next daemon answers for them as well, but for a text that was half written (EIO).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+from typing import Any
+
+import trio
+
+from fusefs.fuse import protocol
+from fusefs.fuse.protocol import ROOT_ID, Fopen, Opcode
+from fusefs.fuse.read_handlers import Entries, Handler, Payload, ReadHandlers, Result
+from fusefs.posix.nodes.inode import Attributes
+from fusefs.posix.nodes.names import PRIVATE
+from fusefs.posix.types import Caller, NameKind
+
+logger = logging.getLogger("fusefs.session")
+
+# Below FIRST_ID (posix/nodes/inode.py), and other ids than a directory stream's "." and "..".
+NODES = DIRECTORY, PLAN, WARM, STATUS = range(8, 12)
+_NAMES = {b"plan": PLAN, b"warm": WARM, b"status": STATUS}
+# The sections of the status that are shown to all who may read.
+_SHOWN = ("version", "source", "read_only", "cache", "plans", "warming", "stalls")
+# Lines that are taken before other tasks have their turn.
+_TURN = 500
+_LONGEST_LINE = 8192
+_MOST_BYTES = 2 << 30
+
+# Asks the daemon as its socket does (daemon/status.py); raises OSError where it refuses.
+Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class ControlFiles:
+    """The control files of one mount; `root` tells the attributes of its root directory."""
+
+    def __init__(self, ask: Ask, root: Callable[[], Attributes]) -> None:
+        self._ask = ask
+        self._root = root
+        # No daemon of the mount has given one of these before.
+        self._handles = count(time.time_ns())
+        self._texts: dict[int, _Text] = {}
+        self._statuses: dict[int, bytes] = {}
+        self._refused: dict[str, Any] | None = None
+
+    def tables(
+        self, handlers: ReadHandlers, others: dict[int, Handler]
+    ) -> tuple[dict[int, Handler], dict[int, Handler]]:
+        """The handlers of all other nodes, and those of these."""
+        look_up, name = others[Opcode.LOOKUP], f"{PRIVATE}\0".encode()
+
+        def look_up_root(nodeid: int, body: memoryview, caller: Caller) -> Result:
+            if nodeid == ROOT_ID and body == name:
+                return self._entry(DIRECTORY)
+            return look_up(nodeid, body, caller)
+
+        def readdir(body: memoryview, *, is_plus: bool) -> Payload:
+            _, offset, size, *_ = protocol.READ_IN.unpack_from(body)
+            buffer = Entries(handlers, size, is_plus=is_plus)
+            names = ((b".", DIRECTORY), (b"..", ROOT_ID), *_NAMES.items())
+            for at, (entry, nodeid) in enumerate(names, 1):
+                kind = NameKind.DIRECTORY if at < 3 else NameKind.FILE
+                if at > offset and not buffer.add_name(entry, nodeid, at, kind):
+                    break
+            return buffer.data
+
+        of_these: dict[int, Handler] = {
+            **dict.fromkeys(_CHANGES, _refuse),
+            **dict.fromkeys((Opcode.FLUSH, Opcode.FSYNC, Opcode.RELEASEDIR), lambda *_: b""),
+            Opcode.LOOKUP: lambda _node, body, _: self._entry(_NAMES.get(bytes(body[:-1]))),
+            Opcode.FORGET: lambda *_: None,
+            Opcode.GETATTR: lambda nodeid, *_: self._attr_out(nodeid),
+            Opcode.SETATTR: lambda nodeid, *_: self._attr_out(nodeid),
+            Opcode.OPENDIR: lambda *_: protocol.OPEN_OUT.pack(0, 0, 0),
+            Opcode.READDIR: lambda _node, body, _: readdir(body, is_plus=False),
+            Opcode.READDIRPLUS: lambda _node, body, _: readdir(body, is_plus=True),
+            Opcode.GETXATTR: _no_attribute,
+            Opcode.LISTXATTR: _no_attributes,
+            Opcode.OPEN: self._open,
+            Opcode.READ: self._read,
+            Opcode.WRITE: self._write,
+            Opcode.RELEASE: self._release,
+        }
+        return others | {Opcode.LOOKUP: look_up_root}, others | of_these
+
+    # Attributes
+
+    def _entry(self, nodeid: int | None) -> Payload:
+        if nodeid is None:
+            raise OSError(errno.ENOENT, "no such name")
+        return protocol.ENTRY_OUT_HEAD.pack(nodeid, 0, 1, 1, 0, 0) + self._attr(nodeid)
+
+    def _attr_out(self, nodeid: int) -> Payload:
+        return protocol.ATTR_OUT_HEAD.pack(1, 0, 0) + self._attr(nodeid)
+
+    def _attr(self, nodeid: int) -> bytes:
+        root = self._root()
+        seconds, rest = divmod(root.mtime_ns, 1_000_000_000)
+        kind, allowed = stat.S_IFREG, 0o444 if nodeid == STATUS else 0o222
+        if nodeid == DIRECTORY:
+            kind, allowed = stat.S_IFDIR, 0o555
+        times = (seconds,) * 3 + (rest,) * 3
+        owner = (kind | root.mode & allowed, 1, root.uid, root.gid)
+        return protocol.ATTR.pack(nodeid, 0, 0, *times, *owner, 0, 4096, 0)
+
+    # Contents
+
+    def _open(self, nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+        fh = next(self._handles)
+        if nodeid != STATUS:
+            self._texts[fh] = _Text(self._ask, nodeid)
+        return protocol.OPEN_OUT.pack(fh, Fopen.DIRECT_IO, 0)
+
+    def _read(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
+        return self._status(fh, offset, size) if nodeid == STATUS else b""
+
+    async def _status(self, fh: int, offset: int, size: int) -> Payload:
+        if not offset or fh not in self._statuses:
+            found = await self._ask({"command": "status"})
+            shown = {name: found[name] for name in _SHOWN} | {"refused": self._refused}
+            self._statuses[fh] = json.dumps(shown, indent=1).encode() + b"\n"
+        return self._statuses[fh][offset : offset + size]
+
+    def _write(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        fh, _, size, *_ = protocol.WRITE_IN.unpack_from(body)
+        start = protocol.WRITE_IN.size
+        return self._take(fh, bytes(body[start : start + size]))
+
+    async def _take(self, fh: int, data: bytes) -> Payload:
+        text = self._texts.get(fh)
+        if text is None:
+            raise OSError(errno.EIO, "the daemon was replaced while a control file was written")
+        await self._accept(text, text.add, data)
+        return protocol.WRITE_OUT.pack(len(data), 0)
+
+    def _release(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
+        fh, *_ = protocol.RELEASE_IN.unpack_from(body)
+        self._statuses.pop(fh, None)
+        text = self._texts.pop(fh, None)
+        return b"" if text is None or text.why else self._end(text)
+
+    async def _end(self, text: _Text) -> Payload:
+        await self._accept(text, text.end)
+        return b""
+
+    async def _accept(
+        self, text: _Text, work: Callable[..., Awaitable[None]], *data: bytes
+    ) -> None:
+        """Do something with a text; note why it is refused, once."""
+        async with text.lock:
+            if text.why:
+                raise OSError(errno.EINVAL, text.why)
+            try:
+                await work(*data)
+            except OSError as error:
+                text.why = str(error.strerror)
+                name = "plan" if text.nodeid == PLAN else "warm"
+                self._refused = {"file": name, "why": text.why, "at": time.time()}
+                logger.warning("what was written to %s/%s is refused: %s", PRIVATE, name, text.why)
+                raise
+
+
+class _Text:
+    """A text that a program writes; `why` says why it was refused, `lock` has one add at a time."""
+
+    def __init__(self, ask: Ask, nodeid: int) -> None:
+        self.nodeid = nodeid
+        self.why = ""
+        self.lock = trio.Lock()
+        self._ask = ask
+        self._separator = self._rest = b""
+        self._lines = 0
+        self._sent: dict[str, int] = {}  # bytes, by reader
+        self._list_name = secrets.token_hex(16)
+
+    async def add(self, data: bytes) -> None:
+        """Take what is complete of a piece.
+
+        Raises:
+            OSError: EINVAL, with the number of the line and the reason.
+        """
+        self._separator = self._separator or (b"\0" if b"\0" in data else b"\n")
+        *lines, self._rest = (self._rest + data).split(self._separator)
+        for at in range(0, len(lines), _TURN):
+            await self._send(lines[at : at + _TURN])
+            await trio.lowlevel.checkpoint()
+        if len(self._rest) > _LONGEST_LINE:
+            raise OSError(errno.EINVAL, f"line {self._lines + 1}: it is too long for a path")
+
+    async def end(self) -> None:
+        """Take the last line, and begin to warm."""
+        if self._rest:
+            await self._send([self._rest])
+        if self.nodeid == PLAN:
+            for reader in self._sent:
+                await self._give(reader, [], is_last=True)
+        elif self._sent:
+            title = f"{PRIVATE}/warm"
+            await self._ask({"command": "warm", "path": title, "list": self._list_name})
+
+    async def _send(self, lines: Sequence[bytes]) -> None:
+        of: dict[str, list[str]] = {}
+        for line in lines:
+            self._lines += 1
+            try:
+                path, reader = self._parse(line)
+            except ValueError as error:
+                raise OSError(errno.EINVAL, f"line {self._lines}: {error}") from None
+            if path:
+                of.setdefault(reader, []).append(path)
+        for reader, paths in of.items():
+            await self._give(reader, paths)
+
+    def _parse(self, line: bytes) -> tuple[str, str]:
+        """The path and the reader of a line; without a path it is a comment or empty."""
+        reader = ""
+        if b"\0" in line or len(line) > _LONGEST_LINE:
+            raise ValueError("it is no path")
+        text = line.decode()
+        if self._separator == b"\n":
+            text, _, reader = text.partition("\t")
+            text = text.strip()
+            if not text or text.startswith("#"):
+                return "", ""
+        path = os.path.normpath(text)
+        if path.startswith(("/", "../")) or path in (".", ".."):
+            raise ValueError("its path is not relative to the mount")
+        if self.nodeid == WARM and (reader or "\n" in path):
+            raise ValueError("it is no path to be warmed")
+        return path, reader.strip()
+
+    async def _give(self, reader: str, paths: Sequence[str], *, is_last: bool = False) -> None:
+        offset = self._sent.get(reader, 0)
+        self._sent[reader] = offset + sum(len(path.encode()) + 1 for path in paths)
+        if self.nodeid == PLAN:
+            message = {"command": "plan", "reader": reader, "entries": paths, "is_last": is_last}
+        elif self._sent[reader] > _MOST_BYTES:
+            raise OSError(errno.EINVAL, "a list has 2 GiB at most")
+        else:
+            lines = "".join(f"{path}\n" for path in paths)
+            message = {"command": "warm list", "list": self._list_name, "lines": lines}
+        await self._ask(message | {"offset": offset})
+
+
+_CHANGES = (
+    *(Opcode.CREATE, Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK, Opcode.LINK, Opcode.TMPFILE),
+    *(Opcode.UNLINK, Opcode.RMDIR, Opcode.RENAME, Opcode.RENAME2),
+    *(Opcode.SETXATTR, Opcode.REMOVEXATTR, Opcode.FALLOCATE),
+)
+
+
+def _refuse(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+    raise OSError(errno.EPERM, "control files are read and written, and nothing else")
+
+
+def _no_attribute(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
+    raise OSError(errno.ENODATA, "control files have no extended attributes")
+
+
+def _no_attributes(_nodeid: int, body: memoryview, _caller: Caller) -> Payload:
+    is_question = not protocol.GETXATTR_IN.unpack_from(body)[0]
+    return protocol.GETXATTR_OUT.pack(0, 0) if is_question else b""
