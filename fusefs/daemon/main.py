@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -545,9 +545,9 @@ class Daemon:
             log.close(remove=self._is_unmounted or (takeover.is_fresh and self.session is None))
 
     def _control_files(self, operations: Operations) -> ControlFiles:
-        async def ask(request: dict[str, Any]) -> dict[str, Any]:
+        async def ask(request: Message) -> Message:
             try:
-                answer = status.answer(self, request)
+                answer = self._answer(self, request)
                 return answer if isinstance(answer, dict) else await answer
             except ControlError as error:
                 raise OSError(errno.EINVAL, str(error)) from None
