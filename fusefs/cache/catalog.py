@@ -293,10 +293,7 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return for each whether it is the row's file, and the total.
-
-        A row of another generation is left alone, and the answer for it is False.
-        """
+        """Insert or extend rows; return if each is still that file's, and the total."""
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
@@ -449,10 +446,7 @@ class Catalog:
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     def _record(self, row: Row, sums: list[tuple[int, str, int, bytes]]) -> Total | None:
-        """Insert or extend a row; return what that adds, None if the row is another file's.
-
-        What is to be recorded of its checksums is added to `sums`.
-        """
+        """Insert or extend a row, adding to `sums`; return what that adds, None if another's."""
         old = self.find(row.name)
         ranges = RangeMap.unpack(row.ranges)
         before = 0

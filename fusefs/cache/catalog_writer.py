@@ -214,10 +214,7 @@ class CatalogWriter:
             file.recorded_sums(len(row.sums))
 
     async def remove(self, name: str, generation: str, st_ino: int, recorded: int) -> None:
-        """Remove a row now, of `recorded` bytes, after the pending removals and renames.
-
-        If the catalog can't be written, it goes with the next batch.
-        """
+        """Remove a row of `recorded` bytes now, or with the next batch if that fails."""
         async with self._counting:
             remove = partial(self._catalog.remove, name, generation, st_ino)
             changes, self._changes = self._changes, []
@@ -286,10 +283,7 @@ class CatalogWriter:
         return file.written_at <= before and not file.downloads and not file.unrecorded
 
     async def in_catalog(self, function: Callable[..., Result], *args: object) -> Result | None:
-        """Call a function in the catalog's thread; None, and a warning, if it fails. Not cancelled.
-
-        A damaged catalog is replaced by an empty one, and the call is repeated once.
-        """
+        """Call a function in the catalog's thread, shielded, twice if damaged; None if it fails."""
         with trio.CancelScope(shield=True):
             try:
                 try:

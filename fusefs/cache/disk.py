@@ -297,13 +297,7 @@ def is_unused(fd: int) -> bool:
 
 
 async def sweep_orphans(disk: Disk, catalog: Catalog, is_ours: Callable[[str, str], bool]) -> None:
-    """Remove old files without a catalog row, as a killed daemon leaves them.
-
-    `is_ours` says whether this mount knows a file, by name and generation.
-
-    Raises:
-        OSError: the disk can't be read.
-    """
+    """Remove old files without a row, unless `is_ours` (name, generation). May raise OSError."""
     for folder in range(FOLDERS):
         for name, generation in await trio.to_thread.run_sync(disk.listed, folder):
             if not is_ours(name, generation):
@@ -391,11 +385,7 @@ def usable(directory: Path) -> Iterator[None]:
 def prepare_directory(directory: Path, *, in_any_case: bool = False) -> None:
     """Create the cache directory, or check that it is one and belongs to this user. Blocks.
 
-    With `in_any_case` an error is logged and not raised: a mount that is served already
-    uses the directory.
-
-    Raises:
-        CacheDirectoryError: it can't be used; the message says why.
+    Raises CacheDirectoryError; `in_any_case` logs it, for a mount that is served already.
     """
     try:
         with usable(directory):

@@ -352,11 +352,7 @@ class FileCache:
         return await trio.to_thread.run_sync(opening, limiter=self._threads)
 
     def keep_open(self, file: CacheFile) -> None:
-        """Keep a pinned file that was fetched ahead open, KEEP_OPEN_S seconds at most.
-
-        Its first open is cheap then: with a backing id it is answered like any other of a warm
-        file, without a task, by compiled code.
-        """
+        """Keep a file that was fetched ahead open: its first open is then cheap, and compiled."""
         if file not in self._kept_open:
             self.pin_again(file)
             self._kept_open[file] = time.monotonic() + KEEP_OPEN_S
@@ -396,10 +392,7 @@ class FileCache:
         self.order.arrived(new)
 
     async def assume_complete(self, file: CacheFile, st_ino: int) -> None:
-        """Take a pinned file for complete: the kernel reads the file with this `st_ino`.
-
-        The process that filled it may have died before the catalog had its ranges.
-        """
+        """Take a pinned file for complete that the kernel reads, whatever the catalog has of it."""
         found = await trio.to_thread.run_sync(
             self._disk.generation_of, file.name, st_ino, limiter=self._threads
         )

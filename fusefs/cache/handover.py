@@ -59,11 +59,7 @@ class Handover:
             self._catalog_writer.record_again(file)
 
     def take_out(self, file: CacheFile, path: str) -> None:
-        """Move a file's bytes to `path`, where they may be changed. Blocks shortly.
-
-        Raises:
-            OSError: the disk does not do it; EBUSY, another mount has begun to use the file.
-        """
+        """Move a file to `path` to be changed; raises OSError, EBUSY if another mount uses it."""
         name, generation = file.name, file.generation
         self._disk.take_out(name, generation, path)
         if self._disk.is_shared(file.fd):

@@ -29,11 +29,7 @@ SHORTEST_PAUSE_S = 0.5
 
 
 class AccessGuard:
-    """Watches one mount's rights. Belongs to the event loop.
-
-    `after_s` is `math.inf` if there is nothing to watch; `shut` is called with
-    whether the cache is shut, whenever that changes.
-    """
+    """Watches one mount's rights, never if `after_s` is inf; calls `shut` on a change."""
 
     def __init__(
         self,

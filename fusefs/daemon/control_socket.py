@@ -35,11 +35,7 @@ CLIENT_TIMEOUT_S = 5.0
 async def serve(
     path: Path, answer: Answer, *, task_status: trio.TaskStatus[None] | None = None
 ) -> None:
-    """Answer clients on `path` until cancelled; then the socket is removed.
-
-    `answer` gets the request and returns what is sent back, at once or as a
-    coroutine; it is called in the event loop. Started means listening.
-    """
+    """Answer clients on `path` by `answer`, until cancelled. Started means listening."""
     with _listening(path) as listening:
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
         async with trio.open_nursery() as nursery:

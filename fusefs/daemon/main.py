@@ -113,10 +113,7 @@ Ready = Callable[[list[str]], None]
 
 
 class Daemon:
-    """The parts of one mount. `run` is its whole life.
-
-    Commands get the `answer` to their requests; `log_waiting` logs what waits for what.
-    """
+    """The parts of a mount, whose life is `run`. Commands get an `answer`; what waits is logged."""
 
     def __init__(
         self,
@@ -139,11 +136,7 @@ class Daemon:
         self._is_unmounted = False
 
     async def run(self, ready: Ready) -> None:
-        """Mount or take over, call `ready`, and serve until unmounted or replaced.
-
-        Raises:
-            USER_ERRORS: it can't be started; nothing new stays mounted.
-        """
+        """Mount or take over, call `ready`, and serve to the end; may raise USER_ERRORS."""
         if self.settings.session != SessionKind.PYFUSE3:
             self._takeover = await Takeover.begin(self.settings)
         async with open_store(setup.s3_settings(self.settings)) as self.store:
@@ -332,11 +325,7 @@ class Daemon:
                     registry.unregister(mountpoint, pid=os.getpid())
 
     async def _register(self, nursery: trio.Nursery) -> None:
-        """Have commands find this mount: at once, or for one that is taken over later.
-
-        Raises:
-            OSError, MountsError: what a new mount needs for it is not there.
-        """
+        """Have commands find this mount: a new one now, or an error is raised; others later."""
         try:
             await self._answer_commands(nursery)
         except (OSError, registry.MountsError) as error:

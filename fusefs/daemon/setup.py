@@ -57,13 +57,7 @@ def open_cache(
     *,
     in_any_case: bool,
 ) -> FileCache:
-    """Open the part of the cache in `directory`. Blocks.
-
-    With `in_any_case`, for a mount that is taken over, also on a disk that is full.
-
-    Raises:
-        CacheDirectoryError: it can't be used.
-    """
+    """Open a part of the cache, `in_any_case` on a full disk; raises CacheDirectoryError."""
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
     floors = settings.min_free.bytes_of, FREE_INODES.bytes_of
     quota = Quota(directory, settings.cache_size, *floors)

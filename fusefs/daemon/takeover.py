@@ -124,12 +124,7 @@ class Takeover:
             files.replace(self._directory / "cache", cache)
 
     def recall(self) -> str:
-        """The name that was put on record.
-
-        Raises:
-            TakeoverError: there is none.
-            CacheDirectoryError: it can't be read now.
-        """
+        """The name on record; raises TakeoverError without one, else CacheDirectoryError."""
         try:
             return (self._directory / "cache").read_text()
         except FileNotFoundError as error:
@@ -266,10 +261,9 @@ def _from_supervisor() -> socket.socket | None:
 async def _hear_supervisor(
     supervisor: socket.socket, keepers: trio.MemorySendChannel[socket.socket]
 ) -> None:
-    """Pass on the sockets to new keepers, for as long as there is a supervisor.
+    """Pass on the sockets to new keepers; end without a supervisor, which alone can bring them.
 
-    No process could give this one another keeper afterwards, nor end it. So it
-    goes as it would if its container did; the keeper has the next one started.
+    The keeper has the next one started, as if this one's container had ended.
     """
     while True:
         try:

@@ -119,13 +119,9 @@ class FastPathReader:
         return float(self._compiled.polled_ns / 1e9)
 
     def receive(self, *, may_poll: bool) -> int | None:
-        """Read requests until there is one for Python; return its size.
+        """Read requests until there is one for Python; return its size, 0 for other tasks' turn.
 
-        Returns 0 when other tasks should have their turn, None if there is no request, also
-        after it was polled for if that `may` be and pays (busy_poll.py).
-
-        Raises:
-            OSError: as `read` of /dev/fuse.
+        None if there is none, after polling if it `may` and pays; raises the OSError of `read`.
         """
         compiled = self._compiled
         poll_ns = LONGEST_NS if may_poll and self._busy_poll.is_worth_it() else 0

@@ -471,10 +471,9 @@ class Session:
             note_lost_reply(lost)
 
     def _reply_fault(self, unique: int) -> None:
-        """Answer a request that meets a fault of ours, perhaps not for the first time.
+        """Answer a request that was sent again and meets a fault of ours.
 
-        A fault ends this process, and the next one may do better. What comes again may
-        have ended one before, and would in the end take everybody's mount along.
+        It may have ended one process before, and would in the end take everybody's mount along.
         """
         logger.exception("a request that was sent again meets a fault")
         self._reply_error(unique, OSError(errno.EIO, "a fault of fusefs"))

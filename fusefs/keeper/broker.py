@@ -71,10 +71,7 @@ ATTACHED = _ALWAYS | {
 
 
 class Broker:
-    """One daemon's session, over the non-blocking socket `daemon`.
-
-    `task` is FRESH, TAKE_OVER or PREPARE, as in WELCOME.
-    """
+    """One daemon's session over the socket `daemon`; `task` is that of WELCOME."""
 
     def __init__(
         self,

@@ -39,10 +39,7 @@ class KeeperError(Exception):
 
 @dataclass(slots=True)
 class Welcome:
-    """The keeper's words about its mount.
-
-    `connection` is the number of the mount's connection, 0 if it is not there yet or not known.
-    """
+    """The keeper's words about its mount; `connection` is 0 if that is not there or not known."""
 
     task: int
     is_privileged: bool
@@ -162,10 +159,7 @@ class KeeperClient:
             self.gone.set()
 
     async def run(self, in_flight: Callable[[], int], hang_s: float) -> None:
-        """Tick, and answer what comes, until the keeper is gone or this is cancelled.
-
-        The keeper replaces a daemon that is silent for `hang_s`.
-        """
+        """Tick often enough for `hang_s`, and answer what comes, until the keeper is gone."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tick, in_flight, hang_s)
             nursery.start_soon(self._send_all)

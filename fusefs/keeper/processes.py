@@ -109,13 +109,7 @@ class DaemonProcess:
 def start_daemon(
     program: Program, configuration: Configuration, *, is_beside: bool
 ) -> DaemonProcess:
-    """Start a daemon, or have it started: with settings on its standard input, and our output.
-
-    It is the mount's only one, unless it is to be beside another, in an upgrade.
-
-    Raises:
-        OSError: its program could not be executed.
-    """
+    """Start a daemon, or have it started, beside another in an upgrade; raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     # Like a pipe to the reader, but no writer waits for a reader that is slow.

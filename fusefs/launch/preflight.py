@@ -180,11 +180,7 @@ def _clear_dead_mount(mountpoint: Path) -> None:
 
 
 def _is_dead(mountpoint: Path) -> bool:
-    """True if no process holds the mount any more, so that every call on it fails.
-
-    Looked up in a child, since the call waits for ever while a process holds the
-    mount and does not answer.
-    """
+    """True if no process holds the mount. Looked up in a child, for the call may wait for ever."""
     child = os.fork()
     if not child:
         try:

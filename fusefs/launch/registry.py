@@ -112,10 +112,7 @@ class Registration(NamedTuple):
     started: int
 
     def is_alive(self) -> bool:
-        """True if the daemon is there, and of the user whose directory has the record.
-
-        That user may write any pid into it, and root ends what the record names.
-        """
+        """True if the daemon is there, and of the directory's user, who may write any pid."""
         if start_time(self.pid) != self.started:
             return False
         owner = server_of(Path(self.mountpoint))
@@ -237,10 +234,7 @@ def new_keeper_socket(mountpoint: Path) -> Path:
 
 
 def _make(path: Path, mode: int, *, owners: tuple[int, ...]) -> None:
-    """Make `path` a directory that only its owner can change, or refuse.
-
-    /tmp is everybody's: who was there first may have planted it.
-    """
+    """Make `path` a directory that only its owner can change: in /tmp it may be planted."""
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
         found = path.lstat()
@@ -280,10 +274,7 @@ def staging_of(mountpoint: Path) -> Path | None:
 
 
 def unregister(mountpoint: Path, *, pid: int | None = None) -> None:
-    """Remove the record of a mount, if there is one, and it is about `pid` where that is given.
-
-    A daemon that is late to end must not take away the record of the next mount.
-    """
+    """Remove a mount's record, if `pid` is its daemon's: the next mount may have begun."""
     if pid is not None:
         registration = _read(directory_of(mountpoint))
         if registration is None or registration.pid != pid:
@@ -298,10 +289,7 @@ def _remove(mountpoint: Path) -> None:
 
 
 def registration_of(mountpoint: Path) -> Registration | None:
-    """The record of the daemon of `mountpoint`; that of a mount that is no more is removed.
-
-    Of a mount that waits for its next daemon, it is the record of the last one.
-    """
+    """The record of a mount's last daemon; that of a mount that is no more is removed."""
     registration = _read(directory_of(mountpoint))
     if registration is not None and not registration.is_alive():
         mount = mountinfo.find_mount(mountpoint)

@@ -33,10 +33,7 @@ class _Capabilities(ctypes.Structure):
 
 
 def give_up_all() -> None:
-    """Give up all capabilities for good, also those that a program could bring.
-
-    Linux takes from the ambient set what is not inheritable: see capabilities(7).
-    """
+    """Give up all capabilities for good, the ambient and those that programs bring as well."""
     libc.set_process_option(_PR_SET_NO_NEW_PRIVS, 1)
     _set(lambda _permitted: 0, is_for_good=True)
 

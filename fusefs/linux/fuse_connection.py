@@ -67,10 +67,7 @@ def number_of(fuse_fd: int) -> int:
 
 
 def numbers() -> set[int]:
-    """The connections of the machine, by their devices where fusectl is not mounted.
-
-    Of those there may be more, which other file systems have; empty where neither is shown.
-    """
+    """The machine's connections; without fusectl by devices, of which others have some too."""
     try:
         return {int(name) for name in os.listdir(FUSECTL) if name.isdecimal()} or _devices()
     except OSError:

@@ -77,10 +77,7 @@ def kernel_mounts() -> list[KernelMount]:
 
 
 def find_mount(mountpoint: Path | str) -> KernelMount | None:
-    """The mount at exactly `mountpoint`: the topmost, if several are.
-
-    An automounter's own mount there (autofs) only waits for the one that is meant.
-    """
+    """The topmost mount at exactly `mountpoint`; an automounter's own is none."""
     found = [mount for mount in _mounts_at(mountpoint) if mount.filesystem != AUTOMOUNT_TYPE]
     return found[-1] if found else None
 

@@ -108,11 +108,7 @@ def yield_memory() -> None:
 
 
 def _ends_with_group() -> bool:
-    """True if the kernel ends a whole control group of this process where it ends this one.
-
-    Kubelet has it so for each container (since 1.28), and systemd with OOMPolicy=kill. The
-    highest of the groups that say so counts.
-    """
+    """True if the kernel ends a whole control group of this process (kubelet, systemd)."""
     with contextlib.suppress(OSError):
         with open(CGROUP_FILE) as file:
             [path] = [line[3:].strip("\n/") for line in file if line.startswith("0::")] or [""]

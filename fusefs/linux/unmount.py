@@ -77,20 +77,13 @@ def abort_connection(connection: int) -> None:
 
 
 def users_of(mountpoint: Path) -> list[tuple[int, str]]:
-    """The processes that visibly use the mount, as (pid, command).
-
-    Looks at working directories, roots, programs and descriptors through
-    readlink alone; a mapping whose file is closed goes unseen.
-    """
+    """The processes (pid, command) that visibly use the mount; mappings may go unseen."""
     processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [(int(one.name), _command(one)) for one in processes if _uses(one, mountpoint)]
 
 
 def holders_of(device: str) -> list[tuple[int, str]]:
-    """The other mount namespaces that have a copy of a mount: a process of each, and its command.
-
-    `device` is the mount's "major:minor". Namespaces that this user may not look into go unseen.
-    """
+    """Other mount namespaces with a copy of the mount `device`: pid and command of each."""
     found: dict[str, tuple[int, str]] = {}
     for process in Path("/proc").iterdir():
         with suppress(OSError):

@@ -101,13 +101,7 @@ def is_within(sum_: Sum, start: int, stop: int) -> bool:
 
 
 def first_wrong(read: Read, sums: Iterable[Sum], present: RangeMap) -> Sum | None:
-    """The first sum that the bytes of a file do not match; None if all match. Blocks.
-
-    Sums of bytes that are not present are passed over.
-
-    Raises:
-        OSError: they can't be read.
-    """
+    """The first sum that present bytes do not match, or None; may raise OSError. Blocks."""
     for sum_ in sums:
         size = sum_.stop - sum_.start
         if not present.covers(sum_.start, sum_.stop):

@@ -92,12 +92,6 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Remove a database and what belongs to it. Blocks.
-
-    A process that has it open goes on with it until it finds the damage as well.
-
-    Raises:
-        OSError: it can't be removed.
-    """
+    """Remove a database and what belongs to it, even if in use; raises OSError. Blocks."""
     for part in _PARTS:
         Path(f"{path}{part}").unlink(missing_ok=True)

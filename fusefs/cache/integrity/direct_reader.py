@@ -43,11 +43,7 @@ class DirectReader:
             self._fd = os.open(path, flags)  # tmpfs, before Linux 6.6
 
     def read(self, size: int, offset: int) -> memoryview:
-        """Up to a block of bytes, fewer only at the file's end; valid until the next call.
-
-        Raises:
-            OSError: the disk can't read them.
-        """
+        """Up to a block of bytes, fewer only at the end, until the next call; raises OSError."""
         first = offset - offset % ALIGNMENT
         last = -(-(offset + size) // ALIGNMENT) * ALIGNMENT
         have = 0

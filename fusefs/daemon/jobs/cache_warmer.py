@@ -614,10 +614,7 @@ def _turn(settings: MountSettings) -> float:
 
 
 class _Work:
-    """One file of a job. `under_way` counts its parts that are, and the task that begins them.
-
-    `again`, if not None, is called for an object that has changed since it was listed.
-    """
+    """One file of a job, with parts `under_way`; `again` is called if the object has changed."""
 
     def __init__(self, job: WarmJob, info: ObjectInfo, file: CacheFile) -> None:
         self.job = job

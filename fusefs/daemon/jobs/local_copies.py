@@ -39,10 +39,7 @@ KINDS = ("", "local_", "partial_", "pinned_", "downloading_", "dropped_", "in_us
 
 @dataclass
 class CopiesJob(Job):
-    """A look at the cached copies of a path; `counts` has their numbers and bytes by kind.
-
-    `pins` counts those at and below the path. `in_use` names files.
-    """
+    """A look at the copies of a path: `counts` by kind, number of `pins`, and names `in_use`."""
 
     is_pinned: bool = False
     pins: int = 0
