@@ -1,13 +1,12 @@
 """Large files whose upload was under way, where the bucket does not let it be found again."""
 
 import logging
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.write import aborts, upload_steps
 from fusefs.store.errors import (
@@ -18,8 +17,8 @@ from fusefs.store.errors import (
     UnreachableError,
     UnsupportedError,
 )
-from fusefs.store.interface import ObjectInfo, PendingUpload, UploadState, Write
-from tests.support.memory_store import MemoryStore
+from fusefs.store.interface import PendingUpload, UploadState
+from tests.support.memory_uploads import UploadingStore
 from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.support.waiting import eventually
 
@@ -27,36 +26,14 @@ CONTENT = b"content"
 OLD = UploadState("file", "old", 8 << 20, {})
 
 
-class InOnePart:
-    """An upload of files that have one part."""
-
-    def __init__(self, store: MemoryStore, state: UploadState) -> None:
-        self.state = state
-        self._store = store
-        self._data = b""
-
-    def missing(self, _size: int) -> list[int]:
-        return [1]
-
-    async def send(self, fd: int, _numbers: Iterable[int], size: int) -> None:
-        self._data = os.pread(fd, size, 0)
-
-    async def complete(self, _size: int, _condition: object = None) -> ObjectInfo:
-        self._store.put(self.state.key, self._data, **self.state.metadata)
-        return await self._store.head(self.state.key)
-
-
-class RefusingStore(MemoryStore):
+class RefusingStore(UploadingStore):
     """A bucket that lists neither uploads nor parts."""
 
     def __init__(self, error: StoreError) -> None:
-        super().__init__()
+        super().__init__(8 << 20)
         self.error = error
         self.aborted: list[str] = []
         self.refusals: list[StoreError] = []
-
-    async def begin_upload(self, key: str, write: Write) -> Any:
-        return InOnePart(self, UploadState(key, "new", 8 << 20, write.metadata or {}))
 
     async def resume_upload(self, _state: UploadState) -> Any:
         raise self.error
@@ -68,6 +45,16 @@ class RefusingStore(MemoryStore):
         if self.refusals:
             raise self.refusals.pop(0)
         self.aborted.append(upload_id)
+
+
+async def with_upload(process: Process, under_way: dict[str, Any]) -> tuple[int, StagedFile]:
+    """A new file whose upload was under way: its handle, and the file."""
+    fh = await process.create("file", CONTENT)
+    staged = (await process.node("file")).staged
+    assert staged is not None
+    for name, value in under_way.items():
+        setattr(staged, name, value)
+    return fh, staged
 
 
 @pytest.mark.parametrize(
@@ -89,11 +76,7 @@ async def test_where_it_may_not_be_listed_the_file_is_sent_anew(
     mount = MortalMount(tmp_path)
     mount.store = store = RefusingStore(AccessDeniedError("access denied"))
     async with mount.serving() as process:
-        fh = await process.create("file", CONTENT)
-        staged = (await process.node("file")).staged
-        assert staged is not None
-        for name, value in under_way.items():
-            setattr(staged, name, value)
+        fh, _ = await with_upload(process, under_way)
         await process.close(fh)
     assert store.contents() == {"file": CONTENT}
     assert store.aborted == aborted
@@ -111,11 +94,7 @@ async def test_on_a_store_that_lists_no_uploads_the_file_is_sent_anew(
     mount = MortalMount(tmp_path)
     mount.store = store = RefusingStore(error)
     async with mount.serving() as process:
-        fh = await process.create("file", CONTENT)
-        staged = (await process.node("file")).staged
-        assert staged is not None
-        for name, value in under_way.items():
-            setattr(staged, name, value)
+        fh, _ = await with_upload(process, under_way)
         await process.close(fh)
     assert store.contents() == {"file": CONTENT}
 
@@ -128,9 +107,7 @@ async def test_an_upload_of_a_removed_file_is_aborted_once_the_bucket_answers(
     mount.store = store = RefusingStore(AccessDeniedError("access denied"))
     store.refusals = [ThrottledError("slow down"), UnreachableError("no answer")]
     async with mount.serving() as process:
-        await process.create("file", CONTENT)
-        staged = (await process.node("file")).staged
-        staged.upload_state = OLD
+        await with_upload(process, {"upload_state": OLD})
         await process.unlink("file")
         await eventually(lambda: store.aborted == ["old"])
     assert store.refusals == []
@@ -143,24 +120,12 @@ async def test_while_credentials_are_refused_nothing_is_begun_anew(
     mount = MortalMount(tmp_path)
     mount.store = store = RefusingStore(CredentialsError("expired"))
     async with mount.serving() as process:
-        await process.create("file", CONTENT)
-        staged = (await process.node("file")).staged
-        assert staged is not None
-        for name, value in under_way.items():
-            setattr(staged, name, value)
+        _, staged = await with_upload(process, under_way)
         sender = process.writer.uploads._steps
         with pytest.raises(CredentialsError):
             await sender._resumed(staged, len(CONTENT))
         assert {name: getattr(staged, name) for name in under_way} == under_way
     assert store.aborted == []
-
-
-async def remove_while_uploading(process: Process) -> None:
-    """A file is removed of which parts are in the bucket."""
-    await process.create("file", CONTENT)
-    staged = (await process.node("file")).staged
-    staged.upload_state = OLD
-    await process.unlink("file")
 
 
 @pytest.mark.parametrize("is_new_mount", [False, True], ids=["daemon", "mount"])
@@ -171,7 +136,8 @@ async def test_what_was_not_aborted_the_next_process_aborts(
     mount.store = store = RefusingStore(AccessDeniedError("access denied"))
     async with mount.serving() as process:
         store.refusals = [UnreachableError("no answer")] * 100
-        await remove_while_uploading(process)
+        await with_upload(process, {"upload_state": OLD})
+        await process.unlink("file")
         assert store.aborted == []
     if is_new_mount:
         mount.reboot()

@@ -15,7 +15,7 @@ from fusefs.posix.types import NewAttributes
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.store import S3Store
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore, failing
 from tests.support.survival.mortal_mount import DiedError, MortalMount
 
 
@@ -97,14 +97,6 @@ def mount(tmp_path: Path) -> Iterator[MortalMount]:
         made.store.unanswered.close(remove=False)
 
 
-def kill_after(mount: MortalMount, request: str, key: str) -> None:
-    def die(what: str, of: str) -> None:
-        if (what, of) == (request, key):
-            raise DiedError
-
-    mount.store.after = die
-
-
 def make_uncertain(mount: MortalMount, kind: str, key: str) -> UncertainKeys:
     """As the next process finds a key whose last change was sent by the killed one."""
     mount.store.after = lambda _what, _key: None
@@ -122,7 +114,7 @@ def check(late: UncertainKeys, key: str) -> None:
 
 async def test_a_copy_of_a_renamed_directory(mount: MortalMount) -> None:
     mount.store.put("old/file", b"content")
-    kill_after(mount, "COPY", "new/file")
+    mount.store.after = failing(DiedError, ("COPY", "new/file"))
     try:
         async with mount.serving() as process:
             await process.rename("old", "new")
@@ -143,7 +135,7 @@ async def test_an_upload(mount: MortalMount) -> None:
         async with mount.serving() as process:
             fh = await process.create("file", b"content")
             process.writer.staging.close(next(iter(process.writer.staging)))
-            kill_after(mount, "PUT", "file")
+            mount.store.after = failing(DiedError, ("PUT", "file"))
             await process.close(fh)
     except* DiedError:
         pass

@@ -12,86 +12,68 @@ import trio.testing
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import uploader
 from fusefs.store.errors import CredentialsError, StoreError
-from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
-from tests.support.memory_store import MemoryStore, failing
+from tests.support.memory_store import MemoryStore, Stop, failing
 from tests.support.survival.mortal_mount import MortalMount
 from tests.support.waiting import eventually
 
 LIMIT_S = 20.0
 
 
-class SlowStore(MemoryStore):
-    """A bucket that takes no object before it is released; `begun` when the first has come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = trio.Event()
-        self.may_end = trio.Event()
-
-    async def put_file(self, *arguments: Any, **more: Any) -> ObjectInfo:
-        self.begun.set()
-        await self.may_end.wait()
-        return await super().put_file(*arguments, **more)
+@pytest.fixture
+def mount(tmp_path: Path) -> MortalMount:
+    return MortalMount(tmp_path)
 
 
 @pytest.fixture
-def store() -> SlowStore:
-    return SlowStore()
-
-
-@pytest.fixture
-def mount(tmp_path: Path, store: SlowStore) -> MortalMount:
-    mount = MortalMount(tmp_path)
-    mount.store = store
-    return mount
+def stop(mount: MortalMount) -> Stop:
+    """The bucket takes the object no sooner than that."""
+    return Stop(mount.store, "PUT", "file")
 
 
 async def test_attributes_that_change_meanwhile_get_into_the_bucket(
-    mount: MortalMount, store: SlowStore
+    mount: MortalMount, stop: Stop
 ) -> None:
     async with mount.serving() as process, trio.open_nursery() as nursery:
         fh = await process.create("file", b"content")
         nursery.start_soon(process.close, fh)
-        await store.begun.wait()
+        await stop.reached.wait()
         mutations = process.operations.mutations
         inode = await process.node("file")
         nursery.start_soon(mutations.setattr, inode.nodeid, NewAttributes(mode=0o600))
         await trio.testing.wait_all_tasks_blocked()
-        store.may_end.set()
-    assert (store.objects["file"].info.metadata or {})["mode"] == str(stat.S_IFREG | 0o600)
+        stop.go_on.set()
+    assert (mount.store.objects["file"].info.metadata or {})["mode"] == str(stat.S_IFREG | 0o600)
 
 
 async def test_what_is_written_meanwhile_waits_and_is_no_part_of_the_object(
-    mount: MortalMount, store: SlowStore
+    mount: MortalMount, stop: Stop
 ) -> None:
     async with mount.serving() as process:
         fh = await process.create("file", b"content")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(process.writer.flusher.fsync, fh)
-            await store.begun.wait()
+            await stop.reached.wait()
             nursery.start_soon(process.write, fh, 0, b"CON")
             await trio.testing.wait_all_tasks_blocked()
             assert await process.read(fh) == b"content"
-            store.may_end.set()
-        assert store.contents() == {"file": b"content"}
+            stop.go_on.set()
+        assert mount.store.contents() == {"file": b"content"}
         await process.close(fh)
-        assert store.contents() == {"file": b"CONtent"}
+        assert mount.store.contents() == {"file": b"CONtent"}
 
 
-async def test_what_is_appended_meanwhile_waits_for_nothing(
-    mount: MortalMount, store: SlowStore
-) -> None:
+async def test_what_is_appended_meanwhile_waits_for_nothing(mount: MortalMount, stop: Stop) -> None:
     async with mount.serving() as process:
         fh = await process.create("file", b"content")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(process.writer.flusher.fsync, fh)
-            await store.begun.wait()
+            await stop.reached.wait()
             await process.write(fh, 7, b" and more")
-            store.may_end.set()
-        assert store.contents() == {"file": b"content"}
+            stop.go_on.set()
+        assert mount.store.contents() == {"file": b"content"}
         await process.close(fh)
-        assert store.contents() == {"file": b"content and more"}
+        assert mount.store.contents() == {"file": b"content and more"}
 
 
 async def test_who_writes_does_not_wait_for_credentials(
@@ -137,8 +119,13 @@ async def test_a_fault_in_an_upload_is_a_failed_upload_and_no_more(
     assert "Traceback" in caplog.text
 
 
-class SlowAhead(SlowStore):
+class SlowAhead(MemoryStore):
     """A bucket that is slow to begin uploads in parts, and then refuses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = trio.Event()
+        self.may_end = trio.Event()
 
     async def begin_upload(self, *_: Any, **_more: Any) -> Any:
         with stage(WaitCause.S3_TRANSFER):
