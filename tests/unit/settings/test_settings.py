@@ -1,5 +1,6 @@
 """Settings: one definition, read from flags, environment, file and JSON."""
 
+import argparse
 import math
 import os
 import re
@@ -284,9 +285,14 @@ SAMPLES = {
 }
 
 
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return make_parser()
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_setting_is_a_flag_a_variable_and_a_key_of_the_file(
-    setting: Setting, tmp_path: Path
+    setting: Setting, tmp_path: Path, parser: argparse.ArgumentParser
 ) -> None:
     text = SAMPLES.get(setting.type.metavar) or setting.type.metavar.split("|")[-1]
     config = str(config_file(tmp_path, f'{setting.key} = "{text}"'))
@@ -301,7 +307,7 @@ def test_every_setting_is_a_flag_a_variable_and_a_key_of_the_file(
     assert getattr(wanted, setting.name) != getattr(without, setting.name)
     for arguments, environment in ways:
         command = ["mount", "s3://bucket/some/prefix", "/mnt/data", *arguments]
-        assert mount_command.settings(make_parser().parse_args(command), environment) == wanted
+        assert mount_command.settings(parser.parse_args(command), environment) == wanted
 
 
 def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
