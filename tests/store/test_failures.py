@@ -42,14 +42,7 @@ async def test_a_refused_download_says_why(
         with pytest.raises(kind, match=REQUEST_ID) as raised:
             await download(store, info, 0, size)
         assert raised.value.errno == number
-
-
-async def test_an_archived_object_is_to_be_restored(shared: Bucket, faulty: FaultyS3) -> None:
-    async with opened(shared, faulty) as store:
-        info = await store.head("body")
-        faulty.add("GET", code="InvalidObjectState")
-        with pytest.raises(ArchivedError, match="restore"):
-            await download(store, info)
+        assert ("restore" in str(raised.value)) == (kind is ArchivedError)
 
 
 @pytest.mark.parametrize(

@@ -161,22 +161,15 @@ def test_compaction_while_it_is_written_keeps_the_state(
         log.close(remove=True)
 
 
-def test_a_log_of_another_boot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("field", "value"), [(2, b"%d" % (records.FORMAT + 1)), (3, b"other")])
+def test_a_log_of_another_format_or_boot_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: int, value: bytes
+) -> None:
     filled(tmp_path / "journal")
     assert replay(tmp_path / "journal")
-    other = f"fusefs journal {records.FORMAT} another-boot".encode()
-    monkeypatch.setattr(journal, "start_payload", lambda: other)
-    filled(tmp_path / "journal")
-    with pytest.raises(UnusableJournalError):
-        replay(tmp_path / "journal")
-
-
-def test_a_log_of_another_format_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = records.start_payload().split(b" ")
-    unknown = b" ".join([*known[:2], b"%d" % (records.FORMAT + 1), *known[3:]])
-    monkeypatch.setattr(journal, "start_payload", lambda: unknown)
+    start = records.start_payload().split(b" ")
+    start[field] = value
+    monkeypatch.setattr(journal, "start_payload", lambda: b" ".join(start))
     filled(tmp_path / "journal")
     with pytest.raises(UnusableJournalError):
         replay(tmp_path / "journal")
@@ -223,7 +216,8 @@ def test_a_log_that_can_not_be_rewritten_stays(
     whole = filled(tmp_path / "journal")
     log, _ = Journal.resume(tmp_path / "journal")
     monkeypatch.setattr(os, "posix_fallocate", no_room)
-    log.begin_compaction()
+    assert not log.begin_compaction()
+    assert not log.is_compacting
     log.table(90, 90, 1)
     log.finish_compaction()
     assert replay(tmp_path / "journal").state.nodes == whole.nodes
@@ -322,15 +316,4 @@ def test_a_full_disk_turns_the_journal_off_with_one_warning(
     assert "take this mount over" in caplog.text
     assert os.listdir(disk) == []
     assert not log.wants_compaction
-    log.close(remove=True)
-
-
-def test_a_rewrite_without_room_adds_nothing_to_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    filled(tmp_path / "journal")
-    log, _ = Journal.resume(tmp_path / "journal")
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
-    assert not log.begin_compaction()
-    assert not log.is_compacting
     log.close(remove=True)
