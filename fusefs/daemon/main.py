@@ -70,6 +70,7 @@ from fusefs.posix.nodes.object_metadata import Form
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.restore.from_journal import restore
+from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.display import human_size
@@ -77,7 +78,7 @@ from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import Conflict, SessionKind
 from fusefs.store.errors import StoreError
-from fusefs.store.interface import UnansweredChanges
+from fusefs.store.interface import ObjectInfo, UnansweredChanges
 from fusefs.store.probing import Prober
 from fusefs.store.s3.store import open_store
 from fusefs.telemetry.activity import ACTIVITY
@@ -139,7 +140,7 @@ class Daemon:
         """Mount or take over, call `ready`, and serve to the end; may raise USER_ERRORS."""
         if self.settings.session != SessionKind.PYFUSE3:
             self._takeover = await Takeover.begin(self.settings)
-        async with open_store(setup.s3_settings(self.settings)) as self.store:
+        async with open_store(setup.s3_settings(self.settings), self._described) as self.store:
             if self._takeover is None or self._takeover.checks_first:
                 await self.store.check(self.settings.source.prefix)
             if self._takeover is not None and not self._takeover.is_fresh:
@@ -451,12 +452,9 @@ class Daemon:
         )
         self.operations = Operations(state, writing)
         head_cache = self.operations.head_cache
-        self.store.getter.described = head_cache.described
         prefix = settings.source.prefix
         prefetcher = Prefetcher(prefix, self.directories, head_cache, self.cache, self.downloader)
         self.plans = Plans(state_directory(settings) / "plans", prefix, self.cache, prefetcher)
-        if self.operations.writer is not None:
-            self.store.requester.upload_log = self.operations.writer.uploads.aborts
         self.name_pruner = NamePruner(inodes, notifier.prune_names)
         return self.operations
 
@@ -480,9 +478,14 @@ class Daemon:
             staging = Staging(staged, identity, settings.staging_size, self.cache, late)
             self.cache.handover.lock_as(str(staged))
             renames = renames_directory(settings)
-        self.watched, self.unanswered = WatchedStore(self.store, late), late
+            aborts = PendingAborts(staged, self._nursery, self.store)
+        self.watched, self.unanswered = WatchedStore(self.store, late, aborts), late
         rules = setup.writing_rules(settings)
-        return Writing(staging, renames, self._nursery, rules, self.evictor.tend)
+        return Writing(staging, renames, self._nursery, rules, self.evictor.tend, aborts)
+
+    def _described(self, info: ObjectInfo) -> None:
+        """Take note of what a GET said of an object; nothing is fetched before there are names."""
+        self.operations.head_cache.described(info)
 
     @asynccontextmanager
     async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:

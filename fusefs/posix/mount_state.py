@@ -12,7 +12,8 @@ from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.types import ReadCounters
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.contract import Store
+from fusefs.store.interface import ObjectInfo
 
 
 @dataclass(frozen=True, slots=True)

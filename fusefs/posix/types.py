@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.nodes.inode_table import Inode
+from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StoreError
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.interface import ObjectInfo
 
 Result = TypeVar("Result")
 # Above what threads are numbered with.

@@ -1,4 +1,4 @@
-"""The bucket: see interface.py."""
+"""The bucket: see contract.py."""
 
 import os
 

@@ -1,8 +1,7 @@
 """The conditions and checksums that one store honours, of those that changes rely on.
 
-S3 stores differ: a condition may be honoured, refused with an error, or
-ignored, which no answer tells. So it is tried (probing.py), and what was found
-is kept on the disk for a day, for each bucket and endpoint:
+A condition may be honoured, refused with an error, or ignored, which no answer tells. So it is
+tried (probing.py), and what was found is kept for a day, for each bucket and endpoint:
 
     DIRECTORY/capabilities-HASH.json    {"conditions": true, "checksums": true}
 
@@ -34,10 +33,9 @@ FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The capabilities of a store; None is what is not known.
+    """The capabilities of a store: True, False, or None for what is not known.
 
-    `conditions` are those about the object that a PUT replaces. `checksums` says that the
-    store compares `x-amz-checksum-crc32` with the body.
+    `conditions` of the object that a PUT replaces; `checksums` (`x-amz-checksum-crc32`) of bodies.
     """
 
     conditions: bool | None = None

@@ -1,14 +1,12 @@
 """Checksums: CRC32s of what is sent and of what is in the cache, and those that S3 keeps.
 
-CRC32 is computed by ISA-L, whose wheels exist for every platform that fusefs runs on:
-94 GB/s for a mebibyte in the processor's cache, where zlib has 1 to 5 GB/s. Where it
-cannot be imported, zlib computes the same numbers.
+CRC32 is computed by ISA-L (94 GB/s for a mebibyte in the processor's cache, where zlib has 1 to 5),
+or by zlib where that cannot be imported.
 
-S3 shows an object's checksums in the answer to a GET of all of it that asks for them, and not with
-a range (https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html). AWS
-computes a CRC64NVME of whatever comes without a checksum. That of a multipart upload may be
-composed of its parts' ("-N" at its end), and says nothing about the bytes without them. CRC32C and
-CRC64NVME are computed where awscrt is installed.
+S3 shows an object's checksums to a GET of all of it that asks for them, not with a range
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html). AWS computes
+a CRC64NVME of whatever comes without one. That of a multipart upload may be composed of its parts',
+and says nothing without them. CRC32C and CRC64NVME are computed where awscrt is installed.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ try:
 except ImportError:
     from zlib import crc32 as _crc32
 
-# Both libraries let other threads run while they sum more than 5 KiB. For what
-# takes microseconds, handing the interpreter's lock over costs more than the sum:
-# such data is summed in slices. 256 KiB in slices take 19 µs, in one call 3 µs.
+# Both libraries let other threads run while they sum more than 5 KiB, which costs more than a short
+# sum: such data is summed in slices. 256 KiB in slices take 19 µs, in one call 3 µs.
 _SLICED = 256 << 10
 _SLICE = 4096
 # What a request asks for them with.
@@ -48,10 +45,9 @@ def crc32(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
 def mismatch(
     headers: Mapping[str, str], content: Callable[[], bytes], crc: int | None = None
 ) -> str | None:
-    """The name of a checksum in an answer's headers that the object's content does not have.
+    """The name of a checksum in an answer's headers that the content does not have, or None.
 
-    None if there is none that can be computed. Names of headers are in lower case. `crc` is the
-    content's CRC32 where that is known.
+    What can't be computed counts as right. `crc` is the content's CRC32 where that is known.
     """
     if headers.get(_PREFIX + "type", "FULL_OBJECT").upper() != "FULL_OBJECT":
         return None

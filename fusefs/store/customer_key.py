@@ -1,12 +1,11 @@
 """The key of server-side encryption with customer-provided keys (SSE-C).
 
-S3 encrypts with a key that goes with each request and that S3 does not keep, so whatever reads or
-writes an object has to send it: GET, HEAD, PUT, the parts of an upload, and a copy for its source
-as well. Listings and deletions need none
+S3 does not keep the key: whatever reads or writes an object sends it (GET, HEAD, PUT, the parts of
+an upload, and a copy for its source as well). Listings and deletions need none
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/ServerSideEncryptionCustomerKeys.html).
 
-The key is in a file: 32 bytes, or their base64 in one line. It never is a setting or an argument,
-and a daemon, which may not read its user's files, gets the content handed over in memory.
+It is in a file: 32 bytes, or their base64 in one line. A daemon, which may not read its user's
+files, gets the content handed over in memory.
 """
 
 from __future__ import annotations
@@ -41,44 +40,19 @@ class CustomerKey:
     @property
     def identity(self) -> str:
         """16 hexadecimal digits of the key's SHA-256."""
-        return hashlib.sha256(self._raw).hexdigest()[:16]
+        return hashlib.sha256(base64.b64decode(self.text)).hexdigest()[:16]
 
     def headers(self, *, is_copy: bool) -> dict[str, str]:
         """The headers of a request of an object, with names in lower case."""
-        values = {"algorithm": "AES256", "key": self.text, "key-md5": self._md5}
+        digest = hashlib.md5(base64.b64decode(self.text), usedforsecurity=False).digest()
+        md5 = base64.b64encode(digest).decode()
+        values = {"algorithm": "AES256", "key": self.text, "key-md5": md5}
         prefixes = (_HEADER, _SOURCE_HEADER) if is_copy else (_HEADER,)
         return {prefix + name: value for prefix in prefixes for name, value in values.items()}
 
-    @property
-    def _raw(self) -> bytes:
-        return base64.b64decode(self.text)
-
-    @property
-    def _md5(self) -> str:
-        digest = hashlib.md5(self._raw, usedforsecurity=False).digest()
-        return base64.b64encode(digest).decode()
-
-
-def read(path: Path) -> CustomerKey:
-    """The key in a file. Blocks.
-
-    Raises:
-        CustomerKeyError: there is none.
-    """
-    try:
-        with open(path, "rb") as file:
-            content = file.read(_LONGEST)
-    except OSError as error:
-        raise CustomerKeyError(f"the key {path} cannot be read: {error.strerror}") from None
-    return parse(content, str(path))
-
 
 def parse(content: bytes, origin: str) -> CustomerKey:
-    """The key that some bytes are. `origin` says in an error where they come from.
-
-    Raises:
-        CustomerKeyError: they are none.
-    """
+    """The key that some bytes from `origin` are; a CustomerKeyError if they are none."""
     if len(content) != SIZE:
         try:
             content = base64.b64decode(content.strip(), validate=True)
@@ -97,4 +71,10 @@ def find(path: Path | None) -> CustomerKey | None:
     """
     if path is None:
         return None
-    return read(Path(os.environ.get(VARIABLE, path)))
+    place = os.environ.get(VARIABLE, path)
+    try:
+        with open(place, "rb") as file:
+            content = file.read(_LONGEST)
+    except OSError as error:
+        raise CustomerKeyError(f"the key {place} cannot be read: {error.strerror}") from None
+    return parse(content, str(place))

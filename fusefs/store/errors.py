@@ -1,8 +1,7 @@
 """The errors of the bucket, as an errno and a sentence.
 
 `from_body` reads the answers of S3, `translate` the exceptions of botocore, which finds keys.
-Only an answer with status 404 is ever taken for a missing object: to a
-training job, a time-out that looks like a missing file is a lost sample.
+Only an answer with status 404 is ever taken for a missing object.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ class ErrorCode(enum.StrEnum):
 
 
 class StoreError(Exception):
-    """A request failed; `errno` says how a system call answers.
+    """A request failed; `errno` says how a system call answers, `s3_code` is S3's code or "".
 
-    `may_be_done`: an earlier attempt of the request failed in a way that leaves open whether
-    S3 has carried it out. `s3_code` is the code in S3's answer, or "".
+    With `may_be_done` it is open whether S3 has carried out an earlier attempt of it.
     """
 
     errno = errno.EIO
@@ -109,10 +107,9 @@ class UnreachableError(StoreError):
 class Failure:
     """One failed attempt: what it means, and S3's own words.
 
-    `status` is 0 where there was no answer; `code` and `request_id` are S3's.
-    `has_expired` says that other credentials may help, `longest_s` for how many
-    seconds it is worth trying again, whatever the retry time is, and `region` where the
-    bucket is if the request went to another region.
+    `status` is 0 where there was no answer. With `has_expired` other credentials may help.
+    `longest_s` is for how long it is worth trying again at most, and `region` where the bucket is
+    if the request went to another.
     """
 
     kind: type[StoreError]
@@ -157,7 +154,13 @@ _REJECTED = {
     "IDPRejectedClaim": "the credentials are rejected",
 }
 _SLOW_DOWN = (ThrottledError, "S3 asks to slow down", True)
+# The last one comes with status 400.
+_SLOW_DOWN_CODES = (
+    *("SlowDown", "TooManyRequests", "TooManyRequestsException", "RequestLimitExceeded"),
+    *("ServiceUnavailable", "Throttling", "ThrottlingException", "KMS.ThrottlingException"),
+)
 _DAMAGED = (UnreachableError, "what was sent did not arrive as it was", True)
+_DAMAGED_CODES = ("BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody", "RequestTimeout")
 _COLLIDED = (ConflictError, "another write of it is under way", True)
 _UNSUPPORTED = (UnsupportedError, "this store does not implement that", False)
 _STALE = (StaleVersionError, "the object has been replaced", False)
@@ -167,18 +170,8 @@ _ARCHIVED = (ArchivedError, "it is archived: restore it before it can be read", 
 _INVALID_NAME = "the name of the bucket is not valid"
 # Kind, sentence, and True if another attempt may succeed: of codes, whatever the status is.
 _BY_CODE: dict[str, tuple[type[StoreError], str, bool]] = {
-    "SlowDown": _SLOW_DOWN,
-    "TooManyRequests": _SLOW_DOWN,
-    "TooManyRequestsException": _SLOW_DOWN,
-    "Throttling": _SLOW_DOWN,
-    "ThrottlingException": _SLOW_DOWN,
-    "RequestLimitExceeded": _SLOW_DOWN,
-    "ServiceUnavailable": _SLOW_DOWN,
-    "KMS.ThrottlingException": _SLOW_DOWN,  # with status 400
-    "BadDigest": _DAMAGED,
-    "XAmzContentSHA256Mismatch": _DAMAGED,
-    "IncompleteBody": _DAMAGED,
-    "RequestTimeout": _DAMAGED,
+    **dict.fromkeys(_SLOW_DOWN_CODES, _SLOW_DOWN),
+    **dict.fromkeys(_DAMAGED_CODES, _DAMAGED),
     # Two writes of one key at the same time.
     "ConditionalRequestConflict": _COLLIDED,
     "OperationAborted": _COLLIDED,
@@ -228,23 +221,13 @@ _STATUSES = {
 
 def from_status(status: int, code: str, request_id: str) -> Failure:
     """The failure behind an answer with this HTTP status and S3 error code."""
-    known = _BY_CODE.get(code) or _BY_STATUS.get(status)
-    if known is not None:
-        kind, sentence, is_retryable = known
-    elif status >= 500:
-        kind, sentence, is_retryable = UnreachableError, f"S3 failed with status {status}", True
-    else:
-        sentence = f"S3 answered with status {status} {code}".strip()
-        kind, is_retryable = StoreError, False
-    return Failure(
-        kind,
-        _SENTENCES.get(code, sentence),
-        status,
-        code,
-        request_id,
-        is_retryable,
-        has_expired=code in _EXPIRED,
-    )
+    usual = (StoreError, f"S3 answered with status {status} {code}".strip(), False)
+    if status >= 500:
+        usual = (UnreachableError, f"S3 failed with status {status}", True)
+    kind, sentence, may_pass = _BY_CODE.get(code) or _BY_STATUS.get(status) or usual
+    sentence = _SENTENCES.get(code, sentence)
+    has_expired = code in _EXPIRED
+    return Failure(kind, sentence, status, code, request_id, may_pass, has_expired=has_expired)
 
 
 def from_code(code: str) -> Failure:
@@ -348,10 +331,7 @@ def from_body(status: int, text: str, request_id: str = "") -> Failure:
 
 
 def region_of(status: int, headers: Mapping[str, str], text: str) -> str:
-    """The bucket's region, where an answer that is no success names one; "" if it does not.
-
-    AWS names it in the header `x-amz-bucket-region` of any answer, others in the document.
-    """
+    """The bucket's region where a failure names it, in a header (AWS) or its document; else ""."""
     if status not in _ELSEWHERE:
         return ""
     found = headers.get("x-amz-bucket-region", "")

@@ -1,21 +1,15 @@
 """Fences that keep a request which the server executes late from undoing a later change.
 
-A request whose sender has timed out or died may still be executed, seconds
-later. Two things fence it off:
+A request whose sender has timed out or died may still be executed, seconds later:
 
-- A condition (`Expect`, store/interface.py): the change holds only over the object
-  that the mount knew when it sent the request. Where another object is there,
-  the server answers 412, and a HEAD tells which.
-- A token in the object's metadata (`fusefs-change`): the mount that made the
-  change, and its number. It tells an earlier attempt of the same change (it has
-  succeeded) from another client's object, whose ETag is then adopted, and the
-  change repeated over it: the last to close wins.
+- A condition (`Expect`, store/interface.py) has the change hold only over the object that the
+  mount knew. Where another object is there, the server answers 412, and a HEAD tells which.
+- A token in the object's metadata (`fusefs-change`: the mount that made the change, and its
+  number) tells an earlier attempt of the same change, which has succeeded, from another client's
+  object, whose ETag is then adopted, and the change repeated over it: the last to close wins.
 
-Every PUT, every multipart upload and every copy that replaces the metadata
-carries a token. A copy that keeps the metadata keeps the token of its source.
-
-A caller that has to know a change's token before its request is sent, to put it on record, takes
-the next one and passes it on (`Write.token`); else the store takes the next one by itself.
+Every PUT, every multipart upload and every copy that replaces the metadata carries a token. A
+caller that has to know it before the request is sent takes the next one (`Write.token`).
 """
 
 from __future__ import annotations

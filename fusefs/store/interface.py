@@ -1,9 +1,7 @@
 """The bucket as the rest of fusefs sees it: a few types and one interface.
 
-Everything above this package speaks of keys, versions and byte ranges. A key
-is the object's full key in the bucket, decoded. An `ObjectVersion` names one
-immutable content; a download asks for exactly that version and nothing else.
-A caller has one wait and one error to look at: connections, retries and time-outs are the store's.
+Everything above this package speaks of keys (full and decoded), versions and byte ranges. A caller
+has one wait and one error to look at: connections, retries and time-outs are the store's.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -63,9 +61,8 @@ class ObjectVersion(NamedTuple):
 class ObjectInfo:
     """The facts of an object from a listing or a HEAD; never changed once it is made.
 
-    `mtime_ns` is nanoseconds since the epoch. `content_type`, `version_id` and
-    `metadata` (the user's, with keys in lower case) are None where the source
-    (a listing) does not tell them. `crc32` is the content's, known of what was just sent.
+    `mtime_ns` is nanoseconds since the epoch. `content_type`, `version_id` and `metadata` (the
+    user's, with keys in lower case) are None in a listing. `crc32` is that of what was just sent.
     """
 
     key: str
@@ -92,12 +89,10 @@ class ObjectInfo:
 class ListPage:
     """One page of a listing, in the bucket's order.
 
-    `prefixes` are the common prefixes with their trailing delimiter.
-    `next_token` is None on the last page. `last` is the last key or prefix on
-    the page ("" on an empty one), after which the listing continues. An object
-    of which the page says nothing that can be used has the ETag "", and is there
-    for its key alone; `unnamed` entries had no key below the prefix. A page that was
-    listed before it was requested says when, in monotonic seconds (`listed_at`).
+    `prefixes` are the common prefixes with their trailing delimiter. `next_token` is None on the
+    last page. `last` is the last key or prefix ("" on an empty page), after which the listing
+    continues. An object with the ETag "" is there for its key alone; `unnamed` entries had no key
+    below the prefix. `listed_at` is when an older page was listed, in monotonic seconds.
     """
 
     objects: list[ObjectInfo]
@@ -125,9 +120,8 @@ class IfMatch:
 class Expect:
     """Write over what the mount knows under the key: this (quoted) ETag, or nothing (None).
 
-    Where another object is there, the change is repeated over that one: the last to close wins
-    (store/fencing.py). The request carries the condition, so that it has no effect if it is
-    executed late. It fails only where a directory's marker is written over content (ConflictError).
+    Where another object is there, the change is repeated over that one (store/fencing.py). It
+    fails only where a directory's marker is written over content (ConflictError).
     """
 
     etag: str | None
@@ -173,10 +167,9 @@ PLAIN = Write()
 
 
 class Part(NamedTuple):
-    """A part of an upload that the bucket has.
+    """A part of an upload that the bucket has; `number` counts from 1, `size` is in bytes.
 
-    `number` counts from 1, `size` is in bytes; `checksum` is the CRC32 in
-    base64, which S3 has compared ("" if S3 does not tell that of a copied part).
+    `checksum` is the CRC32 in base64 ("" if S3 does not tell that of a copied part).
     """
 
     number: int
@@ -186,10 +179,7 @@ class Part(NamedTuple):
 
 
 class UploadState(NamedTuple):
-    """All that another process needs to go on with an upload.
-
-    The first parts have `part_size` bytes, later ones more (store/s3/multipart.py).
-    """
+    """All that another process needs to go on with an upload; first parts have `part_size`."""
 
     key: str
     upload_id: str
@@ -235,10 +225,10 @@ class NewFile(Protocol):
 
 
 class Sink(Protocol):
-    """The destination of one download. Its methods are called in the event loop.
+    """The destination of one download: a file, or `write`. Belongs to the event loop.
 
-    The engine's threads write into the file that `open` gives, and `arrived` tells how far they
-    are. Without a file all comes through `write`. An OSError ends the download.
+    The engine's threads write into the file, and `arrived` tells how far they are. An OSError ends
+    the download.
     """
 
     async def open(self) -> int | NewFile | None:
@@ -248,10 +238,9 @@ class Sink(Protocol):
         """Write bytes that begin at `offset` of the object."""
 
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
-        """The file has all bytes before `stop` that were requested.
+        """The file has all requested bytes before `stop`; `sums` are (start, stop, CRC32) of those.
 
-        `sums` are the new CRC32s of what was written, as (start, stop, CRC32), each of a
-        mebibyte of the object at most that ends where one ends, or where the writing stopped.
+        Each is of a mebibyte of the object at most that ends where one ends, or the writing did.
         """
 
 
@@ -273,85 +262,8 @@ class BytesSink:
         raise AssertionError("nothing is written into a file")
 
 
-class Upload(Protocol):
-    """A multipart upload under way, of a file that may still grow. Belongs to the event loop.
-
-    Parts are counted from 1; where they begin does not depend on the file's size. An upload stays
-    in the bucket, and is paid for, until it is completed or aborted.
-    """
-
-    @property
-    def state(self) -> UploadState:
-        """The state to put on record; it changes with each part."""
-
-    def part_at(self, offset: int) -> int:
-        """The number of the part that has this byte; a ValueError if no object is as large."""
-
-    def part_range(self, number: int, size: int) -> tuple[int, int]:
-        """The bytes [start, stop) of a part of a file; a ValueError if it has no such part."""
-
-    def part_count(self, size: int) -> int:
-        """The number of parts of a file of `size` bytes."""
-
-    def has(self, number: int) -> bool:
-        """True if the part has been sent or copied, and not been dropped since."""
-
-    def missing(self, size: int) -> list[int]:
-        """The parts to be sent or copied before a file of `size` bytes is complete."""
-
-    def drop(self, number: int) -> None:
-        """The file has other bytes in this part now: what was sent, or is being sent, is void."""
-
-    async def send(self, fd: int, numbers: Iterable[int], size: int) -> None:
-        """Send these parts of a file of `size` bytes, in parallel, unless they have been sent.
-
-        Also waits for those that another task sends. After the return, also by cancellation, `fd`
-        is not used any more, and the parts that were done stay done.
-
-        Raises:
-            StoreError: a part could not be sent in the retry time, or the file
-                is shorter than `size`.
-            ValueError: a file of `size` bytes has no such part.
-        """
-
-    async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
-        """Have S3 copy the bytes [start, stop) of exactly `source` into a part.
-
-        Only the last part may be shorter than it should be.
-
-        Raises:
-            StaleVersionError: the source is no longer this version.
-            UnsupportedError: some stores take another object for the source.
-            ValueError: the range is larger than the part.
-        """
-
-    async def verify(self, fd: int, size: int) -> None:
-        """Drop what another process sent and the file, of `size` bytes, does not have.
-
-        After the return, also by cancellation, `fd` is not used any more.
-
-        Raises:
-            NotFoundError: the upload has been completed, but not with what the
-                file has: another one is to be begun.
-            StoreError: the file is shorter than `size`.
-        """
-
-    async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
-        """Make an object of the first `size` bytes' parts, and forget the others.
-
-        Cancelled, it may come into being all the same.
-
-        Raises:
-            ConflictError: the condition does not hold.
-            NotFoundError: the upload was aborted.
-            PartsError: the store takes no object of these parts; Ceph's gateway takes none of
-                fewer parts than were sent. Another upload is to be begun.
-            ValueError: parts are missing or not verified, or `size` is 0.
-        """
-
-
 class UploadLog:
-    """The record of uploads that a store begins by itself, for one object each; here none is."""
+    """The record of the multipart uploads of `put_file` and `copy`; this one records nothing."""
 
     def begun(self, key: str, upload_id: str) -> None:
         """One has begun: if its process dies, the next one has to abort it."""
@@ -361,6 +273,9 @@ class UploadLog:
 
     def add(self, key: str, upload_id: str) -> None:
         """It could not be aborted yet."""
+
+
+UNRECORDED = UploadLog()
 
 
 class WholeFileSink:
@@ -393,9 +308,8 @@ class Source(Protocol):
     ) -> None:
         """Bring the bytes [start, stop) of exactly `version` into `sink`, in order.
 
-        An exception of the sink ends the download and is raised here, and so is an OSError of
-        its file. A broken answer is resumed where it stopped. After the return, also by
-        cancellation, nothing writes any more.
+        An exception of the sink, or of its file, ends the download and is raised here. A broken
+        answer is resumed where it stopped. After the return nothing writes any more.
 
         Raises:
             StaleVersionError: the object is no longer this version.
@@ -409,8 +323,7 @@ class Source(Protocol):
 class UnansweredChanges:
     """Changes that were sent and got no answer, so that S3 may carry them out later.
 
-    Here none are known: of a store that keeps no record of them. A store that does so
-    (posix/late) overrides all of it.
+    Here none are known; a store that keeps a record of them (posix/late) overrides all of it.
     """
 
     @property
@@ -459,139 +372,3 @@ class UnansweredChanges:
     def counters(self) -> dict[str, int]:
         """The number of keys that they concern, and of changes that were put back."""
         return {"uncertain": 0, "repairs": 0}
-
-
-class Store(Source, Protocol):
-    """One bucket. All methods raise `StoreError` (see store/errors.py).
-
-    `tokens` are those of the changes; see store/fencing.py. Callers that find out what became
-    of an earlier change look at the `unanswered` ones, too.
-    """
-
-    tokens: TokenSource
-    unanswered: UnansweredChanges
-
-    async def list_page(
-        self,
-        prefix: str,
-        *,
-        delimiter: str = "/",
-        start_after: str = "",
-        max_keys: int = 1000,
-        sorts: bool = True,
-    ) -> ListPage:
-        """Return one page of the keys that start with `prefix`.
-
-        `start_after` is a full key and exclusive; a page's `last` continues the
-        listing. Cancelling abandons the request. Where the store lists in no order, the
-        folder is listed whole and sorted first (store/s3/sorted_listing.py); with `sorts`
-        False the page is returned as it is, and not `is_ordered`. So are the entries of a
-        page of less than 1,000.
-        """
-
-    async def head(self, key: str) -> ObjectInfo:
-        """Return what HEAD tells about `key`.
-
-        Raises:
-            NotFoundError: there is no such object.
-        """
-
-    async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
-        """Make the first `size` bytes of a file the object `key`.
-
-        One PUT up to `part_size` bytes, beyond it a multipart upload, which is
-        aborted if it fails or is cancelled. S3 compares a checksum of all that
-        is sent. After the return, also by cancellation, `fd`
-        is not used any more. A single PUT that is cancelled may come to pass.
-
-        After a single PUT `mtime_ns` is this machine's, to the second: S3 tells its own only to a
-        HEAD, which would take half as long again as the PUT of a small file. The metadata of the
-        answer have the token.
-
-        A store that knows no conditions answers a strict one with status 501
-        (`UnsupportedError`), or ignores them, which the probes find (probing.py).
-
-        Raises:
-            ConflictError: the condition does not hold; `.errno` is EEXIST for
-                IF_ABSENT and ESTALE for IfMatch.
-            CredentialsError: they are expired or rejected, and were not
-                renewed in the retry time.
-            ValueError: the metadata can't be sent.
-        """
-
-    async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
-        """Begin a multipart upload, of whatever size; the condition is given to `complete`.
-
-        Raises:
-            ValueError: the metadata can't be sent.
-        """
-
-    async def resume_upload(self, state: UploadState) -> Upload:
-        """Go on with an upload that perhaps another process began.
-
-        The bucket tells which parts it has; `verify` compares them with the file.
-        If the upload has been completed meanwhile, `complete` returns the object.
-
-        Raises:
-            NotFoundError: the upload was aborted, or the object replaced.
-        """
-
-    async def abort_upload(self, key: str, upload_id: str) -> None:
-        """Give an upload up and have its parts deleted; no error if there is none."""
-
-    async def list_uploads(self, prefix: str) -> list[PendingUpload]:
-        """All multipart uploads below `prefix`, whoever began them.
-
-        Only those whose ids are on one's own record may be aborted.
-        """
-
-    async def copy(
-        self,
-        source: ObjectInfo | ObjectVersion,
-        key: str,
-        write: Write = PLAIN,
-    ) -> ObjectInfo:
-        """Have S3 copy exactly `source` to `key`, however large it is.
-
-        Content type, storage class, tags and the like are kept, and so is the
-        user metadata, unless another is given. `key` may be the source's if
-        metadata is given. The copy may have another ETag than the source.
-
-        An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what it does not tell, as
-        a listed one does not, the answer does not either. A store that answers that it knows no
-        conditions of copies copies without. A copy that keeps the metadata keeps the token.
-
-        Raises:
-            ConflictError: the strict condition does not hold; `ExistsError` of IF_ABSENT.
-            NotFoundError: there is no such source.
-            StaleVersionError: the source is no longer this version.
-        """
-
-    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-        """Delete an object; no error if there is none.
-
-        With a (quoted) `etag`, and where the store honours it, the object with
-        that ETag: another one stays, without an error. With `adopts` another
-        one is deleted in its place, but never once an answer was lost: the
-        first attempt may have deleted what was meant.
-
-        Raises:
-            ConflictError: a directory's marker was to be deleted, and an object with
-                content is there.
-        """
-
-    async def delete_many(
-        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
-    ) -> list[DeleteFailure]:
-        """Delete objects, a thousand with each request; return what failed.
-
-        `etags` are those of keys that are to be deleted as `delete` does with an ETag.
-        """
-
-    def counters(self) -> dict[str, int]:
-        """Requests and bytes since the start, by the names that `status` shows.
-
-        `awaiting_credentials` and `connections` are of the moment: how many
-        requests try again because their credentials were refused, and how many
-        may run at once.
-        """

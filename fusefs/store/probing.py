@@ -1,14 +1,12 @@
 """Finds out what a store honours, by trying it once a day.
 
-That a store ignores a condition no answer tells: it does what it should have
-refused. So an object is put over an ETag that no object has, and a body is sent with a
-checksum that is not its own. A store that honours both refuses both, and nothing is
-ever made. What one makes all the same, at one key below a name that no mount lists
-(`PROBE_NAME`), is deleted. For `--conflict fail` the object is put in parts: Ceph's gateway
-honours conditions of PUT, and none of completions.
+An object is put over an ETag that no object has, and a body is sent with a checksum that is not
+its own. A store that honours both refuses both; what another makes, at one key below a name that
+no mount lists (`PROBE_NAME`), is deleted. For `--conflict fail` the object is put in parts: Ceph's
+gateway honours conditions of PUT, and none of completions.
 
-A condition that the store does not implement counts as not honoured. What
-could not be tried is not known (None), and nothing relies on it.
+A condition that the store does not implement counts as not honoured. What could not be tried is
+not known (None), and nothing relies on it.
 """
 
 from __future__ import annotations
@@ -23,9 +21,17 @@ import trio
 
 from fusefs.store import capabilities
 from fusefs.store.capabilities import PROBE_NAME, Capabilities
-from fusefs.store.errors import AccessDeniedError, ConflictError, StoreError, UnsupportedError
+from fusefs.store.errors import (
+    AccessDeniedError,
+    AttemptError,
+    ConflictError,
+    StoreError,
+    UnsupportedError,
+)
 from fusefs.store.interface import IfMatch, Write
 from fusefs.store.s3 import multipart, put
+from fusefs.store.s3.address import Call
+from fusefs.store.s3.requester import Requester
 
 if TYPE_CHECKING:
     from fusefs.store.s3.store import S3Store
@@ -129,25 +135,18 @@ class Prober:
 
 
 async def probe(store: S3Store, prefix: str, *, in_parts: bool) -> Capabilities:
-    """Try what the store honours below a prefix ("" or ending in a slash).
-
-    What a cancelled probe leaves, the next one deletes.
+    """Try what the store honours below a prefix; what a cancelled probe leaves the next deletes.
 
     Raises:
         StoreError: it may not write there, or the store can't be reached.
     """
     key = f"{prefix}{PROBE_NAME}/object"
-    fd = os.memfd_create("fusefs-probe", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, _BODY)
+    with os.fdopen(os.memfd_create("fusefs-probe", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+        file.write(_BODY)
         found = Capabilities(
-            conditions=await _honours_conditions(store, key, fd, in_parts=in_parts),
-            checksums=await put.compares_checksum(
-                store.requester, key, fd, len(_BODY), _OTHER_CRC32
-            ),
+            conditions=await _honours_conditions(store, key, file.fileno(), in_parts=in_parts),
+            checksums=await _compares_checksums(store.requester, key),
         )
-    finally:
-        os.close(fd)
     if found.missing:
         # Some servers show a prefix of deleted objects until it is deleted itself.
         for failure in await store.delete_many([key, f"{prefix}{PROBE_NAME}/"]):
@@ -165,4 +164,20 @@ async def _honours_conditions(store: S3Store, key: str, fd: int, *, in_parts: bo
         return True
     except UnsupportedError:
         pass
+    return False
+
+
+async def _compares_checksums(requester: Requester, key: str) -> bool:
+    """Send a body with another CRC32 than its own; True if it is refused.
+
+    Raises:
+        StoreError: S3 could not tell.
+    """
+    call = Call("PUT", "PUT", key, headers={"x-amz-checksum-crc32": _OTHER_CRC32}, body=_BODY)
+    try:
+        await requester.attempt(call)
+    except AttemptError as error:
+        if 400 <= error.failure.status < 500 and error.failure.status != 429:
+            return True
+        raise requester.failed(call, error.failure) from error
     return False

@@ -1,8 +1,7 @@
 """Failures of requests that got no answer from S3: the cause, and whether waiting may help.
 
-The engine names the kind of error, and hands on OpenSSL's text. A certificate that is not trusted
-or a proxy that refuses the password stays so until an administrator changes it, and is
-not tried again; a refused connection or a time-out may pass.
+The engine names the kind of error, and hands on OpenSSL's text. What an administrator has to mend
+(a certificate, a proxy's password) is not tried again; a refused connection or a time-out may pass.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _IN_VAIN = {
     "malformed": "the answer has a header that none should have",
 }
 _UNTRUSTED = "its certificate is of an authority that is not trusted (setting ca-bundle)"
-_EXPIRED = "its certificate has expired"
+_OWN = "its certificate is its own authority, and not trusted (setting ca-bundle)"
 _EARLY = "its certificate is not valid yet: is the clock of this machine right?"
 _NO_TLS = "the server speaks no TLS there (an http:// endpoint?)"
 
@@ -33,11 +32,8 @@ _OPENSSL = (
     ("self-signed certificate in certificate chain", _UNTRUSTED),
     ("unable to get local issuer certificate", _UNTRUSTED),
     ("unable to get issuer certificate", _UNTRUSTED),
-    (
-        "self-signed certificate",
-        "its certificate is its own authority, and not trusted (setting ca-bundle)",
-    ),
-    ("certificate has expired", _EXPIRED),
+    ("self-signed certificate", _OWN),
+    ("certificate has expired", "its certificate has expired"),
     ("certificate is not yet valid", _EARLY),
     ("wrong version number", _NO_TLS),
     ("http request", _NO_TLS),

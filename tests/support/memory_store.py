@@ -16,6 +16,7 @@ from fusefs.store.fencing import TokenSource
 from fusefs.store.interface import (
     IF_ABSENT,
     PLAIN,
+    Condition,
     DeleteFailure,
     ListPage,
     ObjectInfo,
@@ -25,6 +26,7 @@ from fusefs.store.interface import (
     UnansweredChanges,
     Write,
 )
+from fusefs.store.s3.multipart import Upload
 
 SECOND_NS = 1_000_000_000
 
@@ -151,7 +153,7 @@ class MemoryStore:
         return self._get(key).info
 
     async def copy(
-        self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
+        self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN, *_: object
     ) -> ObjectInfo:
         version = source.version if isinstance(source, ObjectInfo) else source
         async with self._request("COPY", key):
@@ -170,6 +172,9 @@ class MemoryStore:
                 attributes.setdefault("mtime", f"{seconds}.{rest:09}")
             self.put(key, found.data, **attributes)
         return self._get(key).info
+
+    async def complete(self, upload: Upload, size: int, condition: Condition = None) -> ObjectInfo:
+        return await upload.complete(size, condition)
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         async with self._request("DELETE", key):

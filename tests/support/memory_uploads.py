@@ -27,7 +27,7 @@ from fusefs.store.interface import (
     Write,
 )
 from fusefs.store.s3.conditions import Fence
-from fusefs.store.s3.multipart import S3Upload
+from fusefs.store.s3.multipart import Upload
 from tests.support.memory_store import MemoryStore
 
 _REQUESTER: Any = SimpleNamespace(settings=SimpleNamespace(max_connections=4))
@@ -103,8 +103,8 @@ class UploadingStore(MemoryStore):
             self.uploads.pop(upload_id, None)
 
 
-class MemoryUpload(S3Upload):
-    """As `S3Upload`, with its requests answered by an `UploadingStore`."""
+class MemoryUpload(Upload):
+    """As `Upload`, with its requests answered by an `UploadingStore`."""
 
     def __init__(
         self, store: UploadingStore, state: UploadState, *, is_resumed: bool = False

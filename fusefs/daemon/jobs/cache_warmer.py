@@ -47,8 +47,9 @@ from fusefs.linux.clock import steady_time
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.patterns import is_pattern, matches
+from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.interface import ObjectInfo
 
 if TYPE_CHECKING:
     from fusefs.cluster_cache.filler import Filler

@@ -25,8 +25,9 @@ from fusefs.cache.catalog import is_text
 from fusefs.posix.directory.segment import LAST_CHARACTER
 from fusefs.posix.nodes import names
 from fusefs.settings.patterns import compiled, is_pattern, matched
+from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StoreError
-from fusefs.store.interface import ListPage, ObjectInfo, Store
+from fusefs.store.interface import ListPage, ObjectInfo
 
 # Listings of paths at a time: they do not queue behind what programs wait for.
 LISTINGS = 2

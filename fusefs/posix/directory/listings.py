@@ -48,8 +48,9 @@ from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.nodes.temporary_names import is_temporary
 from fusefs.settings.patterns import PathRules
+from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError
-from fusefs.store.interface import ListPage, ObjectInfo, Store
+from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
 
 __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "Segment"]

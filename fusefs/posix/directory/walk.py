@@ -20,8 +20,9 @@ import trio
 from fusefs.posix.directory.pending_changes import PendingChanges
 from fusefs.posix.directory.segment import Segment
 from fusefs.posix.nodes.names import parent_of, split_key
+from fusefs.store.contract import Store
 from fusefs.store.errors import AccessDeniedError, StoreError
-from fusefs.store.interface import ListPage, Store
+from fusefs.store.interface import ListPage
 from fusefs.telemetry.stalls import WaitCause, stage, unattended
 
 logger = logging.getLogger("fusefs.directories")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,18 +28,20 @@ from fusefs.posix.late.uncertain_keys import ABSENT, KeyState, UncertainKey, Unc
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import (
     PLAIN,
+    UNRECORDED,
     Condition,
     DeleteFailure,
     Expect,
     ObjectInfo,
     ObjectVersion,
     UnansweredChanges,
-    Upload,
-    UploadState,
+    UploadLog,
     WholeFileSink,
     Write,
 )
 from fusefs.store.s3.conditions import strict
+from fusefs.store.s3.multipart import Upload
+from fusefs.store.s3.requester import ChangeUnderWay
 from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.late")
@@ -52,23 +54,13 @@ FETCHED_AT_ONCE = 64 << 20
 TRIES = 5
 
 
-class _ChangeUnderWay:
-    """A change that is under way, of one key or, in a DeleteObjects request, of more."""
-
-    __slots__ = ("is_doubtful", "keys")
-
-    def __init__(self, keys: Container[str]) -> None:
-        self.keys = keys
-        self.is_doubtful = False
-
-
-class _RecordedChange(_ChangeUnderWay):
+class _RecordedChange(ChangeUnderWay):
     """A change of one key while it is on record: a class costs half of what a generator does."""
 
     __slots__ = ("_change", "_others", "_slot", "_uncertain_keys")
 
     def __init__(
-        self, change: Change, uncertain_keys: UncertainKeys, others: set[_ChangeUnderWay]
+        self, change: Change, uncertain_keys: UncertainKeys, others: set[ChangeUnderWay]
     ) -> None:
         super().__init__((change.key,))
         self._change = change
@@ -90,28 +82,27 @@ class _RecordedChange(_ChangeUnderWay):
 class WatchedStore:
     """As `Store`; belongs to the event loop."""
 
-    def __init__(self, store: S3Store, uncertain_keys: UncertainKeys) -> None:
+    def __init__(
+        self, store: S3Store, uncertain_keys: UncertainKeys, log: UploadLog = UNRECORDED
+    ) -> None:
+        """`log` is the record of the uploads that the store begins for one change."""
         self.inner = store
+        self._log = log
         self.uncertain_keys = uncertain_keys
         self.tokens = store.tokens
         self.unanswered: UnansweredChanges = uncertain_keys
-        self._open: set[_ChangeUnderWay] = set()
+        self._open = store.requester.changes
         self._copying = trio.CapacityLimiter(4)
-        store.requester.on_unanswered = self._unanswered
         # What changes nothing is the store's.
         self.list_page = store.list_page
         self.head = store.head
         self.download = store.download
+        self.begin_upload = store.begin_upload
+        self.resume_upload = store.resume_upload
         self.abort_upload = store.abort_upload
         self.list_uploads = store.list_uploads
         self.hurry = store.hurry
         self.counters = store.counters
-
-    def _unanswered(self, key: str) -> None:
-        """An attempt of a change got no answer."""
-        for one in self._open:
-            if key in one.keys:
-                one.is_doubtful = True
 
     def close(self, *, remove: bool) -> None:
         """Nothing is under way any more; with `remove` the mount has ended."""
@@ -122,7 +113,7 @@ class WatchedStore:
     async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
         write = write.with_token(self.tokens)
         change = Change(PUT, key, (str(write.token),))
-        send = partial(self.inner.put_file, key, fd, size, write)
+        send = partial(self.inner.put_file, key, fd, size, write, self._log)
         if self.uncertain_keys.get(key) is None:
             with self.on_record(change):
                 return await send()
@@ -145,7 +136,7 @@ class WatchedStore:
             if isinstance(source, ObjectInfo) and source.token is not None:
                 tokens.append(str(source.token))
         change = Change(COPY, key, tuple(tokens), etag)
-        send = partial(self.inner.copy, source, key, write)
+        send = partial(self.inner.copy, source, key, write, self._log)
         if self.uncertain_keys.get(key) is None:
             with self.on_record(change):
                 return await send()
@@ -187,13 +178,7 @@ class WatchedStore:
                     self._acknowledged(entry, ABSENT, None)
             return failures
 
-    async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
-        return _WatchedUpload(await self.inner.begin_upload(key, write), self)
-
-    async def resume_upload(self, state: UploadState) -> Upload:
-        return _WatchedUpload(await self.inner.resume_upload(state), self)
-
-    async def complete(self, upload: Upload, size: int, condition: Condition) -> ObjectInfo:
+    async def complete(self, upload: Upload, size: int, condition: Condition = None) -> ObjectInfo:
         """As `Upload.complete`; executed late it fails, for the upload is gone by then."""
         key = upload.state.key
         if self.uncertain_keys.get(key) is None:
@@ -213,7 +198,7 @@ class WatchedStore:
     @contextmanager
     def _all_on_record(self, keys: list[str]) -> Iterator[None]:
         """As `on_record`, for one request that deletes many keys."""
-        opened = _ChangeUnderWay(frozenset(keys))
+        opened = ChangeUnderWay(frozenset(keys))
         self._open.add(opened)
         batch = self.uncertain_keys.log.begin_batch(keys)
         try:
@@ -355,30 +340,6 @@ class WatchedStore:
             _warn_not_kept(entry, error)
             return None
         return path.name
-
-
-class _WatchedUpload:
-    """A multipart upload, whose completion may concern an uncertain key."""
-
-    def __init__(self, upload: Upload, store: WatchedStore) -> None:
-        self._upload = upload
-        self._watched = store
-        self.part_at = upload.part_at
-        self.part_range = upload.part_range
-        self.part_count = upload.part_count
-        self.has = upload.has
-        self.missing = upload.missing
-        self.drop = upload.drop
-        self.send = upload.send
-        self.copy_part = upload.copy_part
-        self.verify = upload.verify
-
-    @property
-    def state(self) -> UploadState:
-        return self._upload.state
-
-    async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
-        return await self._watched.complete(self._upload, size, condition)
 
 
 def _warn_not_kept(entry: UncertainKey, error: Exception) -> None:

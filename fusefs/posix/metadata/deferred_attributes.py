@@ -30,9 +30,10 @@ from fusefs.posix.metadata.attribute_log import AttributeLog, RecordedAttributes
 from fusefs.posix.nodes.names import is_at_or_below
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.types import find
+from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import Work, unattended, waiting_for
 
 logger = logging.getLogger("fusefs.attributes")

@@ -34,8 +34,9 @@ from fusefs.posix.nodes import object_metadata as meta
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET, SECOND_NS, Meta
+from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StoreError
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import Work
 
 # As many as requests may run at once by default.

@@ -15,7 +15,8 @@ import errno
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.types import Answer, waiting
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.contract import Store
+from fusefs.store.interface import ObjectInfo
 
 VERSION = "user.s3.version_id"
 OURS = "user.s3."

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fusefs.posix.write.removals import Removals
+from fusefs.store.contract import Store
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import (
     PLAIN,
@@ -17,11 +18,10 @@ from fusefs.store.interface import (
     ListPage,
     ObjectInfo,
     ObjectVersion,
-    Store,
-    Upload,
     UploadState,
     Write,
 )
+from fusefs.store.s3.multipart import Upload
 
 
 class SettledStore:
@@ -37,6 +37,7 @@ class SettledStore:
         self.unanswered = store.unanswered
         # What concerns versions and uploads is the store's.
         self.download = store.download
+        self.complete = store.complete
         self.abort_upload = store.abort_upload
         self.list_uploads = store.list_uploads
         self.hurry = store.hurry

@@ -16,7 +16,8 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.object_metadata import NONE_SET, Form, Meta
-from fusefs.store.interface import ObjectInfo, Upload, UploadState
+from fusefs.store.interface import ObjectInfo, UploadState
+from fusefs.store.s3.multipart import Upload
 
 # Whose a WRITE or a FLUSH is where the kernel does not say.
 UNKNOWN_OWNER = 0

@@ -11,12 +11,13 @@ itself, for the copies of large objects: they are on record from their begin to 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
 
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
+from fusefs.store.contract import Store
+from fusefs.store.errors import CredentialsError, StoreError, ThrottledError, UnreachableError
 from fusefs.store.interface import UploadLog
 
 logger = logging.getLogger("fusefs.uploads")
@@ -24,23 +25,20 @@ logger = logging.getLogger("fusefs.uploads")
 NAME = "aborts"
 # How often an upload is aborted again for which S3 had no answer.
 AGAIN_S = 60.0
+# With other credentials, or later, it may be done.
+MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 
 
 class PendingAborts(UploadLog):
     """The uploads of one mount that are to be aborted. Belongs to the event loop.
 
-    `abort` takes a key and an id, and tells whether that is over, well or badly.
+    They are on record in `directory`, and `store` aborts them, in tasks of `nursery`.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        nursery: trio.Nursery,
-        abort: Callable[[str, str], Awaitable[bool]],
-    ) -> None:
+    def __init__(self, directory: Path, nursery: trio.Nursery, store: Store) -> None:
         self._log = LineLog(directory / NAME)
         self._nursery = nursery
-        self._abort = abort
+        self._store = store
         # By their ids.
         self._on_record: dict[str, str] = {}
 
@@ -100,6 +98,16 @@ class PendingAborts(UploadLog):
             is_over = await self._abort(key, upload_id)
             delay_s = AGAIN_S
         self.ended(upload_id)
+
+    async def _abort(self, key: str, upload_id: str) -> bool:
+        """Abort an upload; True if that is over, well or badly."""
+        try:
+            await self._store.abort_upload(key, upload_id)
+        except MAY_PASS:
+            return False
+        except StoreError as error:
+            logger.warning("%s: its upload stays in the bucket: %s", key, error)
+        return True
 
 
 def load(directory: Path) -> list[tuple[str, str]]:

@@ -32,8 +32,9 @@ from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.nodes.temporary_names import has_random_part
 from fusefs.posix.types import Caller
 from fusefs.posix.write.upload_steps import CREATED_BY, content_type
+from fusefs.store.contract import Store
 from fusefs.store.errors import ConflictError
-from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Store, Write
+from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Write
 
 # How long a directory that was made here counts as this mount's own.
 MADE_S = 600.0

@@ -30,8 +30,8 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.posix.nodes.names import is_at_or_below, split_key
 from fusefs.posix.tasks import judged
+from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, UnsupportedError
-from fusefs.store.interface import Store
 from fusefs.telemetry.stalls import Work, waiting_for
 
 logger = logging.getLogger("fusefs.removals")

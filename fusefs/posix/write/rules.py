@@ -9,6 +9,7 @@ from pathlib import Path
 import trio
 
 from fusefs.posix.nodes.temporary_names import is_temporary
+from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.patterns import PathRules
 from fusefs.settings.types import EVERYWHERE_AUTO, Durability
@@ -51,7 +52,7 @@ class Writing:
 
     Uploads, and changes whose caller was killed, run in `nursery`. Renames of
     directories are on record in the directory `renames`. `make_room` has the
-    cache give up what the disk needs.
+    cache give up what the disk needs. `aborts` are uploads of a file that are to end.
     """
 
     staging: Staging
@@ -59,3 +60,4 @@ class Writing:
     nursery: trio.Nursery
     rules: WriteRules
     make_room: Callable[[], Awaitable[None]]
+    aborts: PendingAborts

@@ -29,8 +29,9 @@ from fusefs.posix.nodes.edit_base import (
     page_edges,
 )
 from fusefs.posix.types import find
+from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StaleVersionError
-from fusefs.store.interface import ObjectVersion, Store
+from fusefs.store.interface import ObjectVersion
 
 COPY_CHUNK = 8 << 20
 

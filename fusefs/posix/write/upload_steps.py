@@ -21,18 +21,17 @@ from fusefs.posix.nodes.edit_base import IN_PARTS, EditBase
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.tasks import for_each
 from fusefs.posix.types import find
+from fusefs.posix.write.aborts import MAY_PASS, PendingAborts
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging import Staging
+from fusefs.store.contract import Store
 from fusefs.store.errors import (
     AccessDeniedError,
     ConflictError,
-    CredentialsError,
     NotFoundError,
     PartsError,
     StaleVersionError,
     StoreError,
-    ThrottledError,
-    UnreachableError,
     UnsupportedError,
 )
 from fusefs.store.fencing import without_token
@@ -42,11 +41,10 @@ from fusefs.store.interface import (
     Expect,
     IfMatch,
     ObjectInfo,
-    Store,
-    Upload,
     UploadState,
     Write,
 )
+from fusefs.store.s3.multipart import Upload
 
 logger = logging.getLogger("fusefs.uploads")
 
@@ -57,15 +55,12 @@ CREATED_BY = "created-by"
 MOST_APART = 100
 # S3 tells when an upload was begun in whole seconds, and by its own clock.
 CLOCKS_NS = 5_000_000_000
-# With other credentials, or later, it may be done. Not every store lists uploads and parts.
-_MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 
 
 class UploadSteps:
     """The requests that send one mount's files. Belongs to the event loop.
 
-    `unaborted` is called with the key and id of an upload that S3 has not given up yet, and
-    may later.
+    `aborts` are the uploads that S3 has not given up yet, and may later.
     """
 
     def __init__(
@@ -73,14 +68,14 @@ class UploadSteps:
         store: Store,
         staging: Staging,
         editor: SparseEditor,
-        unaborted: Callable[[str, str], None],
+        aborts: PendingAborts,
         *,
         fails_on_conflict: bool,
     ) -> None:
         self._store = store
         self._staging = staging
         self._editor = editor
-        self._unaborted = unaborted
+        self._aborts = aborts
         self._fails_on_conflict = fails_on_conflict
         self._has_conditions = True
         self.own = OwnObjects()
@@ -205,7 +200,7 @@ class UploadSteps:
                 # By its parts and its token the next process knows the object that comes of it.
                 self._staging.record(staged)
                 commit()
-                info = await upload.complete(size, self._condition(staged))
+                info = await self._store.complete(upload, size, self._condition(staged))
                 break
             except (NotFoundError, PartsError) as error:
                 if isinstance(error, PartsError):
@@ -311,7 +306,7 @@ class UploadSteps:
         """
         try:
             upload = await self._store.resume_upload(state)
-        except (*_MAY_PASS, NotFoundError):
+        except (*MAY_PASS, NotFoundError):
             raise
         except StoreError as error:
             why = _want_of("s3:ListMultipartUploadParts", error)
@@ -325,7 +320,7 @@ class UploadSteps:
         """As `_abort_lost`, where uploads can be listed: the file's own way must not end here."""
         try:
             await self._abort_lost(key, begun_ns)
-        except _MAY_PASS:
+        except MAY_PASS:
             raise
         except StoreError as error:
             why = _want_of("s3:ListBucketMultipartUploads", error)
@@ -355,18 +350,8 @@ class UploadSteps:
                 await self._store.abort_upload(upload.key, upload.upload_id)
         except StoreError as error:
             logger.warning("%s: its upload could not be aborted: %s", key, error)
-            if upload is not None and isinstance(error, _MAY_PASS):
-                self._unaborted(upload.key, upload.upload_id)
-
-    async def abort_recorded(self, key: str, upload_id: str) -> bool:
-        """Abort an upload that is on record alone; whether that is over, well or badly."""
-        try:
-            await self._store.abort_upload(key, upload_id)
-        except _MAY_PASS:
-            return False
-        except StoreError as error:
-            logger.warning("%s: its upload stays in the bucket: %s", key, error)
-        return True
+            if upload is not None and isinstance(error, MAY_PASS):
+                self._aborts.add(upload.key, upload.upload_id)
 
     async def give_up(self, staged: StagedFile) -> ObjectInfo | None:
         """Send a file no more; return what the bucket has under its key."""

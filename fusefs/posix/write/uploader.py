@@ -30,14 +30,15 @@ from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.tasks import judged
 from fusefs.posix.types import find
 from fusefs.posix.write import exclusive, staged_sums
-from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.conflicts import Conflicts
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sparse_edit import BaseLostError, SparseEditor
 from fusefs.posix.write.upload_steps import UploadSteps
 from fusefs.posix.write.upload_times import RecentCloses
+from fusefs.store.contract import Store
 from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
-from fusefs.store.interface import ObjectInfo, Store, Upload, UploadState
+from fusefs.store.interface import ObjectInfo, UploadState
+from fusefs.store.s3.multipart import Upload
 from fusefs.telemetry.stalls import WaitCause, Work, stage, waiting_for
 
 logger = logging.getLogger("fusefs.uploads")
@@ -112,8 +113,8 @@ class Uploader:
         self._store = store
         staging, fails = writing.staging, writing.rules.fails_on_conflict
         self._nursery = nursery = writing.nursery
-        self._steps = UploadSteps(store, staging, editor, self._unaborted, fails_on_conflict=fails)
-        self.aborts = PendingAborts(staging.directory, nursery, self._steps.abort_recorded)
+        self.aborts = writing.aborts
+        self._steps = UploadSteps(store, staging, editor, self.aborts, fails_on_conflict=fails)
         self.own = self._steps.own
         self.put_new = self._steps.put_new
         self._staging = staging
@@ -424,9 +425,6 @@ class Uploader:
             self.aborts.add(state.key, state.upload_id, delay_s=0.0)
         if begun_ns is not None:
             self._nursery.start_soon(self._steps.abort, key, None, begun_ns)
-
-    def _unaborted(self, key: str, upload_id: str) -> None:
-        self.aborts.add(key, upload_id)
 
     # While it is written
 

@@ -1,25 +1,23 @@
 """The budget of requests that run at once, with priorities.
 
-At most `maximum` requests run at once. When S3 throttles, the number that is
-allowed halves, at most every 0.1 s; each request that succeeds raises it
-again by a fraction, so that a full round of successes is worth one more
-connection (additive increase, multiplicative decrease). Where it goes on throttling,
-the rate of requests is limited instead (rate.py), and a request waits for a
-connection and for its turn in the same queue.
+At most `maximum` requests run at once. When S3 throttles, the number that is allowed halves, at
+most every 0.1 s; a full round of successes raises it by one (additive increase, multiplicative
+decrease). Where it goes on throttling, the rate of requests is limited instead (rate.py), and a
+request waits for a connection and for its turn in the same queue.
 
-Demanded requests go before uploads and these before prefetching ones; both
-leave a few connections free for the next demand. Of one priority the objects
-take turns, so that a reader of one small file waits for one request of each
-other object, not for all the parts of a large one. What has been passed over
-PASSED_MOST times goes next: a load of demanded requests that never ends would
-keep an upload waiting for ever.
+Demanded requests go before uploads and these before prefetching ones; both leave a few connections
+free for the next demand. Of one priority the objects take turns, so that a reader of one small
+file waits for one request of each other object, not for all the parts of a large one. What has
+been passed over PASSED_MOST times goes next, so that an upload does not wait for ever.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import trio
 
@@ -50,16 +48,8 @@ class _Queue:
         # Ordered dictionaries, since a cancelled waiter leaves the middle.
         self._of: OrderedDict[str, OrderedDict[_Waiter, None]] = OrderedDict()
 
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
-    def waiters(self) -> list[_Waiter]:
-        return [waiter for queue in self._of.values() for waiter in queue]
-
-    def first(self) -> _Waiter | None:
-        for queue in self._of.values():
-            return next(iter(queue))
-        return None
+    def __iter__(self) -> Iterator[_Waiter]:
+        return chain.from_iterable(self._of.values())
 
     def add(self, waiter: _Waiter) -> None:
         self._of.setdefault(waiter.key, OrderedDict())[waiter] = None
@@ -92,9 +82,9 @@ class ConnectionBudget:
         self._next_budget = next_budget
         self._allowed = float(maximum)
         self._running = dict.fromkeys(Priority, 0)
-        self._in_use = 0
+        self.in_use = 0
         self._queues = {rank: _Queue() for rank in Priority}
-        self._waiting = 0  # so many are in the queues
+        self.waiting = 0  # for a connection, or for their turn
         # How many more urgent requests have gone since the last one of a priority.
         self._passed = dict.fromkeys(Priority, 0)
         self._backed_off = -math.inf
@@ -105,15 +95,6 @@ class ConnectionBudget:
     def allowed(self) -> int:
         """The number of requests that may run at once now."""
         return max(1, int(self._allowed))
-
-    @property
-    def in_use(self) -> int:
-        return self._in_use
-
-    @property
-    def waiting(self) -> int:
-        """The number of requests that wait for a connection, or for their turn."""
-        return self._waiting
 
     def lease(self, priority: Urgency, key: str = "") -> _Lease:
         """Wait for a connection and hold it (`async with`). Cancelling gives it back.
@@ -140,7 +121,7 @@ class ConnectionBudget:
     def reprioritize(self) -> None:
         """Ask the waiters for their priorities again: one has risen."""
         for queue in self._queues.values():
-            for waiter in queue.waiters():
+            for waiter in list(queue):
                 self._rank(waiter)
         self._admit()
 
@@ -150,13 +131,13 @@ class ConnectionBudget:
         Returns the priority with which it was given.
         """
         rank = priority()
-        if not self._waiting and self._has_room(rank) and self.rate.is_due():
+        if not self.waiting and self._has_room(rank) and self.rate.is_due():
             await trio.lowlevel.checkpoint_if_cancelled()
             self._take(rank)
             return rank
         waiter = _Waiter(priority, key, trio.Event(), rank)
         self._queues[rank].add(waiter)
-        self._waiting += 1
+        self.waiting += 1
         self._admit()
         try:
             with stage(WaitCause.THROTTLED if self._is_throttled else WaitCause.CONNECTION):
@@ -166,16 +147,16 @@ class ConnectionBudget:
                 self.release(waiter.rank)
             else:
                 self._queues[waiter.rank].remove(waiter)
-                self._waiting -= 1
+                self.waiting -= 1
                 self._admit()
             raise
         return waiter.rank
 
     def release(self, rank: Priority) -> None:
         """Give a connection back that was given with a priority."""
-        self._in_use -= 1
+        self.in_use -= 1
         self._running[rank] -= 1
-        if self._waiting:
+        if self.waiting:
             self._admit()
 
     def take_spare(self) -> bool:
@@ -183,7 +164,7 @@ class ConnectionBudget:
 
         False if requests wait, or the store has refused some of late as too many.
         """
-        if self._is_throttled or self._waiting or not self._has_room(Priority.PREFETCH):
+        if self._is_throttled or self.waiting or not self._has_room(Priority.PREFETCH):
             return False
         self._take(Priority.PREFETCH)
         return True
@@ -196,46 +177,41 @@ class ConnectionBudget:
         return self._next_budget is not None and self._next_budget._is_throttled
 
     def _take(self, rank: Priority) -> None:
-        self._in_use += 1
+        """Count a request that has a connection now."""
+        self.in_use += 1
         self._running[rank] += 1
         self.rate.note_sent()
 
-    def _is_overdue(self, rank: Priority) -> bool:
-        return self._passed[rank] >= PASSED_MOST
-
     def _has_room(self, rank: Priority) -> bool:
-        allowed = self.allowed
-        if rank > Priority.DEMAND and (self._running[rank] or not self._is_overdue(rank)):
+        allowed, is_overdue = self.allowed, self._passed[rank] >= PASSED_MOST
+        if rank > Priority.DEMAND and (self._running[rank] or not is_overdue):
             allowed -= min(allowed // 4, 4)  # kept for the next demand
-        return self._in_use < allowed
+        return self.in_use < allowed
 
     def _admit(self) -> None:
         """Give free connections to the waiters whose turn it is."""
-        while self._in_use < self.allowed:
+        while self.in_use < self.allowed:
             waiter = self._next()
             if waiter is None:
                 return
             if not self.rate.is_due():
-                self._admit_when_due()
+                if not self._is_timing:
+                    self._is_timing = True
+                    # Not a waiter's task: each may be cancelled, and leave the others waiting.
+                    self._nursery.start_soon(self._admit_in_time)
                 return
             self._queues[waiter.rank].take(waiter)
-            self._waiting -= 1
+            self.waiting -= 1
             self._passed[waiter.rank] = 0
             for rank in self._queues:
-                self._passed[rank] += rank > waiter.rank and bool(self._queues[rank])
+                self._passed[rank] += rank > waiter.rank and any(self._queues[rank])
             self._take(waiter.rank)
             waiter.turn.set()
-
-    def _admit_when_due(self) -> None:
-        if not self._is_timing:
-            self._is_timing = True
-            # Not one of the waiters: each may be cancelled, and leave the others without a clock.
-            self._nursery.start_soon(self._admit_in_time)
 
     async def _admit_in_time(self) -> None:
         """Admit waiters as their turns come, while turns are what they wait for."""
         try:
-            while self._waiting and not self.rate.is_due():
+            while self.waiting and not self.rate.is_due():
                 await trio.sleep_until(self.rate.due)
                 self._admit()
         finally:
@@ -245,11 +221,10 @@ class ConnectionBudget:
         """The most urgent waiter for which there is room, or one that was passed over too often."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
-        overdue = [head for head in fitting if self._is_overdue(head.rank)]
-        return next(iter(overdue + fitting), None)
+        return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)
 
     def _head(self, rank: Priority) -> _Waiter | None:
-        while (waiter := self._queues[rank].first()) is not None:
+        while (waiter := next(iter(self._queues[rank]), None)) is not None:
             self._rank(waiter)
             if waiter.rank <= rank:
                 return waiter
@@ -273,7 +248,6 @@ class _Lease:
         self._budget = budget
         self._priority = priority
         self._key = key
-        self._rank = Priority.DEMAND
 
     async def __aenter__(self) -> None:
         self._rank = await self._budget.acquire(self._priority, self._key)

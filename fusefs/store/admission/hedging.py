@@ -1,17 +1,13 @@
 """Hedged requests: a small GET that is slow to answer is sent again on another connection.
 
-Of many GETs a few take ten times as long as the others, for reasons of the one
-server that happens to answer them; the same request, sent again, is then
-answered before the first (Dean and Barroso, "The Tail at Scale", CACM 56(2), 2013).
-So the time to the first byte of the latest small GETs is kept. One that has no
-first byte after what nearly all of them took, and after twice the median, is
-sent again. The first answer that is a success counts,
-and the other is given up with its connection. Large ranges are not hedged: what
-a reader waits for there is the transfer, and most of it was requested ahead.
+Of many GETs a few take ten times as long as the others, for reasons of the one server that happens
+to answer them; sent again, they are answered before the first (Dean and Barroso, "The Tail at
+Scale", CACM 56(2), 2013). So one that has no first byte after what nearly all of the latest small
+GETs took, and after twice the median, is sent again. The first success counts, and the other is
+given up with its connection. Of large ranges a reader waits for the transfer: they are not hedged.
 
-What it may cost is bounded: hedges are SHARE of the GETs at most, counted from
-the beginning, use connections that nothing else waits for, and stop while the
-store asks to slow down.
+Hedges are SHARE of the GETs at most, counted from the beginning, use connections that nothing else
+waits for, and stop while the store asks to slow down.
 """
 
 from __future__ import annotations
@@ -87,7 +83,7 @@ class Hedging:
     async def race(self, engine: Engine, request: Request) -> Transfer:
         """Send a GET, and again if its answer is slow to begin; return the first that stands.
 
-        If none does, that is the first GET. The transfer that is returned is complete.
+        It is complete. If none stands, it is the first GET.
         """
         first = engine.submit(request)
         self.note_sent()
@@ -104,10 +100,7 @@ class Hedging:
         return first
 
     async def _watch(self) -> None:
-        """Wake those that wait for an answer that is slow.
-
-        One task for all of them: a time limit of its own would be a tenth of a small GET.
-        """
+        """Wake those whose answer is slow: a time limit for each would cost a tenth of a GET."""
         try:
             while self._sent:
                 due, first = self._sent.popleft()

@@ -1,22 +1,14 @@
 """The rate of requests to a store that has refused some (503 SlowDown).
 
-A budget of connections does not bound the rate: four connections to a server
-that answers in a millisecond are 4,000 requests a second, however many of them
-it refuses. So after the first refusals the requests of a second are counted
-that were *not* refused, and from then on no more are sent, evenly spaced.
+A budget of connections does not bound the rate: four connections to a server that answers in a
+millisecond are 4,000 requests a second. So after the first refusals the requests of a second are
+counted that were *not* refused, and from then on no more are sent, evenly spaced.
 
-That limit is felt for (AIMD, as TCP does it): it rises by 1% in the first
-second, by 2% in the next, then 4%, up to 20%; with the next refusal it falls to
-95%, and to what was really taken since the last in the time in which requests used it up.
-Against a server with a fixed allowance that is a few refusals every few
-seconds, with nearly all of the allowance used; a limit that is too low doubles
-within ten seconds. After a minute without refusals there is no limit.
-
-Who goes next the budget of connections decides at each turn, so that a limit
-that has changed holds for all that wait.
-
-What a refusal costs is not much: a line in the log a minute, and the pause
-before the request is sent again.
+That limit is felt for (AIMD, as TCP does it): it rises by 1% in the first second, by 2% in the
+next, then 4%, up to 20%; with the next refusal it falls to 95%, and to what was really taken since
+the last in the time in which requests used it up. Against a server with a fixed allowance that is
+a few refusals every few seconds, with nearly all of the allowance used; a limit that is too low
+doubles within ten seconds. After a minute without refusals there is no limit.
 """
 
 from __future__ import annotations
@@ -60,14 +52,9 @@ class Rate:
         self._accepted_then = 0
         self._unused_s = 0.0  # time in which less was sent than the limit allows
         self._grown = 0.0  # when the limit was last raised
-        self._next = 0.0  # when the next request may be sent
+        self.due = 0.0  # when the next request may be sent, while there is a limit; trio's seconds
         self._logged = -LOG_EVERY_S
         self._logged_refused = 0  # how many the log has
-
-    @property
-    def due(self) -> float:
-        """The time when the next request may be sent, while there is a limit; in trio's seconds."""
-        return self._next
 
     def is_due(self) -> bool:
         """True if a request may be sent now."""
@@ -77,7 +64,7 @@ class Rate:
         if now - self._since >= FORGET_S:
             self.limit = None
             return True
-        return now >= self._next
+        return now >= self.due
 
     def note_sent(self) -> None:
         """A request is sent."""
@@ -85,10 +72,10 @@ class Rate:
             now = trio.current_time()
             self._grow(now)
             self._pass_unused(now)
-            self._next += 1 / self.limit
+            self.due += 1 / self.limit
 
     def note_success(self) -> None:
-        """A request was not refused."""
+        """Count a request that was not refused."""
         self._accepted += 1
 
     def note_refused(self, what: str) -> None:
@@ -96,8 +83,13 @@ class Rate:
         self._refused += 1
         now = trio.current_time()
         self._reduce(now)
-        if now - self._logged >= LOG_EVERY_S:
-            self._log(now, what)
+        if now - self._logged < LOG_EVERY_S:
+            return
+        count = self._refused - self._logged_refused
+        self._logged, self._logged_refused = now, self._refused
+        refused = f"{count} requests refused since the last such line" if count > 1 else "refused"
+        bound = f"; at most {self.limit:.0f} a second are sent" if self.limit is not None else ""
+        logger.warning("%s: %s%s", what, refused, bound)
 
     def _reduce(self, now: float) -> None:
         elapsed = now - self._since
@@ -114,16 +106,16 @@ class Rate:
             self.limit = max(LEAST, limit)
         elif elapsed <= FRESH_S:
             self.limit = max(LEAST, taken / elapsed * DECREASE)
-            self._next = now
+            self.due = now
         self._since = self._grown = now
         self._accepted_then = self._accepted
         self._unused_s = 0.0
 
     def _pass_unused(self, now: float) -> None:
         """Count the time in which turns were not taken, and give these up."""
-        unused_s = max(0.0, now - LATE_S - self._next)
+        unused_s = max(0.0, now - LATE_S - self.due)
         self._unused_s += unused_s
-        self._next += unused_s
+        self.due += unused_s
 
     def _grow(self, now: float) -> None:
         """Raise the limit by what the time since its last reduction is worth."""
@@ -132,10 +124,3 @@ class Rate:
         # A second at most: what was not sent has tried nothing.
         self.limit *= 1 + share * min(1.0, now - self._grown)
         self._grown = now
-
-    def _log(self, now: float, what: str) -> None:
-        count = self._refused - self._logged_refused
-        self._logged, self._logged_refused = now, self._refused
-        refused = f"{count} requests refused since the last such line" if count > 1 else "refused"
-        bound = f"; at most {self.limit:.0f} a second are sent" if self.limit is not None else ""
-        logger.warning("%s: %s%s", what, refused, bound)

@@ -10,33 +10,22 @@ from __future__ import annotations
 
 from urllib.parse import urljoin, urlsplit
 
-from fusefs.store.errors import StoreError
-
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
-class RedirectError(StoreError):
-    """The endpoint sends its clients to another address."""
-
-
-def check(location: str | None, url: str, *, knows_region: bool = False) -> None:
-    """Refuse a redirect of `url` to another address; its own is fine with the bucket's region.
-
-    Raises:
-        RedirectError: it leads elsewhere.
-    """
-    requested = urlsplit(url)
-    target = urlsplit(urljoin(url, location or ""))
+def complaint(location: str | None, url: str, *, knows_region: bool = False) -> str | None:
+    """A sentence about a redirect of `url`; None for its own address with the bucket's region."""
+    requested, target = urlsplit(url), urlsplit(urljoin(url, location or ""))
     if (requested.scheme, requested.netloc) != (target.scheme, target.netloc):
         host = target.netloc.rpartition("@")[2]
         where = f"to {target.scheme}://{host}: if that is meant, use it as the endpoint"
     elif knows_region:
-        return
+        return None
     elif location:
         where = f"to its own path {target.path}: is it an S3 endpoint?"
     else:
         where = "and does not say where to"
-    raise RedirectError(f"{requested.scheme}://{requested.netloc} redirects {where}")
+    return f"{requested.scheme}://{requested.netloc} redirects {where}"
 
 
 def is_aws(url: str) -> bool:

@@ -1,8 +1,6 @@
 """The store's time, which requests are signed with where this machine's clock is wrong.
 
-S3 refuses a signature that is more than 15 minutes off. Its answers have a date: where a
-refusal shows another time than this machine has, the difference is kept, and the request is
-signed anew, as SDKs do.
+S3 refuses a signature that is more than 15 minutes off; the date of such a refusal tells its time.
 """
 
 from __future__ import annotations

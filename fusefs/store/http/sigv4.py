@@ -40,8 +40,7 @@ def _order(names: tuple[str, ...]) -> tuple[list[str], str]:
 class _Key:
     """The key that signs the requests of one day, and what it was made from.
 
-    `mac` is copied for each: `hmac.digest` would give up the interpreter's
-    lock, and getting that back takes longer than the rest.
+    `mac` is copied for each: to get the lock back after `hmac.digest` takes longer than the rest.
     """
 
     secret: str
@@ -68,11 +67,10 @@ class Signer:
         credentials: ReadOnlyCredentials,
         payload: str = EMPTY,
     ) -> dict[str, str]:
-        """The headers, which have lower-case names and `host` among them, with a signature.
+        """The headers (Latin-1, lower-case names, `host` among them) with a signature.
 
-        `path` and `query` are as they are sent: quoted, and the query sorted. Of
-        the characters of the headers each is a byte (Latin-1). `payload` is the SHA256 of
-        the body in hexadecimal digits, or UNSIGNED.
+        `path` and `query` are as they are sent: quoted, and the query sorted. `payload` is the
+        SHA256 of the body in hexadecimal digits, or UNSIGNED.
         """
         moment = self._moment()
         signed = {**headers, "x-amz-date": moment, "x-amz-content-sha256": payload}

@@ -1,7 +1,6 @@
 """The certificates that are trusted for S3: one answer for every library that opens a connection.
 
-botocore trusts a list that it brings along, libcurl the system's, and each has
-variables of its own for another. Here they are looked up once, in this order:
+botocore and libcurl have lists and variables of their own. Here they are looked up in this order:
 
 1. `--ca-bundle`;
 2. `AWS_CA_BUNDLE`, or `ca_bundle` of the AWS configuration, and then
@@ -11,8 +10,7 @@ variables of its own for another. Here they are looked up once, in this order:
 4. the system's list, which has the authorities that were installed;
 5. botocore's, on a machine without any.
 
-All libraries get the same certificates, as a path. What is no single file becomes one in
-memory.
+All libraries get them as a path; what is no single file becomes one in memory.
 """
 
 from __future__ import annotations
@@ -39,34 +37,14 @@ _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Certificates of authorities, in the file `path`, which is there as long as this is.
-
-    `origin` says where they were named, for messages.
-    """
+    """Certificates of authorities, in the file `path`, which is there as long as this is."""
 
     path: str
-    origin: str
     _memory: object = None  # keeps a file that is in memory alone
 
 
 class TrustError(StoreError):
     """The certificates that were named can't be used."""
-
-
-def find_for(url: str | None, bundle: str | None, configured: str | None = None) -> Trust | None:
-    """As `find`, with this process's environment, for an endpoint; None if nothing is needed.
-
-    Without TLS it does not matter that what the environment names is missing.
-
-    Raises:
-        TrustError: as `find`.
-    """
-    try:
-        return find(bundle, os.environ, configured)
-    except TrustError:
-        if bundle is None and url is not None and url.startswith("http:"):
-            return None
-        raise
 
 
 def find(
@@ -87,61 +65,46 @@ def find(
     for path, origin in named:
         if path:
             return _trust([path], origin)
-    files = [environment.get("SSL_CERT_FILE", "")]
     # A list of directories, as PATH is one.
-    files += environment.get("SSL_CERT_DIR", "").split(":")
-    if any(files):
+    directories = environment.get("SSL_CERT_DIR", "").split(":")
+    files = list(filter(None, [environment.get("SSL_CERT_FILE"), *directories]))
+    if files:
         # As with OpenSSL, one of them may be missing.
-        named_files = [path for path in files if path]
-        found = [path for path in named_files if os.path.exists(path)]
-        return _trust(found or named_files[:1], "SSL_CERT_FILE or SSL_CERT_DIR")
+        found = [path for path in files if os.path.exists(path)]
+        return _trust(found or files[:1], "SSL_CERT_FILE or SSL_CERT_DIR")
     return _system()
 
 
 def _system() -> Trust:
-    origin = "the system's certificates"
     defaults = ssl.get_default_verify_paths()
     for path in (*SYSTEM_FILES, defaults.openssl_cafile):
         if os.path.isfile(path):
-            return Trust(path, origin)
+            return Trust(path)
     if os.path.isdir(defaults.openssl_capath) and os.listdir(defaults.openssl_capath):
-        return _trust([defaults.openssl_capath], origin)
+        return _trust([defaults.openssl_capath], "the system's certificates")
     from botocore.httpsession import DEFAULT_CA_BUNDLE
 
-    return Trust(DEFAULT_CA_BUNDLE, "botocore's certificates")
+    return Trust(DEFAULT_CA_BUNDLE)
 
 
 def _trust(paths: list[str], origin: str) -> Trust:
     """The certificates of files, and of all files of directories, each once."""
     found: dict[bytes, None] = {}
-    for path in paths:
-        # OpenSSL looks for names that are hashes; a mounted ConfigMap has others.
-        inside = _listed(path, origin) if os.path.isdir(path) else [path]
-        for file in inside:
-            # There may be keys beside them, which are not for everybody.
-            if file == path or (os.path.isfile(file) and os.access(file, os.R_OK)):
-                found |= dict.fromkeys(_certificates(file, origin))
-    if not found:
-        raise TrustError(f"the CA bundle {' '.join(paths)} ({origin}) has no certificate")
-    if len(paths) == 1 and not os.path.isdir(paths[0]):
-        return Trust(paths[0], origin)
-    memory = os.fdopen(os.memfd_create("certificates"), "wb")
-    memory.write(b"\n".join(found) + b"\n")
-    memory.flush()
-    return Trust(f"/proc/self/fd/{memory.fileno()}", origin, memory)
-
-
-def _listed(directory: str, origin: str) -> list[str]:
     try:
-        return sorted(map(str, Path(directory).iterdir()))
-    except OSError as error:
-        sentence = f"the CA bundle {directory} ({origin}) can't be read: {error.strerror}"
-        raise TrustError(sentence) from error
-
-
-def _certificates(path: str, origin: str) -> list[bytes]:
-    try:
-        return _CERTIFICATE.findall(Path(path).read_bytes())
+        for path in map(Path, paths):
+            # OpenSSL looks for names that are hashes; a mounted ConfigMap has others.
+            for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                # There may be keys beside them, which are not for everybody.
+                if file == path or (file.is_file() and os.access(file, os.R_OK)):
+                    found |= dict.fromkeys(_CERTIFICATE.findall(file.read_bytes()))
     except OSError as error:
         sentence = f"the CA bundle {path} ({origin}) can't be read: {error.strerror}"
         raise TrustError(sentence) from error
+    if not found:
+        raise TrustError(f"the CA bundle {' '.join(paths)} ({origin}) has no certificate")
+    if len(paths) == 1 and not os.path.isdir(paths[0]):
+        return Trust(paths[0])
+    memory = os.fdopen(os.memfd_create("certificates"), "wb")
+    memory.write(b"\n".join(found) + b"\n")
+    memory.flush()
+    return Trust(f"/proc/self/fd/{memory.fileno()}", memory)

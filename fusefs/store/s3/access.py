@@ -1,10 +1,9 @@
 """Access to one bucket: the credentials, and the address to which requests go.
 
-Both are found as users of AWS's tools expect it, by botocore. To import it, to make its client or
-to ask an identity service for credentials blocks for half a second and more, which is more than
-all else of a mount's start. So it is not imported where everything that it would find is known:
-where the endpoint is named, no configuration of AWS's is there, and nothing in the environment
-changes how requests are made. It sends no request to the bucket.
+Both are found as users of AWS's tools expect it, by botocore, which sends no request to the
+bucket. To import it, and to ask an identity service, blocks for half a second and more, so it is
+not imported where all that it would find is known: the endpoint is named, no configuration of
+AWS's is there, and nothing in the environment changes how requests are made.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -34,8 +34,13 @@ from fusefs.store.errors import (
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.server_clock import ServerClock
 from fusefs.store.http.sigv4 import Signer
-from fusefs.store.s3.address import Address, host_of
-from fusefs.store.s3.settings import AccessPoint, S3Settings, customer_key_obstacle, obstacle
+from fusefs.store.s3.address import Address
+from fusefs.store.s3.settings import (
+    S3Settings,
+    access_point_region,
+    customer_key_obstacle,
+    obstacle,
+)
 
 if TYPE_CHECKING:
     from botocore.credentials import Credentials, ReadOnlyCredentials
@@ -46,33 +51,16 @@ logger = logging.getLogger("fusefs.store")
 T = TypeVar("T")
 
 DEFAULT_REGION = "us-east-1"
+_KEYS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
 # What these say is where keys come from, or is looked at here.
-_KNOWN_VARIABLES = frozenset(
-    (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_SESSION_TOKEN",
-        "AWS_REGION",
-        "AWS_DEFAULT_REGION",
-        "AWS_CA_BUNDLE",
-        "AWS_CONFIG_FILE",
-        "AWS_SHARED_CREDENTIALS_FILE",
-        "AWS_EC2_METADATA_DISABLED",
-        "AWS_ROLE_ARN",
-        "AWS_ROLE_SESSION_NAME",
-        "AWS_WEB_IDENTITY_TOKEN_FILE",
-        "AWS_STS_REGIONAL_ENDPOINTS",
-        "AWS_ENDPOINT_URL_STS",
-    )
+_KNOWN_VARIABLES = re.compile(
+    "AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN|REGION|DEFAULT_REGION|CA_BUNDLE|CONFIG_FILE"
+    "|SHARED_CREDENTIALS_FILE|EC2_METADATA_DISABLED|ROLE_ARN|ROLE_SESSION_NAME"
+    "|WEB_IDENTITY_TOKEN_FILE|STS_REGIONAL_ENDPOINTS|ENDPOINT_URL_STS)"
 )
 # The same of a profile in AWS's files.
-_KNOWN_IN_PROFILE = frozenset(
-    ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "region", "output")
-)
-_FILES = {
-    "AWS_CONFIG_FILE": "~/.aws/config",
-    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
-}
+_KNOWN_IN_PROFILE = re.compile("aws_(access_key_id|secret_access_key|session_token)|region|output")
+_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 RECONNECT_EVERY_S = 2.0
 # For what gives out credentials at a mount's start, which a keeper ends after 30 s of silence.
 SOURCE_LIMIT_S = 20.0
@@ -92,8 +80,6 @@ class Access:
     def __init__(self, settings: S3Settings, clock: ServerClock | None = None) -> None:
         """Find both. Blocks.
 
-        `clock` is the store's.
-
         Raises:
             AttemptError: there are no credentials, or they can't be used, or the bucket can't be.
             StoreError: certificates or proxies that were named can't be used.
@@ -101,20 +87,18 @@ class Access:
         self._settings = settings
         self.clock = clock or ServerClock()
         self._session: BotocoreSession | None = None  # where it is needed
-        self._access_point = AccessPoint.parse(settings.bucket)
-        is_special = self._access_point is not None or settings.fips or settings.dual_stack
-        is_plain = not is_special and _is_plain_endpoint(
-            settings.endpoint_url, settings.addressing, os.environ
-        )
-        is_found = settings.anonymous or _has_keys(os.environ)
+        is_plain = _is_plain(settings, os.environ)
+        # The environment's keys come before all others, for botocore as well.
+        is_found = settings.anonymous or {name for name, key in os.environ.items() if key} >= _KEYS
         is_found = is_found and settings.profile is None and not _has_files(os.environ)
         if is_plain and (is_found or settings.keys is not None):
             configured = os.environ.get("AWS_CA_BUNDLE")
         else:
             self._session = _session_for(settings)
-            is_plain = is_plain and _is_plain_profile(self._session.get_scoped_config())
+            profile = self._session.get_scoped_config()
+            is_plain = is_plain and all(map(_KNOWN_IN_PROFILE.fullmatch, profile))
             configured = self._session.get_config_variable("ca_bundle")
-        self._trust = trust.find_for(settings.endpoint_url, settings.ca_bundle, configured)
+        self._trust = self._find_trust(configured)
         if self._session is not None and settings.ca_bundle is None and self._trust is not None:
             # For those that give out credentials, too.
             self._session.set_config_variable("ca_bundle", self._trust.path)
@@ -147,13 +131,8 @@ class Access:
         """The identity as people know it: the access key, or what gives out the credentials."""
         return self.principal.removesuffix(f" uid {os.geteuid()}")
 
-    @property
-    def is_near_end(self) -> bool:
-        """True if the credentials are to be renewed: in their last 15 minutes."""
-        return self.is_due_in(None)
-
-    def is_due_in(self, seconds: int | None) -> bool:
-        """True if the credentials end so soon (None: as botocore sees it)."""
+    def ends_in(self, seconds: int | None = None) -> bool:
+        """True if the credentials end so soon; None is 15 minutes, when botocore renews them."""
         needs_refresh = getattr(self.credentials, "refresh_needed", None)
         return needs_refresh is not None and bool(needs_refresh(seconds))
 
@@ -173,7 +152,15 @@ class Access:
         found = _session_for(self._settings).get_credentials()
         return found is not None and bool(found.get_frozen_credentials() != self.keys)
 
-    # --- credentials --------------------------------------------------------------
+    def _find_trust(self, configured: str | None) -> trust.Trust | None:
+        bundle, url = self._settings.ca_bundle, self._settings.endpoint_url
+        try:
+            return trust.find(bundle, os.environ, configured)
+        except trust.TrustError:
+            # Without TLS it does not matter that what the environment names is missing.
+            if bundle is None and url is not None and url.startswith("http:"):
+                return None
+            raise
 
     def _find_credentials(self) -> Credentials | None:
         if self._session is None or self._settings.keys is not None:
@@ -191,8 +178,6 @@ class Access:
         profile = (self._session.profile if self._session is not None else None) or "default"
         return f"{method} {profile} {role} uid {os.geteuid()}"
 
-    # --- the address --------------------------------------------------------------
-
     def _plain_address(self) -> Address:
         """The bucket in the path of the endpoint that is configured."""
         assert self._settings.endpoint_url is not None
@@ -209,10 +194,11 @@ class Access:
         from botocore.awsrequest import AWSResponse
 
         sent: list[Any] = []
+        no_body = cast(Any, SimpleNamespace(stream=list))
 
         def keep(request: Any, **_: Any) -> Any:
             sent.append(request)
-            return AWSResponse(request.url, 204, cast(Any, {}), cast(Any, _NoBody()))
+            return AWSResponse(request.url, 204, cast(Any, {}), no_body)
 
         client = self._botocores_client()
         failure = obstacle(self._settings.bucket, is_aws=redirects.is_aws(client.meta.endpoint_url))
@@ -236,75 +222,38 @@ class Access:
         from botocore import UNSIGNED
         from botocore.config import Config
 
-        session, settings, quiet = self._session, self._settings, dict[str, Any]()
+        session, settings = self._session, self._settings
         assert session is not None
-        if settings.ignores_configured_endpoints:
-            quiet["ignore_configured_endpoint_urls"] = True
-        if settings.anonymous:
-            quiet["signature_version"] = UNSIGNED
         # Those of the AWS configuration count where the settings say nothing.
-        if settings.fips:
-            quiet["use_fips_endpoint"] = True
-        if settings.dual_stack:
-            quiet["use_dualstack_endpoint"] = True
+        chosen: dict[str, Any] = {
+            "ignore_configured_endpoint_urls": settings.ignores_configured_endpoints or None,
+            "signature_version": UNSIGNED if settings.anonymous else None,
+            "use_fips_endpoint": settings.fips or None,
+            "use_dualstack_endpoint": settings.dual_stack or None,
+        }
         addressing = settings.addressing
         if addressing == "auto" and settings.endpoint_url is not None:
             addressing = "path"
-        return session.create_client(
-            "s3",
-            endpoint_url=settings.endpoint_url,
-            region_name=self._region_of(session),
-            config=Config(
-                retries={"total_max_attempts": 1, "mode": "standard"},
-                proxies={},
-                s3=cast(Any, {"addressing_style": addressing}),
-                **quiet,
-            ),
+        config = Config(
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            proxies={},
+            s3=cast(Any, {"addressing_style": addressing}),
+            **{name: value for name, value in chosen.items() if value is not None},
         )
+        region, url = self._region_of(session), settings.endpoint_url
+        return session.create_client("s3", endpoint_url=url, region_name=region, config=config)
 
     def _region_of(self, session: BotocoreSession) -> str:
-        if self._access_point is not None:
-            return self._access_point.region
+        if (region := access_point_region(self._settings.bucket)) is not None:
+            return region
         return session.get_config_variable("region") or DEFAULT_REGION
 
     def _address(self, url: str, region: str, signer: Signer | None) -> Address:
-        settings, parts = self._settings, urlsplit(url)
         self.region = region
-        origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        headers = {"user-agent": "fusefs", "accept-encoding": "identity"}
-        if settings.requester_pays:
-            headers["x-amz-request-payer"] = "requester"
-        is_tls = parts.scheme == "https"
-        proxy = proxies.Proxies.of(os.environ).choose(origin)
-        needs_trust = is_tls or (proxy is not None and proxy.startswith("https:"))
+        proxy = proxies.choose(url, os.environ)
+        needs_trust = url.startswith("https:") or (proxy or "").startswith("https:")
         ca_file = self._trust.path if needs_trust and self._trust is not None else None
-        return Address(
-            origin,
-            parts.path or "/",
-            host_of(parts),
-            signer,
-            Route(proxy, ca_file),
-            settings.connect_timeout_s,
-            settings.read_timeout_s,
-            headers,
-            settings.write_options.headers(),
-            settings.customer_key,
-        )
-
-
-class _NoBody:
-    """The body of an answer that no server has sent, for botocore."""
-
-    def stream(self, *_: object, **__: object) -> list[bytes]:
-        return []
-
-
-class _Call:
-    """One call of a `SharedCall`, and why it failed."""
-
-    def __init__(self) -> None:
-        self.ended = trio.Event()
-        self.failure: Failure | None = None
+        return Address(url, self._settings, signer, Route(proxy, ca_file))
 
 
 class SharedCall:
@@ -312,11 +261,12 @@ class SharedCall:
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
-        self._call: _Call | None = None
+        self._failure: Failure | None = None  # of the last one
+        self._ended: trio.Event | None = None  # of the one that is under way
 
     @property
     def is_under_way(self) -> bool:
-        return self._call is not None
+        return self._ended is not None
 
     async def wait(self, work: Callable[[], T], accept: Callable[[T], None]) -> None:
         """Wait for the end of the call that is under way, or else of one of `work`.
@@ -326,36 +276,37 @@ class SharedCall:
         Raises:
             AttemptError: it failed, or did not end in time.
         """
-        call = self._call
-        if call is None:
-            call = self._call = _Call()
-            self._nursery.start_soon(self._run, call, work, accept)
+        ended = self._ended
+        if ended is None:
+            ended = self._ended = trio.Event()
+            self._nursery.start_soon(self._run, work, accept)
         with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
-            await call.ended.wait()
-        failure = SILENT_SOURCE if waiting.cancelled_caught else call.failure
+            await ended.wait()
+        failure = SILENT_SOURCE if waiting.cancelled_caught else self._failure
         if failure is not None:
             raise AttemptError(failure)
 
-    async def _run(self, call: _Call, work: Callable[[], T], accept: Callable[[T], None]) -> None:
+    async def _run(self, work: Callable[[], T], accept: Callable[[T], None]) -> None:
+        failure = None
         try:
             accept(await trio.to_thread.run_sync(work, abandon_on_cancel=True))
         except AttemptError as error:
-            call.failure = error.failure
+            failure = error.failure
         except RuntimeError as error:  # the system starts no thread
-            call.failure = Failure(StoreError, f"no thread for S3: {error}", is_retryable=True)
+            failure = Failure(StoreError, f"no thread for S3: {error}", is_retryable=True)
         except Exception as error:  # each source of credentials has its own
-            call.failure = translate(error)
+            failure = translate(error)
         finally:
-            self._call = None
-            call.ended.set()
+            assert self._ended is not None
+            self._ended.set()
+            self._failure, self._ended = failure, None
 
 
 class AccessSource:
     """One store's access, which is found anew when it is refused. Belongs to the event loop.
 
-    `access` is None as long as it is to be found; `principal` is the identity
-    that reads, a stable name without a secret, and known once access was found.
-    Requests under way keep an access that is replaced meanwhile.
+    `access` is None as long as it is to be found; `principal`, a stable name of the identity
+    without a secret, is known from then on. Requests under way keep an access that is replaced.
     """
 
     def __init__(self, settings: S3Settings, nursery: trio.Nursery) -> None:
@@ -375,29 +326,24 @@ class AccessSource:
             AttemptError: there are no credentials, they can't be used, or what gives them
                 out does not answer in time.
         """
-        while self.access is None:
-            try:
+        try:
+            while self.access is None:
                 work = partial(Access, self._settings, self._clock)
                 await self._connecting.wait(work, self._take)
-            except AttemptError as error:
-                is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
-                if is_lack and self.principal is not None:
-                    # There were some: their source is silent or about to be rewritten.
-                    raise AttemptError(replace(error.failure, is_retryable=True)) from error
-                raise
-        access = self.access
-        if access.is_due_in(LAST_S):
-            try:
+            access = self.access
+            if access.ends_in(LAST_S):
                 await self._renewing.wait(access.renew, lambda _: None)
-            except AttemptError as error:
-                if error.failure != SILENT_SOURCE:
-                    raise
-                raise AttemptError(replace(SILENT_SOURCE, is_retryable=True)) from error
-        elif access.is_near_end and time.monotonic() >= self._next_renewal:
-            # botocore would have one request wait for that, and in the last ten minutes all of
-            # them, which then fail with it though their credentials are valid.
-            self._next_renewal = time.monotonic() + AGAIN_S
-            self._nursery.start_soon(self._renew, access)
+            elif access.ends_in() and time.monotonic() >= self._next_renewal:
+                # botocore would have one request wait for that, and in the last ten minutes all of
+                # them, which then fail with it though their credentials are valid.
+                self._next_renewal = time.monotonic() + AGAIN_S
+                self._nursery.start_soon(self._renew, access)
+        except AttemptError as error:
+            is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
+            if is_lack and self.principal is not None:
+                # There were some: their source is silent or about to be rewritten.
+                raise AttemptError(replace(error.failure, is_retryable=True)) from error
+            raise
         return access
 
     async def _renew(self, access: Access) -> None:
@@ -461,37 +407,29 @@ class EnvironmentKeys(NamedTuple):
     access_key: str
     secret_key: str
     token: str | None
+    method: str = "env"
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> EnvironmentKeys:
-        return cls(
-            environment["AWS_ACCESS_KEY_ID"],
-            environment["AWS_SECRET_ACCESS_KEY"],
-            environment.get("AWS_SESSION_TOKEN") or None,
-        )
-
-    @property
-    def method(self) -> str:
-        return "env"
+        token = environment.get("AWS_SESSION_TOKEN") or None
+        return cls(environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"], token)
 
     def get_frozen_credentials(self) -> EnvironmentKeys:
         return self
 
 
-def _is_plain_endpoint(url: str | None, addressing: str, environment: Mapping[str, str]) -> bool:
+def _is_plain(settings: S3Settings, environment: Mapping[str, str]) -> bool:
     """True if requests go to this endpoint with the bucket in the path, as far as is seen here."""
-    if url is None or addressing == "virtual" or redirects.is_aws(url):
+    url, is_special = settings.endpoint_url, settings.fips or settings.dual_stack
+    if url is None or is_special or settings.addressing == "virtual" or redirects.is_aws(url):
         return False
     address = urlsplit(url)
     if address.path.strip("/") or address.query or "@" in address.netloc:
         return False
-    names = {name for name in environment if name.startswith("AWS_")}
-    return names <= _KNOWN_VARIABLES
-
-
-def _is_plain_profile(profile: Mapping[str, Any]) -> bool:
-    """True if what botocore has read of AWS's files says nothing about how requests are made."""
-    return profile.keys() <= _KNOWN_IN_PROFILE
+    if access_point_region(settings.bucket) is not None:
+        return False
+    named = (name for name in environment if name.startswith("AWS_"))
+    return all(map(_KNOWN_VARIABLES.fullmatch, named))
 
 
 def _has_files(environment: Mapping[str, str]) -> bool:
@@ -503,19 +441,13 @@ def _has_files(environment: Mapping[str, str]) -> bool:
     return False
 
 
-def _has_keys(environment: Mapping[str, str]) -> bool:
-    """True if the environment has keys, which botocore takes before all others."""
-    return all(environment.get(one) for one in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
-
-
 # --- botocore -------------------------------------------------------------------
 
 
 def _session_for(settings: S3Settings) -> BotocoreSession:
-    """A session of botocore's.
+    """A session of botocore's, whose clients wait for credentials as long as those of S3 do.
 
-    The clients that it makes by itself, of what gives out credentials, wait as long as those
-    of S3 do: botocore's own limit is five times a minute, and all requests wait for them.
+    botocore's own limit is five times a minute, and all requests wait for them.
     """
     from botocore.config import Config
     from botocore.session import Session
@@ -526,7 +458,7 @@ def _session_for(settings: S3Settings) -> BotocoreSession:
     if region:
         session.set_config_variable("region", region)
     if settings.keys is not None:
-        session.set_credentials(*EnvironmentKeys.of(settings.keys))
+        session.set_credentials(*EnvironmentKeys.of(settings.keys)[:3])
     session.set_default_client_config(
         Config(
             connect_timeout=settings.connect_timeout_s,

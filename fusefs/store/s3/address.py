@@ -1,9 +1,4 @@
-"""Requests of one bucket: what a verb asks for, and how that is addressed and signed.
-
-A verb describes a request as a `Call`. An `Address` knows the bucket's URL and the region and
-headers that all requests have in common, and makes the engine's request of it, signed with
-the credentials of the moment.
-"""
+"""Requests of one bucket: what a verb asks for (`Call`), and how it is sent there (`Address`)."""
 
 from __future__ import annotations
 
@@ -12,21 +7,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, quote
+from urllib.parse import quote, urlsplit
 
-from fusefs.store.customer_key import COPY_SOURCE, CustomerKey
-from fusefs.store.engine.engine import (
-    Deadlines,
-    FileBody,
-    FileSink,
-    MemorySink,
-    Request,
-    Route,
-)
+from fusefs.store.customer_key import COPY_SOURCE
+from fusefs.store.engine.engine import Deadlines, FileBody, FileSink, MemorySink, Request, Route
 from fusefs.store.errors import AttemptError, Failure, StoreError
 from fusefs.store.http.proxies import PORTS
 from fusefs.store.http.sigv4 import EMPTY, UNSIGNED, Signer
 from fusefs.store.interface import LARGE
+from fusefs.store.s3.settings import S3Settings
 
 if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials
@@ -78,26 +67,24 @@ class Call:
         return self.method == "PUT" and not self.query
 
 
-@dataclass(frozen=True, slots=True)
 class Address:
-    """The URL of a bucket: `origin`, such as https://host:port, and the bucket's `path` there.
+    """The address of a bucket, and what its requests have in common."""
 
-    `headers` go with each request, `write_headers` with each that makes an object unless it
-    has them itself, `customer_key` with each that reads or writes one. `signer` is None if
-    requests are not signed. `host` is the header Host as the engine sends it.
-    `read_timeout_s` is the longest silence of a server.
-    """
-
-    origin: str
-    path: str
-    host: str
-    signer: Signer | None
-    route: Route
-    connect_timeout_s: float
-    read_timeout_s: float
-    headers: Mapping[str, str] = field(default_factory=dict)
-    write_headers: Mapping[str, str] = field(default_factory=dict)
-    customer_key: CustomerKey | None = None
+    def __init__(self, url: str, settings: S3Settings, signer: Signer | None, route: Route) -> None:
+        """`url` is the bucket's; `signer` is None if requests are not signed."""
+        parts = urlsplit(url)
+        server = parts.netloc.rpartition("@")[2]
+        self.origin = f"{parts.scheme}://{server}"
+        self.route = route
+        self._path = parts.path or "/"
+        # The header Host as clients send and sign it: without the usual port.
+        self._host = server.removesuffix(f":{PORTS[parts.scheme]}")
+        self._signer = signer
+        self._settings = settings
+        self._headers = {"user-agent": "fusefs", "accept-encoding": "identity"}
+        if settings.requester_pays:
+            self._headers["x-amz-request-payer"] = "requester"
+        self._write_headers = settings.write_options.headers()
 
     def request(
         self, call: Call, credentials: ReadOnlyCredentials | None, *, is_fresh: bool = False
@@ -108,30 +95,31 @@ class Address:
             AttemptError: no header can say what the call wants to say.
         """
         key = call.key
-        target = f"{self.path.rstrip('/')}/{quote(key, safe='/~')}" if key else self.path
+        target = f"{self._path.rstrip('/')}/{quote(key, safe='/~')}" if key else self._path
         search = _quoted(call.query) if call.query else ""
-        headers = {**self.headers, **call.headers}
+        headers = {**self._headers, **call.headers}
         if call.makes_object:
-            headers = {**self.write_headers, **headers}
-        if self.customer_key is not None and key and call.method != "DELETE":
-            headers |= self.customer_key.headers(is_copy=COPY_SOURCE in headers)
+            headers = {**self._write_headers, **headers}
+        customer_key = self._settings.customer_key
+        if customer_key is not None and key and call.method != "DELETE":
+            headers |= customer_key.headers(is_copy=COPY_SOURCE in headers)
         if _NOT_IN_HEADERS.search("".join(headers.values())):
             raise AttemptError(_UNSENDABLE)
         body = call.body if call.document is None else call.document
-        if self.signer is not None and credentials is not None:
+        if self._signer is not None and credentials is not None:
             payload = EMPTY if body is None else UNSIGNED
             if call.document is not None:
                 payload = hashlib.sha256(call.document).hexdigest()
-            headers["host"] = self.host
-            headers = self.signer.sign(call.method, target, search, headers, credentials, payload)
+            headers["host"] = self._host
+            headers = self._signer.sign(call.method, target, search, headers, credentials, payload)
             del headers["host"]
         if body is None and call.method in ("PUT", "POST"):
             body = b""
         # A change that takes minutes is answered with a blank now and then.
         moves_bytes = call.method == "GET" or call.body is not None
         deadlines = Deadlines(
-            self.connect_timeout_s,
-            self.read_timeout_s,
+            self._settings.connect_timeout_s,
+            self._settings.read_timeout_s,
             LEAST_RATE if moves_bytes else 0.0,
             PACE_WINDOW_S,
             0.0 if call.is_large or call.body is not None else ATTEMPT_LIMIT_S,
@@ -147,11 +135,6 @@ class Address:
             PIECE if isinstance(call.sink, FileSink) and call.sink.path is None else 0,
             is_fresh,
         )
-
-
-def host_of(address: SplitResult) -> str:
-    """The header Host, as clients send and sign it: without the usual port."""
-    return address.netloc.rpartition("@")[2].removesuffix(f":{PORTS[address.scheme]}")
 
 
 def _quoted(query: Mapping[str, Any]) -> str:

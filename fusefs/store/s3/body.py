@@ -1,12 +1,10 @@
-"""Bodies of requests: slices of local files, and the checksums that go with them.
+"""The checksums that go with the bodies of requests.
 
-The checksum goes ahead of the bytes, in a header that is signed, so the slice is read twice, the
-second time from the page cache and by the engine. Should the file change in between, S3 refuses
-the part.
+The checksum is in a header that is signed, so the file is read twice, the second time by the
+engine. Should the file change in between, S3 refuses the part.
 
-Every S3 compares Content-MD5, but an MD5 takes almost four times as long as a
-CRC32 (1.6 ms of a MiB). So it is sent where the store is not known to compare
-CRC32s (Ceph's gateway passes over them).
+Every S3 compares Content-MD5, but an MD5 takes almost four times as long as a CRC32 (1.6 ms of a
+MiB). So it is sent where the store is not known to compare CRC32s, as Ceph's gateway does not.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import base64
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import trio
@@ -56,41 +53,26 @@ def sums_of(pieces: Iterable[bytes | bytearray | memoryview], *, with_md5: bool)
     return Sums(crc, encoded_md5)
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """The bytes [start, stop) of an open file."""
+async def sums_of_file(body: FileBody, *, with_md5: bool) -> Sums:
+    """Compute the checksums of a body in a thread. Cancelled, it returns once the thread has ended.
 
-    fd: int
-    start: int
-    stop: int
+    Raises:
+        StoreError: the file is too short.
+        OSError: it can't be read.
+    """
+    return await trio.to_thread.run_sync(lambda: sums_of(_pieces(body), with_md5=with_md5))
 
-    def __len__(self) -> int:
-        return self.stop - self.start
 
-    @property
-    def body(self) -> FileBody:
-        """The slice as the engine sends it."""
-        return FileBody(self.fd, self.start, len(self))
-
-    async def sums(self, *, with_md5: bool) -> Sums:
-        """Compute the checksums in a thread. Cancelled, it returns once the thread has ended.
-
-        Raises:
-            StoreError: the file is too short.
-            OSError: it can't be read.
-        """
-        return await trio.to_thread.run_sync(lambda: sums_of(self._pieces(), with_md5=with_md5))
-
-    def _pieces(self) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(min(PIECE, len(self))))
-        at = self.start
-        while at < self.stop:
-            trio.from_thread.check_cancelled()
-            count = os.preadv(self.fd, [buffer[: self.stop - at]], at)
-            if not count:
-                raise StoreError("the file became shorter while it was sent")
-            at += count
-            yield buffer[:count]
+def _pieces(body: FileBody) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(PIECE, body.length)))
+    at, stop = body.offset, body.offset + body.length
+    while at < stop:
+        trio.from_thread.check_cancelled()
+        count = os.preadv(body.fd, [buffer[: stop - at]], at)
+        if not count:
+            raise StoreError("the file became shorter while it was sent")
+        at += count
+        yield buffer[:count]
 
 
 def encoded(checksum: bytes) -> str:

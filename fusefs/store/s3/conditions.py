@@ -1,13 +1,11 @@
 """Conditions of changes: as headers, and what happens where one does not hold.
 
-`Fence.over` sends a change with a strict condition and interprets the outcome.
-The server refuses it (412) where another object is there. A HEAD then shows by
-the token whether that is this very change, whose first answer was lost; else
-the ETag of the object there is adopted, and the change is sent again over that.
+`Fence.over` sends a change with a strict condition. Where the server refuses it (412), a HEAD shows
+by the token whether the object there is this very change, whose first answer was lost; else its
+ETag is adopted, and the change is sent again over that.
 
-Conditions are sent to each store: one that ignores them does no harm. They are relied on
-only where the store is known to honour them (store/probing.py). A condition that the store
-answers it does not implement is left out from then on.
+Conditions are sent to each store, and relied on only where it is known to honour them
+(store/probing.py). One that a store answers it does not implement is left out from then on.
 """
 
 from __future__ import annotations
@@ -17,12 +15,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fusefs.store.capabilities import Capabilities
-from fusefs.store.errors import (
-    ConflictError,
-    NotFoundError,
-    UnsupportedError,
-)
-from fusefs.store.fencing import ChangeToken
+from fusefs.store.errors import ConflictError, NotFoundError, UnsupportedError
+from fusefs.store.fencing import ChangeToken, TokenSource
 from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, ObjectInfo, Strict
 from fusefs.store.s3.head import head
 from fusefs.store.s3.requester import Requester
@@ -54,6 +48,7 @@ class Fence:
 
     def __init__(self, requester: Requester) -> None:
         self.requester = requester
+        self.tokens = TokenSource()
         self.capabilities = Capabilities()
         # Why nothing is known of the store, for people to read.
         self.why_unknown = NOT_TRIED
@@ -127,7 +122,8 @@ class Fence:
             there = await self.find(key)
             if there is not None and token is not None and there.token == token:
                 return there
-            if there is not None and there.size and _is_marker(operation, key):
+            # The marker of a directory has no content.
+            if there is not None and there.size and operation == "PUT" and key.endswith("/"):
                 raise ConflictError(f"{key} is an object with content, which stays")
             current = there.etag if there is not None else None
             if current == etag:
@@ -146,8 +142,7 @@ class Fence:
     ) -> ObjectInfo:
         """Have `send` make a change under a condition that nothing replaces.
 
-        Ceph's gateway refuses a PUT over the very ETag that it gives, unless that is without
-        its quotes.
+        Ceph's gateway refuses a PUT over the very ETag that it gives, unless that has no quotes.
 
         Raises:
             ConflictError: it does not hold.
@@ -167,11 +162,6 @@ class Fence:
             return (await head(self.requester, key))[0]
         except NotFoundError:
             return None
-
-
-def _is_marker(operation: str, key: str) -> bool:
-    """True if an operation writes the marker of a directory, which has no content."""
-    return operation == "PUT" and key.endswith("/")
 
 
 def _named(operation: str, condition: Strict) -> str:

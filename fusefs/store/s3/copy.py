@@ -1,13 +1,11 @@
 """Copies on the server: with one request where that is enough, in parts where it takes long.
 
-A rename of a directory is a copy of each of its objects, so nothing is requested
-that is known: a source that was listed is copied as it is. A HEAD comes first
-where the copy gets other metadata (S3 then keeps nothing of the rest), and
+A rename of a directory copies each of its objects, so a source that was listed is copied as it is.
+A HEAD comes first where the copy gets other metadata (S3 then keeps nothing of the rest), and
 where it is made of parts.
 
-A copy whose answer was lost may have taken effect. Repeating it does no harm,
-except onto itself, or where there was to be no object: then the object that is
-there shows whether it is ours.
+A copy whose answer was lost may have taken effect. Repeating it does no harm, except onto itself,
+or where there was to be no object: then the object that is there shows whether it is ours.
 """
 
 from __future__ import annotations
@@ -17,28 +15,25 @@ from dataclasses import replace
 from urllib.parse import urlencode
 
 from fusefs.store.engine.engine import Completion
-from fusefs.store.errors import (
-    ConflictError,
-    ExistsError,
-    NotFoundError,
-    StaleVersionError,
-    StoreError,
-)
+from fusefs.store.errors import ConflictError, ExistsError, NotFoundError, StaleVersionError
 from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
 from fusefs.store.interface import (
     IF_ABSENT,
+    PLAIN,
+    UNRECORDED,
     Expect,
     IfMatch,
     ObjectInfo,
     ObjectVersion,
     Strict,
+    UploadLog,
     Write,
     writing,
 )
 from fusefs.store.s3 import documents, head, multipart
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.conditions import Fence, condition_headers
-from fusefs.store.s3.list import nanoseconds, quoted, text_of
+from fusefs.store.s3.list import nanoseconds, text_of
 from fusefs.store.s3.requester import Requester
 
 OPERATION = "CopyObject"
@@ -59,9 +54,14 @@ _KEPT = (
 
 
 async def copy(
-    fence: Fence, source: ObjectInfo | ObjectVersion, key: str, write: Write
+    fence: Fence,
+    source: ObjectInfo | ObjectVersion,
+    key: str,
+    write: Write = PLAIN,
+    log: UploadLog = UNRECORDED,
 ) -> ObjectInfo:
-    """As `Store.copy`."""
+    """As `Store.copy`; in parts with an upload that is on record in `log`."""
+    write = write.with_token(fence.tokens)
     condition = write.condition
     if write.metadata is not None:
         head.check(write.metadata)
@@ -69,7 +69,7 @@ async def copy(
 
     async def send(strict: Strict) -> ObjectInfo:
         try:
-            return await _copy(fence, source, key, write, strict)
+            return await _copy(fence, source, key, write, strict, log)
         except NotFoundError as error:
             # S3 does not say which of the two objects is gone.
             if isinstance(strict, IfMatch) and await fence.find(key) is None:
@@ -90,6 +90,7 @@ async def _copy(
     key: str,
     write: Write,
     condition: Strict,
+    log: UploadLog,
 ) -> ObjectInfo:
     requester, metadata = fence.requester, write.metadata
     if write.is_own and isinstance(source, ObjectInfo):  # it has a content type alone
@@ -118,14 +119,13 @@ async def _copy(
     if headers.get("x-amz-tagging-count", "0") != "0":
         kept["x-amz-tagging"] = await _tagging(requester, source.key)
     described = dict(copied.metadata or {})
-    return await multipart.copy(fence, version, key, kept, described, condition)
+    return await multipart.copy(fence, version, key, kept, described, condition, log)
 
 
 def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
-    """An object's metadata with its time, None if it is to stay.
+    """An object's metadata with its time in the form of its other attributes; None if it stays.
 
-    The time is in the form of the object's other attributes; where it has none, as AWS's
-    services write it if `is_aws`, else as s3fs and rclone do.
+    Without others the form is that of AWS's services if `is_aws`, else of s3fs and rclone.
     """
     metadata = info.metadata or {}
     if "mtime" in metadata or "file-mtime" in metadata:
@@ -150,11 +150,8 @@ def _has_room(metadata: Mapping[str, str]) -> bool:
 
 async def _tagging(requester: Requester, key: str) -> str:
     """An object's tags as S3 takes them; a multipart upload gets none by itself."""
-
     call = Call("HEAD", "GET", key, {"tagging": ""})
-    return await requester.send(
-        call, lambda answer: urlencode(documents.tags(answer)), priority=writing
-    )
+    return urlencode(await requester.send(call, documents.tags, priority=writing))
 
 
 async def _copy_whole(
@@ -164,11 +161,7 @@ async def _copy_whole(
     kept: Mapping[str, str] | None,
     condition: Strict,
 ) -> ObjectInfo:
-    """Copy with one request.
-
-    `kept` are the headers that go with the metadata of `source`; None if the server is to
-    keep everything.
-    """
+    """Copy with one request; `kept` go with the metadata of `source`, None keeps everything."""
     headers = {
         "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
         "x-amz-copy-source-if-match": source.etag,
@@ -181,15 +174,13 @@ async def _copy_whole(
 
     def accept(answer: Completion) -> ObjectInfo:
         result = documents.read(answer, "CopyObjectResult")
-        etag = text_of(result, "ETag")
-        if not etag:
-            raise documents.no_result()
+        etag = documents.etag_in(text_of(result, "ETag"))
         try:
             mtime_ns = nanoseconds(text_of(result, "LastModified"))
         except ValueError:  # it is done, whatever the server takes for a time
             mtime_ns = head.now_ns()
         version_id = answer.headers.get("x-amz-version-id")
-        return replace(source, key=key, etag=quoted(etag), mtime_ns=mtime_ns, version_id=version_id)
+        return replace(source, key=key, etag=etag, mtime_ns=mtime_ns, version_id=version_id)
 
     def has_made(there: ObjectInfo) -> bool:
         if kept is None:
@@ -207,7 +198,12 @@ async def _copy_whole(
         may_be_done = error.may_be_done
         if condition is None and not (key == source.key and may_be_done):
             raise
-        there = await _find(requester, key, condition, error)
+        try:
+            there = (await head.head(requester, key, writing))[0]
+        except NotFoundError:
+            if isinstance(condition, IfMatch):
+                raise ConflictError("the object to be replaced is gone") from error
+            raise error from None
         if may_be_done and has_made(there):
             return there
         if condition in (None, IfMatch(there.etag)):
@@ -215,19 +211,3 @@ async def _copy_whole(
         if condition == IF_ABSENT:
             raise ExistsError(f"{key}: there is an object already") from error
         raise ConflictError("the object has been replaced") from error
-
-
-async def _find(
-    requester: Requester, key: str, condition: Strict, failed: StoreError
-) -> ObjectInfo:
-    """Return the object under the key of a copy whose condition does not hold.
-
-    Raises:
-        StoreError: there is none; `failed` unless one was to be replaced.
-    """
-    try:
-        return (await head.head(requester, key, writing))[0]
-    except NotFoundError:
-        if isinstance(condition, IfMatch):
-            raise ConflictError("the object to be replaced is gone") from failed
-        raise failed from None

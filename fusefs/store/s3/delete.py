@@ -1,10 +1,8 @@
 """Deletes, of one object or of a thousand with a request, over known ETags where that is possible.
 
-A DELETE that is repeated because its answer was lost, or that the server
-executes late, may find an object that another client has made since. With an ETag
-(`If-Match`, or in the document of DeleteObjects) it deletes only the object
-that was meant. Where the server says that another one is there (412), a HEAD
-shows which.
+A DELETE that is repeated because its answer was lost, or that the server executes late, may find
+an object that another client has made since. With an ETag (`If-Match`, or in the document of
+DeleteObjects) it deletes only the one that was meant; a 412 has a HEAD show which is there.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ DELETES_AT_ONCE = 1000
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
-async def delete(fence: Fence, key: str, etag: str | None, *, adopts: bool) -> None:
+async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
     """As `Store.delete`."""
 
     async def send(condition: Strict) -> None:
@@ -72,9 +70,10 @@ async def delete(fence: Fence, key: str, etag: str | None, *, adopts: bool) -> N
 
 
 async def delete_many(
-    fence: Fence, keys: Iterable[str], etags: Mapping[str, str]
+    fence: Fence, keys: Iterable[str], etags: Mapping[str, str] | None = None
 ) -> list[DeleteFailure]:
     """As `Store.delete_many`."""
+    etags = etags or {}
     failures: list[DeleteFailure] = []
     batch: list[str] = []
     for key in keys:
@@ -82,10 +81,11 @@ async def delete_many(
             failures += await _delete_singly(fence, key, etags)
             continue
         batch.append(key)
-        if len(batch) == DELETES_AT_ONCE:
-            failures += await _delete_batch(fence, batch, etags)
-            batch = []
-    return failures + (await _delete_batch(fence, batch, etags) if batch else [])
+    condition = IfMatch("") if etags else None
+    for first in range(0, len(batch), DELETES_AT_ONCE):
+        send = partial(_send_batch, fence, batch[first : first + DELETES_AT_ONCE], etags)
+        failures += await fence.send("DeleteObjects", condition, send)
+    return failures
 
 
 async def _delete_singly(fence: Fence, key: str, etags: Mapping[str, str]) -> list[DeleteFailure]:
@@ -94,13 +94,6 @@ async def _delete_singly(fence: Fence, key: str, etags: Mapping[str, str]) -> li
     except StoreError as error:
         return [DeleteFailure(key, error)]
     return []
-
-
-async def _delete_batch(
-    fence: Fence, keys: list[str], etags: Mapping[str, str]
-) -> list[DeleteFailure]:
-    send = partial(_send_batch, fence, keys, etags)
-    return await fence.send("DeleteObjects", IfMatch("") if etags else None, send)
 
 
 async def _send_batch(

@@ -1,27 +1,24 @@
 """The small XML documents of S3's requests and answers, but for listings of objects.
 
-An answer with status 200 may hold an error, or nothing that is a document: S3 begins the answer
-to what takes long before it knows how that ends. Neither counts as a success.
+S3 begins the answer to what takes long before it knows how that ends: one with status 200 may hold
+an error, or no document. What reads one raises AttemptError where it does not tell what it should.
 
 https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from fusefs.store.engine.engine import Completion
-from fusefs.store.errors import (
-    AttemptError,
-    Failure,
-    UnreachableError,
-    UnsupportedError,
-    from_body,
-)
+from fusefs.store.errors import AttemptError, Failure, UnreachableError, UnsupportedError, from_body
 from fusefs.store.interface import Part, PendingUpload
 from fusefs.store.s3.list import decoded, nanoseconds, quoted, text_of
+
+T = TypeVar("T")
 
 _ODD_LISTING = Failure(UnsupportedError, "this server's listings make no sense, or do not go on")
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
@@ -32,6 +29,17 @@ _ESCAPED = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\r": "&#13;",
 def no_result() -> AttemptError:
     """The error of an answer with status 200 that does not say what was done."""
     return AttemptError(Failure(UnreachableError, "S3 did not say what it did", is_retryable=True))
+
+
+def etag_in(text: str | None) -> str:
+    """The ETag in an answer to a change.
+
+    Raises:
+        AttemptError: there is none, or one that can't be used.
+    """
+    if not text:
+        raise no_result()
+    return quoted(text)
 
 
 def read(answer: Completion, tag: str) -> Element:
@@ -83,75 +91,58 @@ def _written(tag: str, content: str) -> bytes:
 
 
 def undeleted(answer: Completion) -> list[tuple[str, str]]:
-    """Return the keys that were not deleted, each with an error code.
-
-    Raises:
-        AttemptError: the answer does not tell.
-    """
+    """Return the keys that were not deleted, each with an error code."""
     root = read(answer, "DeleteResult")
     return [(text_of(one, "Key"), text_of(one, "Code")) for one in root.iterfind("{*}Error")]
 
 
 def upload_id(answer: Completion) -> str:
-    """Return the id of an upload that was created.
-
-    Raises:
-        AttemptError: there is none.
-    """
+    """Return the id of an upload that was created; an AttemptError if there is none."""
     found = text_of(read(answer, "InitiateMultipartUploadResult"), "UploadId")
     if not found:
         raise no_result()
     return found
 
 
-def parts(answer: Completion, start: Mapping[str, str]) -> tuple[list[Part], dict[str, str] | None]:
+def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dict[str, str] | None]:
     """Return a page of an upload's parts, and the query of the next one.
 
     Raises:
         AttemptError: it is none, or there is no way to the next.
     """
+
+    def part(one: Element) -> Part:
+        number, size = int(text_of(one, "PartNumber")), int(text_of(one, "Size"))
+        return Part(number, size, quoted(text_of(one, "ETag")), text_of(one, "ChecksumCRC32"))
+
     root = read(answer, "ListPartsResult")
-    try:
-        found = [
-            Part(
-                int(text_of(one, "PartNumber")),
-                int(text_of(one, "Size")),
-                quoted(text_of(one, "ETag")),
-                text_of(one, "ChecksumCRC32"),
-            )
-            for one in root.iterfind("{*}Part")
-        ]
-    except ValueError as error:
-        raise AttemptError(_ODD_LISTING) from error
-    return found, _behind(root, start, {"part-number-marker": "NextPartNumberMarker"})
+    following = _behind(root, start, {"part-number-marker": "NextPartNumberMarker"})
+    return _rows(root, "Part", part), following
 
 
 def uploads(
-    answer: Completion, start: Mapping[str, str]
+    start: Mapping[str, str], answer: Completion
 ) -> tuple[list[PendingUpload], dict[str, str] | None]:
-    """Return a page of a bucket's uploads, and the query of the next one.
-
-    Raises:
-        AttemptError: as `parts`.
-    """
+    """Return a page of a bucket's uploads, and the query of the next one, as `parts`."""
     root = read(answer, "ListMultipartUploadsResult")
     is_encoded = text_of(root, "EncodingType") == "url"
-    try:
-        found = [
-            PendingUpload(
-                decoded(text_of(one, "Key"), is_encoded),
-                text_of(one, "UploadId"),
-                nanoseconds(text_of(one, "Initiated")),
-            )
-            for one in root.iterfind("{*}Upload")
-        ]
-    except ValueError as error:
-        raise AttemptError(_ODD_LISTING) from error
+
+    def upload(one: Element) -> PendingUpload:
+        key, begun_ns = text_of(one, "Key"), nanoseconds(text_of(one, "Initiated"))
+        return PendingUpload(decoded(key, is_encoded), text_of(one, "UploadId"), begun_ns)
+
     markers = {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}
     following = _behind(root, start, markers)
     if following is not None and "key-marker" in following:
         following["key-marker"] = decoded(following["key-marker"], is_encoded)
-    return found, following
+    return _rows(root, "Upload", upload), following
+
+
+def _rows(root: Element, tag: str, row: Callable[[Element], T]) -> list[T]:
+    try:
+        return [row(one) for one in root.iterfind(f"{{*}}{tag}")]
+    except ValueError as error:
+        raise AttemptError(_ODD_LISTING) from error
 
 
 def _behind(
@@ -171,10 +162,6 @@ def _behind(
 
 
 def tags(answer: Completion) -> list[tuple[str, str]]:
-    """Return the tags of an object as names and values.
-
-    Raises:
-        AttemptError: the answer does not tell.
-    """
+    """Return the tags of an object as names and values."""
     root = read(answer, "Tagging")
     return [(text_of(tag, "Key"), text_of(tag, "Value")) for tag in root.iterfind(".//{*}Tag")]

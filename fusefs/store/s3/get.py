@@ -1,9 +1,8 @@
 """Ranged GETs of exactly one version: checked, counted, resumed where an answer broke off.
 
-The engine writes a range into the sink's file, after it has compared ETag, range and size. Where
-the sink has no file, it comes into memory and is compared here. The GET of a small one may be sent
-a second time where its answer is slow to begin (hedging.py), and a small object counts only once
-its checksum has been compared.
+The engine writes a range into the sink's file, after it has compared ETag, range and size; without
+a file it comes into memory and is compared here. The GET of a small one may be sent twice
+(hedging.py), and a small object counts only once its checksum has been compared.
 """
 
 from __future__ import annotations
@@ -35,7 +34,15 @@ from fusefs.store.errors import (
     UnreachableError,
     UnsupportedError,
 )
-from fusefs.store.interface import LARGE, NewFile, ObjectInfo, ObjectVersion, Sink, Urgency
+from fusefs.store.interface import (
+    LARGE,
+    NewFile,
+    ObjectInfo,
+    ObjectVersion,
+    Sink,
+    Urgency,
+    demanded,
+)
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.head import META, parse_head
 from fusefs.store.s3.list import quoted
@@ -56,18 +63,27 @@ _LONGEST_SIZE = 19
 _TOO_SHORT = Failure(UnreachableError, "the answer was too short", is_retryable=True)
 
 
+# Called with an object that has metadata, where the answer to a download shows that.
+Described = Callable[[ObjectInfo], None]
+
+
 class Getter:
     """Downloads from one bucket. Belongs to the event loop."""
 
-    def __init__(self, requester: Requester) -> None:
+    def __init__(self, requester: Requester, described: Described) -> None:
         self._requester = requester
+        self._described = described
         self.hedging = Hedging(requester.connections, requester.counted)
-        # Called with an object that has metadata, where the answer to a download has shown that.
-        self.described: Callable[[ObjectInfo], None] = lambda _info: None
         self._has_checksums = True  # whether requests may want the checksums of objects
 
     async def download(
-        self, version: ObjectVersion, start: int, stop: int, sink: Sink, priority: Urgency
+        self,
+        version: ObjectVersion,
+        start: int,
+        stop: int,
+        sink: Sink,
+        *,
+        priority: Urgency = demanded,
     ) -> None:
         """As `Store.download`."""
         part = RangeDownload(version, start, stop, sink, self._requester.counted)
@@ -84,7 +100,10 @@ class Getter:
             bucket = self._requester.settings.bucket
             logger.info("%s: the store refuses to show checksums: none is compared", bucket)
             self._has_checksums = False
-        self._describe(part)
+        if META in "\n".join(part.headers):
+            length = {"content-length": str(version.size)}
+            with suppress(AttemptError):
+                self._described(parse_head(version.key, {**part.headers, **length}))
 
     async def _download(self, part: RangeDownload, priority: Urgency) -> None:
         found = await part.sink.open()
@@ -101,22 +120,14 @@ class Getter:
             part.advance(part.stop)
 
     async def _race(self, part: RangeDownload, engine: Engine, request: Request) -> Completion:
-        transfer = await self.hedging.race(engine, request)
-        return part.completed(transfer)
-
-    def _describe(self, part: RangeDownload) -> None:
-        """Hand on what the answer to a download has said of its object."""
-        if META in "\n".join(part.headers):
-            length = {"content-length": str(part.version.size)}
-            with suppress(AttemptError):
-                self.described(parse_head(part.version.key, {**part.headers, **length}))
+        return part.completed(await self.hedging.race(engine, request))
 
 
 class RangeDownload:
     """The download of the bytes [start, stop) of a version, over several attempts.
 
-    `fd` is the file into which the engine writes them, `new` one that it creates; both are None
-    if they come into memory. `position` is up to where they are in the file.
+    Up to `position` they are in the file `fd`, or in `new`, one that the engine creates; both are
+    None if they come into memory.
     """
 
     def __init__(
@@ -142,10 +153,7 @@ class RangeDownload:
 
     @property
     def is_whole_and_small(self) -> bool:
-        """True if a whole object is missing of which nothing is read before its end is there.
-
-        Then the checksum that S3 has of it is compared. S3 shows none of a range.
-        """
+        """True if a whole small object is missing: S3 shows the checksum of no range."""
         is_whole = self.position == 0 and 0 < self.stop == self.version.size
         return self.has_checksums and is_whole and self.stop <= SMALL
 
@@ -193,8 +201,8 @@ class RangeDownload:
     def _compare(self, etag: str | None, start: int, size: int | None) -> None:
         """Compare an answer with the version: some servers ignore If-Match, and some ranges.
 
-        `size` is the whole object's as the answer has it, None where it does not tell. What is
-        stored compressed may be sent unpacked, with the ETag of what is stored: Google's does.
+        `size` is the whole object's, None where the answer does not tell. Google's store may
+        unpack what is stored compressed, and sends the ETag of what is stored.
 
         Raises:
             AttemptError: it is another.

@@ -9,16 +9,11 @@ from email.utils import parsedate_to_datetime
 from urllib.parse import quote
 
 from fusefs.store.checksum import ASKING
-from fusefs.store.errors import (
-    AttemptError,
-    Failure,
-    NotFoundError,
-    UnreachableError,
-)
+from fusefs.store.errors import AttemptError, Failure, NotFoundError, UnreachableError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Urgency, demanded
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.list import check_size, quoted, usable, whole_seconds
+from fusefs.store.s3.list import quoted, size_of, usable, whole_seconds
 from fusefs.store.s3.requester import Requester
 
 META = "x-amz-meta-"
@@ -31,11 +26,7 @@ _VALUE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 def check(metadata: Mapping[str, str], content_type: str | None = None) -> None:
-    """Refuse what can't be HTTP headers.
-
-    Raises:
-        ValueError: they can't.
-    """
+    """Raise a ValueError if metadata can't be HTTP headers."""
     for name, value in (*metadata.items(), ("content-type", content_type or "none")):
         if not _is_sendable(name, value):
             raise ValueError(f"no metadata: {name!r}: {value!r}")
@@ -88,16 +79,11 @@ async def head(
 
 
 async def find(
-    requester: Requester,
-    key: str,
-    size: int,
-    metadata: Mapping[str, str],
-    checksum: str,
+    requester: Requester, key: str, size: int, metadata: Mapping[str, str], checksum: str
 ) -> ObjectInfo | None:
     """Return the object `key` if it is this very one, else None.
 
-    The token in its metadata decides. Without one in `metadata`, the size, the
-    metadata and `checksum` do, its CRC32 in base64 as S3 has it.
+    The token decides; without one, size, metadata and `checksum` (S3's CRC32 in base64) do.
 
     Raises:
         StoreError: S3 could not tell.
@@ -121,21 +107,16 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
     """
     try:
         modified = parsedate_to_datetime(headers["last-modified"])
-        size = int(headers["content-length"])
-        check_size(size)
+        found = {name: text for name, text in headers.items() if name.startswith(META)}
         return ObjectInfo(
             key,
-            size,
+            size_of(headers["content-length"]),
             quoted(headers["etag"]),
             whole_seconds(modified),
             usable(headers.get("x-amz-storage-class")) or "STANDARD",
             usable(headers.get("content-type")) or UNTYPED,
             usable(headers.get("x-amz-version-id")),
-            {
-                name.removeprefix(META): value
-                for name, value in headers.items()
-                if name.startswith(META)
-            },
+            {name.removeprefix(META): text for name, text in found.items()},
         )
     except (ArithmeticError, KeyError, ValueError) as error:
         sentence = "S3 did not say what there is"

@@ -1,14 +1,11 @@
 """A multipart upload: parts in parallel, each retried by itself, of a file that may grow.
 
-Each part is sent with its CRC32, which S3 compares; the checksums of all parts
-go into the request that completes the upload, so that S3 refuses an object
-made of other parts than ours. What another process has sent does not count
-before it has been compared with the file.
+Each part is sent with its CRC32, which S3 compares; those of all parts go into the request that
+completes the upload, so that S3 refuses other parts than ours. What another process has sent does
+not count before it has been compared with the file.
 
-When the answer to the completing request is lost, repeating it may say that
-there is no such upload, or that the condition does not hold any more. Then the
-object itself shows it: it is ours if its size, its composed checksum and its
-metadata are.
+When the answer to the completing request is lost, the object itself shows what became of it: it is
+ours if its size, its composed checksum and its metadata are.
 """
 
 from __future__ import annotations
@@ -18,12 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import trio
 
-from fusefs.store.engine.engine import Completion
+from fusefs.store.engine.engine import Completion, FileBody
 from fusefs.store.errors import (
     AttemptError,
     Failure,
@@ -34,6 +31,8 @@ from fusefs.store.errors import (
 )
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
+    PLAIN,
+    UNRECORDED,
     Condition,
     Expect,
     ObjectInfo,
@@ -41,16 +40,19 @@ from fusefs.store.interface import (
     Part,
     PendingUpload,
     Strict,
+    UploadLog,
     UploadState,
     Write,
     writing,
 )
 from fusefs.store.s3 import documents, head
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.body import Slice, composed
+from fusefs.store.s3.body import composed, sums_of_file
 from fusefs.store.s3.conditions import Fence, condition_headers
 from fusefs.store.s3.list import quoted, text_of
 from fusefs.store.s3.requester import Requester
+
+T = TypeVar("T")
 
 # Of one upload. Measured against a server with as many processors as the client
 # has, 32 took a third longer than 12 to 20.
@@ -69,20 +71,15 @@ LARGEST = 4 << 30
 class Schedule:
     """The schedule of a file's parts, counted from 1; the first have `first` bytes.
 
-    It is the same whatever the file's size turns out to be: a file that is sent
-    while it is written has no size yet. So after each thousand parts they are
-    twice as large. With first parts of 8 MiB, all of them hold 8 TiB, and a file
-    of 8 GB has none but these.
+    It does not depend on the file's size, which is not known while the file is written: after
+    each thousand parts they are twice as large. With first parts of 8 MiB, all of them hold
+    8 TiB, and a file of 8 GB has none but these.
     """
 
     first: int
 
     def size_of(self, number: int) -> int:
-        """The size of a part in bytes, unless it is the last.
-
-        Raises:
-            ValueError: S3 takes no part with this number.
-        """
+        """The size of a part in bytes, unless it is the last; a ValueError if S3 takes no such."""
         if not 1 <= number <= MOST_PARTS:
             raise ValueError(f"there is no part {number}")
         return self._size_in((number - 1) // ALIKE)
@@ -94,11 +91,7 @@ class Schedule:
         return sum(ALIKE * self._size_in(one) for one in range(group)) + behind * size
 
     def part_at(self, offset: int) -> int:
-        """The number of the part that has the byte at `offset`.
-
-        Raises:
-            ValueError: it is in none.
-        """
+        """The number of the part that has this byte; a ValueError if no object is as large."""
         number = 1
         for group in range(MOST_PARTS // ALIKE):
             size = self._size_in(group)
@@ -113,11 +106,7 @@ class Schedule:
         return self.part_at(size - 1) if size else 0
 
     def range_of(self, number: int, size: int) -> tuple[int, int]:
-        """The bytes [start, stop) that a part has in a file of `size` bytes.
-
-        Raises:
-            ValueError: such a file has no such part.
-        """
+        """The bytes [start, stop) of a part of a file; a ValueError if it has no such part."""
         start = self.start_of(number)
         if start >= size:
             raise ValueError(f"a file of {size} bytes has no part {number}")
@@ -127,8 +116,12 @@ class Schedule:
         return min(self.first << group, LARGEST)
 
 
-class S3Upload:
-    """An upload under way; see `fusefs.store.interface.Upload`."""
+class Upload:
+    """A multipart upload under way, of a file that may still grow. Belongs to the event loop.
+
+    Where its parts begin does not depend on the file's size (`Schedule`). It stays in the
+    bucket, and is paid for, until it is completed or aborted.
+    """
 
     def __init__(self, fence: Fence, state: UploadState, *, is_resumed: bool = False) -> None:
         self._fence = fence
@@ -149,34 +142,52 @@ class S3Upload:
 
     @property
     def state(self) -> UploadState:
+        """The state to put on record; it changes with each part."""
         parts = self._unverified | self._parts
         return self._state._replace(parts=tuple(parts[number] for number in sorted(parts)))
 
     def has(self, number: int) -> bool:
+        """True if the part has been sent or copied, and not been dropped since."""
         return number in self._parts
 
     def missing(self, size: int) -> list[int]:
+        """The parts to be sent or copied before a file of `size` bytes is complete."""
         numbers = range(1, self.part_count(size) + 1)
         return [number for number in numbers if not self._fits(self._parts.get(number), size)]
 
     def drop(self, number: int) -> None:
+        """The file has other bytes in this part now: what was sent, or is being sent, is void."""
         self._parts.pop(number, None)
         self._unverified.pop(number, None)
         self._valid.discard(number)
 
     async def send(self, fd: int, numbers: Iterable[int], size: int) -> None:
+        """Send these parts of a file of `size` bytes, in parallel, unless they have been sent.
+
+        Also waits for those that another task sends. After the return, also by cancellation, `fd`
+        is not used any more, and the parts that were done stay done.
+
+        Raises:
+            StoreError: a part could not be sent, or the file is shorter than `size`.
+            ValueError: a file of `size` bytes has no such part.
+        """
         await self._in_parallel(partial(self._send_part, fd, size), numbers)
 
     async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
+        """Have S3 copy [start, stop) of exactly `source` into a part; only the last may be shorter.
+
+        Raises:
+            StaleVersionError: the source is no longer this version.
+            UnsupportedError: some stores take another object for the source.
+            ValueError: the range is larger than the part.
+        """
         if is_mistakable(source.key):
             raise UnsupportedError("the store may copy from another object")
         await self._copy_part(number, source, start, stop)
 
     async def _copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
-        size = self._schedule.size_of(number)
-        if stop - start > size:
-            raise ValueError(f"part {number} has {size} bytes, not {stop - start}")
-
+        if stop - start > self._schedule.size_of(number):
+            raise ValueError(f"part {number} has fewer than {stop - start} bytes")
         bucket = self._requester.settings.bucket
         headers = {
             "x-amz-copy-source": head.copy_source(bucket, source.key),
@@ -187,15 +198,10 @@ class S3Upload:
 
         def accept(answer: Completion) -> Part:
             result = documents.read(answer, "CopyPartResult")
-            etag = text_of(result, "ETag")
-            if not etag:
-                raise documents.no_result()
-            checksum = text_of(result, "ChecksumCRC32")
-            return Part(number, stop - start, quoted(etag), checksum)
+            etag = documents.etag_in(text_of(result, "ETag"))
+            return Part(number, stop - start, etag, text_of(result, "ChecksumCRC32"))
 
-        async def copy() -> Part:
-            return await self._requester.send(call, accept, priority=writing)
-
+        copy = partial(self._requester.send, call, accept, priority=writing)
         await self._obtain(number, copy, lambda: False)
 
     async def copy_all(self, source: ObjectVersion) -> None:
@@ -207,12 +213,21 @@ class S3Upload:
         await self._in_parallel(copy_one, self.missing(source.size))
 
     async def verify(self, fd: int, size: int) -> None:
+        """Drop what another process sent and the file, of `size` bytes, does not have.
+
+        After the return, also by cancellation, `fd` is not used any more.
+
+        Raises:
+            NotFoundError: the upload has been completed, but not with what the file has.
+            StoreError: the file is shorter than `size`.
+        """
+
         async def compare(number: int) -> None:
             part = self._unverified.get(number)
             is_same = False
             if part is not None and self._fits(part, size):
-                bytes_of = Slice(fd, *self.part_range(number, size))
-                is_same = (await bytes_of.sums(with_md5=False)).crc32 == part.checksum
+                sums = await sums_of_file(self._body(fd, number, size), with_md5=False)
+                is_same = sums.crc32 == part.checksum
             # Unless it was dropped or sent meanwhile.
             if part is not None and self._unverified.pop(number, None) is part and is_same:
                 self._parts[number] = part
@@ -223,28 +238,31 @@ class S3Upload:
             raise NotFoundError("the upload has been completed with other bytes")
 
     async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
+        """Make an object of the first `size` bytes' parts; cancelled, it may come to be as well.
+
+        Raises:
+            ConflictError: the condition does not hold.
+            NotFoundError: the upload was aborted.
+            PartsError: the store takes no object of these parts, as Ceph's gateway does where more
+                were sent. Another upload is to be begun.
+            ValueError: parts are missing or not verified, or `size` is 0.
+        """
         missing = self.missing(size)
         if missing or not size:
             raise ValueError(f"{len(missing)} parts are missing")
-        if isinstance(condition, Expect):
-            token = ChangeToken.parse(self._state.metadata)
-            send = partial(self._complete, size)
-            return await self._fence.over(
-                self._state.key, condition, token, "CompleteMultipartUpload", send
-            )
-        return await self._complete(size, condition)
+        if not isinstance(condition, Expect):
+            return await self._complete(size, condition)
+        key, token = self._state.key, ChangeToken.parse(self._state.metadata)
+        send = partial(self._complete, size)
+        return await self._fence.over(key, condition, token, "CompleteMultipartUpload", send)
 
     async def _complete(self, size: int, condition: Strict) -> ObjectInfo:
         if self._object is not None and self._object.size == size:
             return self._object
         used = [self._parts[number] for number in range(1, self.part_count(size) + 1)]
         may_be_done, self._may_be_done = self._may_be_done, True
-        call = self._call(
-            "COMPLETE UPLOAD",
-            "POST",
-            headers=condition_headers(condition),
-            document=documents.completion(used),
-        )
+        headers, document = condition_headers(condition), documents.completion(used)
+        call = self._call("COMPLETE UPLOAD", "POST", headers=headers, document=document)
 
         def accept(answer: Completion) -> str:
             nonlocal may_be_done
@@ -271,21 +289,14 @@ class S3Upload:
                 raise
         else:
             # One that can't be seen is replaced already, say.
+            key, storage_class = self._state.key, self._requester.storage_class
             self._object = await self._seen(used) or ObjectInfo(
-                self._state.key,
-                size,
-                etag,
-                head.now_ns(),
-                storage_class=self._requester.storage_class,
-                metadata=self._state.metadata,
+                key, size, etag, head.now_ns(), storage_class, metadata=self._state.metadata
             )
         return self._object
 
     async def _is_gone(self) -> bool:
-        """True if S3 knows nothing of the upload any more.
-
-        Ceph's gateway answers a completion of such a one with status 500, for ever.
-        """
+        """True if S3 has no such upload: Ceph's gateway answers its completion with status 500."""
         try:
             await self._requester.attempt(self._call("LIST PARTS", "GET", {"max-parts": 1}))
         except AttemptError as error:
@@ -293,10 +304,10 @@ class S3Upload:
         return False
 
     async def _seen(self, parts: list[Part]) -> ObjectInfo | None:
-        try:
+        """As `_find`; None also where S3 could not tell."""
+        with suppress(StoreError):
             return await self._find(parts)
-        except StoreError:
-            return None
+        return None
 
     async def _find(self, parts: list[Part]) -> ObjectInfo | None:
         """The object if this upload has been completed with these parts, and is the last one."""
@@ -339,31 +350,23 @@ class S3Upload:
 
     async def _list_parts(self) -> list[Part]:
         """The parts that the bucket has of the upload."""
-        parts: list[Part] = []
-        start: dict[str, str] | None = {}
-        while start is not None:
-            call = self._call("LIST PARTS", "GET", start)
-            page, start = await self._requester.send(call, partial(documents.parts, start=start))
-            parts += page
-        return parts
+        call = partial(self._call, "LIST PARTS", "GET")
+        return await _listed(self._requester, call, documents.parts)
 
     async def _send_part(self, fd: int, size: int, number: int) -> None:
-        piece = Slice(fd, *self.part_range(number, size))
+        body = self._body(fd, number, size)
 
         async def send() -> Part:
-            sums = await piece.sums(with_md5=self._fence.sends_md5)
+            sums = await sums_of_file(body, with_md5=self._fence.sends_md5)
 
             def accept(answer: Completion) -> Part:
-                etag = answer.headers.get("etag")
-                if not etag:
-                    raise documents.no_result()
-                return Part(number, len(piece), quoted(etag), sums.crc32)
+                etag = documents.etag_in(answer.headers.get("etag"))
+                return Part(number, body.length, etag, sums.crc32)
 
-            call = self._call(
-                "PUT PART", "PUT", {"partNumber": number}, headers=sums.headers(), body=piece.body
-            )
+            query, headers = {"partNumber": number}, sums.headers()
+            call = self._call("PUT PART", "PUT", query, headers=headers, body=body)
             part = await self._requester.send(call, accept, priority=writing)
-            self._requester.counted["bytes_sent"] += len(piece)
+            self._requester.counted["bytes_sent"] += body.length
             return part
 
         await self._obtain(number, send, lambda: self._fits(self._parts.get(number), size))
@@ -371,10 +374,7 @@ class S3Upload:
     async def _obtain(
         self, number: int, obtain: Callable[[], Awaitable[Part]], is_there: Callable[[], bool]
     ) -> None:
-        """Have the bucket get a part; it counts unless it is dropped meanwhile.
-
-        Nothing is done if another task has brought it by now.
-        """
+        """Have the bucket get a part, unless another task has; it counts if it is not dropped."""
         async with self._turns[number]:
             if number in self._valid and is_there():
                 return
@@ -383,6 +383,10 @@ class S3Upload:
             part = await obtain()
             if number in self._valid:
                 self._parts[number] = part
+
+    def _body(self, fd: int, number: int, size: int) -> FileBody:
+        start, stop = self.part_range(number, size)
+        return FileBody(fd, start, stop - start)
 
     def _fits(self, part: Part | None, size: int) -> bool:
         """True if it is all of the part that a file of `size` bytes has there."""
@@ -424,24 +428,24 @@ class S3Upload:
 def is_mistakable(key: str) -> bool:
     """True if a key is another one when it is decoded once more.
 
-    Ceph's gateway does that with the source of a copied part, and ignores the condition that
-    goes with it: it copies what is under that other key.
+    Ceph's gateway does that with the source of a copied part, and ignores its condition.
     """
     return unquote(key) != key
 
 
 async def abort(requester: Requester, key: str, upload_id: str) -> None:
-    """Give an upload up and have its parts deleted; no error if there is none."""
-
+    """As `Store.abort_upload`."""
     call = Call("ABORT UPLOAD", "DELETE", key, {"uploadId": upload_id})
     with suppress(NotFoundError):
         await requester.send(call, lambda _: None)
 
 
-async def put(fence: Fence, key: str, fd: int, size: int, write: Write) -> ObjectInfo:
-    """As `Store.put_file`, with a multipart upload."""
+async def put(
+    fence: Fence, key: str, fd: int, size: int, write: Write, log: UploadLog = UNRECORDED
+) -> ObjectInfo:
+    """As `Store.put_file`, with a multipart upload that is on record in `log`."""
     begun = await begin(fence, key, write)
-    async with _aborted_on_failure(fence.requester, begun) as upload:
+    async with _aborted_on_failure(fence.requester, begun, log) as upload:
         await upload.send(fd, upload.missing(size), size)
         return await upload.complete(size, write.condition)
 
@@ -453,6 +457,7 @@ async def copy(
     headers: Mapping[str, str],
     metadata: Mapping[str, str],
     condition: Condition,
+    log: UploadLog,
 ) -> ObjectInfo:
     """Copy an object that is too large for one copy; `headers` and `metadata` are the copy's.
 
@@ -463,14 +468,16 @@ async def copy(
     if is_mistakable(source.key) and await fence.find(other) is not None:
         raise UnsupportedError(f"the store may copy {other} in its place")
     begun = await _begin(fence, key, COPY_PART, headers, metadata)
-    async with _aborted_on_failure(fence.requester, begun) as upload:
+    async with _aborted_on_failure(fence.requester, begun, log) as upload:
         await upload.copy_all(source)
         return await upload.complete(source.size, condition)
 
 
 @asynccontextmanager
-async def _aborted_on_failure(requester: Requester, upload: S3Upload) -> AsyncIterator[S3Upload]:
-    log, key, upload_id = requester.upload_log, upload.state.key, upload.state.upload_id
+async def _aborted_on_failure(
+    requester: Requester, upload: Upload, log: UploadLog
+) -> AsyncIterator[Upload]:
+    key, upload_id = upload.state.key, upload.state.upload_id
     log.begun(key, upload_id)
     try:
         yield upload
@@ -487,41 +494,49 @@ async def _aborted_on_failure(requester: Requester, upload: S3Upload) -> AsyncIt
     log.ended(upload_id)
 
 
-async def begin(fence: Fence, key: str, write: Write) -> S3Upload:
+async def begin(fence: Fence, key: str, write: Write = PLAIN) -> Upload:
     """As `Store.begin_upload`."""
-    metadata = write.stamped()
+    metadata = write.with_token(fence.tokens).stamped()
     head.check(metadata, write.content_type)
     kept = {} if write.content_type is None else {"content-type": write.content_type}
     return await _begin(fence, key, fence.requester.settings.part_size, kept, metadata)
 
 
 async def _begin(
-    fence: Fence,
-    key: str,
-    part_size: int,
-    headers: Mapping[str, str],
-    metadata: Mapping[str, str],
-) -> S3Upload:
+    fence: Fence, key: str, part_size: int, headers: Mapping[str, str], metadata: Mapping[str, str]
+) -> Upload:
     sent = {**head.metadata_headers(metadata, None), **headers, "x-amz-checksum-algorithm": "CRC32"}
     call = Call("BEGIN UPLOAD", "POST", key, {"uploads": ""}, sent)
     upload_id = await fence.requester.send(call, documents.upload_id)
-    return S3Upload(fence, UploadState(key, upload_id, part_size, metadata))
+    return Upload(fence, UploadState(key, upload_id, part_size, metadata))
 
 
-async def resume(fence: Fence, state: UploadState) -> S3Upload:
+async def resume(fence: Fence, state: UploadState) -> Upload:
     """As `Store.resume_upload`."""
-    upload = S3Upload(fence, state, is_resumed=True)
+    upload = Upload(fence, state, is_resumed=True)
     await upload.discover()
     return upload
 
 
 async def pending(requester: Requester, prefix: str) -> list[PendingUpload]:
     """As `Store.list_uploads`."""
-    found: list[PendingUpload] = []
+    query = {"uploads": "", "prefix": prefix, "encoding-type": "url"}
+
+    def call(start: Mapping[str, str]) -> Call:
+        return Call("LIST UPLOADS", "GET", query={**query, **start})
+
+    return await _listed(requester, call, documents.uploads)
+
+
+async def _listed(
+    requester: Requester,
+    call: Callable[[dict[str, str]], Call],
+    read: Callable[[dict[str, str], Completion], tuple[list[T], dict[str, str] | None]],
+) -> list[T]:
+    """All entries of a listing, which goes on behind the markers that each page tells."""
+    found: list[T] = []
     start: dict[str, str] | None = {}
     while start is not None:
-        query = {"uploads": "", "prefix": prefix, "encoding-type": "url", **start}
-        call = Call("LIST UPLOADS", "GET", query=query)
-        page, start = await requester.send(call, partial(documents.uploads, start=start))
+        page, start = await requester.send(call(start), partial(read, start))
         found += page
     return found

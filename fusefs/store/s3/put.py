@@ -13,18 +13,35 @@ from __future__ import annotations
 import os
 
 from fusefs.store.engine.engine import Completion, FileBody
-from fusefs.store.errors import AttemptError, ConflictError
-from fusefs.store.interface import Expect, ObjectInfo, Strict, Write, writing
-from fusefs.store.s3 import head
+from fusefs.store.errors import ConflictError
+from fusefs.store.interface import (
+    PLAIN,
+    UNRECORDED,
+    Expect,
+    ObjectInfo,
+    Strict,
+    UploadLog,
+    Write,
+    writing,
+)
+from fusefs.store.s3 import head, multipart
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.body import Slice, sums_of
+from fusefs.store.s3.body import sums_of, sums_of_file
 from fusefs.store.s3.conditions import Fence, condition_headers
-from fusefs.store.s3.documents import no_result
-from fusefs.store.s3.list import quoted
-from fusefs.store.s3.requester import Requester
+from fusefs.store.s3.documents import etag_in
 
 # What the event loop has the time to read and to sum.
 SMALL = 128 << 10
+
+
+async def put_file(
+    fence: Fence, key: str, fd: int, size: int, write: Write = PLAIN, log: UploadLog = UNRECORDED
+) -> ObjectInfo:
+    """As `Store.put_file`; `log` has a multipart upload on record while it is under way."""
+    write = write.with_token(fence.tokens)
+    if size <= fence.requester.settings.part_size:
+        return await put(fence, key, fd, size, write)
+    return await multipart.put(fence, key, fd, size, write, log)
 
 
 async def put(fence: Fence, key: str, fd: int, size: int, write: Write) -> ObjectInfo:
@@ -34,12 +51,12 @@ async def put(fence: Fence, key: str, fd: int, size: int, write: Write) -> Objec
 
     async def send(strict: Strict) -> ObjectInfo:
         if size > SMALL:
-            info = await _send(fence, key, Slice(fd, 0, size), write, strict)
+            info = await _send(fence, key, FileBody(fd, 0, size), size, write, strict)
         else:
             async with requester.small_bodies:
                 content = _read_now(fd, size)
-                body = Slice(fd, 0, size) if content is None else content
-                info = await _send(fence, key, body, write, strict)
+                body = FileBody(fd, 0, size) if content is None else content
+                info = await _send(fence, key, body, size, write, strict)
         requester.counted["bytes_sent"] += size
         return info
 
@@ -60,23 +77,20 @@ def _read_now(fd: int, size: int) -> bytearray | None:
 
 
 async def _send(
-    fence: Fence, key: str, body: bytearray | Slice, write: Write, condition: Strict
+    fence: Fence, key: str, body: bytearray | FileBody, size: int, write: Write, condition: Strict
 ) -> ObjectInfo:
-    requester, size, metadata = fence.requester, len(body), write.stamped()
-    sent: bytearray | FileBody
-    if isinstance(body, Slice):
-        sent, sums = body.body, await body.sums(with_md5=fence.sends_md5)
+    requester, metadata = fence.requester, write.stamped()
+    if isinstance(body, FileBody):
+        sums = await sums_of_file(body, with_md5=fence.sends_md5)
     else:
-        sent, sums = body, sums_of((body,), with_md5=fence.sends_md5)
+        sums = sums_of((body,), with_md5=fence.sends_md5)
 
     def accept(answer: Completion) -> ObjectInfo:
-        etag = answer.headers.get("etag")
-        if not etag:
-            raise no_result()
+        etag = etag_in(answer.headers.get("etag"))
         return ObjectInfo(
             key,
             size,
-            quoted(etag),
+            etag,
             head.now_ns(),
             content_type=write.content_type,
             storage_class=requester.storage_class,
@@ -87,7 +101,7 @@ async def _send(
 
     headers = head.metadata_headers(metadata, write.content_type)
     headers |= sums.headers() | condition_headers(condition)
-    call = Call("PUT", "PUT", key, headers=headers, body=sent)
+    call = Call("PUT", "PUT", key, headers=headers, body=body)
     try:
         return await requester.send(call, accept, priority=writing, condition=condition)
     except ConflictError as error:
@@ -96,20 +110,3 @@ async def _send(
             if info is not None:
                 return info
         raise
-
-
-async def compares_checksum(requester: Requester, key: str, fd: int, size: int, crc32: str) -> bool:
-    """Send a body with another CRC32 (in base64) than its own; True if it is refused.
-
-    Raises:
-        StoreError: S3 could not tell.
-    """
-    headers = {"x-amz-checksum-crc32": crc32}
-    call = Call("PUT", "PUT", key, headers=headers, body=FileBody(fd, 0, size))
-    try:
-        await requester.attempt(call)
-    except AttemptError as error:
-        if 400 <= error.failure.status < 500 and error.failure.status != 429:
-            return True
-        raise requester.failed(call, error.failure) from error
-    return False

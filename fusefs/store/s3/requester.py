@@ -1,13 +1,11 @@
 """Requests of one bucket with everything they share: connections, retries, credentials, counters.
 
-There is one way for each request (`Requester.send`): it gets a connection of the budget
-(connection_budget.py), is signed (address.py), sent by the engine, and its answer judged; again
-and again with full jitter, until the retry time has passed without progress. All of it runs in
-the event loop; only credentials are looked for in a thread.
+There is one way for each request (`Requester.send`): it gets a connection of the budget, is
+signed (address.py), sent by the engine, and its answer judged; again and again with full jitter,
+until the retry time has passed without progress. All of it runs in the event loop.
 
-Beside the request itself a failed attempt has consequences for all others:
-throttling lowers the rate, expired credentials are looked up again, and a
-change without an answer is reported, for the server may execute it later.
+A failed attempt has consequences for all others: throttling lowers the rate, expired credentials
+are looked up again, and a change without an answer is noted, for the server may execute it later.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -27,7 +25,7 @@ import trio
 
 from fusefs.store import unreachable
 from fusefs.store.admission.connection_budget import ConnectionBudget
-from fusefs.store.engine.engine import Completion, Engine, OnProgress, Request, Sums
+from fusefs.store.engine.engine import Completion, Engine, Request, Sums
 from fusefs.store.errors import (
     AccessDeniedError,
     AttemptError,
@@ -44,7 +42,7 @@ from fusefs.store.errors import (
     region_of,
 )
 from fusefs.store.http import redirects
-from fusefs.store.interface import IF_ABSENT, IfMatch, Strict, UploadLog, Urgency, demanded
+from fusefs.store.interface import IF_ABSENT, IfMatch, Strict, Urgency, demanded
 from fusefs.store.s3.access import Access, AccessSource
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.list import list_call
@@ -57,15 +55,10 @@ logger = logging.getLogger("fusefs.store")
 
 OTHER_OBJECT = Failure(StaleVersionError, "the object has been replaced")
 # Perhaps a proxy's mistake.
-OTHER_RANGE = Failure(
-    StoreError,
-    "S3 sent another range than the requested one",
-    is_retryable=True,
-    longest_s=10.0,
-)
-OTHER_SIZE = Failure(
-    StoreError, "what S3 sends is not the object as it is stored (is that compressed?)"
-)
+_OTHER_RANGE = "S3 sent another range than the requested one"
+OTHER_RANGE = Failure(StoreError, _OTHER_RANGE, is_retryable=True, longest_s=10.0)
+_OTHER_SIZE = "what S3 sends is not the object as it is stored (is that compressed?)"
+OTHER_SIZE = Failure(StoreError, _OTHER_SIZE)
 _TOO_SHORT = Failure(StoreError, "the file became shorter while it was sent")
 _NOT_THE_OBJECT = {"etag": OTHER_OBJECT, "range": OTHER_RANGE, "size": OTHER_SIZE}
 _LOCAL = ("sink-full", "sink-failed", "source-failed")
@@ -120,6 +113,8 @@ class RetryBudget:
 
     def __init__(self, time_s: float) -> None:
         self._time_s = time_s
+        self.may_be_done = False  # an earlier attempt has failed
+        self.has_moved = self.has_retried_400 = False
         self.restart()
 
     def restart(self) -> None:
@@ -163,14 +158,21 @@ class Progress(Protocol):
 Hedge: TypeAlias = Callable[[Engine, Request], Awaitable[Completion]]
 
 
+class ChangeUnderWay:
+    """A change of some keys; doubtful once an attempt got no answer, or was cancelled."""
+
+    __slots__ = ("is_doubtful", "keys")
+
+    def __init__(self, keys: Container[str]) -> None:
+        self.keys = keys
+        self.is_doubtful = False
+
+
 class Requester:
     """Sends one bucket's requests, which `requests` counts. Belongs to the event loop."""
 
     def __init__(
-        self,
-        settings: S3Settings,
-        engine: Engine,
-        requests: S3Requests = S3_REQUESTS,
+        self, settings: S3Settings, engine: Engine, requests: S3Requests = S3_REQUESTS
     ) -> None:
         """`engine` may be shared with other stores; its nursery has the tasks of this."""
         self.settings = settings
@@ -191,11 +193,8 @@ class Requester:
         # The last failed attempt and its time, and when the first one since `last_answer` was sent.
         self._last_failure: tuple[Failure, float] | None = None
         self._failing_since = math.inf
-        # Called with the key of a change of which an attempt got no answer, or was cancelled:
-        # the server may execute it at any later time.
-        self.on_unanswered: Callable[[str], None] = lambda _key: None
-        # What the store begins by itself, to make one object of.
-        self.upload_log = UploadLog()
+        # Those of which somebody wants to know whether the server may execute them later.
+        self.changes: set[ChangeUnderWay] = set()
         self._last_explained = self._timed_out = -math.inf
         # The requests that are retried because their credentials were refused.
         self._refused: set[RetryBudget] = set()
@@ -238,17 +237,15 @@ class Requester:
     ) -> T:
         """Send a request, again and again while that may help; return what `accept` returns.
 
-        A `call` that differs from one attempt to the next is made by a function. `accept` reads
-        an answer with a status below 300, and raises AttemptError if that is not what it should
-        be. `condition` is that of the headers; a request that only reads may have a `hedge`.
-        `judge` looks into the failure of an attempt.
+        `accept` reads an answer with a status below 300, and raises AttemptError if it is not what
+        it should be. `condition` is that of the headers, `judge` looks into the failure of an
+        attempt, and a request that only reads may have a `hedge`.
 
         Raises:
             StoreError: it did not help; there is one log line about it.
             Exception: whatever `accept`, `progress` and the sink's file raise.
         """
         budget = RetryBudget(retry_time_s or self.settings.retry_time_s)
-        tried = _Tried()
         try:
             while True:
                 one = call() if callable(call) else call
@@ -270,14 +267,17 @@ class Requester:
                     return result
                 if judge is not None:
                     failure = await judge(failure)
-                failure = await self._weigh(one, failure, used, tried)
+                failure = await self._weigh(one, failure, used, budget)
                 self._react(one, failure, budget, sent)
                 if progress is not None and progress.has_progressed():
                     budget.restart()
                 if not failure.is_retryable or not budget.has_time(failure.longest_s):
-                    raise self.failed(one, failure, may_be_done=tried.may_be_done)
-                tried.may_be_done = True
-                self._note_retry(one, failure)
+                    raise self.failed(one, failure, may_be_done=budget.may_be_done)
+                budget.may_be_done = True
+                self.counted["retries"] += not failure.region
+                # Throttling has a line a minute (rate.py).
+                level = logging.DEBUG if failure.kind is ThrottledError else logging.INFO
+                logger.log(level, "%s again: %s", one.operation, self._describe(one, failure))
                 with stage(_cause_of_pause(one.operation, failure)):
                     await trio.sleep(0 if failure.region else budget.pause_s())
         finally:
@@ -305,18 +305,25 @@ class Requester:
         async with stream, self.connections.lease(priority, call.key):
             begun()
             access = self.source.access
-            if access is None or access.is_near_end:
+            if access is None or access.ends_in():
                 with stage(WaitCause.CREDENTIALS):
                     access = await self.source.connect()
             offset_s = access.clock.offset_s
-            is_fresh = self._is_path_doubtful()
+            # After a time-out the network may have lost all connections without a word.
+            is_fresh = trio.current_time() - self._timed_out < DOUBTFUL_S
             request = access.address.request(call, access.keys, is_fresh=is_fresh)
             self.counted[_COUNTERS[call.operation]] += 1
             clock, code = RequestClock(call.operation, self._requests), "cancelled"
             sent = time.monotonic()
+
+            def arrived(received: int, sums: Sums) -> None:
+                clock.first_byte()
+                if progress is not None:
+                    progress.arrived(received, sums)
+
             try:
                 if hedge is None:
-                    completion = await self.engine.send(request, _noting(clock, progress))
+                    completion = await self.engine.send(request, arrived)
                 else:
                     completion = await hedge(self.engine, request)
                 if completion.first_byte_s:
@@ -332,24 +339,20 @@ class Requester:
             finally:
                 clock.end(code)
 
-    def _is_path_doubtful(self) -> bool:
-        """True after a time-out: the network may have lost all connections without a word."""
-        return trio.current_time() - self._timed_out < DOUBTFUL_S
-
     async def _weigh(
-        self, call: Call, failure: Failure, used: Access | None, tried: _Tried
+        self, call: Call, failure: Failure, used: Access | None, budget: RetryBudget
     ) -> Failure:
         """Find out if other credentials or another region make a retry worth while."""
-        if failure.region and not tried.has_moved and self.source.relocate(failure.region, used):
-            tried.has_moved = True
+        if failure.region and not budget.has_moved and self.source.relocate(failure.region, used):
+            budget.has_moved = True
             return replace(failure, is_retryable=True)
         if failure.region:
             where = f"the bucket is in the region {failure.region}: set --region"
-            failure = replace(failure, sentence=where)
-        failure = replace(await self._explain(call, failure), region="")
-        if (failure.status, failure.code) == (400, "") and not tried.has_retried_400:
+            failure = replace(failure, sentence=where, region="")
+        failure = classify(call.operation, await self._explain(call, failure))
+        if (failure.status, failure.code) == (400, "") and not budget.has_retried_400:
             # The credentials had expired, and have been renewed since.
-            tried.has_retried_400 = True
+            budget.has_retried_400 = True
             failure = replace(failure, is_retryable=True, has_expired=True)
         if failure.kind is CredentialsError and not failure.is_retryable:
             with stage(WaitCause.CREDENTIALS):
@@ -358,10 +361,9 @@ class Requester:
         return failure
 
     async def _explain(self, call: Call, failure: Failure) -> Failure:
-        """Classify a failed attempt; where S3 gave no code, a LIST finds out.
+        """The failure, or what a LIST says of the credentials where S3 gave no code.
 
-        The answer to a HEAD has no body, so it has no code that says what is wrong
-        with the credentials; that to a LIST has.
+        The answer to a HEAD has no body, so it has no code.
         """
         is_due = trio.current_time() - self._last_explained >= EXPLAIN_EVERY_S
         if not failure.code and (failure.status == 400 or (failure.status == 403 and is_due)):
@@ -369,9 +371,9 @@ class Requester:
                 await self.attempt(list_call(call.key, "", "", 1))
             except AttemptError as error:
                 if error.failure.kind is CredentialsError:
-                    return classify(call.operation, error.failure)
+                    return replace(error.failure, region="")
             self._last_explained = trio.current_time()
-        return classify(call.operation, failure)
+        return failure
 
     def failed(self, call: Call, failure: Failure, *, may_be_done: bool = False) -> StoreError:
         """Make the error of a request that failed for good, which is counted and logged here."""
@@ -388,15 +390,10 @@ class Requester:
         return error
 
     def _note_unanswered(self, call: Call, failure: Failure | None = None) -> None:
-        """Report a change of which an attempt has failed with this, or was cancelled (None)."""
+        """Note a change of which an attempt has failed with this, or was cancelled (None)."""
         if call.operation in _WRITES and (failure is None or failure.status in _NO_ANSWERS):
-            self.on_unanswered(call.key)
-
-    def _note_retry(self, call: Call, failure: Failure) -> None:
-        self.counted["retries"] += not failure.region
-        # Throttling has a line a minute (rate.py).
-        level = logging.DEBUG if failure.kind is ThrottledError else logging.INFO
-        logger.log(level, "%s again: %s", call.operation, self._describe(call, failure))
+            for change in self.changes:
+                change.is_doubtful |= call.key in change.keys
 
     def _note_answer(self) -> None:
         self.last_answer, self._failing_since = trio.current_time(), math.inf
@@ -412,10 +409,7 @@ class Requester:
                 self._failing_since = min(self._failing_since, sent)
         if failure.has_expired:
             self.source.renew()
-        if failure.kind is CredentialsError:
-            self._refused.add(budget)
-        else:
-            self._refused.discard(budget)
+        (self._refused.add if failure.kind is CredentialsError else self._refused.discard)(budget)
         if failure.kind is ThrottledError:
             self.counted["throttled"] += 1
             self.connections.note_throttled()
@@ -425,27 +419,6 @@ class Requester:
 
     def _describe(self, call: Call, failure: Failure) -> str:
         return f"s3://{self.settings.bucket}/{call.key}: {failure.in_full}"
-
-
-class _Tried:
-    """The state of one request over its attempts."""
-
-    __slots__ = ("has_moved", "has_retried_400", "may_be_done")
-
-    def __init__(self) -> None:
-        self.has_moved = self.has_retried_400 = self.may_be_done = False
-
-
-def _noting(clock: RequestClock, progress: Progress | None) -> OnProgress | None:
-    """Tell both of a large answer's progress."""
-    if progress is None:
-        return None
-
-    def arrived(received: int, sums: Sums) -> None:
-        clock.first_byte()
-        progress.arrived(received, sums)
-
-    return arrived
 
 
 def _cause_of_pause(operation: str, failure: Failure) -> int:
@@ -483,7 +456,7 @@ def failure_of(
 ) -> Failure | None:
     """The failure that a completion stands for; None if S3 did what was requested.
 
-    `signed_offset_s` is that of the store's clock when the request was signed.
+    `signed_offset_s` is that of the store's clock at the signature.
 
     Raises:
         OSError: the local file of the sink or the body can't be used.
@@ -510,10 +483,9 @@ def _refusal(completion: Completion, access: Access, signed_offset_s: float) -> 
     failure = from_body(status, text, headers.get("x-amz-request-id", ""))
     region, origin = region_of(status, headers, text), access.address.origin
     if status in redirects.REDIRECTS and not redirects.is_aws(origin):
-        try:
-            redirects.check(headers.get("location"), origin, knows_region=bool(region))
-        except redirects.RedirectError as error:
-            return Failure(redirects.RedirectError, str(error), status)
+        where = redirects.complaint(headers.get("location"), origin, knows_region=bool(region))
+        if where is not None:
+            return Failure(StoreError, where, status)
     is_off = access.clock.corrects(status, failure.code, headers, signed_offset_s)
     if is_off and access.credentials is not None:
         return replace(failure, is_retryable=True)

@@ -1,9 +1,8 @@
 """Settings of requests to one bucket: where it is, who asks, and the objects that are made in it.
 
 An access point that is named by its ARN has a host name of its own, and requests are signed for
-its region (https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html). Its
-alias is used as a bucket's name. Directory buckets (S3 Express One Zone) are refused: their
-requests are signed with credentials of sessions (CreateSession), which nothing here makes.
+its region (https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html).
+Directory buckets (S3 Express One Zone) are refused: nothing here makes the sessions that they take.
 """
 
 from __future__ import annotations
@@ -94,22 +93,9 @@ class S3Settings:
     part_size: int = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class AccessPoint:
-    """The parts of `arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME`."""
-
-    partition: str
-    region: str
-    account: str
-    name: str
-
-    @classmethod
-    def parse(cls, bucket: str) -> AccessPoint | None:
-        """The access point that stands for a bucket; None if it is a bucket's name."""
-        if not bucket.startswith("arn:"):
-            return None
-        _, partition, _, region, account, resource = bucket.split(":", 5)
-        return cls(partition, region, account, resource.partition("/")[2])
+def access_point_region(bucket: str) -> str | None:
+    """The region in `arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME`; None for a bucket's name."""
+    return bucket.split(":")[3] if bucket.startswith("arn:") else None
 
 
 def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:

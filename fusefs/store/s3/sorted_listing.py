@@ -1,12 +1,11 @@
 """Listings that come in no order, listed whole and sorted here.
 
 All that reads listings relies on S3's order, that of the keys' bytes: a page goes on behind
-the last key of the one before. Some stores have no order (Storj, S3's directory buckets),
-SeaweedFS has that of path segments, and some know no key to start after. So a page that
-others follow, or that should follow another, is looked at. If it is in no order, its folder
-is listed to its end by continuation tokens, into a temporary SQLite database, which holds a
-few MiB in memory and the rest in a file without a name. Pages are read from there for a
-while; they tell when they were listed.
+the last key of the one before. Some stores have no order (Storj), SeaweedFS has that of path
+segments, and some know no key to start after. A folder with a page in no order is listed to its
+end by continuation tokens, into a temporary SQLite database, which holds a few MiB in memory and
+the rest in a file without a name. Pages are read from there for a while; they tell when they
+were listed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
@@ -62,22 +60,18 @@ class _WholeListing:
         self.listed_at = time.monotonic()
         self._unnamed = 0
         self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = OFF")
-        self._database.execute(f"PRAGMA cache_size = -{_MEMORY_KIB}")
-        self._database.execute(
+        self._database.executescript(
+            f"PRAGMA journal_mode = OFF; PRAGMA cache_size = -{_MEMORY_KIB};"
             "CREATE TABLE entries (key TEXT PRIMARY KEY, size INTEGER, etag TEXT,"
-            " mtime_ns INTEGER, storage_class TEXT) WITHOUT ROWID"
+            " mtime_ns INTEGER, storage_class TEXT) WITHOUT ROWID;"
         )
 
     def add(self, page: ListPage) -> bool:
         """Take a page in; False if it has nothing new. Blocks."""
-        rows: list[tuple[object, ...]] = [
-            (info.key, info.size, info.etag, info.mtime_ns, info.storage_class)
-            for info in page.objects
-        ]
-        rows += [(prefix, None, None, None, None) for prefix in page.prefixes]
-        self._database.execute("BEGIN")
+        rows: list[tuple[object, ...]] = [(prefix, *[None] * 4) for prefix in page.prefixes]
+        rows += [(o.key, o.size, o.etag, o.mtime_ns, o.storage_class) for o in page.objects]
         before = self._database.total_changes
+        self._database.execute("BEGIN")
         self._database.executemany("INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?)", rows)
         self._database.execute("COMMIT")
         self._unnamed += page.unnamed
@@ -91,14 +85,11 @@ class _WholeListing:
         ).fetchall()
         more = len(rows) > most
         del rows[most:]
-        return ListPage(
-            [ObjectInfo(*row) for row in rows if row[1] is not None],
-            [row[0] for row in rows if row[1] is None],
-            rows[-1][0] if more else None,
-            rows[-1][0] if rows else "",
-            self._unnamed,
-            self.listed_at,
-        )
+        last = rows[-1][0] if rows else ""
+        objects = [ObjectInfo(*row) for row in rows if row[1] is not None]
+        prefixes = [row[0] for row in rows if row[1] is None]
+        token = last if more else None
+        return ListPage(objects, prefixes, token, last, self._unnamed, self.listed_at)
 
 
 class SortedListings:
@@ -106,15 +97,15 @@ class SortedListings:
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
-        self._kept: OrderedDict[tuple[str, str], _WholeListing] = OrderedDict()
-        self._noted: OrderedDict[tuple[str, str], None] = OrderedDict()
+        # By folder and delimiter, in the order of their use: the latest with their listings.
+        self._known: dict[tuple[str, str], _WholeListing | None] = {}
         self._lock = trio.Lock()
         # How many folders were listed whole, each time counted.
         self.count = 0
 
     def has(self, prefix: str, delimiter: str) -> bool:
         """True if a folder is known to be listed in no order."""
-        return (_folder(prefix), delimiter) in self._noted
+        return (_folder(prefix), delimiter) in self._known
 
     async def page(self, prefix: str, delimiter: str, start_after: str, most: int) -> ListPage:
         """As `Store.list_page`; the first page is always new.
@@ -123,37 +114,23 @@ class SortedListings:
             StoreError: the bucket could not tell, or the local disk does not take the listing.
         """
         which = _folder(prefix), delimiter
-        found = self._kept.get(which)
-        if not start_after or found is None or time.monotonic() > found.listed_at + KEPT_S:
-            found = await self._list(*which)
+        found = self._known.get(which)
         try:
+            if not start_after or found is None or time.monotonic() > found.listed_at + KEPT_S:
+                async with self._lock:  # one after the other: each takes memory
+                    found = await self._listed_whole(*which)
             return await trio.to_thread.run_sync(found.page, prefix, start_after, most)
         except sqlite3.Error as error:
-            raise StoreError(f"a sorted listing can't be read: {error}") from error
+            raise StoreError(f"a listing can't be sorted on the local disk: {error}") from error
 
-    async def _list(self, folder: str, delimiter: str) -> _WholeListing:
-        if not self._noted:
+    async def _listed_whole(self, folder: str, delimiter: str) -> _WholeListing:
+        if not self._known:
             logger.warning(
                 "this store lists in no order: %r and other folders of more than a page are listed"
                 " whole, and sorted here",
                 folder,
             )
-        self._noted[folder, delimiter] = None
-        if len(self._noted) > MOST_NOTED:
-            self._noted.popitem(last=False)
-        try:
-            async with self._lock:  # one after the other: each takes memory
-                listing = await self._listed_whole(folder, delimiter)
-        except sqlite3.Error as error:
-            raise StoreError(f"a listing can't be sorted on the local disk: {error}") from error
-        self.count += 1
-        self._kept.pop((folder, delimiter), None)
-        self._kept[folder, delimiter] = listing
-        if len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
-        return listing
-
-    async def _listed_whole(self, folder: str, delimiter: str) -> _WholeListing:
+        self._remember((folder, delimiter), None)
         listing = _WholeListing()
         token: str | None = ""
         while token is not None:
@@ -162,9 +139,19 @@ class SortedListings:
             if page.next_token is not None and not is_new:
                 raise UnsupportedError("this server's listings come to no end")
             token = page.next_token
+        self.count += 1
+        self._remember((folder, delimiter), listing)
         return listing
+
+    def _remember(self, which: tuple[str, str], listing: _WholeListing | None) -> None:
+        self._known.pop(which, None)
+        self._known[which] = listing
+        for other in list(self._known)[:-MOST_KEPT]:
+            self._known[other] = None
+        if len(self._known) > MOST_NOTED:
+            del self._known[next(iter(self._known))]
 
 
 def _folder(prefix: str) -> str:
-    """The prefix to list for another one: directory buckets list folders' prefixes alone."""
+    """The prefix to list for another one, up to its last slash."""
     return prefix[: prefix.rfind("/") + 1]

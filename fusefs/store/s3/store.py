@@ -1,4 +1,4 @@
-"""One bucket over S3: the implementation of `fusefs.store.interface.Store`.
+"""One bucket over S3: the implementation of `fusefs.store.contract.Store`.
 
 Each verb has a module of its own, which describes its requests (address.py) and reads their
 answers. All of them are sent in one way (requester.py): they get a connection of the budget,
@@ -8,7 +8,7 @@ credentials, and the address where that is not plain (access.py).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,31 +17,16 @@ import trio
 
 from fusefs.store.engine.engine import Engine, open_engine
 from fusefs.store.errors import AccessDeniedError, AttemptError, CredentialsError, StoreError
-from fusefs.store.fencing import TokenSource
 from fusefs.store.http import redirects
-from fusefs.store.interface import (
-    PLAIN,
-    DeleteFailure,
-    ListPage,
-    ObjectInfo,
-    ObjectVersion,
-    PendingUpload,
-    Sink,
-    UnansweredChanges,
-    UploadState,
-    Urgency,
-    Write,
-    demanded,
-)
+from fusefs.store.interface import Condition, ListPage, ObjectInfo, UnansweredChanges
 from fusefs.store.s3 import copy as copying
 from fusefs.store.s3 import delete as deleting
 from fusefs.store.s3 import head as heading
 from fusefs.store.s3 import multipart
 from fusefs.store.s3 import put as putting
 from fusefs.store.s3.conditions import Fence
-from fusefs.store.s3.get import Getter
+from fusefs.store.s3.get import Described, Getter
 from fusefs.store.s3.list import list_call, page_of
-from fusefs.store.s3.multipart import S3Upload
 from fusefs.store.s3.requester import Requester
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
@@ -51,24 +36,36 @@ CHECK_TIME_S = 5.0
 
 
 class S3Store:
-    """A bucket; see `fusefs.store.interface.Store` for the contract."""
+    """A bucket; see `fusefs.store.contract.Store` for the contract."""
 
     def __init__(
         self,
         settings: S3Settings,
         engine: Engine,
         requests: S3Requests = S3_REQUESTS,
+        described: Described = lambda _info: None,
     ) -> None:
-        """`requests` counts those that are sent; `open_store` makes stores with their engine."""
+        """`requests` counts those that are sent."""
         self.settings = settings
-        self.requester = Requester(settings, engine, requests)
-        self.tokens = TokenSource()
+        self.requester = requester = Requester(settings, engine, requests)
         self.unanswered = UnansweredChanges()
-        self.fence = Fence(self.requester)
+        self.fence = fence = Fence(requester)
+        self.tokens = fence.tokens
         # Whether `check` found nothing.
         self.is_prefix_empty = False
-        self.sorted_listings = SortedListings(self._list_from)
-        self.getter = Getter(self.requester)
+        self.sorted_listings = SortedListings(partial(self._page, max_keys=1000))
+        self.getter = Getter(requester, described)
+        self.download = self.getter.download
+        self.put_file = partial(putting.put_file, fence)
+        self.begin_upload = partial(multipart.begin, fence)
+        self.resume_upload = partial(multipart.resume, fence)
+        self.abort_upload = partial(multipart.abort, requester)
+        self.list_uploads = partial(multipart.pending, requester)
+        self.copy = partial(copying.copy, fence)
+        self.delete = partial(deleting.delete, fence)
+        self.delete_many = partial(deleting.delete_many, fence)
+        self.hurry = requester.reprioritize
+        self.counters = requester.counters
 
     @property
     def principal(self) -> str:
@@ -81,12 +78,6 @@ class S3Store:
         """The time at which S3 last fulfilled a request, in trio's seconds."""
         return self.requester.last_answer
 
-    def hurry(self) -> None:
-        self.requester.reprioritize()
-
-    def counters(self) -> dict[str, int]:
-        return self.requester.counters()
-
     async def check(self, prefix: str) -> None:
         """See whether the bucket can be listed.
 
@@ -95,7 +86,7 @@ class S3Store:
         """
         where = f"s3://{self.settings.bucket}/{prefix}"
         try:
-            page = await self._page(prefix, "/", "", 1, retry_time_s=CHECK_TIME_S)
+            page = await self._page(prefix, "/", "", max_keys=1, retry_time_s=CHECK_TIME_S)
         except StoreError as error:
             raise type(error)(self._in_full(f"can't read {where}", error)) from error
         self.is_prefix_empty = not (page.objects or page.prefixes)
@@ -149,84 +140,46 @@ class S3Store:
     ) -> ListPage:
         is_whole = max_keys >= 1000
         if not (is_whole and sorts and self.sorted_listings.has(prefix, delimiter)):
-            page = await self._page(prefix, delimiter, start_after, max_keys)
+            page = await self._page(
+                prefix, delimiter, "", start_after=start_after, max_keys=max_keys
+            )
             if not is_whole or is_in_order(page, delimiter, start_after):
                 return page
             if not sorts:
                 return replace(page, is_ordered=False)
         return await self.sorted_listings.page(prefix, delimiter, start_after, max_keys)
 
-    async def _list_from(self, prefix: str, delimiter: str, token: str) -> ListPage:
-        return await self._page(prefix, delimiter, "", 1000, token)
-
     async def _page(
         self,
         prefix: str,
         delimiter: str,
-        start_after: str,
-        max_keys: int,
-        token: str = "",
+        token: str,
         *,
+        start_after: str = "",
+        max_keys: int,
         retry_time_s: float | None = None,
     ) -> ListPage:
         """Return one page as S3 lists it."""
         call = list_call(prefix, delimiter, start_after, max_keys, token)
-        return await self.requester.send(
-            call, partial(page_of, prefix=prefix), retry_time_s=retry_time_s
-        )
+        accept = partial(page_of, prefix=prefix)
+        return await self.requester.send(call, accept, retry_time_s=retry_time_s)
 
     async def head(self, key: str) -> ObjectInfo:
         return (await heading.head(self.requester, key))[0]
 
-    async def download(
-        self,
-        version: ObjectVersion,
-        start: int,
-        stop: int,
-        sink: Sink,
-        *,
-        priority: Urgency = demanded,
-    ) -> None:
-        await self.getter.download(version, start, stop, sink, priority)
-
-    async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
-        send = putting.put if size <= self.settings.part_size else multipart.put
-        write = write.with_token(self.tokens)
-        return await send(self.fence, key, fd, size, write)
-
-    async def begin_upload(self, key: str, write: Write = PLAIN) -> S3Upload:
-        write = write.with_token(self.tokens)
-        return await multipart.begin(self.fence, key, write)
-
-    async def resume_upload(self, state: UploadState) -> S3Upload:
-        return await multipart.resume(self.fence, state)
-
-    async def abort_upload(self, key: str, upload_id: str) -> None:
-        await multipart.abort(self.requester, key, upload_id)
-
-    async def list_uploads(self, prefix: str) -> list[PendingUpload]:
-        return await multipart.pending(self.requester, prefix)
-
-    async def copy(
-        self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
+    async def complete(
+        self, upload: multipart.Upload, size: int, condition: Condition = None
     ) -> ObjectInfo:
-        write = write.with_token(self.tokens)
-        return await copying.copy(self.fence, source, key, write)
-
-    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-        await deleting.delete(self.fence, key, etag, adopts=adopts)
-
-    async def delete_many(
-        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
-    ) -> list[DeleteFailure]:
-        return await deleting.delete_many(self.fence, keys, etags or {})
+        return await upload.complete(size, condition)
 
 
 @asynccontextmanager
-async def open_store(settings: S3Settings) -> AsyncIterator[S3Store]:
+async def open_store(
+    settings: S3Settings, described: Described = lambda _info: None
+) -> AsyncIterator[S3Store]:
     """Hand out a store with an engine of its own, whose tasks end with the block.
 
     An exception of the block is raised as it is.
     """
     async with open_engine(settings.max_connections) as engine:
-        yield S3Store(settings, engine)
+        yield S3Store(settings, engine, described=described)

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fusefs.store.checksum import mismatch
+from fusefs.store.contract import Store
 from fusefs.store.errors import StaleVersionError, UnreachableError
-from fusefs.store.interface import ObjectInfo, Store
+from fusefs.store.interface import ObjectInfo
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3

@@ -8,7 +8,7 @@ from csi.controller.bucket_client import Bucket as CsiBucket
 from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
-from fusefs.store.http.proxies import Proxies, ProxyError, shown
+from fusefs.store.http.proxies import ProxyError, choose, shown
 from fusefs.store.s3.access import Access
 from fusefs.store.s3.get import SMALL
 from fusefs.store.s3.settings import S3Settings
@@ -54,7 +54,7 @@ def proxy() -> Iterator[ForwardProxy]:
 def test_the_proxy_is_that_of_the_scheme_or_of_all(
     url: str, environment: dict[str, str], chosen: str | None
 ) -> None:
-    assert Proxies.of(environment).choose(url) == chosen
+    assert choose(url, environment) == chosen
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_the_proxy_is_that_of_the_scheme_or_of_all(
 def test_what_no_proxy_names_is_reached_without(
     excluded: str, url: str, *, is_excluded: bool
 ) -> None:
-    proxies = Proxies.of({"ALL_PROXY": PROXY, "NO_PROXY": excluded})
-    assert proxies.choose(url) == (None if is_excluded else PROXY)
+    environment = {"ALL_PROXY": PROXY, "NO_PROXY": excluded}
+    assert choose(url, environment) == (None if is_excluded else PROXY)
 
 
 def test_no_proxy_may_name_a_bucket_s_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +107,8 @@ def test_no_proxy_may_name_a_bucket_s_own_host(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("proxy", ["socks5h://u:word@host:1080", "http://", "http://host:port"])
 def test_a_proxy_that_nothing_can_use_is_refused_without_its_password(proxy: str) -> None:
-    proxies = Proxies.of({"ALL_PROXY": proxy})
     with pytest.raises(ProxyError) as raised:
-        proxies.choose("https://s3.example.org")
+        choose("https://s3.example.org", {"ALL_PROXY": proxy})
     assert "word" not in str(raised.value)
     assert shown("http://user:word@host:1") == "http://host:1"
 

@@ -145,10 +145,10 @@ def test_a_file_has_32_bytes_or_their_base64(tmp_path: Path, content: bytes, is_
     path = tmp_path / "key"
     path.write_bytes(content)
     if is_key:
-        assert customer_key.read(path) == KEY
+        assert customer_key.find(path) == KEY
     else:
         with pytest.raises(CustomerKeyError, match="is no key"):
-            customer_key.read(path)
+            customer_key.find(path)
 
 
 def test_a_mount_and_its_next_daemon_have_the_key_of_a_file_of_their_owner(

@@ -12,7 +12,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnsupportedError,
 )
-from fusefs.store.interface import IF_ABSENT
+from fusefs.store.interface import IF_ABSENT, UploadLog
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -245,7 +245,7 @@ async def test_many_deletes_that_fail_together_are_reported_one_by_one(
     assert all(isinstance(failure.error, ThrottledError) for failure in failures)
 
 
-class Log:
+class Log(UploadLog):
     """What is on record of the uploads that a store makes by itself."""
 
     def __init__(self) -> None:
@@ -273,12 +273,12 @@ async def test_an_upload_of_the_stores_own_is_on_record_until_nothing_is_left_of
     if outcome == "left":
         faulty.add("ABORT", code="AccessDenied")
     async with opened(bucket, faulty.endpoint_url) as store:
-        log = store.requester.upload_log = Log()
+        file, log = make_file(2 * PART), Log()
         if outcome == "done":
-            await put(store, "file", make_file(2 * PART))
+            await store.put_file("file", file.fd, file.size, log=log)
         else:
             with pytest.raises(AccessDeniedError):
-                await put(store, "file", make_file(2 * PART))
+                await store.put_file("file", file.fd, file.size, log=log)
         [upload_id] = log.begun_ids
         assert log.open == ({upload_id} if outcome == "left" else set())
         assert log.left == ([("file", upload_id)] if outcome == "left" else [])

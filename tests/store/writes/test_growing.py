@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from fusefs.store.errors import NotFoundError, StoreError
-from fusefs.store.interface import Upload
+from fusefs.store.s3.multipart import Upload
 from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import LocalFile, MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored

@@ -12,10 +12,10 @@ from fusefs.store.interface import (
     Condition,
     IfMatch,
     ObjectInfo,
-    Upload,
     UploadState,
     Write,
 )
+from fusefs.store.s3.multipart import Upload
 from tests.support.machine.local_file import LocalFile, MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3

@@ -32,6 +32,7 @@ from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore.from_journal import restore
 from fusefs.posix.types import Caller, NameKind
+from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.rules import WriteRules, Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.patterns import PathRules
@@ -289,7 +290,8 @@ class MortalMount:
             pass
 
         own = Staging(staging, "test", cache=cache)
-        return Writing(own, renames, nursery, rules, make_room)
+        aborts = PendingAborts(staging, nursery, self.store)
+        return Writing(own, renames, nursery, rules, make_room, aborts)
 
 
 def close_all(directory: Path) -> None:

@@ -22,8 +22,9 @@ from tests.support.survival.mortal_mount import DiedError, MortalMount
 class Bucket(MemoryStore):
     """A bucket without conditions."""
 
-    requester = SimpleNamespace(on_unanswered=None)
+    requester = SimpleNamespace(changes=set())
     fence = SimpleNamespace(relies_on=lambda *_: False)
+    begin_upload = resume_upload = None
 
 
 @pytest.fixture
