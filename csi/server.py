@@ -11,6 +11,7 @@ never behind what waits.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -97,7 +98,9 @@ class Server:
             OSError: the socket cannot be made.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_socket(self.path)
+        with contextlib.suppress(FileNotFoundError):  # of an earlier server; only ever a socket
+            if stat.S_ISSOCK(self.path.lstat().st_mode):
+                self.path.unlink()
         # Only the sidecars, which have this group, may call.
         before = os.umask(0o007)
         try:
@@ -145,15 +148,6 @@ def socket_path(endpoint: str) -> Path:
     if len(os.fsencode(text)) > 107:
         raise InvalidArgumentError(f"{endpoint}: over 107 bytes, which is too long for a socket")
     return Path(text)
-
-
-def _remove_socket(path: Path) -> None:
-    """Remove what an earlier server left; only ever a socket."""
-    try:
-        if stat.S_ISSOCK(path.lstat().st_mode):
-            path.unlink()
-    except FileNotFoundError:
-        pass
 
 
 def _add(service: Service, server: grpc.Server) -> None:

@@ -71,7 +71,13 @@ def fork(
         Path("/proc/self/comm").write_text(NAME)
         become_in_place(credentials)
         forbid_inspection()  # a change of the user may have allowed it
-        _take_environment(environment)
+        with open(environment, "rb") as file:
+            given = dict(json.load(file))
+        os.environ.update(
+            (name, text)
+            for name, text in given.items()
+            if name.startswith(supervisor_protocol.INHERITED)
+        )
         os.environ[protocol.ENVIRONMENT] = str(channel)
         os.environ[supervisor_protocol.ENVIRONMENT] = str(supervisor)
         sys.stdin = os.fdopen(0)
@@ -82,11 +88,3 @@ def fork(
         traceback.print_exc()
     finally:
         os._exit(status)
-
-
-def _take_environment(fd: int) -> None:
-    with open(fd, "rb") as file:
-        given = dict(json.load(file))
-    for name, text in given.items():
-        if name.startswith(supervisor_protocol.INHERITED):
-            os.environ[name] = text

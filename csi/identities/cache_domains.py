@@ -152,10 +152,6 @@ class CacheDomains:
         with self._locked():
             yield
 
-    def is_unchanged(self, domain: UnusedDomain) -> bool:
-        """True if no mount has used a domain since `unused` returned it."""
-        return domain.directory.lstat().st_mtime_ns == domain.mtime_ns
-
     def set_aside(self, domain: UnusedDomain, *, keeps_state: bool = False) -> Path:
         """Rename a domain's directory so that no mount finds it. Only within `alone`.
 

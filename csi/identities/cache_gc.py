@@ -92,8 +92,9 @@ class CacheCollector(threading.Thread):
 
     def _remove_unused(self, domain: UnusedDomain) -> None:
         with self._domains.alone():
-            # A mount may have claimed the domain since.
-            if domain.name in self._domains.in_use() or not self._domains.is_unchanged(domain):
+            # A mount may have claimed the domain since, and ended again.
+            is_unchanged = domain.directory.lstat().st_mtime_ns == domain.mtime_ns
+            if domain.name in self._domains.in_use() or not is_unchanged:
                 return
             if _has_mounts(domain.directory):
                 log.warning("%s stays: something is mounted there", domain.directory)

@@ -60,7 +60,7 @@ from csi.node.mounts import Mounts
 from csi.node.pod_records import PodRecord, PodRecords
 from csi.node.publish_request import PublishRequest, read_request, target_of
 from csi.node.reconciler import Reconciler
-from csi.node.stats import Stats
+from csi.node.stats import usage_of
 from csi.node.warmup import Warmups
 from csi.server import end_of
 from csi.volume.location import Location, location_of
@@ -147,7 +147,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             FdStoreClient(configuration.supervisor.socket),
             Daemons(configuration.supervisor, configuration.node_id),
         )
-        self._stats = Stats(self._mounts)
         self._pods = PodRecords(state / POD_RECORDS)
         self._drains = Drains(self._mounts)
         self._claims = Claims()
@@ -437,7 +436,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         for record in records:
             is_used = self._mounts.references(record.key, MountTable())
             if not is_used and not self._warmups.is_awaited(record.key):
-                self._stats.forget(record.key)
                 if self._drains.end(record, ends):
                     self._warmups.forget(record.key)
                 else:
@@ -477,7 +475,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         record = self._mounts.behind(top, table) if top is not None else None
         if record is None or record.volume_id != request.volume_id:
             raise VolumeNotFoundError(f"volume {request.volume_id} is not at {path}")
-        return self._stats.of(record)
+        return usage_of(self._mounts, record)
 
     def NodeGetInfo(
         self, request: csi_pb2.NodeGetInfoRequest, context: grpc.ServicerContext

@@ -146,8 +146,13 @@ class Warmups:
             known = self._files.read(name)
             if known is None or str(target) not in known.waiting:
                 continue
+
+            def without(known: _Record) -> _Record:
+                others = {path: at for path, at in known.waiting.items() if path != str(target)}
+                return replace(known, waiting=others)
+
             try:
-                self._change(name, lambda known: _without(known, target))
+                self._change(name, without)
             except OSError as error:
                 log.warning("%s stays on record as waiting: %s", target, error)
 
@@ -170,11 +175,6 @@ class Warmups:
 def _name(key: str, warm: WarmOption) -> str:
     """The name of the record of a mount's warm-up, or of that of a part."""
     return key if warm.part is None else f"{key}.{warm.part}"
-
-
-def _without(known: _Record, target: Path) -> _Record:
-    waiting = {path: since for path, since in known.waiting.items() if path != str(target)}
-    return replace(known, waiting=waiting)
 
 
 def _describe(jobs: list[Message]) -> str:

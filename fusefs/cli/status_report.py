@@ -32,7 +32,7 @@ def render(status: Status) -> str:
     for label, section, describe in (
         ("session", status, _session),
         ("cache", status.get("cache"), _cache),
-        ("pinned", (status.get("pins") or {}).get("paths") and status["pins"], _pins),
+        ("pinned", (status.get("pins") or {}).get("paths"), lambda paths: _count(paths, "path")),
         ("hits", status.get("cache"), _hits),
         ("cluster", status.get("cluster_cache"), cluster_cache),
         ("checksums", status.get("integrity"), _integrity),
@@ -102,10 +102,6 @@ def _cache(cache: Status) -> str:
     text = f"{used}{of_limit} in {_count(cache.get('files', 0), 'file')}"
     evicted = cache.get("evicted_files", 0)
     return f"{text}, {evicted:,} evicted, {cache.get('directory', '?')}"
-
-
-def _pins(pins: Status) -> str:
-    return _count(pins["paths"], "path")
 
 
 def _hits(cache: Status) -> str:

@@ -46,10 +46,6 @@ SMALL = 257 << 10
 _TOO_SLOW = Failure(UnreachableError, "it takes too long")
 
 
-def _prefetch() -> Priority:
-    return Priority.PREFETCH
-
-
 @contextmanager
 def _renewing(requester: Requester) -> Iterator[None]:
     """Have the next request look for other credentials where these are refused."""
@@ -215,7 +211,7 @@ class BlockBucket:
         with trio.move_on_after(PUT_LIMIT_S), _renewing(self._puts):
             while True:
                 try:
-                    await self._puts.attempt(call, _prefetch)
+                    await self._puts.attempt(call, lambda: Priority.PREFETCH)
                     return True
                 except AttemptError as error:
                     if headers and error.failure.status == 412:

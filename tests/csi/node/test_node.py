@@ -346,9 +346,7 @@ def test_what_is_not_published_is_unpublished(node: Node) -> None:
             node.stats("volume", path)
 
 
-def test_a_volumes_numbers_come_from_its_daemon_or_are_the_last_ones(
-    node: Node, data: Bucket
-) -> None:
+def test_a_volumes_numbers_come_from_its_daemon(node: Node, data: Bucket) -> None:
     target = node.target("pod")
     node.publish("counted", target, bucket=data.name, prefix="a")
     (target / "hello").read_bytes()
@@ -358,7 +356,8 @@ def test_a_volumes_numbers_come_from_its_daemon_or_are_the_last_ones(
     assert {one.total for one in answer.usage} == {one.available for one in answer.usage} == {2**60}
     os.kill(daemon := node.daemons()[0], signal.SIGSTOP)
     try:
-        assert node.stats("counted", target).usage[0].used == answer.usage[0].used
+        with refused(Code.UNAVAILABLE, "does not tell its usage"):
+            node.stats("counted", target)
     finally:
         os.kill(daemon, signal.SIGCONT)
     for volume, path in (("counted", node.target("other")), ("other", target)):

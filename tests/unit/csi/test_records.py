@@ -16,13 +16,13 @@ import pytest
 
 from csi import main
 from csi.controller.volume_record import FOLDER, VolumeRecord, VolumeRecords
-from csi.errors import event_text
+from csi.errors import UnavailableError, event_text
 from csi.node import config, drain, listing, record_files, warmup
 from csi.node.config import MOUNT_RECORDS
 from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.pod_records import PodRecord, PodRecords
-from csi.node.stats import Stats
+from csi.node.stats import usage_of
 from csi.node.warmup import Warmups
 from csi.volume.options import WarmOption
 from fusefs.settings.mount import MountSettings
@@ -262,14 +262,13 @@ def test_a_daemon_without_a_status_keeps_no_other_volume_from_the_list(
     assert [row["pending_files"] for row in rows] == [1, None]
 
 
-@pytest.mark.parametrize("answer", [{}, {"bytes": -1, "files": 0}, {"bytes": 7, "files": 10**30}])
-def test_the_last_usage_counts_where_a_daemon_answers_none(answer: dict[str, Any]) -> None:
-    answers = [{"bytes": 5, "files": 6}, answer]
-    mounts: Any = SimpleNamespace(ask=lambda _record, command: answers.pop(0))
-    stats = Stats(mounts)
-    for _ in range(2):
-        usage = stats.of(record_of("key")).usage
-        assert [each.used for each in usage] == [5, 6]
+@pytest.mark.parametrize(
+    "answer", [None, {}, {"bytes": -1, "files": 0}, {"bytes": 7, "files": 10**30}]
+)
+def test_the_usage_is_not_told_where_a_daemon_answers_none(answer: dict[str, Any] | None) -> None:
+    mounts: Any = SimpleNamespace(ask=lambda _record, command: answer)
+    with pytest.raises(UnavailableError, match="does not tell its usage"):
+        usage_of(mounts, record_of("key"))
 
 
 @pytest.mark.parametrize("value", ["x", "ü", "€", "😀"])
