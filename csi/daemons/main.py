@@ -1,16 +1,13 @@
 """`fusefs-csi daemons`: where the daemons of the node's mounts run, without privilege.
 
-`fusefs-csi node` mounts and has the keepers; the daemons are in a container, and a
-pod, of their own, so that each side may die or be replaced without the other. They
-are started here (supervisor.py), as the users of their identities. The same process is
-the descriptor store (fd_store.py) and has copies of the mounts' /dev/fuse descriptors.
-Each keeper and each daemon has one as well, so a mount lives while any of the three does.
+`fusefs-csi node` mounts and has the keepers; the daemons are started here (supervisor.py), in a
+pod of their own, so that each side may die or be replaced without the other. The same process is
+the descriptor store (fd_store.py): a mount lives while it, the keeper or the daemon has its
+/dev/fuse.
 
-A process that starts beside an earlier one takes over: first the descriptors, then
-the socket, then the daemons (migration.py), and is ready when all of them have
-moved. The earlier process, when it gets SIGTERM, ends after its last daemon; it
-waits without a limit, as kubelet has one. If the new process ends instead, the
-earlier one comes back. With `--successor=after` the next process starts when this
+A process that starts beside an earlier one takes over descriptors, the socket and the daemons
+(migration.py), and is ready then. The earlier one, at SIGTERM, ends after its last daemon; if the
+new one ends instead, it comes back. With `--successor=after` the next process starts when this
 one has ended, and finds the mounts through their keepers.
 """
 

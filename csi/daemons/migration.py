@@ -1,14 +1,10 @@
 """Moves a node's mounts from one `fusefs-csi daemons` to the next, as `fusefs upgrade` does.
 
-Each keeper moves its own mount: it starts a new daemon, under the new supervisor,
-lets the old daemon finish what it has begun, and has the new one take over. If a step
-before that fails, the old daemon goes on serving, and the move is tried again.
-
-If the new daemon of a mount cannot begin for long, the old one is killed, and
-replaced as after any death. So a volume whose bucket refuses the new daemon does not
-hold a node's roll-out up. A mount does not move at all if the new daemon cannot read
-the old one's state, as after a roll-back over too many versions, or if the kernel
-could not send requests again.
+Each keeper moves its own mount: it starts a new daemon, under the new supervisor, lets the old
+one finish what it has begun, and has the new one take over. If that fails, the old daemon goes
+on, and the move is tried again. If the new daemon cannot begin for long, the old one is killed
+and replaced as after any death: one volume does not hold a roll-out up. A mount does not move at
+all if the new daemon cannot read the old one's state, or the kernel could not send requests again.
 """
 
 from __future__ import annotations

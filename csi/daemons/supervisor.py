@@ -1,14 +1,11 @@
 """Starts the daemons of a node's mounts for their keepers, watches them, and holds descriptors.
 
-The keepers are in another container, which is privileged; this process is not,
-but for setting its children's users. Keepers send their requests over a named
-socket (fusefs/keeper/supervisor_protocol.py has the messages). A daemon gets what it
-works with, /dev/fuse above all, through the socket to its keeper. A daemon whose
-keeper is gone goes on, and is given to the next keeper that adopts it.
-
-They are forked from this process (forking.py). They end themselves when it is gone, and the
-kernel ends them before it where memory is short. This process reads nothing from them, as they
-may be hostile.
+The keepers are in another container, which is privileged; this process is not, but for setting
+its children's users. They send their requests over a named socket
+(fusefs/keeper/supervisor_protocol.py). A daemon gets what it works with, /dev/fuse above all,
+through the socket to its keeper; one whose keeper is gone goes on, and is given to the next that
+adopts it. Daemons are forked from this process (forking.py), and end when it is gone. It reads
+nothing from them, as they may be hostile.
 """
 
 from __future__ import annotations

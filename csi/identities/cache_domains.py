@@ -1,17 +1,13 @@
 """Cache domains: the user and the cache directory that mounts of one identity share.
 
-A domain stands for a store, a bucket and an identity; which one a volume's mount
-uses, `NodeService._plan` decides (csi/node/service.py). Its daemons run as one uid, which
-no other domain has, and share one cache directory with mode 0700, owned by that uid. The
-directory's owner is the record of the uid, so the record cannot be lost without the cache
-that it protects. Mounts may outlive it, as when the node gets another disk for its caches:
-no domain gets the uid that another's mounts have.
+A domain stands for a store, a bucket and an identity. Its daemons run as one uid, which no other
+domain has, and share one cache directory with mode 0700, owned by that uid: the owner is the
+record of the uid, which so cannot be lost without the cache that it protects. Mounts may outlive
+it, as when the node gets another disk for its caches. A domain that no mount uses may be set
+aside (see `cache_gc`): its uid is reused only after the last of its files is gone.
 
-A domain that no mount uses may be set aside (see `cache_gc`): its uid is reused only
-after the last of its files is gone.
-
-A keyed hash names a domain, so its name, which mountinfo shows, reveals nothing of the
-keys. The hash's key lies beside the directories, so names survive a reboot.
+A keyed hash names a domain, so its name, which mountinfo shows, reveals nothing of the keys. The
+hash's key lies beside the directories, so names survive a reboot.
 """
 
 from __future__ import annotations

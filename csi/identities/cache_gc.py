@@ -1,17 +1,13 @@
 """Removes the caches of identities that no pod on the node has any more.
 
-Rotated keys, deleted volumes and pods that moved leave the caches of their domains
-behind. A cache that no mount has used for `KEEP_S` is removed; if the disk lacks free
-space or inodes, or uids run out, sooner, the longest unused first. The modification
-time of a domain's directory is the time of its last use.
+A cache that no mount has used for `KEEP_S` is removed; if the disk lacks free space or inodes, or
+uids run out, sooner, the longest unused first. The modification time of a domain's directory is
+the time of its last use. Files that were never uploaded are logged once and stay, with their uid:
+the next mount of the volume uploads them.
 
-Files that were never uploaded are not removed: they are logged once and stay, with
-their uid. The next mount of the volume uploads them.
-
-A cache is first renamed, or moved out of its directory, so that no mount finds it, and
-then removed by a process of its own user, which can access nothing else
-(fusefs/cache/purge.py). No mount waits for that. A removal that was
-killed halfway goes on in the next round. A directory with a mount in it is not touched.
+A cache is first renamed, or moved out of its directory, so that no mount finds it or waits for
+it, and then removed by a process of its own user, which can access nothing else
+(fusefs/cache/purge.py). A removal that was killed halfway goes on in the next round.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Cluster caches: which domain's volumes read through which store near the nodes.
 
-A cluster cache is a bucket of blocks that the volumes of one cache domain share on all
-nodes. Whoever may write its blocks decides what readers get, and whoever has the domain's
-key can forge them. So the administrator of the nodes maps domains to cluster caches in a
-file, and a volume names its domain and nothing more (`cacheDomain`; options.py). The file
-is TOML:
+Whoever may write a cluster cache's blocks decides what readers get, and whoever has the domain's
+key can forge them. So the administrator of the nodes maps domains to cluster caches in a TOML
+file, and a volume names its domain and nothing more (`cacheDomain`; options.py):
 
     [cluster-caches.training]
     url = "s3://fusefs-cache/training"
@@ -12,12 +10,9 @@ is TOML:
     credentials-file = "/etc/fusefs-csi-cluster-caches/training/credentials"
     key-file = "/etc/fusefs-csi-cluster-caches/training/key"
 
-`"*"` in place of a domain's name is for the volumes that name none; inline volumes, which
-any author of a pod can write, never use it.
-
-The secrets are read each time that a mount is planned, because a mounted Secret changes
-under its path. Each mount has a copy beside its credentials (credentials.py): it resumes
-with what it began with, also when its domain has left the file.
+`"*"` in place of a domain's name is for the volumes that name none, but inline ones. The secrets
+are read each time that a mount is planned, because a mounted Secret changes under its path. Each
+mount keeps a copy of what it began with (credentials.py).
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
 """The identity that a volume is read with, and its credentials for the mount's daemon.
 
-There are five identities, chosen in this order: the access keys of the volume's
-Secret; the role that `roleArn` names, which the pod's own service account assumes;
-the role that EKS Pod Identity associates with that account (`podIdentity`);
-anonymous; and the driver's own, which is for volumes of administrators and never
-for inline ones, which any author of a pod can write.
+There are five, chosen in this order: the access keys of the volume's Secret; the role that
+`roleArn` names, which the pod's own service account assumes; the role that EKS Pod Identity
+associates with that account (`podIdentity`); anonymous; and the driver's own, which is never for
+inline volumes, since any author of a pod can write these.
 
-What is secret goes into files of each mount, on tmpfs, 0600 and the daemon's
-user's own, in a directory that is root's. Its environment names the files and
-no more. botocore, in the daemon, reads keys from it, and exchanges a token
-(AssumeRoleWithWebIdentity at the store's STS, or at the node's Pod Identity
-agent) again before what it got for it expires; requests wait meanwhile. Kubelet
-publishes each volume again every minute or so, and the file is replaced then:
-rotated keys and fresh tokens need nothing else.
+What is secret goes into files of each mount, on tmpfs, 0600 and the daemon's user's own, in a
+directory that is root's; the daemon's environment names the files and no more. botocore, in the
+daemon, reads them again before what it got for them expires. Kubelet publishes each volume every
+minute or so, and the files are replaced then: rotated keys and fresh tokens need nothing else.
 
-A Secret's key of SSE-C is a part of the identity: what was encrypted with it is in a cache
-of those that have it. A mount keeps the key that it began with, since another key is another
-mount's, and it has a file beside the others.
+A Secret's key of SSE-C is a part of the identity: another key is another mount's, with a cache of
+its own.
 """
 
 from __future__ import annotations

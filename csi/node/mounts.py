@@ -1,17 +1,13 @@
 """The mounts behind the volumes: one for each key, made once and bound to many target paths.
 
-Pods of a node that use a volume in the same way, as the same identity, share one mount
-of fusefs. The number of its uses is read from mountinfo and stored nowhere else: all
-mounts of its file system but its own root.
+Pods of a node that use a volume in the same way, as the same identity, share one mount. Its uses
+are read from mountinfo: all mounts of its file system but its own root.
 
-A mount is *alive* while its keeper or its daemon holds its connection, as their sockets
-show; the mount itself is never touched. A dead mount is unmounted from its root and made
-anew; its bind mounts stay below the new ones (see `service`), because a running container
-sees only what is mounted on top.
-
-A mount that no keeper and no daemon holds, but the descriptor store does, is resumed, and
-never replaced while that may still succeed. Where it can't be resumed for `RESUME_S`, the
-descriptor store drops it, so that programs get an error, and then it is dead.
+A mount is *alive* while its keeper or its daemon holds its connection, as their sockets show; the
+mount itself is never touched. A dead mount is unmounted from its root and made anew; its bind
+mounts stay below the new ones (see `service`). A mount that only the descriptor store holds is
+resumed, and never replaced while that may still succeed. Where it can't be resumed for
+`RESUME_S`, the store drops it, so that programs get an error, and then it is dead.
 """
 
 from __future__ import annotations

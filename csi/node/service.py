@@ -1,17 +1,13 @@
 """The Node service: publishes a volume at a path for kubelet, and unpublishes it.
 
-There is no staging: the pod's identity, fresh tokens and fsGroup come with
-publish alone. Publishing finds or makes the mount for the volume (see `mounts`)
-and binds it to the target path; which mount, and whose cache it uses, `_plan`
-decides from the identity and the volume's `cacheDomain`, as it does which cluster cache the
-mount has. Kubelet publishes every
-minute or so what is published already, to bring fresh credentials; such a call only
-stores them. A dead mount it replaces by a new one on top: running containers see only
-mounts that are stacked.
+There is no staging: the pod's identity, fresh tokens and fsGroup come with publish alone.
+Publishing finds or makes the mount for the volume (see `mounts`) and binds it to the target path;
+`_plan` decides which mount, cache and cluster cache. Kubelet publishes every minute or so what is
+published already, to bring fresh credentials; such a call only stores them. A dead mount it
+replaces by a new one on top: running containers see only mounts that are stacked.
 
-The state of a volume is what mountinfo and its mount records say. Each call
-starts from there and can be cut off anywhere: the next one, or the reconciler,
-goes on. No call touches a mount, at its root or below it.
+The state of a volume is what mountinfo and its mount records say. Each call starts from there and
+can be cut off anywhere: the next one, or the reconciler, goes on. No call touches a mount.
 """
 
 from __future__ import annotations

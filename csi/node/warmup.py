@@ -1,19 +1,15 @@
 """Warms volumes: fetches them into the node's cache before, or while, their pods start.
 
-The mount's daemon does the work (`fusefs warm`), at a request on its socket. A pod that
-waits for it is published in several calls: each call waits until its deadline and is then
-aborted with the progress; the next call goes on. Meanwhile the mount is kept although no
-target is bound to it. When `warmTimeout` is over, the pod starts and the warming goes on.
+The mount's daemon does the work (`fusefs warm`), at a request on its socket, which is the
+driver's alone: a pod's author says what to fetch in the volume's attributes. A pod that waits for
+it is published in several calls: each waits until its deadline and is then aborted with the
+progress; the next call goes on. Meanwhile the mount is kept although no target is bound to it.
+When `warmTimeout` is over, the pod starts and the warming goes on.
 
 A mount is warmed once, however many pods use it; where each pod has a part of it fetched
 (`warmShards`), each part once. The beginning and the waiting targets are on record beside the
 mounts' records, so a restarted driver goes on counting. Times are of the monotonic clock,
 which all processes of a boot share.
-
-A pod itself starts nothing: its mount is shared with the node's other pods of the volume, and
-the daemon's socket, which may cancel and evict, is the driver's. What a pod's author may say is
-in the volume's attributes, and costs others no more than reading the volume does: fetching comes
-after what pods read, and evicts nothing that was used since it began.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """The options for a volume's mounts, from its attributes and mount options.
 
-Both take the settings of `fusefs mount` that a user of a node may choose, under
-the setting's own name (`cache-size`) or, as Kubernetes spells, `cacheSize`.
-Attributes also say who reads (`roleArn`, `podIdentity`, `anonymous`, `cacheDomain`), how its end
-is dealt with (`drainTimeout`), and what is fetched before it is read (`warm`, `warmShards`,
-`warmBeforePublish`, `warmTimeout`). Everything else is refused by name: what
-names a path of the node, reaches another host, or is the node's to decide.
-
-An attribute of a PersistentVolume is its administrator's, one of an inline
-volume any pod author's; the latter may say less.
+Both take the settings of `fusefs mount` that a user of a node may choose, under the setting's own
+name (`cache-size`) or as Kubernetes spells (`cacheSize`). Attributes also say who reads, how the
+volume's end is dealt with, and what is fetched before it is read (`_OWN`). Everything else is
+refused by name: what names a path of the node, reaches another host, or is the node's to decide.
+The author of an inline volume may say less, since any author of a pod can write one.
 """
 
 from __future__ import annotations

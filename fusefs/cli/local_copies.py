@@ -10,7 +10,7 @@ from fusefs.cli import polling, sync
 from fusefs.cli.status_report import human_size
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
-from fusefs.settings.display import shown
+from fusefs.settings.display import counted, shown
 
 # What the beginnings of names say of jobs, and not of paths.
 OF_JOBS = ("has_ended", "why", "in_use", "dropped")
@@ -83,7 +83,7 @@ def give_up(path: Path) -> bool:
         in_use, remaining = len(answer["in_use"]), answer["remaining"]
     kept = f"; what was written is in {answer['kept']}, as edited-N" if files else ""
     busy = f"; {in_use:,} in use, which stay: {', '.join(answer['in_use'][:5])}" if in_use else ""
-    print(shown(f"{path}: {files:,} file{'s' * (files != 1)} given up{kept}{busy}"))
+    print(shown(f"{path}: {counted(files, 'file')} given up{kept}{busy}"))
     return not in_use
 
 
@@ -118,14 +118,12 @@ def _pinned(job: Job) -> str:
     if job["is_pinned"]:
         return f"yes; {_files(job, 'pinned_')} here"
     if job["pins"]:
-        pins = f"{job['pins']:,} path{'s' * (job['pins'] != 1)}"
-        return f"{pins} below; {_files(job, 'pinned_')} here"
+        return f"{counted(job['pins'], 'path')} below; {_files(job, 'pinned_')} here"
     return "no"
 
 
 def _files(job: Job, kind: str) -> str:
-    count = job[f"{kind}files"]
-    return f"{count:,} file{'s' * (count != 1)}, {human_size(job[f'{kind}bytes'])}"
+    return f"{counted(job[f'{kind}files'], 'file')}, {human_size(job[f'{kind}bytes'])}"
 
 
 def _progress(job: Job) -> str:

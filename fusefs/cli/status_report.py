@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fusefs.diagnosis import stall_report
+from fusefs.settings.display import counted, shown
 from fusefs.settings.display import human_duration as human_duration
 from fusefs.settings.display import human_size as human_size
-from fusefs.settings.display import shown
 
 Status = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def render(status: Status) -> str:
     for label, section, describe in (
         ("session", status, _session),
         ("cache", status.get("cache"), _cache),
-        ("pinned", (status.get("pins") or {}).get("paths"), lambda paths: _count(paths, "path")),
+        ("pinned", (status.get("pins") or {}).get("paths"), lambda paths: counted(paths, "path")),
         ("hits", status.get("cache"), _hits),
         ("cluster", status.get("cluster_cache"), cluster_cache),
         ("checksums", status.get("integrity"), _integrity),
@@ -99,7 +99,7 @@ def _cache(cache: Status) -> str:
     of_limit = f" of {human_size(limit)}" if limit is not None else ""
     if cache.get("limit_why"):
         of_limit += f" ({cache['limit_why']})"
-    text = f"{used}{of_limit} in {_count(cache.get('files', 0), 'file')}"
+    text = f"{used}{of_limit} in {counted(cache.get('files', 0), 'file')}"
     evicted = cache.get("evicted_files", 0)
     return f"{text}, {evicted:,} evicted, {cache.get('directory', '?')}"
 
@@ -112,7 +112,7 @@ def _hits(cache: Status) -> str:
     # Reads of files that are open for passthrough are the kernel's alone: each open stands for one
     # read of all of the file, however much of it is read.
     opened, sizes = cache.get("passthrough_opens", 0), human_size(cache.get("passthrough_bytes", 0))
-    unseen = f"; {sizes} of it for {_count(opened, 'passthrough open')}, whose reads are not seen"
+    unseen = f"; {sizes} of it for {counted(opened, 'passthrough open')}, whose reads are not seen"
     unseen = unseen if opened else ""
     return (
         f"{human_size(hit_bytes)} of {human_size(total)} read were served locally{share},"
@@ -124,9 +124,9 @@ def _hits(cache: Status) -> str:
 def _integrity(integrity: Status) -> str:
     """The number of cached files that were compared with their checksums, and which differed."""
     differed, unreadable = integrity["differed_files"], integrity["unreadable_files"]
-    faults = [f"{_count(differed, 'file')} differed"] if differed else []
+    faults = [f"{counted(differed, 'file')} differed"] if differed else []
     if unreadable:
-        faults.append(f"{_count(unreadable, 'file')} could not be read from the cache disk")
+        faults.append(f"{counted(unreadable, 'file')} could not be read from the cache disk")
     scrub = _scrub(integrity.get("scrub") or {})
     if not faults:
         return f"no cached file differed{scrub}"
@@ -234,13 +234,13 @@ def _conditions(conditions: Status) -> str:
 def _metadata(metadata: Status) -> str:
     text = (
         f"listings used for {human_duration(metadata.get('ttl_s'))}; "
-        f"{_count(metadata.get('directories', 0), 'listing')}, "
-        f"{_count(metadata.get('nodes', 0), 'node')}"
+        f"{counted(metadata.get('directories', 0), 'listing')}, "
+        f"{counted(metadata.get('nodes', 0), 'node')}"
     )
     if hidden := metadata.get("hidden_keys", 0):
-        text += f"; {_count(hidden, 'key')} hidden (docs/semantics.md says why)"
+        text += f"; {counted(hidden, 'key')} hidden (docs/semantics.md says why)"
     if sorted_here := metadata.get("sorted_listings", 0):
-        text += f"; {_count(sorted_here, 'folder')} listed whole, for the store has no order"
+        text += f"; {counted(sorted_here, 'folder')} listed whole, for the store has no order"
     return text
 
 
@@ -270,8 +270,8 @@ def _survival(status: Status) -> str:
         survival = status.get("survival", {})
         return f"{'on' if survival.get('on') else 'off'} ({survival.get('why', '?')})"
     restarts, upgrades = keeper.get("restarts", 0), keeper.get("upgrades", 0)
-    text = f"keeper pid {keeper.get('pid', '?')}, {_count(restarts, 'restart')}"
-    text += f", {_count(upgrades, 'upgrade')}" if upgrades else ""
+    text = f"keeper pid {keeper.get('pid', '?')}, {counted(restarts, 'restart')}"
+    text += f", {counted(upgrades, 'upgrade')}" if upgrades else ""
     if not restarts and not upgrades:
         return text
     ago = max(0.0, time.time() - keeper.get("last_death_ns", 0) / 1e9)
@@ -288,7 +288,7 @@ def _writing(writing: Status) -> str:
     if not count:
         return f"everything is in the bucket{more}"
     size = human_size(writing.get("pending_bytes", 0))
-    return f"{_count(count, 'file')}, {size}, not in the bucket yet{more}"
+    return f"{counted(count, 'file')}, {size}, not in the bucket yet{more}"
 
 
 def _pending(file: Status) -> str:
@@ -299,7 +299,7 @@ def _pending(file: Status) -> str:
 
 def _late_requests(late: Status) -> str:
     uncertain, repairs = late.get("uncertain", 0), late.get("repairs", 0)
-    return f"{_count(uncertain, 'key')} with requests without an answer, {repairs:,} put back"
+    return f"{counted(uncertain, 'key')} with requests without an answer, {repairs:,} put back"
 
 
 def _renaming(job: Status) -> str:
@@ -310,7 +310,7 @@ def _renaming(job: Status) -> str:
         return text
     more = ", ..." if job["waiting"] > len(job["waiting_keys"]) else ""
     named = ", ".join(job["waiting_keys"]) + more
-    return f"{text}; {_count(job['waiting'], 'change')} of this mount waiting for it: {named}"
+    return f"{text}; {counted(job['waiting'], 'change')} of this mount waiting for it: {named}"
 
 
 def warm_progress(job: Status) -> str:
@@ -322,7 +322,7 @@ def warm_progress(job: Status) -> str:
         return "; ".join([progress(job), *troubles])
     if job["state"] == "listing":
         return "listing"
-    here = f"{_count(job['done_files'], 'file')}, {human_size(job['done_bytes'])} in the cache"
+    here = f"{counted(job['done_files'], 'file')}, {human_size(job['done_bytes'])} in the cache"
     return "; ".join([*(["cancelled"] if job["state"] == "cancelled" else []), here, *troubles])
 
 
@@ -330,9 +330,9 @@ def plan_progress(plan: Status) -> str:
     """The progress of a plan of `fusefs plan`: how far ahead, and why opens were late."""
     reader = f"{plan['reader']}: " if plan["reader"] else ""
     text = (
-        f"{reader}{plan['state']}, {plan['position']:,} of {_count(plan['entries'], 'file')} read"
+        f"{reader}{plan['state']}, {plan['position']:,} of {counted(plan['entries'], 'file')} read"
     )
-    text += f", {_count(plan['ahead_files'], 'file')} ({human_size(plan['ahead_bytes'])}"
+    text += f", {counted(plan['ahead_files'], 'file')} ({human_size(plan['ahead_bytes'])}"
     if plan["ahead_s"] is not None:
         text += f", {human_duration(plan['ahead_s'])}"
     text += ") ahead"
@@ -368,12 +368,14 @@ def warming_troubles(job: Status) -> list[str]:
     """The reasons why a job of `fusefs warm` left files out of the cache."""
     troubles = [job["why"]] if job["why"] else []
     if job["left_out_files"]:
-        left_out = f"{human_size(job['left_out_bytes'])} of {_count(job['left_out_files'], 'file')}"
+        left_out = (
+            f"{human_size(job['left_out_bytes'])} of {counted(job['left_out_files'], 'file')}"
+        )
         troubles.append(f"no room for {left_out} in the cache ({human_size(job['limit_bytes'])})")
     if job["failed_files"]:
         more = job["failed_files"] - len(job["failed"])
         named = ", ".join(job["failed"]) + (f" and {more:,} more" if more else "")
-        troubles.append(f"{_count(job['failed_files'], 'file')} can't be read: {named}")
+        troubles.append(f"{counted(job['failed_files'], 'file')} can't be read: {named}")
     return troubles
 
 
@@ -393,7 +395,3 @@ def _warnings(status: Status) -> Iterable[str]:
         served = "not served any more" if access["is_shut"] else "still served"
         refused = human_duration(access["refused_s"])
         yield f"S3 has refused everything for {refused}; what is cached is {served}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusefs.settings.display import shown
+from fusefs.settings.display import counted, shown
 
 _LABEL_WIDTH = 17
 _LEVEL_WIDTH = 9
@@ -69,8 +69,4 @@ def summary(findings: Iterable[Finding]) -> str:
     problems, advices = levels.count(Level.PROBLEM), levels.count(Level.ADVICE)
     if not problems and not advices:
         return "nothing is wrong"
-    return f"{_count(problems, 'problem')}, {_count(advices, 'piece', 'pieces')} of advice"
-
-
-def _count(number: int, thing: str, things: str = "") -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {things or thing + 's'}"
+    return f"{counted(problems, 'problem')}, {counted(advices, 'piece')} of advice"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import threading
 
 from fusefs.exporter.queries import mounts_of_user
 from fusefs.launch.control import CommandError
@@ -44,17 +43,15 @@ def run(listen: str | None, textfile: str | None) -> int:
         return 0
     assert listen is not None
     address = address_of(listen)
+    # Before there is another thread: each inherits the mask.
+    blocked = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         end = serve(*address, registry)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise CommandError(f"can't listen on {listen}: {why}; choose another --listen") from None
-    ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
-    # Python runs signal handlers only in this thread, so it has to wake up.
-    while not ending.wait(1.0):
-        pass
+    signal.sigwait(blocked)
     end()
     return 0
 

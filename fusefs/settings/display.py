@@ -38,3 +38,8 @@ def human_duration(seconds: float | None) -> str:
     if hours < 48:
         return f"{hours} h {minutes} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things: `1 file`, `1,200 files`."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
