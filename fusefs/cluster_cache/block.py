@@ -72,10 +72,6 @@ class Block:
         end = min(self.start + (last + 1) * FRAME, self.stop)
         return first * (FRAME + TAG), end - self.start + (last + 1) * TAG
 
-    @property
-    def stored_size(self) -> int:
-        return self.stored_range(self.start, self.stop)[1]
-
     def frames(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Number, start and stop of each frame that has some of the object's [start, stop)."""
         for number in range(self._frame_at(start), self._frame_at(stop - 1) + 1):

@@ -1,16 +1,15 @@
 """Gets the metrics of many mounts side by side, each within a deadline.
 
-Each mount is sent its request from a thread of its own, so that one that hangs
-delays no other; its thread ends with the request's time-out. Where the system
-starts no more threads, the others are asked in turn. This module needs nothing
+Each mount is sent its request from a thread of its own, so that one that hangs delays no other.
+Where the system starts no more threads, the others are asked in turn. This module needs nothing
 but the standard library.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from fusefs.launch.control import ControlError, NotAnsweringError
 
 # Prometheus waits for 10 s by default. A daemon answers within milliseconds.
 TIMEOUT_S = 2.0
-# For the thread to end, after its time-out.
-MARGIN_S = 0.5
+# A node of Kubernetes has 100 mounts by default.
+AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Target:
     pods: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class MountAnswer:
     """The answer of a mount; `metrics` is None where it did not, for which `why` is the reason.
 
@@ -67,36 +66,28 @@ def query_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[M
 
     Safe to call from several threads.
     """
-    answers = [MountAnswer(target, why="no answer in time") for target in targets]
     in_turn_until = time.monotonic() + timeout_s
-    threads = []
-    for answer in answers:
-        thread = threading.Thread(
-            target=_ask, args=(answer, timeout_s), name="fusefs-ask", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # of a control group, or of the user, there are too many
-            _ask(answer, max(0.0, in_turn_until - time.monotonic()))
-        else:
-            threads.append(thread)
-    deadline = time.monotonic() + timeout_s + MARGIN_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    # A thread that is late must not change what is being read.
-    return [MountAnswer(one.target, one.metrics, one.why, one.taken) for one in answers]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+
+        def begin(target: Target) -> Callable[[], MountAnswer]:
+            try:
+                return pool.submit(_ask, target, timeout_s).result
+            except RuntimeError:  # of a control group, or of the user, there are too many threads
+                answer = _ask(target, max(0.0, in_turn_until - time.monotonic()))
+                return lambda: answer
+
+        return [result() for result in [begin(target) for target in targets]]
 
 
-def _ask(answer: MountAnswer, timeout_s: float) -> None:
+def _ask(target: Target, timeout_s: float) -> MountAnswer:
     try:
-        found = control.exchange(answer.target.socket, {"command": "metrics"}, timeout_s)
-        answer.taken = time.monotonic()
-        answer.metrics, answer.why = found["metrics"], ""
+        found = control.exchange(target.socket, {"command": "metrics"}, timeout_s)
+        return MountAnswer(target, found["metrics"])
     except NotAnsweringError as error:
-        answer.why = str(error)
+        return MountAnswer(target, why=str(error))
     except (ControlError, LookupError, TypeError) as error:
         # A daemon of a version without metrics answers, and serves.
-        answer.metrics, answer.why = {}, str(error)
+        return MountAnswer(target, {}, str(error))
 
 
 def samples_of(

@@ -34,6 +34,16 @@ _LOCAL = LocalFileSystem(auto_mkdir=True)
 T = TypeVar("T")
 
 
+def _handed_on(name: str, *, for_writing: bool = False) -> Any:
+    """A method that the file system which has the path does alone."""
+
+    def method(self: FusefsFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
+        fs, at = self._at(path, for_writing=for_writing)
+        return getattr(fs, name)(at, *args, **kwargs)
+
+    return method
+
+
 class FusefsFileSystem(AbstractFileSystem):
     """Buckets as an fsspec file system; `fusefs://bucket/key`.
 
@@ -170,20 +180,16 @@ class FusefsFileSystem(AbstractFileSystem):
             found.update(super().expand_path(rest, recursive, maxdepth, **kwargs))
         return sorted(found)
 
-    def modified(self, path: str) -> Any:
-        fs, at = self._at(path)
-        return fs.modified(at)
+    modified = _handed_on("modified")
+    cat_file = _handed_on("cat_file")
+    mkdir = _handed_on("mkdir", for_writing=True)
+    makedirs = _handed_on("makedirs", for_writing=True)
+    touch = _handed_on("touch", for_writing=True)
+    rm_file = _handed_on("rm_file", for_writing=True)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         fs, at = self._at(path, for_writing=mode != "rb")
         return fs._open(at, mode, **kwargs)
-
-    def cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
-    ) -> bytes:
-        fs, at = self._at(path)
-        content: bytes = fs.cat_file(at, start=start, end=end, **kwargs)
-        return content
 
     def cat(
         self, path: Any, recursive: bool = False, on_error: str = "raise", **kwargs: Any
@@ -224,18 +230,6 @@ class FusefsFileSystem(AbstractFileSystem):
                 results[number] = error if results[number] is None else results[number]
         return results
 
-    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        fs, at = self._at(path, for_writing=True)
-        fs.mkdir(at, create_parents=create_parents, **kwargs)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        fs, at = self._at(path, for_writing=True)
-        fs.makedirs(at, exist_ok=exist_ok)
-
-    def touch(self, path: str, truncate: bool = True, **kwargs: Any) -> None:
-        fs, at = self._at(path, for_writing=True)
-        fs.touch(at, truncate=truncate, **kwargs)
-
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         with self.open(path, "xb" if mode == "create" else "wb", **kwargs) as file:
             file.write(value)
@@ -243,10 +237,6 @@ class FusefsFileSystem(AbstractFileSystem):
     def rmdir(self, path: str) -> None:
         fs, at = self._below_root(path)
         fs.rmdir(at)
-
-    def rm_file(self, path: str) -> None:
-        fs, at = self._at(path, for_writing=True)
-        fs.rm_file(at)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
         expands = recursive and maxdepth is not None

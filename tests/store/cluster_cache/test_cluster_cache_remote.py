@@ -49,7 +49,11 @@ async def test_expired_credentials_are_looked_for_anew(
 
     async def get() -> None:
         await remote.get(
-            BLOCK.name, 0, BLOCK.stored_size, take, sent=lambda: None, priority=demanded
+            BLOCK.name,
+            *BLOCK.stored_range(BLOCK.start, BLOCK.stop),
+            take,
+            sent=lambda: None,
+            priority=demanded,
         )
 
     await remote.open()
