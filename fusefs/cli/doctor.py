@@ -11,9 +11,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
-from fusefs.cli import sync
 from fusefs.diagnosis import doctor, findings
+from fusefs.launch import registry
 from fusefs.settings.mount import Layer, MountSettings, RawValue, build
 from fusefs.settings.sources import config_of, from_environment
 
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace, flags: Layer, config: str | None) -> int:
     is_source = target is not None and _is_source(target)
     for finding in doctor.check(
         settings,
-        None if target is None or is_source else sync.mountpoint(target),
+        None if target is None or is_source else registry.resolve(Path(target)),
         has_bucket=is_source,
         tries_permissions=options.permissions,
     ):

@@ -109,16 +109,6 @@ def _settings_error(sentence: str) -> Exception:
     return SettingsError(sentence)
 
 
-def _path(text: str) -> Path:
-    from fusefs.cli import sync
-
-    return sync.given_path(text)
-
-
-def _paths(texts: Sequence[str]) -> list[Path]:
-    return [_path(text) for text in texts]
-
-
 def _duration(option: str, text: str) -> float:
     """The seconds of a duration of the command line.
 
@@ -176,9 +166,10 @@ def _upgrade(options: argparse.Namespace) -> int:
 
 
 def _umount(options: argparse.Namespace) -> int:
-    from fusefs.cli import sync, umount
+    from fusefs.cli import umount
+    from fusefs.launch import registry
 
-    mountpoint = sync.mountpoint(options.mountpoint)
+    mountpoint = registry.resolve(options.mountpoint)
     umount.end_mount(mountpoint, is_forced=options.force, is_lazy=options.lazy)
     return 0
 
@@ -189,14 +180,14 @@ def _sync(options: argparse.Namespace) -> int:
     timeout_s = float("inf")
     if options.timeout is not None:
         timeout_s = _duration("--timeout", options.timeout)
-    sync.sync(_path(options.path), timeout_s, sync.progress_display())
+    sync.sync(options.path, timeout_s)
     return 0
 
 
 def _warm(options: argparse.Namespace) -> int:
     from fusefs.cli import warm
 
-    paths = _paths(options.paths)
+    paths = options.paths
     if not paths and not options.manifest:
         raise _settings_error("PATH or --manifest is missing")
     if options.cancel:
@@ -222,7 +213,7 @@ def _warm(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from fusefs.cli import plan
 
-    path = _path(options.path)
+    path = options.path
     if options.end:
         plan.end(path, options.reader)
         return 0
@@ -235,7 +226,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _record(options: argparse.Namespace) -> int:
     from fusefs.cli import plan
 
-    plan.record(_path(options.path), options.file, "\0" if options.null else "\n")
+    plan.record(options.path, options.file, "\0" if options.null else "\n")
     return 0
 
 
@@ -262,21 +253,21 @@ def _fetch(requests: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
 def _pin(options: argparse.Namespace) -> int:
     from fusefs.cli import warm
 
-    requests = warm.requests(_paths(options.paths), is_pinned=True)
+    requests = warm.requests(options.paths, is_pinned=True)
     return _fetch(requests, is_waiting=not options.no_wait)
 
 
 def _unpin(options: argparse.Namespace) -> int:
     from fusefs.cli import local_copies
 
-    local_copies.unpin(_paths(options.paths))
+    local_copies.unpin(options.paths)
     return 0
 
 
 def _drop(options: argparse.Namespace) -> int:
     from fusefs.cli import local_copies
 
-    paths = _paths(options.paths)
+    paths = options.paths
     if options.unsent:
         are_dropped = [local_copies.give_up(path) for path in paths]
     else:
@@ -291,16 +282,16 @@ def _status(options: argparse.Namespace) -> int:
         return _show_settings(options)
     if options.path is None:
         statuses = overview.all_statuses()
-    elif options.path and (place := _place_in_mount(Path(options.path))):
+    elif place := _place_in_mount(options.path):
         from fusefs.cli import local_copies
 
         status = local_copies.status(*place)
         print(json.dumps(status, indent=2) if options.json else local_copies.as_text(status))
         return 0
     else:
-        from fusefs.cli import sync
+        from fusefs.launch import registry
 
-        statuses = [overview.mount_status(sync.mountpoint(options.path))]
+        statuses = [overview.mount_status(registry.resolve(options.path))]
     if options.json:
         print(json.dumps(statuses if options.path is None else statuses[0], indent=2))
     elif statuses:
@@ -316,7 +307,7 @@ def _show_settings(options: argparse.Namespace) -> int:
 
     mounts = [Path(one.mountpoint) for one in registry.all_mounts()]
     if options.path is not None:
-        mounts = [sync.mountpoint(options.path)]
+        mounts = [registry.resolve(options.path)]
     answers = [
         mount_requests.daemon_request(mount, {"command": "settings"}, sync.ANSWER_TIMEOUT_S)
         for mount in mounts
@@ -351,12 +342,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fusefs.cli import sync
     from fusefs.diagnosis import report
+    from fusefs.launch import registry
 
     path = Path(options.output or time.strftime("fusefs-report-%Y%m%d-%H%M%S.tar.gz"))
     mountpoint = options.mountpoint
-    report.write(path, sync.mountpoint(mountpoint) if mountpoint is not None else None)
+    report.write(path, registry.resolve(mountpoint) if mountpoint is not None else None)
     print(f"{path.absolute()}: please look through it before it leaves this machine")
     return 0
 

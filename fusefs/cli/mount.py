@@ -12,8 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from fusefs.cli.sync import mountpoint
-from fusefs.launch import control, launcher, preflight, users
+from fusefs.launch import control, launcher, preflight, registry, users
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import keeper_pid, keeper_request
 from fusefs.linux.log_line import FORMAT_VARIABLE
@@ -60,7 +59,7 @@ def upgrade(options: argparse.Namespace) -> None:
         CommandError: the mount has no keeper.
         ControlError: the keeper refused it.
     """
-    changes, place = flags(options), mountpoint(options.mountpoint)
+    changes, place = flags(options), registry.resolve(options.mountpoint)
     for name, value in changes.items():
         if name in FIXED:
             raise SettingsError(f"{value.origin}: cannot be changed while mounted")
@@ -107,7 +106,7 @@ def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> Mou
     """The settings of a mount, from the command line, the environment and the file."""
     layer = {
         "source": RawValue(options.source, "the source"),
-        "mountpoint": RawValue(str(mountpoint(options.mountpoint)), "the mountpoint"),
+        "mountpoint": RawValue(str(registry.resolve(options.mountpoint)), "the mountpoint"),
     }
     layer |= flags(options)
     file = config_of(options.config, environment, layer["mountpoint"].text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusefs import __version__
@@ -146,14 +147,24 @@ def _argument(*names: str, **options: Any) -> _Argument:
     return names, options
 
 
+def _given(text: str) -> str:
+    if not text:  # from an unset variable of a script; not the working directory
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_given(text))
+
+
 def _switch(name: str, text: str) -> _Argument:
     return _argument(name, action="store_true", help=text)
 
 
 _A_PATH = "a mountpoint, or a file or directory in a mount"
-_MOUNTPOINT = _argument("mountpoint", metavar="MOUNTPOINT")
-_PATH = _argument("path", metavar="PATH", help=_A_PATH)
-_PATHS = _argument("paths", metavar="PATH", nargs="+", help=_A_PATH)
+_MOUNTPOINT = _argument("mountpoint", type=_path, metavar="MOUNTPOINT")
+_PATH = _argument("path", type=_path, metavar="PATH", help=_A_PATH)
+_PATHS = _argument("paths", type=_path, metavar="PATH", nargs="+", help=_A_PATH)
 _JSON = _switch("--json", "print JSON, for programs")
 _PATTERNS = (
     "A PATH may be a pattern (in quotes, or the shell expands it): '*', '?' and '[...]' match "
@@ -170,7 +181,7 @@ _COMMANDS = (
             _argument(
                 "source", metavar="s3://BUCKET[/PREFIX]", help="the bucket or prefix to mount"
             ),
-            _argument("mountpoint", metavar="MOUNTPOINT", help="an empty directory"),
+            _argument("mountpoint", type=_path, metavar="MOUNTPOINT", help="an empty directory"),
         ),
         add_settings=_add_mount_settings,
         usage="%(prog)s s3://BUCKET[/PREFIX] MOUNTPOINT [options]",
@@ -202,7 +213,13 @@ _COMMANDS = (
         f"{_PATTERNS} Exit status of mounts: 0 if each answers, reaches S3 and has no upload that "
         "fails, else 1.",
         (
-            _argument("path", metavar="PATH", nargs="?", help=f"{_A_PATH} (default: all mounts)"),
+            _argument(
+                "path",
+                type=_path,
+                metavar="PATH",
+                nargs="?",
+                help=f"{_A_PATH} (default: all mounts)",
+            ),
             _JSON,
             _switch("--settings", "show the settings that are in effect, as a settings file"),
         ),
@@ -214,7 +231,7 @@ _COMMANDS = (
         "has room. Files that are cached already are skipped. The command returns when the "
         f"daemon has accepted the job; fusefs status shows its progress. {_PATTERNS}",
         (
-            _argument("paths", metavar="PATH", nargs="*", help=_A_PATH),
+            _argument("paths", type=_path, metavar="PATH", nargs="*", help=_A_PATH),
             _argument(
                 "--manifest",
                 metavar="FILE",
@@ -299,7 +316,11 @@ _COMMANDS = (
         f"needs their room. Pins that fusefs pin is still fetching are cancelled. {_PATTERNS}",
         (
             _argument(
-                "paths", metavar="PATH", nargs="+", help="a pinned path, or a directory above"
+                "paths",
+                type=_path,
+                metavar="PATH",
+                nargs="+",
+                help="a pinned path, or a directory above",
             ),
         ),
     ),
@@ -340,6 +361,7 @@ _COMMANDS = (
         (
             _argument(
                 "target",
+                type=_given,
                 metavar="MOUNTPOINT | s3://BUCKET[/PREFIX]",
                 nargs="?",
                 help="a mount, which is checked with its own settings, or a bucket (default: the "
@@ -361,7 +383,11 @@ _COMMANDS = (
         "of this user, to an archive that only you can read. Secrets are left out.",
         (
             _argument(
-                "mountpoint", metavar="MOUNTPOINT", nargs="?", help="a mount (default: all mounts)"
+                "mountpoint",
+                type=_path,
+                metavar="MOUNTPOINT",
+                nargs="?",
+                help="a mount (default: all mounts)",
             ),
             _argument(
                 "--output", metavar="FILE", help="the archive (default: fusefs-report-TIME.tar.gz)"

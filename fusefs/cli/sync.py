@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,9 @@ POLL_S = 0.2
 NEXT_DAEMON_S = 30.0
 MOST_SHOWN = 5
 
-Progress = Callable[[int, int], None]
 
-
-def sync(path: Path, timeout_s: float, progress: Progress) -> None:
-    """Wait until everything at or below a path is in the bucket.
-
-    `progress` is called with the numbers of files and bytes that remain.
+def sync(path: Path, timeout_s: float) -> None:
+    """Wait until everything at or below a path is in the bucket; show what remains.
 
     Raises:
         CommandError: a file cannot be uploaded, or the wait takes longer than `timeout_s`.
@@ -35,7 +30,7 @@ def sync(path: Path, timeout_s: float, progress: Progress) -> None:
     mountpoint, below = find(path)
     patience_s = min(NEXT_DAEMON_S, timeout_s)
     try:
-        remaining = wait(mountpoint, below, timeout_s, progress, patience_s=patience_s)
+        remaining = wait(mountpoint, below, timeout_s, patience_s=patience_s)
     finally:
         show_line("")
     if remaining:
@@ -70,29 +65,10 @@ def _below(mountpoint: Path, path: Path) -> str:
     return "" if below == Path() else str(below)
 
 
-def given_path(text: str) -> Path:
-    """A path of the command line.
-
-    Raises:
-        SettingsError: it is empty.
-    """
-    if not text:  # from an unset variable of a script; not the working directory
-        from fusefs.settings.mount import SettingsError
-
-        raise SettingsError("the path is empty")
-    return Path(text)
-
-
-def mountpoint(text: str) -> Path:
-    """A mountpoint of the command line, as the kernel shows it; see `given_path`."""
-    return registry.resolve(given_path(text))
-
-
 def wait(
     mountpoint: Path,
     below: str,
     timeout_s: float,
-    progress: Progress,
     *,
     patience_s: float = 0.0,
 ) -> list[dict[str, Any]]:
@@ -125,7 +101,8 @@ def wait(
         remaining = [file for file in answer["pending"] if file["since_s"] >= sent - requested]
         if not answer["under_way"] or not remaining or last_answer - begun > timeout_s:
             return remaining
-        progress(answer["pending_files"], answer["pending_bytes"])
+        left = f"{answer['pending_files']:,} files, {human_size(answer['pending_bytes'])} left"
+        show_line(left)
         message["start"] = False
         time.sleep(POLL_S)
 
@@ -137,8 +114,3 @@ def describe(files: list[dict[str, Any]]) -> str:
     )
     more = f" and {len(files) - MOST_SHOWN} more" if len(files) > MOST_SHOWN else ""
     return f"not in the bucket yet: {names}{more}"
-
-
-def progress_display() -> Progress:
-    """A function that shows progress on one line of the terminal, if there is one."""
-    return lambda files, size: show_line(f"{files:,} files, {human_size(size)} left")

@@ -108,10 +108,9 @@ def _finish_uploads(mountpoint: Path, patience_s: float, timeout_s: float) -> li
 
     Without an answer there are none: the local disk tells then.
     """
-    progress = sync.progress_display()
     try:
         with _notice_if_slow(f"files written to {mountpoint} are being uploaded"):
-            return sync.wait(mountpoint, "", timeout_s, progress, patience_s=patience_s)
+            return sync.wait(mountpoint, "", timeout_s, patience_s=patience_s)
     except control.ControlError:
         return []
     finally:

@@ -109,7 +109,7 @@ def test_sync_waits_for_what_was_just_written_however_late_answers_come(
 
     monkeypatch.setattr(control, "exchange", exchange)
     monkeypatch.setattr(registry, "registration_of", lambda path: SimpleNamespace(socket=path))
-    assert sync.wait(tmp_path, "", LIMIT_S, lambda *_: None) == []
+    assert sync.wait(tmp_path, "", LIMIT_S) == []
     assert to_come == []
 
 
