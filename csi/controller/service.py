@@ -168,7 +168,10 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             )
         size = _size(request.capacity_range)
         parameters = own(request.parameters)
-        deletes = _deletes(parameters.pop(ON_DELETE, "retain"))
+        on_delete = parameters.pop(ON_DELETE, "retain")
+        if on_delete not in ("retain", "delete"):
+            raise InvalidArgumentError(f"{ON_DELETE}: {on_delete!r} is neither retain nor delete")
+        deletes = on_delete == "delete"
         template = parameters.get("prefix", DEFAULT_PREFIX)
         if deletes and not has_segment(template, "${pv.name}"):
             raise InvalidArgumentError(
@@ -331,12 +334,6 @@ def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
         "pvc.name": parameters.get("csi.storage.k8s.io/pvc/name", ""),
         "pv.name": request.name,
     }
-
-
-def _deletes(text: str) -> bool:
-    if text not in ("retain", "delete"):
-        raise InvalidArgumentError(f"{ON_DELETE}: {text!r} is neither retain nor delete")
-    return text == "delete"
 
 
 def _check_settings(

@@ -125,7 +125,9 @@ def _choose(
             "a Secret with keys, roleArn, podIdentity and anonymous exclude each other"
         )
     if keys is not None:
-        _refuse_control_characters(keys)
+        values = keys.access_key_id, keys.secret_access_key, keys.session_token or ""
+        if not all(map(str.isprintable, values)):
+            raise InvalidArgumentError("a key in the Secret has a control character")
         proof = ("keys", keys.access_key_id, keys.secret_access_key)
         return Identity(f"access key {keys.access_key_id}", proof, keys=keys)
     if options.role_arn is not None:
@@ -140,12 +142,6 @@ def _choose(
             " driver's own credentials are not for it"
         )
     return Identity(DRIVER, ("driver",), keys=_own_keys())
-
-
-def _refuse_control_characters(keys: AccessKeys) -> None:
-    for value in (keys.access_key_id, keys.secret_access_key, keys.session_token or ""):
-        if not value.isprintable():
-            raise InvalidArgumentError("a key in the Secret has a control character")
 
 
 def _of_role(

@@ -139,12 +139,8 @@ class Reconciler(threading.Thread):
             try:
                 # A publish call that makes this mount anew claims it before it writes the record.
                 with self._claims.claim(key):
-                    self._remove_leftover(key)
+                    is_call_here = self._mounts.records.read(key) is not None  # it came meanwhile
+                    if not is_call_here and not self._mounts.references(key, MountTable()):
+                        self._mounts.end_key(key, time.monotonic())  # else unpublish ends it
             except (AbortedError, OSError) as error:
                 log.info("tried again later: %s", error)
-
-    def _remove_leftover(self, key: str) -> None:
-        if self._mounts.records.read(key) is not None:
-            return  # the call came meanwhile
-        if not self._mounts.references(key, MountTable()):  # else unpublish ends it
-            self._mounts.end_key(key, time.monotonic())

@@ -165,9 +165,9 @@ def read_options(
     return Options(
         settings,
         wanted,
-        _role(attributes.get("roleArn")),
+        _text(attributes, "roleArn", _ROLE, "is not like arn:aws:iam::123456789012:role/x"),
         _switch(attributes, "anonymous"),
-        _cache_domain(attributes.get("cacheDomain")),
+        _text(attributes, "cacheDomain", _DOMAIN, "is no name"),
         _duration(attributes, "drainTimeout", DRAIN_TIMEOUT_S),
         _warm(attributes),
         _switch(attributes, "podIdentity"),
@@ -248,22 +248,17 @@ def _check_tenant(settings: Layer, attributes: Mapping[str, str]) -> None:
         raise InvalidArgumentError(f"{level.origin}: debug is not for an inline volume")
 
 
-def _role(text: str | None) -> str | None:
-    if text is not None and not _ROLE.fullmatch(text):
-        raise InvalidArgumentError(
-            f"roleArn: {text!r} is not like arn:aws:iam::123456789012:role/x"
-        )
-    return text
-
-
 def is_cache_domain(text: str) -> bool:
     """True if a volume can have this `cacheDomain`."""
     return _DOMAIN.fullmatch(text) is not None
 
 
-def _cache_domain(text: str | None) -> str | None:
-    if text is not None and not is_cache_domain(text):
-        raise InvalidArgumentError(f"cacheDomain: {text!r} is no name")
+def _text(
+    attributes: Mapping[str, str], name: str, pattern: re.Pattern[str], why: str
+) -> str | None:
+    text = attributes.get(name)
+    if text is not None and not pattern.fullmatch(text):
+        raise InvalidArgumentError(f"{name}: {text!r} {why}")
     return text
 
 

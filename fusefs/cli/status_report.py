@@ -51,8 +51,11 @@ def render(status: Status) -> str:
     writing = status.get("writing") or {}
     rows += [("pending", _pending(file)) for file in writing.get("pending", ())[:MOST_PENDING]]
     rows += [("renaming", _renaming(job)) for job in writing.get("renames", ())]
-    if any((writing.get("late_requests") or {}).values()):
-        rows.append(("late", _late_requests(writing["late_requests"])))
+    late = writing.get("late_requests") or {}
+    if any(late.values()):
+        uncertain = counted(late.get("uncertain", 0), "key")
+        put_back = f"{late.get('repairs', 0):,} put back"
+        rows.append(("late", f"{uncertain} with requests without an answer, {put_back}"))
     rows += [
         (
             "pinning" if job.get("is_pinned") else "warming",
@@ -295,11 +298,6 @@ def _pending(file: Status) -> str:
     why = f" ({file['error']})" if file.get("error") else ""
     size, age = human_size(file["bytes"]), human_duration(file["since_s"])
     return f"{file['key']}: {file['state']}, {size}, for {age}{why}"
-
-
-def _late_requests(late: Status) -> str:
-    uncertain, repairs = late.get("uncertain", 0), late.get("repairs", 0)
-    return f"{counted(uncertain, 'key')} with requests without an answer, {repairs:,} put back"
 
 
 def _renaming(job: Status) -> str:

@@ -133,16 +133,14 @@ def _families(mounts: Iterable[_MetricsOfMount]) -> Iterator[Metric]:
         for name, metric in metrics.items():
             if name not in families:
                 kinds[name] = metric.kind
-                families[name] = _FAMILIES[metric.kind](_family_name(name), metric.help)
+                families[name] = _FAMILIES[metric.kind](
+                    f"{PREFIX}{name.removesuffix('_total')}", metric.help
+                )
             # Two versions of a daemon may differ in what a name is.
             if kinds[name] == metric.kind:
                 for full, labels, value in metric.samples:
                     families[name].add_sample(full, labels, value)
     yield from families.values()
-
-
-def _family_name(name: str) -> str:
-    return f"{PREFIX}{name.removesuffix('_total')}"
 
 
 def _parsed(answer: MountAnswer) -> tuple[Target, _MetricsOfMount | None]:

@@ -273,6 +273,8 @@ class Staging:
             base.tokens = staged.tokens
         if before[2] is not None and self.cache is not None:
             self.cache.unpin(before[2].file)
+        if not record:  # its attributes are too long for one of the content
+            self.try_record(staged)
 
     def rebase(self, staged: StagedFile, version: ObjectVersion) -> None:
         """The bucket has the file's content now, in place of the object that was edited."""
