@@ -109,20 +109,6 @@ def _settings_error(sentence: str) -> Exception:
     return SettingsError(sentence)
 
 
-def _duration(option: str, text: str) -> float:
-    """The seconds of a duration of the command line.
-
-    Raises:
-        SettingsError: it can't be read.
-    """
-    from fusefs.settings.types import DURATION
-
-    try:
-        return DURATION.read(text)
-    except ValueError as error:
-        raise _settings_error(f"{option}: {error}") from None
-
-
 # --- streams and signals ------------------------------------------------------
 
 
@@ -177,10 +163,7 @@ def _umount(options: argparse.Namespace) -> int:
 def _sync(options: argparse.Namespace) -> int:
     from fusefs.cli import sync
 
-    timeout_s = float("inf")
-    if options.timeout is not None:
-        timeout_s = _duration("--timeout", options.timeout)
-    sync.sync(options.path, timeout_s)
+    sync.sync(options.path, options.timeout)
     return 0
 
 
@@ -355,9 +338,8 @@ def _report(options: argparse.Namespace) -> int:
 def _top(options: argparse.Namespace) -> int:
     from fusefs.top import main as top
 
-    every_s = _duration("--every", options.every)
     return top.run(
-        is_plain=options.plain, is_json=options.json, count=options.count, every_s=every_s
+        is_plain=options.plain, is_json=options.json, count=options.count, every_s=options.every
     )
 
 

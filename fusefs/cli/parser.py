@@ -8,6 +8,7 @@ most of the time of a short command.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -155,6 +156,15 @@ def _given(text: str) -> str:
 
 def _path(text: str) -> Path:
     return Path(_given(text))
+
+
+def _duration(text: str) -> float:
+    from fusefs.settings.types import DURATION  # most commands have none
+
+    try:
+        return DURATION.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _switch(name: str, text: str) -> _Argument:
@@ -348,7 +358,11 @@ _COMMANDS = (
         (
             _PATH,
             _argument(
-                "--timeout", metavar="DURATION", help="maximum time to wait (default: no limit)"
+                "--timeout",
+                type=_duration,
+                metavar="DURATION",
+                default=math.inf,
+                help="maximum time to wait (default: no limit)",
             ),
         ),
     ),
@@ -421,8 +435,9 @@ _COMMANDS = (
         (
             _argument(
                 "--every",
+                type=_duration,
                 metavar="DURATION",
-                default="1s",
+                default=1.0,
                 help="time between updates, and that they are about (default: 1s)",
             ),
             _argument(
