@@ -19,7 +19,6 @@ from typing import Any
 from csi.node.bind_mount import MountTable
 from csi.node.config import MOUNT_RECORDS, POD_RECORDS, RUNTIME
 from csi.node.mount_record import MountRecord, MountRecords
-from csi.node.mounts import read_count
 from csi.node.pod_records import PodRecord, PodRecords
 from fusefs.launch.control import ControlError
 from fusefs.launch.mount_requests import daemon_request
@@ -108,9 +107,9 @@ def _row(
         writing = status["writing"] or {"pending_files": 0, "pending_bytes": 0}
         return row | {
             "state": "refused" if status["access"]["is_shut"] else "ok",
-            "cache_bytes": read_count(status["cache"], "used_bytes"),
-            "pending_files": read_count(writing, "pending_files"),
-            "pending_bytes": read_count(writing, "pending_bytes"),
+            "cache_bytes": _count(status["cache"], "used_bytes"),
+            "pending_files": _count(writing, "pending_files"),
+            "pending_bytes": _count(writing, "pending_bytes"),
         }
     except (KeyError, TypeError, ValueError):
         return row | {"state": "does not report its status"}
@@ -121,6 +120,20 @@ def _ask(record: MountRecord) -> dict[str, Any] | None:
         return daemon_request(Path(record.root), {"command": "status"}, ANSWER_TIMEOUT_S)
     except ControlError:
         return None
+
+
+def _count(answer: dict[str, Any], name: str) -> int:
+    """A number of a daemon's answer, which may be a hostile one's.
+
+    Raises:
+        KeyError, TypeError, ValueError: there is none that counts anything.
+    """
+    count = answer[name]
+    if not isinstance(count, int):
+        raise TypeError(f"{name} is no number")
+    if not 0 <= count < 2**63:
+        raise ValueError(f"{name} is out of range")
+    return count
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -346,17 +346,3 @@ class Mounts:
 def _have_ended(processes: list[int], deadline: float) -> bool:
     """Wait until all have ended; False if `deadline` (monotonic clock) passes first."""
     return all(has_ended(process, deadline - time.monotonic()) for process in processes)
-
-
-def read_count(answer: dict[str, Any], name: str) -> int:
-    """A number of a daemon's answer, which may be a hostile one's.
-
-    Raises:
-        KeyError, TypeError, ValueError: there is none that counts anything.
-    """
-    count = answer[name]
-    if not isinstance(count, int):
-        raise TypeError(f"{name} is no number")
-    if not 0 <= count < 2**63:
-        raise ValueError(f"{name} is out of range")
-    return count

@@ -111,29 +111,30 @@ def _is_inline(volume_id: str, context: Mapping[str, str]) -> bool:
     return context.get(EPHEMERAL) == "true" or bool(_INLINE_ID.fullmatch(volume_id))
 
 
-def target_of(text: str, kubelet_directory: Path, own_directory: Path, *, name: str = "") -> Path:
+def target_of(text: str, kubelet_directory: Path, own_directory: Path) -> Path:
     """The target path that a request names, as mountinfo shows it.
 
     Raises:
         InvalidArgumentError: no volume can be there.
     """
-    name = name or "target_path"
     if not text:
-        raise InvalidArgumentError(f"{name}: missing")
+        raise InvalidArgumentError("target_path: missing")
     path = Path(text)
     if not path.is_absolute() or "\0" in text or os.path.normpath(text) != text.rstrip("/"):
-        raise InvalidArgumentError(f"{name}: {text!r} is not an absolute path in its normal form")
+        raise InvalidArgumentError(
+            f"target_path: {text!r} is not an absolute path in its normal form"
+        )
     if len(os.fsencode(text)) >= os.pathconf("/", "PC_PATH_MAX"):
-        raise InvalidArgumentError(f"{name}: longer than a path can be")
+        raise InvalidArgumentError("target_path: longer than a path can be")
     above = MountTable().fusefs_above(path)
     if above is not None:
-        raise InvalidArgumentError(f"{name}: {text!r} is inside of a volume")
+        raise InvalidArgumentError(f"target_path: {text!r} is inside of a volume")
     path = resolve_path(path)
     kubelet, own = resolve_path(kubelet_directory), resolve_path(own_directory)
     if kubelet not in path.parents:
-        raise InvalidArgumentError(f"{name}: {text!r} is not below {kubelet_directory}")
+        raise InvalidArgumentError(f"target_path: {text!r} is not below {kubelet_directory}")
     if path == own or own in path.parents or path in own.parents:
-        raise InvalidArgumentError(f"{name}: {text!r} is the driver's own")
+        raise InvalidArgumentError(f"target_path: {text!r} is the driver's own")
     return path
 
 

@@ -56,7 +56,6 @@ from csi.node.mounts import Mounts
 from csi.node.pod_records import PodRecord, PodRecords
 from csi.node.publish_request import PublishRequest, read_request, target_of
 from csi.node.reconciler import Reconciler
-from csi.node.stats import usage_of
 from csi.node.warmup import Warmups
 from csi.server import end_of
 from csi.volume.location import Location, location_of
@@ -90,7 +89,6 @@ HELD_POLL_S = 0.2
 Request = csi_pb2.NodePublishVolumeRequest
 Capability = csi_pb2.NodeServiceCapability
 CAPABILITIES = (
-    Capability.RPC.GET_VOLUME_STATS,
     Capability.RPC.VOLUME_MOUNT_GROUP,
     Capability.RPC.SINGLE_NODE_MULTI_WRITER,
 )
@@ -384,7 +382,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         ends = end_of(context)
         if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
-        target = self._published_path("target_path", request.target_path)
+        target = self._published_path(request.target_path)
         while True:
             try:
                 with self._claims.claim(request.volume_id, ends):
@@ -460,19 +458,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             found.append(metrics_target(Path(record.root), name, sorted(labels)))
         return found
 
-    def NodeGetVolumeStats(
-        self, request: csi_pb2.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
-    ) -> csi_pb2.NodeGetVolumeStatsResponse:
-        if not request.volume_id:
-            raise InvalidArgumentError("volume_id: missing")
-        path = self._published_path("volume_path", request.volume_path)
-        table = MountTable()
-        top = table.top(path)
-        record = self._mounts.behind(top, table) if top is not None else None
-        if record is None or record.volume_id != request.volume_id:
-            raise VolumeNotFoundError(f"volume {request.volume_id} is not at {path}")
-        return usage_of(self._mounts, record)
-
     def NodeGetInfo(
         self, request: csi_pb2.NodeGetInfoRequest, context: grpc.ServicerContext
     ) -> csi_pb2.NodeGetInfoResponse:
@@ -490,11 +475,11 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             ]
         )
 
-    def _published_path(self, field: str, text: str) -> Path:
+    def _published_path(self, text: str) -> Path:
         """The path of a published volume."""
         directory = self._configuration.kubelet_directory
         try:
-            return target_of(text, directory, self._own, name=field)
+            return target_of(text, directory, self._own)
         except InvalidArgumentError as error:
             if not text:
                 raise

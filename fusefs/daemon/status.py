@@ -32,7 +32,6 @@ MOST_PENDING = 20
 MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
 # How many nodes are counted before requests get their turn.
-USAGE_STEP = 2000
 # The last so many seconds, of which status shows what requests waited for.
 STALL_SPANS_S = (10, 60, 300)
 
@@ -44,8 +43,6 @@ def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitabl
             return collect(daemon)
         case {"command": "settings"}:
             return {"settings": daemon.settings.as_texts()}
-        case {"command": "usage"}:
-            return _usage(daemon)
         case {"command": "metrics"}:
             return metrics.collect(daemon)
         case {"command": "sync", "path": str(path), "start": bool(is_first)}:
@@ -128,22 +125,6 @@ async def _plan(
 async def _append(daemon: Daemon, name: str, offset: int, lines: str) -> dict[str, Any]:
     await daemon.warmer.append(name, offset, lines)
     return {}
-
-
-async def _usage(daemon: Daemon) -> dict[str, Any]:
-    """The number of files that the mount knows, and the sum of their sizes in bytes."""
-    files = size = 0
-    known = daemon.operations.inodes.all()
-    for start in range(0, len(known), USAGE_STEP):
-        for inode in known[start : start + USAGE_STEP]:
-            if inode.is_removed or not inode.is_current:
-                continue
-            if inode.staged is not None:
-                files, size = files + 1, size + inode.staged.size()
-            elif inode.info is not None:
-                files, size = files + 1, size + inode.info.size
-        await trio.lowlevel.checkpoint()
-    return {"files": files, "bytes": size}
 
 
 def collect(daemon: Daemon) -> dict[str, Any]:

@@ -314,17 +314,13 @@ def test_how_many_paths_a_mode_allows(
         node.unpublish("counted", target)
 
 
-@pytest.mark.parametrize("call", ["NodeUnpublishVolume", "NodeGetVolumeStats"])
 @pytest.mark.parametrize("missing", ["volume_id", "path"])
-def test_calls_without_a_field_are_refused(node: Node, call: str, missing: str) -> None:
+def test_calls_without_a_field_are_refused(node: Node, missing: str) -> None:
     path = "" if missing == "path" else str(node.target("pod"))
     volume = "" if missing == "volume_id" else "volume"
-    if call == "NodeUnpublishVolume":
-        request = csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume, target_path=path)
-    else:
-        request = csi_pb2.NodeGetVolumeStatsRequest(volume_id=volume, volume_path=path)
+    request = csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume, target_path=path)
     with refused(Code.INVALID_ARGUMENT, missing):
-        getattr(node.node, call)(request, timeout=10)
+        node.node.NodeUnpublishVolume(request, timeout=10)
 
 
 @pytest.mark.parametrize(
@@ -334,44 +330,12 @@ def test_calls_without_a_field_are_refused(node: Node, call: str, missing: str) 
 def test_nothing_is_published_where_no_volume_can_be(node: Node, path: str) -> None:
     with refused(Code.NOT_FOUND, "target_path"):
         node.unpublish("volume", path)
-    with refused(Code.NOT_FOUND, "volume_path"):
-        node.stats("volume", path)
 
 
 def test_what_is_not_published_is_unpublished(node: Node) -> None:
     """Kubelet repeats the call until it is answered with OK."""
     for path in (node.target("pod"), node.pods / "no" / "such" / "pod", node.pods / "x"):
         node.unpublish("volume", path)
-        with refused(Code.NOT_FOUND):
-            node.stats("volume", path)
-
-
-def test_a_volumes_numbers_come_from_its_daemon(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("counted", target, bucket=data.name, prefix="a")
-    (target / "hello").read_bytes()
-    until(lambda: node.stats("counted", target).usage[0].used > 0, "something is used")
-    answer = node.stats("counted", target)
-    assert [one.used for one in answer.usage] == [len(b"hello"), 1]
-    assert {one.total for one in answer.usage} == {one.available for one in answer.usage} == {2**60}
-    os.kill(daemon := node.daemons()[0], signal.SIGSTOP)
-    try:
-        with refused(Code.UNAVAILABLE, "does not tell its usage"):
-            node.stats("counted", target)
-    finally:
-        os.kill(daemon, signal.SIGCONT)
-    for volume, path in (("counted", node.target("other")), ("other", target)):
-        with refused(Code.NOT_FOUND):
-            node.stats(volume, path)
-    # Another volume of the same identity, whose cache is the same, counts its own files.
-    empty = node.target("empty")
-    node.publish("empty", empty, bucket=data.name, prefix="nothing")
-    assert list(empty.iterdir()) == []
-    assert [one.used for one in node.stats("empty", empty).usage] == [0, 0]
-    node.unpublish("empty", empty)
-    node.unpublish("counted", target)
-    with refused(Code.NOT_FOUND):
-        node.stats("counted", target)
 
 
 def test_a_node_tells_its_name_and_what_it_can(node: Node) -> None:
@@ -381,7 +345,6 @@ def test_a_node_tells_its_name_and_what_it_can(node: Node) -> None:
     answer = node.node.NodeGetCapabilities(csi_pb2.NodeGetCapabilitiesRequest(), timeout=10)
     types = csi_pb2.NodeServiceCapability.RPC
     assert {one.rpc.type for one in answer.capabilities} == {
-        types.GET_VOLUME_STATS,
         types.VOLUME_MOUNT_GROUP,
         types.SINGLE_NODE_MULTI_WRITER,
     }

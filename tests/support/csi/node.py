@@ -178,13 +178,6 @@ class Node:
             timeout=timeout_s,
         )
 
-    def stats(self, volume: str, path: Path | str) -> csi_pb2.NodeGetVolumeStatsResponse:
-        request = csi_pb2.NodeGetVolumeStatsRequest(volume_id=volume, volume_path=str(path))
-        answer: csi_pb2.NodeGetVolumeStatsResponse = self.node.NodeGetVolumeStats(
-            request, timeout=PATIENCE_S
-        )
-        return answer
-
     def mounted(self) -> list[mountinfo.KernelMount]:
         """The mounts below kubelet's directory."""
         return [

@@ -16,13 +16,12 @@ import pytest
 
 from csi import main
 from csi.controller.volume_record import FOLDER, VolumeRecord, VolumeRecords
-from csi.errors import UnavailableError, event_text
+from csi.errors import event_text
 from csi.node import config, drain, listing, record_files, warmup
 from csi.node.config import MOUNT_RECORDS
 from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.pod_records import PodRecord, PodRecords
-from csi.node.stats import usage_of
 from csi.node.warmup import Warmups
 from csi.volume.options import WarmOption
 from fusefs.settings.mount import MountSettings
@@ -260,15 +259,6 @@ def test_a_daemon_without_a_status_keeps_no_other_volume_from_the_list(
     listing.run(SimpleNamespace(state_dir=tmp_path, json=True))  # type: ignore[arg-type]
     rows = json.loads(capsys.readouterr().out)
     assert [row["pending_files"] for row in rows] == [1, None]
-
-
-@pytest.mark.parametrize(
-    "answer", [None, {}, {"bytes": -1, "files": 0}, {"bytes": 7, "files": 10**30}]
-)
-def test_the_usage_is_not_told_where_a_daemon_answers_none(answer: dict[str, Any] | None) -> None:
-    mounts: Any = SimpleNamespace(ask=lambda _record, command: answer)
-    with pytest.raises(UnavailableError, match="does not tell its usage"):
-        usage_of(mounts, record_of("key"))
 
 
 @pytest.mark.parametrize("value", ["x", "ü", "€", "😀"])
