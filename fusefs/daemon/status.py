@@ -31,7 +31,6 @@ logger = logging.getLogger("fusefs.daemon")
 MOST_PENDING = 20
 MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
-# How many nodes are counted before requests get their turn.
 # The last so many seconds, of which status shows what requests waited for.
 STALL_SPANS_S = (10, 60, 300)
 
