@@ -20,6 +20,8 @@ _EXPANSION = csi_pb2.PluginCapability.VolumeExpansion
 class IdentityService(csi_pb2_grpc.IdentityServicer):
     """Answers at once, without any state."""
 
+    register = staticmethod(csi_pb2_grpc.add_IdentityServicer_to_server)
+
     def GetPluginInfo(
         self, request: csi_pb2.GetPluginInfoRequest, context: grpc.ServicerContext
     ) -> csi_pb2.GetPluginInfoResponse:

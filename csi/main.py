@@ -31,12 +31,11 @@ try:
     from csi.controller import service as controller
     from csi.daemons import main as daemons
     from csi.errors import CsiError
-    from csi.identities.cluster_caches import ClusterCachesError
     from csi.identity import IdentityService
     from csi.node import listing
     from csi.node import service as node
     from csi.server import Server, Service
-    from csi.volume.stores import Stores, StoresError, read_stores
+    from csi.volume.stores import ConfigurationError, Stores, read_stores
 except ModuleNotFoundError as error:
     # The command is installed without the driver's optional packages, too.
     if (error.name or "").partition(".")[0] not in ("grpc", "google", "prometheus_client"):
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up_log(options.log_level.upper())
     try:
         return int(options.run(options))
-    except (StoresError, ClusterCachesError) as error:
+    except ConfigurationError as error:
         _complain(error)
         return 2
     except (OSError, CsiError) as error:
@@ -158,7 +157,11 @@ def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
         signal.signal(number, lambda *_: ending.set())
     server.start()
     if calls is not None:
-        metrics.serve(options.metrics, calls, partial(_targets, services))
+        from fusefs.exporter.collector import MountCollector, registry_of, serve
+
+        collector = MountCollector(partial(_targets, services))
+        host, port = options.metrics
+        serve(host, port, registry_of(collector, calls))
     logging.getLogger(__name__).info("serving %s at %s", options.command, server.path)
     # Python runs signal handlers only in this thread, so it has to wake up.
     while not ending.wait(1.0):

@@ -7,12 +7,9 @@ driver does without its memory elsewhere.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fusefs.exporter.main import address_of
-from fusefs.exporter.queries import Target as MetricsTarget
-from fusefs.settings.mount import SettingsError
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram
@@ -20,25 +17,15 @@ if TYPE_CHECKING:
 # Calls take milliseconds, or wait for S3, for uploads and for warming.
 CALL_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 110.0)
 
-Targets = Callable[[], list[MetricsTarget]]
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flag of node and controller."""
     parser.add_argument(
         "--metrics",
-        type=_address,
+        type=address_of,
         metavar="ADDRESS:PORT",
         help="serve metrics for Prometheus at http://ADDRESS:PORT/metrics; :PORT is all addresses",
     )
-
-
-def _address(text: str) -> tuple[str, int]:
-    try:
-        return address_of(text)
-    except SettingsError as error:
-        # The sentence begins with the option of `fusefs metrics`.
-        raise argparse.ArgumentTypeError(str(error).removeprefix("--listen: ")) from None
 
 
 def call_times() -> Histogram:
@@ -52,14 +39,3 @@ def call_times() -> Histogram:
         buckets=CALL_BOUNDS,
         registry=None,
     )
-
-
-def serve(address: tuple[str, int], calls: Histogram, targets: Targets) -> Callable[[], None]:
-    """Serve from now on; the result ends that.
-
-    Raises:
-        OSError: the address can't be used.
-    """
-    from fusefs.exporter.collector import MountCollector, registry_of, serve
-
-    return serve(*address, registry_of(MountCollector(targets), calls))

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -33,7 +33,6 @@ from csi.errors import (
     event_text,
     status_of,
 )
-from csi.generated import csi_pb2_grpc
 from fusefs.store.errors import StoreError
 
 if TYPE_CHECKING:
@@ -67,9 +66,14 @@ _BOUNDED = frozenset(
 
 log = logging.getLogger(__name__)
 
-Service = (
-    csi_pb2_grpc.IdentityServicer | csi_pb2_grpc.ControllerServicer | csi_pb2_grpc.NodeServicer
-)
+
+class Service(Protocol):
+    """A service of CSI; `register` adds it to a server."""
+
+    @property
+    def register(self) -> Callable[[Any, grpc.Server], Any]: ...
+
+
 Handler = Callable[[Any, grpc.ServicerContext], Any]
 
 
@@ -89,7 +93,7 @@ class Server:
             interceptors=[_Interceptor(call_times)],
         )
         for service in services:
-            _add(service, self._server)
+            service.register(service, self._server)
 
     def start(self) -> None:
         """Answer calls from now on.
@@ -148,15 +152,6 @@ def socket_path(endpoint: str) -> Path:
     if len(os.fsencode(text)) > 107:
         raise InvalidArgumentError(f"{endpoint}: over 107 bytes, which is too long for a socket")
     return Path(text)
-
-
-def _add(service: Service, server: grpc.Server) -> None:
-    if isinstance(service, csi_pb2_grpc.IdentityServicer):
-        csi_pb2_grpc.add_IdentityServicer_to_server(service, server)
-    elif isinstance(service, csi_pb2_grpc.ControllerServicer):
-        csi_pb2_grpc.add_ControllerServicer_to_server(service, server)
-    else:
-        csi_pb2_grpc.add_NodeServicer_to_server(service, server)
 
 
 class _Interceptor(grpc.ServerInterceptor):

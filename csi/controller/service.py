@@ -82,6 +82,8 @@ def make_service(options: argparse.Namespace, stores: Stores) -> ControllerServi
 class ControllerService(csi_pb2_grpc.ControllerServicer):
     """Serves the provisioner and the resizer. `cluster` is this cluster's id, or ""."""
 
+    register = staticmethod(csi_pb2_grpc.add_ControllerServicer_to_server)
+
     def __init__(self, stores: Stores, cluster: str) -> None:
         self._stores = stores
         self._cluster = cluster

@@ -25,7 +25,7 @@ from typing import Any
 
 from csi.errors import FailedPreconditionError
 from csi.volume.options import anywhere, is_cache_domain
-from csi.volume.stores import read_tables, read_url
+from csi.volume.stores import ConfigurationError, read_tables, read_url
 from fusefs.cluster_cache.access import AccessError as ClusterCacheAccessError
 from fusefs.cluster_cache.access import read as check_cluster_cache
 from fusefs.settings.mount import RawValue, SettingsError, build
@@ -40,10 +40,6 @@ _SETTINGS = {
     "key-file": "cluster_cache_key",
 }
 _OF_SECRETS = ("cluster_cache_credentials", "cluster_cache_key")
-
-
-class ClusterCachesError(ValueError):
-    """The file of cluster caches cannot be used; the message is one line for its author."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +112,7 @@ def read_cluster_caches(path: Path | None) -> ClusterCaches:
     """The cluster caches of the file at `path`; None is no file. Blocks.
 
     Raises:
-        ClusterCachesError: the file, or one that it names, cannot be read or used.
+        ConfigurationError: the file, or one that it names, cannot be read or used.
     """
     if path is None:
         return ClusterCaches()
@@ -124,7 +120,7 @@ def read_cluster_caches(path: Path | None) -> ClusterCaches:
         tables = read_tables(path, "cluster-caches")
         return ClusterCaches({name: _cluster_cache(name, table) for name, table in tables.items()})
     except ValueError as error:
-        raise ClusterCachesError(f"{path}: {error}") from None
+        raise ConfigurationError(f"{path}: {error}") from None
 
 
 def _cluster_cache(domain: str, table: dict[str, Any]) -> ClusterCacheConfig:

@@ -305,7 +305,7 @@ def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
     """The configuration of a command line.
 
     Raises:
-        ClusterCachesError: a cluster cache cannot be used as it is configured.
+        ConfigurationError: a cluster cache cannot be used as it is configured.
     """
     return NodeConfiguration(
         arguments.node_id,

@@ -122,6 +122,8 @@ class _Plan:
 class NodeService(csi_pb2_grpc.NodeServicer):
     """The Node service of CSI. `close` when no more calls come."""
 
+    register = staticmethod(csi_pb2_grpc.add_NodeServicer_to_server)
+
     def __init__(self, configuration: NodeConfiguration, stores: Stores) -> None:
         """Raises CsiError or OSError where a directory cannot be used."""
         self._configuration = configuration

@@ -50,8 +50,8 @@ _METADATA_ADDRESSES = {
 }
 
 
-class StoresError(ValueError):
-    """The stores' file cannot be used; the message is one line for its author."""
+class ConfigurationError(ValueError):
+    """An administrator's file cannot be used; the message is one line for its author."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,14 @@ def read_stores(path: Path | None) -> Stores:
     """The stores of the file at `path`; None is no file.
 
     Raises:
-        StoresError: the file cannot be read or used.
+        ConfigurationError: the file cannot be read or used.
     """
     if path is None:
         return _stores([])
     try:
         return _stores(_store(name, table) for name, table in read_tables(path, "stores").items())
     except ValueError as error:
-        raise StoresError(f"{path}: {error}") from error
+        raise ConfigurationError(f"{path}: {error}") from error
 
 
 def read_tables(path: Path, name: str) -> dict[str, Any]:

@@ -167,6 +167,12 @@ def _duration(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _address(text: str) -> tuple[str, int]:
+    from fusefs.exporter.main import address_of  # one command has one
+
+    return address_of(text)
+
+
 def _switch(name: str, text: str) -> _Argument:
     return _argument(name, action="store_true", help=text)
 
@@ -416,7 +422,10 @@ _COMMANDS = (
         "(pip install './fusefs_s3-….whl[metrics]').",
         alternatives=(
             _argument(
-                "--listen", metavar="ADDRESS:PORT", help="serve there; :PORT is all addresses"
+                "--listen",
+                type=_address,
+                metavar="ADDRESS:PORT",
+                help="serve there; :PORT is all addresses",
             ),
             _argument(
                 "--textfile",

@@ -6,13 +6,14 @@ readable for everybody, as that runs as another user.
 
 from __future__ import annotations
 
+import argparse
 import re
 import signal
+import threading
 
 from fusefs.exporter.queries import mounts_of_user
 from fusefs.launch.control import CommandError
 from fusefs.linux import files
-from fusefs.settings.mount import SettingsError
 
 MISSING = (
     "the Python package prometheus_client is missing: install the wheel with its extra,"
@@ -21,12 +22,11 @@ MISSING = (
 TEXTFILE_MODE = 0o644
 
 
-def run(listen: str | None, textfile: str | None) -> int:
+def run(listen: tuple[str, int] | None, textfile: str | None) -> int:
     """Serve until a signal, or write the file and return; the result is the exit status.
 
     Raises:
         CommandError: prometheus_client is missing, or the address can't be used.
-        SettingsError: the address can't be read.
         OSError: the file can't be written.
     """
     try:
@@ -42,16 +42,20 @@ def run(listen: str | None, textfile: str | None) -> int:
         files.replace(textfile, generate_latest(registry), mode=TEXTFILE_MODE)
         return 0
     assert listen is not None
-    address = address_of(listen)
-    # Before there is another thread: each inherits the mask.
-    blocked = (signal.SIGTERM, signal.SIGINT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    host, port = listen
     try:
-        end = serve(*address, registry)
+        end = serve(host, port, registry)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise CommandError(f"can't listen on {listen}: {why}; choose another --listen") from None
-    signal.sigwait(blocked)
+        raise CommandError(
+            f"can't listen on {host}:{port}: {why}; choose another --listen"
+        ) from None
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    # Python runs signal handlers only in this thread, so it has to wake up.
+    while not ending.wait(1.0):
+        pass
     end()
     return 0
 
@@ -60,14 +64,14 @@ def address_of(text: str) -> tuple[str, int]:
     """Host and port of `ADDRESS:PORT`, `[ADDRESS]:PORT` or `:PORT` (all addresses).
 
     Raises:
-        SettingsError: it is none of these.
+        argparse.ArgumentTypeError: it is none of these.
     """
     host, separator, port = text.rpartition(":")
     is_port = re.fullmatch(r"[0-9]{1,5}", port) is not None and int(port) <= 65535
     if not separator or not is_port or "/" in host:
-        raise SettingsError(f"--listen: {text!r} is not like 127.0.0.1:9811 or :9811")
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 127.0.0.1:9811 or :9811")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise SettingsError(f"--listen: an IPv6 address goes into brackets, as in [::1]:{port}")
+        raise argparse.ArgumentTypeError(f"an IPv6 address goes into brackets, as in [::1]:{port}")
     return host, int(port)

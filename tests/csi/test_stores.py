@@ -9,7 +9,7 @@ from csi.controller.bucket_client import Bucket, store_of
 from csi.errors import InvalidArgumentError, UnavailableError
 from csi.identities.keys import AccessKeys, keys_from
 from csi.volume.location import VolumeId, fill_in, location_of, normal_prefix, overlap
-from csi.volume.stores import Stores, StoresError, StoreSettings, is_forbidden, read_stores
+from csi.volume.stores import ConfigurationError, Stores, StoreSettings, is_forbidden, read_stores
 from fusefs.settings.types import Addressing
 from fusefs.store.errors import StoreError
 from fusefs.store.s3.access import Access
@@ -94,7 +94,7 @@ def test_a_file_names_stores_beside_aws(tmp_path: Path) -> None:
 )
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, text)
-    with pytest.raises(StoresError) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         read_stores(path)
     assert str(path) in str(caught.value)
 
@@ -122,7 +122,7 @@ def test_addresses_that_hand_out_credentials_are_no_stores(
     urls = {"endpoint-url": MINIO, "sts-url": MINIO, setting: f"http://{host}"}
     lines = "\n".join(f'{name} = "{url}"' for name, url in urls.items())
     lines += '\naudience = "x"'
-    with pytest.raises(StoresError, match="link-local or metadata"):
+    with pytest.raises(ConfigurationError, match="link-local or metadata"):
         read_stores(written(tmp_path, f"[stores.x]\n{lines}"))
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from csi import main
 from csi.errors import FailedPreconditionError, InvalidArgumentError
-from csi.identities.cluster_caches import CacheSecrets, ClusterCachesError, read_cluster_caches
+from csi.identities.cluster_caches import CacheSecrets, read_cluster_caches
 from csi.identities.credentials import CredentialFiles, Identity
 from csi.volume.options import read_options
+from csi.volume.stores import ConfigurationError
 
 KEYS = "[default]\naws_access_key_id = the-access\naws_secret_access_key = the-secret\n"
 KEY = "a-key-of-the-domain"
@@ -97,7 +98,7 @@ def test_a_mapping_that_cannot_be_used_is_refused_in_one_line(
     secrets: Path, changed: dict[str, Any], words: str
 ) -> None:
     path = written(secrets, **changed)
-    with pytest.raises(ClusterCachesError, match=words) as caught:
+    with pytest.raises(ConfigurationError, match=words) as caught:
         read_cluster_caches(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
@@ -109,13 +110,13 @@ def test_a_mapping_that_cannot_be_used_is_refused_in_one_line(
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "cluster-caches.toml"
     path.write_text(text)
-    with pytest.raises(ClusterCachesError, match=str(path)):
+    with pytest.raises(ConfigurationError, match=str(path)):
         read_cluster_caches(path)
 
 
 @pytest.mark.parametrize("domain", ["a/b", "", ".hidden", "**", "x" * 64])
 def test_only_what_a_volume_can_name_is_a_domain(secrets: Path, domain: str) -> None:
-    with pytest.raises(ClusterCachesError, match="no cacheDomain"):
+    with pytest.raises(ConfigurationError, match="no cacheDomain"):
         read_cluster_caches(written(secrets, domain))
 
 
