@@ -181,6 +181,7 @@ class _Interceptor(grpc.ServerInterceptor):
         self, method: str, handler: Handler, request: Message, context: grpc.ServicerContext
     ) -> Any:
         began = time.monotonic()
+        log.debug("%s begins", _line(method, _volume_of(request)))
         try:
             response = self._run(method, handler, request, context)
         except Exception as error:
@@ -213,10 +214,18 @@ class _Interceptor(grpc.ServerInterceptor):
         took_s = time.monotonic() - began
         if self._call_times is not None:
             self._call_times.labels(method, code.name).observe(took_s)
-        volume = getattr(request, "volume_id", "") or getattr(request, "name", "")
+        volume = _volume_of(request)
         # Frequent calls that succeed are logged only for debugging.
         level = logging.INFO if volume or code is not grpc.StatusCode.OK else logging.DEBUG
-        line = " ".join(filter(None, [method, bounded(volume), code.name, bounded(sentence)]))
-        # Text of a caller must not forge lines of the log.
-        line = "".join(character if character.isprintable() else "?" for character in line)
+        line = _line(method, volume, code.name, bounded(sentence))
         log.log(level, "%s (%.0f ms)", line, 1000 * took_s)
+
+
+def _volume_of(request: Message) -> str:
+    return bounded(getattr(request, "volume_id", "") or getattr(request, "name", ""))
+
+
+def _line(*parts: str) -> str:
+    """The parts in one line of the log: text of a caller must not forge others."""
+    line = " ".join(filter(None, parts))
+    return "".join(character if character.isprintable() else "?" for character in line)

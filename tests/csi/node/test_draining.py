@@ -51,7 +51,7 @@ def test_a_pod_that_comes_does_not_wait_for_the_uploads_of_one_that_goes(
         csi_pb2.NodeUnpublishVolumeRequest(volume_id="handed-on", target_path=str(target)),
         timeout=PATIENCE_S,
     )
-    begun = 'NodeUnpublishVolume {"volume_id": "handed-on"'
+    begun = "NodeUnpublishVolume handed-on begins"
     until(lambda: begun in node.log.read_text(), "it goes")
     time.sleep(1)  # it waits, with the claim or without
     node.publish("handed-on", other, **volume)
