@@ -71,7 +71,8 @@ class PlannedSampler:
         except _FAILURES as error:
             self._told = None
             logger.warning("the mount does not know the order of this epoch: %s", error)
-        return iter(order)
+        # Nothing happens before the first index is taken: DataLoader makes two iterators an epoch.
+        yield from order
 
     def __len__(self) -> int:
         return len(self._sampler)

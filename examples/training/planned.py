@@ -4,7 +4,7 @@
     python planned.py /data/train --plan    # the mount knows the order
 
 `--plan` is the one line that gives the mount the sampler's order. A sleep stands for the
-accelerator's step; utilisation is the share of an epoch that is computed.
+accelerator's step; utilisation is the share of an epoch that is computed, from its first sample on.
 """
 
 import argparse
@@ -39,14 +39,19 @@ def main() -> None:
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=0)
     if options.plan:
         sampler = fusefs.PlannedSampler(sampler, dataset.paths)
-    loader = DataLoader(dataset, sampler=sampler, batch_size=None, num_workers=4)
+    loader = DataLoader(
+        dataset, sampler=sampler, batch_size=None, num_workers=4, persistent_workers=True
+    )
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
-        began, steps = time.monotonic(), 0
-        for _sample in loader:
+        samples, computed = iter(loader), 0.0
+        next(samples)
+        began = time.monotonic()
+        for _sample in samples:
+            start = time.monotonic()
             time.sleep(options.step)
-            steps += 1
-        print(f"{steps * options.step / (time.monotonic() - began):.1%}", flush=True)
+            computed += time.monotonic() - start
+        print(f"{computed / (time.monotonic() - began):.1%}", flush=True)
 
 
 if __name__ == "__main__":
