@@ -181,7 +181,7 @@ async def test_a_disk_without_locks_costs_no_descriptors(
             assert not await parts.evictor.drop(file)
             parts.cache.pin_again(file)
             assert not await parts.cache.ensure_open(file)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         parts.cache.unpin(file)
 
 

@@ -151,8 +151,8 @@ def test_a_mount_that_cannot_be_unmounted_costs_no_descriptor(
 
     monkeypatch.setattr(mounts, "keeper_pid", lambda _root: os.getpid())
     monkeypatch.setattr(mounts.bind_mount, "pop_all", refuse)
-    before = os.listdir("/proc/self/fd")
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):  # the reconciler comes every few seconds
         with pytest.raises(OSError, match="Invalid argument"):
             made.end(record, LATER_S)
-    assert os.listdir("/proc/self/fd") == before
+    assert len(os.listdir("/proc/self/fd")) <= before

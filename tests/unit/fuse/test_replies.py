@@ -1,6 +1,7 @@
 """Long READs are answered by a thread, as far as the page cache has what they ask for."""
 
 import errno
+import gc
 import os
 import random
 import socket
@@ -57,6 +58,7 @@ def test_each_reply_has_the_bytes_of_its_range(
 ) -> None:
     given_back: list[tuple[int, ...]] = []
     thread = ReplyThread(ends[1].fileno(), MAX_READ, lambda *of: given_back.append(of))
+    gc.collect()  # else what earlier tests have left is closed meanwhile
     open_before = len(os.listdir("/proc/self/fd"))
     for unique in range(300):
         offset, size = random.randrange(2 * MAX_READ), random.randrange(1, MAX_READ + 1)
@@ -65,7 +67,7 @@ def test_each_reply_has_the_bytes_of_its_range(
     assert not thread.send(1, 7, file, 0, MAX_READ + 1, 0), "the buffer is smaller"
     thread.close()
     assert not thread.send(1, 7, file, 0, 1, 0)
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert len(os.listdir("/proc/self/fd")) <= open_before
     assert given_back == []
 
 
