@@ -9,7 +9,6 @@ the `background`, so that each call is answered in time.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -61,22 +60,6 @@ _RPC = csi_pb2.ControllerServiceCapability.RPC
 _CAPABILITIES = (_RPC.CREATE_DELETE_VOLUME, _RPC.EXPAND_VOLUME, _RPC.SINGLE_NODE_MULTI_WRITER)
 
 log = logging.getLogger(__name__)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the controller to a command line."""
-    parser.add_argument(
-        "--cluster-id",
-        default="",
-        metavar="TEXT",
-        help="id of this cluster, unique among clusters with volumes in the same buckets;"
-        " without it no data are ever deleted, and equal claims of two clusters may share a folder",
-    )
-
-
-def make_service(options: argparse.Namespace, stores: Stores) -> ControllerService:
-    """The service that these options want."""
-    return ControllerService(stores, options.cluster_id.strip())
 
 
 class ControllerService(csi_pb2_grpc.ControllerServicer):
