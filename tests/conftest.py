@@ -1,11 +1,13 @@
 """What the tests share: one S3 server for all of them, a bucket and mounts for each."""
 
 import compileall
+import itertools
 import os
 import random
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis
@@ -19,11 +21,12 @@ from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.ceph_server import CephServer
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import skip_without_fuse
+from tests.support.sharing import mounting
 from tests.support.survival.keeping import Kept, kept_mount
 
 TESTS = Path(__file__).parent
 LOG_CHARS = 4000
+_numbers = itertools.count()
 # A test's process may fork after another test has served gRPC: in the child its library would
 # begin threads of its own, whose descriptors the child closes.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -36,6 +39,9 @@ for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+# Programs in Go (the S3 server, kubectl) collect garbage for 10 to 35% of their time otherwise.
+os.environ.setdefault("GOGC", "400")
 
 # Hundreds of processes import fusefs. Where they may not write what they have compiled, each
 # compiles all of it: a mount takes 2.4 s of processor time in place of 0.9.
@@ -87,8 +93,11 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """With a failure, the ends of the logs that its mounts wrote."""
     report = yield
-    if report.failed and (place := getattr(item, "funcargs", {}).get("tmp_path")):
-        for log in sorted(place.glob("*.log")):
+    if report.failed:
+        used = getattr(item, "funcargs", {})
+        logs = {*used["tmp_path"].glob("*.log")} if "tmp_path" in used else set()
+        logs |= {one.log for one in used.values() if isinstance(one, Mount) and one.log.exists()}
+        for log in sorted(logs):
             report.sections.append((log.name, log.read_text(errors="replace")[-LOG_CHARS:]))
     return report
 
@@ -114,6 +123,12 @@ def bucket(s3: S3Server) -> Bucket:
 def shared(s3: S3Server) -> Bucket:
     """A bucket for all tests of a module."""
     return new_bucket(s3)
+
+
+@pytest.fixture
+def folder(shared: Bucket) -> Bucket:
+    """A folder of the module's bucket, for one test alone."""
+    return replace(shared, prefix=f"folder-{next(_numbers)}/")
 
 
 @pytest.fixture(scope="module")
@@ -160,48 +175,34 @@ def make_file(tmp_path: Path) -> Iterator[MakeFile]:
 
 @pytest.fixture
 def mounter(bucket: Bucket, tmp_path: Path) -> Iterator[Mounter]:
-    """Mounts the bucket: `mounter("--option", …, prefix="a/", endpoint_url=…)`."""
-    skip_without_fuse()
-    mounts: list[Mount] = []
+    """Mounts the bucket; see `mounting`."""
+    with mounting(bucket, tmp_path) as mount:
+        yield mount
 
-    def mount(
-        *options: str,
-        prefix: str = "",
-        endpoint_url: str | None = None,
-        cache: str = "cache",
-        bucket: Bucket = bucket,
-    ) -> Mount:
-        path = tmp_path / f"mnt{len(mounts)}"
-        path.mkdir()
-        new = Mount(
-            f"s3://{bucket.name}/{prefix}",
-            path,
-            tmp_path / cache,
-            endpoint_url or bucket.server.endpoint_url,
-            bucket.server.environment,
-            tmp_path / f"fusefs{len(mounts)}.log",
-            options,
-        )
-        mounts.append(new)
-        new.start()
-        return new
 
-    yield mount
-    for made in mounts:
-        made.clean_up()
+@pytest.fixture(scope="module")
+def module_mounter(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounter]:
+    """Mounts the module's bucket, for as long as the module's tests take."""
+    with mounting(shared, tmp_path_factory.mktemp("mounts")) as mount:
+        yield mount
 
 
 @pytest.fixture
 def passthrough(mounter: Mounter) -> Mounter:
-    """As `mounter`, under the kernel session and with passthrough on."""
+    """As `mounter`, with passthrough on."""
+    return lambda *options: _with_passthrough(mounter(*options))
 
-    def mount(*options: str) -> Mount:
-        made = mounter("--session", "kernel", *options)
-        passthrough_state = made.status()["passthrough"]
-        if not passthrough_state["on"]:
-            pytest.skip(f"no passthrough: {passthrough_state['why']}")
-        return made
 
+@pytest.fixture(scope="module")
+def passing(module_mounter: Mounter) -> Mount:
+    """A mount of the module's bucket that asks it at each open, with passthrough on."""
+    return _with_passthrough(module_mounter("--metadata-ttl", "0s"))
+
+
+def _with_passthrough(mount: Mount) -> Mount:
+    state = mount.status()["passthrough"]
+    if not state["on"]:
+        pytest.skip(f"no passthrough: {state['why']}")
     return mount
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import shutil
 import signal
 import socket
 import stat
@@ -18,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
-from csi import errors
+from csi import errors, main
 from csi.errors import InvalidArgumentError
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identity import IdentityService
@@ -360,23 +359,36 @@ sys.exit(main.main())
     ],
 )
 def test_a_bad_command_line_is_reported_in_a_line(
-    arguments: tuple[str, ...], status: int, what: str
+    arguments: tuple[str, ...],
+    status: int,
+    what: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    process = command(*arguments)
-    _, complaint = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, what in complaint.splitlines()[-1]) == (status, True), complaint
+    assert status_of(caplog, *arguments) == status
+    assert what in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_credentials_are_not_kept_on_a_disk() -> None:
+def status_of(caplog: pytest.LogCaptureFixture, *arguments: str) -> int | str | None:
+    """The exit status of the command, which ends by itself."""
+    for package in ("csi", "fusefs"):
+        caplog.set_level(logging.WARNING, package)  # the level of now is back after the test
+    try:
+        return main.main(arguments)
+    except SystemExit as end:
+        return end.code
+
+
+def test_credentials_are_not_kept_on_a_disk(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         if config._file_system(Path(directory)) == "tmpfs":
             pytest.skip("/var/tmp is in memory")
         endpoint = f"unix://{directory}/csi.sock"
-        process = command(
-            "node", "--endpoint", endpoint, "--node-id", "n", "--state-dir", directory
-        )
-        _, complaint = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, "tmpfs" in complaint.splitlines()[-1]) == (1, True), complaint
+        given = ("node", "--endpoint", endpoint, "--node-id", "n", "--state-dir", directory)
+        assert status_of(caplog, *given) == 1
+    assert "tmpfs" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("package", ["grpc", "google.protobuf"])
@@ -393,54 +405,3 @@ def test_an_installation_without_the_drivers_packages_says_what_to_install(packa
     [line] = process.stderr.splitlines()
     assert package in line
     assert "pip install './fusefs_s3-….whl[csi]'" in line
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Driver]:
-    """`fusefs-csi all` as a process; its state is on a tmpfs."""
-    directory = Path(tempfile.mkdtemp(prefix="csi-", dir="/dev/shm"))
-    path = directory / "csi.sock"
-    process = subprocess.Popen(
-        [
-            Path(sys.prefix) / "bin" / "fusefs-csi",
-            "all",
-            "--endpoint",
-            f"unix://{path}",
-            "--node-id",
-            "node-1",
-            "--state-dir",
-            directory / "state",
-            "--kubelet-dir",
-            directory / "kubelet",
-            "--mounts-dir",
-            directory / "mounts",
-            "--cache-dir",
-            directory / "cache",
-        ]
-    )
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not path.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        made = Driver(path)
-        yield made
-        made.close()
-        process.send_signal(signal.SIGTERM)
-        process.wait(DEADLINE_S)
-    finally:
-        process.kill()
-        process.wait()
-        shutil.rmtree(directory)
-
-
-def test_one_socket_has_all_services(driver: Driver) -> None:
-    """As the sidecars ask when they start."""
-    driver.identity.Probe(csi_pb2.ProbeRequest(), timeout=DEADLINE_S)
-    controller = csi_pb2.ControllerGetCapabilitiesRequest()
-    assert driver.controller.ControllerGetCapabilities(controller, timeout=DEADLINE_S).capabilities
-    node = csi_pb2.NodeGetCapabilitiesRequest()
-    assert driver.node.NodeGetCapabilities(node, timeout=DEADLINE_S).capabilities
-    answer = driver.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=DEADLINE_S)
-    assert answer.node_id == "node-1"
-    assert answer.max_volumes_per_node > 0
-    assert not answer.HasField("accessible_topology")

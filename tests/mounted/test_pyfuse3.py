@@ -34,8 +34,7 @@ from tests.support.mounting import (
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, content, mounted, python, read_all
+from tests.support.sharing import PATIENCE_S, content, python, read_all
 from tests.support.survival.surviving import expect_not_connected
 from tests.support.waiting import until
 
@@ -62,9 +61,7 @@ with open(sys.argv[1], "r+b") as file:
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, faulty: FaultyS3, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
+def mount(shared: Bucket, faulty: FaultyS3, module_mounter: Mounter) -> Mount:
     for key, data in THERE.items():
         shared.put(key, data)
     for number in range(60):
@@ -75,10 +72,8 @@ def mount(
     shared.put("told/described/link", b"file", Metadata={"mode": str(stat.S_IFLNK | 0o777)})
     for name in ("old", "slow"):
         shared.put(name, LARGE)
-    source, directory = f"s3://{shared.name}/", tmp_path_factory.mktemp("pyfuse3")
     options = (*OPTIONS, "--metadata-ttl", "indefinite")
-    with mounted(s3, source, directory, *options, endpoint_url=faulty.endpoint_url) as mount:
-        yield mount
+    return module_mounter(*options, endpoint_url=faulty.endpoint_url)
 
 
 @pytest.fixture(autouse=True)

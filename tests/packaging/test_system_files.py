@@ -101,12 +101,7 @@ def _completions(share: Path) -> dict[str, str]:
         "fusefs doctor /mnt/o": "fusefs doctor /mnt/one",
     }
     # The last is not ours: the shell's own completion goes on.
-    for words in (
-        "warm a",
-        "mount s3://b",
-        "mount --config",
-        "drop --unsent",
-    ):
+    for words in ("warm a", "mount s3://b", "mount --config", "drop --unsent"):
         whole[f"fusefs {words} {share}/ma"] = f"fusefs {words} {share}/man/"
     return whole | {f"ls {share}/ma": f"ls {share}/man/"}
 

@@ -71,27 +71,20 @@ class Mount:
     environment: dict[str, str]
     log: Path
     options: tuple[str, ...] = ()
+    said: str = ""
     _pids: list[int] = field(default_factory=list)
 
+    def arguments(self, *options: str) -> list[str]:
+        """The command line of `fusefs` that makes the mount."""
+        places = ("--endpoint-url", self.endpoint_url, "--cache-dir", str(self.cache))
+        log = ("--log-file", str(self.log), "--log-level", "debug")
+        what = ("mount", self.source, str(self.path), "--read-only")
+        return [*what, *places, *log, *self.options, *options]
+
     def start(self, *options: str) -> None:
+        """Make the mount; `said` is what the command says."""
         try:
-            fusefs(
-                "mount",
-                self.source,
-                self.path,
-                "--read-only",
-                "--endpoint-url",
-                self.endpoint_url,
-                "--cache-dir",
-                self.cache,
-                "--log-file",
-                self.log,
-                "--log-level",
-                "debug",
-                *self.options,
-                *options,
-                environment=self.environment,
-            )
+            self.said = fusefs(*self.arguments(*options), environment=self.environment).stderr
         except AssertionError as error:
             if self.log.is_file():
                 error.add_note("its log:\n" + self.log.read_text(errors="replace")[-8000:])
@@ -194,7 +187,8 @@ def pending(mount: Mount) -> list[dict[str, Any]]:
 
 
 def metadata(bucket: Bucket, key: str) -> dict[str, str]:
-    metadata: dict[str, str] = bucket.client.head_object(Bucket=bucket.name, Key=key)["Metadata"]
+    answer = bucket.client.head_object(Bucket=bucket.name, Key=bucket.prefix + key)
+    metadata: dict[str, str] = answer["Metadata"]
     return metadata
 
 

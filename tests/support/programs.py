@@ -4,7 +4,6 @@ What is below a directory is compared as plain data: {path: Entry}. It is read
 from a mount or a disk by `tree`, and from S3 alone by `in_bucket`.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -19,7 +18,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import sharing
 from tests.support.mounting import Mount
 from tests.support.servers.buckets import Bucket
 
@@ -72,13 +70,6 @@ def run(*command: object, cwd: Path | None = None, status: int = 0, **more: str)
         )
     assert result.returncode == status, f"{command[0]}: {result.stdout[-2000:]}"
     return result.stdout
-
-
-def mounted(bucket: Bucket, place: Path) -> contextlib.AbstractContextManager[Mount]:
-    """A writable mount of a bucket, with all that it needs below `place`."""
-    if os.geteuid():
-        pytest.skip("needs root")
-    return sharing.mounted(bucket.server, f"s3://{bucket.name}/", place, *WRITABLE)
 
 
 def rename_to_a_new_name(source: Path, to: Path) -> None:

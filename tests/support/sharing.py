@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.mounting import Mount
-from tests.support.servers.s3_server import S3Server
+from tests.support.mounting import Mount, Mounter
+from tests.support.servers.buckets import Bucket
 
 # How long a test waits for what must happen, on a machine that others use too.
 PATIENCE_S = 60
@@ -51,27 +51,43 @@ def skip_without_fuse() -> None:
 
 
 @contextlib.contextmanager
-def mounted(
-    s3: S3Server, source: str, directory: Path, *options: str, endpoint_url: str | None = None
-) -> Iterator[Mount]:
-    """A mount below a directory, gone at the end whatever happened. Skips without /dev/fuse."""
+def mounting(bucket: Bucket, directory: Path) -> Iterator[Mounter]:
+    """Mounts below a directory, gone at the end whatever happened. Skips without /dev/fuse.
+
+    `mounter("--option", …, prefix="a/", endpoint_url=…)` mounts the bucket, if no other is given,
+    with variables `more` in its environment.
+    """
     skip_without_fuse()
-    path = directory / "mnt"
-    path.mkdir(parents=True)
-    mount = Mount(
-        source,
-        path,
-        directory / "cache",
-        endpoint_url or s3.endpoint_url,
-        s3.environment,
-        directory / "fusefs.log",
-        options,
-    )
+    mounts: list[Mount] = []
+
+    def mount(
+        *options: str,
+        prefix: str = "",
+        endpoint_url: str | None = None,
+        cache: str = "cache",
+        bucket: Bucket = bucket,
+        **more: str,
+    ) -> Mount:
+        path = directory / f"mnt{len(mounts)}"
+        path.mkdir()
+        new = Mount(
+            f"s3://{bucket.name}/{prefix}",
+            path,
+            directory / cache,
+            endpoint_url or bucket.server.endpoint_url,
+            bucket.server.environment | more,
+            directory / f"fusefs{len(mounts)}.log",
+            options,
+        )
+        mounts.append(new)
+        new.start()
+        return new
+
     try:
-        mount.start()
         yield mount
     finally:
-        mount.clean_up()
+        for made in mounts:
+            made.clean_up()
 
 
 # First in a mount namespace that is private: its copies of mounts keep those of other tests alive.

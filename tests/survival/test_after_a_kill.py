@@ -1,7 +1,6 @@
 """Open files and directories go on under the next daemon, and idle processes sleep."""
 
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -10,26 +9,15 @@ import pytest
 from fusefs.telemetry.activity import IDLE_AFTER_S
 from tests.support.machine.disks import fill, small_disk
 from tests.support.machine.libc import DirectoryStream
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.flat_s3 import ListingServer
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted, read_all, read_or_stale, stamped
-from tests.support.survival.surviving import children_of, keeper_pid, serving_pid
+from tests.support.sharing import read_all, read_or_stale, stamped
+from tests.support.survival.surviving import children_of, keeper_pid, replace_daemon
 from tests.support.waiting import until
 
 LARGE = 24 << 20
-
-
-def kill_daemon(mount: Mount) -> None:
-    """Kill it, and return when another one serves."""
-    survival = mount.status()["survival"]
-    if not survival["on"]:
-        pytest.skip(survival["why"])
-    pid = serving_pid(mount)
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: serving_pid(mount) != pid, "another daemon")
 
 
 @states(
@@ -55,7 +43,7 @@ def test_an_open_file_goes_on_with_its_version(
         until(mount.is_recorded, "what was read on record")
         for name in ("whole", "begun"):
             bucket.put(name, stamped(2, LARGE))
-        kill_daemon(mount)
+        replace_daemon(mount)
         for file in (whole, begun):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         assert os.pread(whole.fileno(), LARGE, 0) == stamped(1, LARGE)
@@ -78,37 +66,27 @@ def test_what_was_not_on_record_is_read_again_or_stale(
     options = ("--session", "kernel", "--passthrough", "off", "--metadata-ttl", "0s")
     mount = mounter(*options)
     with (mount.path / "file").open("rb", buffering=0) as file:
-        kill_daemon(mount)
+        replace_daemon(mount)
         assert os.pread(file.fileno(), LARGE, 0) == stamped(1, LARGE)
         if is_replaced:
             bucket.put("file", stamped(2, LARGE))
-        kill_daemon(mount)
+        replace_daemon(mount)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         found = read_or_stale(file.fileno(), LARGE, 0)
         assert found == stamped(1, LARGE) or (is_replaced and found is None)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
-def test_an_open_directory_goes_on_where_it_was(s3: S3Server, tmp_path: Path, share: float) -> None:
+def test_an_open_directory_goes_on_where_it_was(mounter: Mounter, share: float) -> None:
     names = [f"object-{number:05d}" for number in range(5000)]
-    with (
-        ListingServer(f"d/{name}" for name in names) as server,
-        mounted(
-            s3,
-            "s3://some-bucket",
-            tmp_path,
-            "--session",
-            "kernel",
-            "--anonymous",
-            endpoint_url=server.endpoint_url,
-        ) as mount,
-        DirectoryStream(mount.path / "d") as stream,
-    ):
-        found = [stream.read() for _ in range(1 + int(share * len(names)))]
-        kill_daemon(mount)
-        # What came or went before and behind the place moves nothing else.
-        server.add("d/object-00000-new", "d/object-04998-new")
-        shown = [entry[0] for entry in found if entry is not None] + stream.names()
+    with ListingServer(f"d/{name}" for name in names) as server:
+        mount = mounter("--session", "kernel", "--anonymous", endpoint_url=server.endpoint_url)
+        with DirectoryStream(mount.path / "d") as stream:
+            found = [stream.read() for _ in range(1 + int(share * len(names)))]
+            replace_daemon(mount)
+            # What came or went before and behind the place moves nothing else.
+            server.add("d/object-00000-new", "d/object-04998-new")
+            shown = [entry[0] for entry in found if entry is not None] + stream.names()
     assert len(set(shown)) == len(shown)
     assert set(shown) - {"object-00000-new", "object-04998-new"} == {".", "..", *names}
 
@@ -120,7 +98,7 @@ def test_a_damaged_mark_of_the_cache_directory_ends_no_mount(
     bucket.put("file", b"content")
     mount = mounter("--session", "kernel", "--read-only")
     (mount.cache / "format").write_bytes(mark)
-    kill_daemon(mount)
+    replace_daemon(mount)
     assert (mount.path / "file").read_bytes() == b"content"
 
 
@@ -137,7 +115,7 @@ def test_a_full_cache_disk_ends_no_mount(
         with (mount.path / "held").open("rb", buffering=0) as held:
             fill(disk)
             for _ in range(2):
-                kill_daemon(mount)
+                replace_daemon(mount)
                 assert os.pread(held.fileno(), 1 << 20, 0) == stamped(1, 1 << 20)
                 for name in ("read", "new"):
                     assert read_all(mount.path / name) == stamped(1, 1 << 20)

@@ -5,7 +5,6 @@ its daemon is killed, or its connection is lost and all processes live. Rows sha
 a mount and their waiting.
 """
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,17 +17,16 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3, Hold
 from tests.support.survival.late_rows import FENCED, ROWS, Row
-from tests.support.survival.surviving import kill_serving
+from tests.support.survival.surviving import kill_everything, kill_serving
 from tests.support.waiting import until
-from tests.survival.test_writing_survives import kill_everything
+
+pytestmark = pytest.mark.root
 
 LIMIT_S = 60
 
 
 @pytest.fixture(autouse=True)
 def ended(faulty: FaultyS3) -> Iterator[None]:
-    if os.geteuid():
-        pytest.skip("needs root")
     yield
     faulty.clear()
 

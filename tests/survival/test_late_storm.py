@@ -25,8 +25,7 @@ from tests.support.programs import WRITABLE
 from tests.support.servers.buckets import new_bucket
 from tests.support.servers.faulty_s3 import FaultyS3, Hold, Request, Rule
 from tests.support.servers.s3_server import S3Server
-from tests.support.survival.surviving import keeper_status, serving_pid
-from tests.survival.test_writing_survives import kill_everything
+from tests.support.survival.surviving import keeper_status, kill_everything, serving_pid
 
 pytestmark = pytest.mark.storm
 

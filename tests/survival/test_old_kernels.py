@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import OLD_KERNEL, WRITABLE, Mount, fusefs
+from tests.support.mounting import OLD_KERNEL, WRITABLE, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.sharing import PATIENCE_S, content, python, skip_without_fuse
+from tests.support.sharing import PATIENCE_S, content, python
 from tests.support.survival.surviving import (
     expect_not_connected,
     keeper_status,
@@ -22,6 +22,8 @@ from tests.support.survival.surviving import (
     serving_pid,
 )
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.root
 
 SIZE = 3 << 20
 
@@ -37,26 +39,10 @@ with open(sys.argv[1], "rb", buffering=0) as file:
 
 
 @pytest.fixture
-def mount(bucket: Bucket, faulty: FaultyS3, tmp_path: Path) -> Iterator[Mount]:
-    skip_without_fuse()
-    if os.geteuid():
-        pytest.skip("needs root")
-    (tmp_path / "mnt").mkdir()
-    mount = Mount(
-        f"s3://{bucket.name}/",
-        tmp_path / "mnt",
-        tmp_path / "cache",
-        faulty.endpoint_url,
-        bucket.server.environment | OLD_KERNEL,
-        tmp_path / "log",
-        (WRITABLE, "--passthrough", "off"),
-    )
-    try:
-        mount.start()
-        yield mount
-    finally:
-        faulty.clear()
-        mount.clean_up()
+def mount(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mount]:
+    options = (WRITABLE, "--passthrough", "off")
+    yield mounter(*options, endpoint_url=faulty.endpoint_url, **OLD_KERNEL)
+    faulty.clear()
 
 
 def upgrade(mount: Mount) -> None:

@@ -10,8 +10,9 @@ from tests.support.programs import WRITABLE
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.survival.surviving import kill_everything
 from tests.support.waiting import until
-from tests.survival.test_writing_survives import Objects, kill_everything
+from tests.survival.test_writing_survives import Objects
 
 
 def save(path: Path) -> None:

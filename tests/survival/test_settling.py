@@ -39,6 +39,7 @@ os.rename(sys.argv[1] + "-first", sys.argv[1])
 LATE_S = 0.9
 
 
+@pytest.mark.root
 @states(
     "After a daemon's death the keys of the changes that it had under way are not changed for "
     "1.5 s, unless a condition protects the change; other changes do not wait."
@@ -46,8 +47,6 @@ LATE_S = 0.9
 def test_an_upload_that_lands_late_brings_no_old_name_back(
     mounter: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    if os.geteuid():
-        pytest.skip("needs root")
     has_landed = threading.Event()
     late = faulty.add("PUT", "*-first", times=1, delay_s=LATE_S, before=has_landed.set)
     mount = mounter("--session", "kernel", *WRITABLE, endpoint_url=faulty.endpoint_url)

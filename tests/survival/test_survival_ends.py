@@ -22,10 +22,10 @@ from tests.support.servers.buckets import Bucket
 from tests.support.survival import survival_data as data
 from tests.support.survival.surviving import (
     LIMIT_S,
-    children_of,
     expect_not_connected,
     keeper_pid,
     keeper_status,
+    kill_everything,
     serving_pid,
     signal_daemon,
     warm,
@@ -33,44 +33,6 @@ from tests.support.survival.surviving import (
 from tests.support.survival.surviving import filled as filled
 from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def mounter_of(tmp_path: Path) -> Iterator[Mounter]:
-    """Mounts a bucket with variables in the environment; what is left is cleaned up."""
-    if os.geteuid() or not os.path.exists("/dev/fuse"):
-        pytest.skip("needs root and /dev/fuse")
-    made: list[Mount] = []
-
-    def mount(bucket: Bucket, **environment: str) -> Mount:
-        path = tmp_path / f"mnt{len(made)}"
-        path.mkdir()
-        new = Mount(
-            f"s3://{bucket.name}/",
-            path,
-            tmp_path / "cache",
-            bucket.server.endpoint_url,
-            bucket.server.environment | environment,
-            tmp_path / "log",
-        )
-        made.append(new)
-        new.start()
-        return new
-
-    yield mount
-    for one in made:
-        one.clean_up()
-
-
-def kill_everything(mount: Mount) -> None:
-    """SIGKILL daemon, keeper and broker at one moment."""
-    keeper = keeper_status(mount)
-    pids = [keeper["pid"], keeper["daemon"], *children_of(keeper["pid"])]
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped, so that none sees another die
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they do not die")
 
 
 def test_an_upgrade_changes_the_settings_that_are_given(survival: Mount) -> None:
@@ -81,8 +43,9 @@ def test_an_upgrade_changes_the_settings_that_are_given(survival: Mount) -> None
 
 
 @states("A file that is read by passthrough is read on while there is no daemon, without a pause.")
-def test_passthrough_needs_no_daemon(filled: Bucket, mounter_of: Mounter) -> None:
-    mount = mounter_of(filled, FUSEFS_HANG_TIMEOUT="600s")
+@pytest.mark.root
+def test_passthrough_needs_no_daemon(filled: Bucket, mounter: Mounter) -> None:
+    mount = mounter("--hang-timeout", "600s", bucket=filled)
     if not mount.status()["passthrough"]["on"]:
         pytest.skip(mount.status()["passthrough"]["why"])
     warm(mount)
@@ -119,25 +82,16 @@ def test_a_mount_that_lost_everything_is_made_anew(survival: Mount) -> None:
     kill_everything(survival)
     with pytest.raises(OSError, match="not connected"):
         os.listdir(survival.path)
-    output = fusefs(
-        "mount",
-        survival.source,
-        survival.path,
-        "--endpoint-url",
-        survival.endpoint_url,
-        "--cache-dir",
-        survival.cache,
-        environment=survival.environment,
-    )
-    assert "dead mount" in output.stderr
+    survival.start()
+    assert "dead mount" in survival.said
     assert (survival.path / data.small_name(1)).read_bytes() == data.small(1)
 
 
 @states("A mount whose kernel cannot send requests again is aborted when its daemon dies.")
 def test_without_resend_the_death_of_the_daemon_is_an_error_and_no_hang(
-    filled: Bucket, mounter_of: Mounter
+    filled: Bucket, mounter: Mounter
 ) -> None:
-    mount = mounter_of(filled, **OLD_KERNEL)
+    mount = mounter(bucket=filled, **OLD_KERNEL)
     status = mount.status()
     assert not status["survival"]["on"]
     with open(mount.path / data.small_name(1), "rb"):
@@ -157,8 +111,8 @@ def waits_for_answer(pid: int) -> bool:
     " fail with ECONNABORTED and later ones with ENOTCONN, as the kernel has it, so no program"
     " waits for ever."
 )
-def test_a_pause_has_an_end(filled: Bucket, mounter_of: Mounter) -> None:
-    mount = mounter_of(filled, FUSEFS_MAX_PAUSE="2s")
+def test_a_pause_has_an_end(filled: Bucket, mounter: Mounter) -> None:
+    mount = mounter(bucket=filled, FUSEFS_MAX_PAUSE="2s")
     serving = mount.status()["daemon"]["pid"]
     os.kill(serving, signal.SIGSTOP)  # so that its request has been read when it dies
     reader = subprocess.Popen(
@@ -208,21 +162,7 @@ def mounted_for_nobody(
         )
         try:
             subprocess.run(
-                [
-                    *before,
-                    *command,
-                    "mount",
-                    mount.source,
-                    path,
-                    "--endpoint-url",
-                    mount.endpoint_url,
-                    "--cache-dir",
-                    mount.cache,
-                    "--log-file",
-                    mount.log,
-                    *user,
-                    *options,
-                ],
+                [*before, *command, *mount.arguments(*user, *options)],
                 env={**os.environ, **mount.environment, **environment},
                 check=True,
                 timeout=LIMIT_S,

@@ -1,6 +1,5 @@
 """What was saved is saved, whoever is killed meanwhile: the daemon, the keeper, or both."""
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -22,13 +21,12 @@ from tests.support.mounting import LIMIT_S, Mount, fusefs
 from tests.support.programs import WRITABLE
 from tests.support.servers.buckets import Bucket
 from tests.support.survival.checkpointer import Journal, journal_of
-from tests.support.survival.surviving import children_of, keeper_status, serving_pid
+from tests.support.survival.surviving import keeper_status, kill_everything, serving_pid, signal_all
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.storm
+pytestmark = [pytest.mark.storm, pytest.mark.root]
 
 ROUNDS = 200
-PROGRAM = Path(__file__).parents[1] / "support" / "checkpointer.py"
 PROGRAMS = 3
 VICTIMS = (("daemon",), ("daemon",), ("daemon", "pid"), ("pid",))
 
@@ -141,15 +139,9 @@ def at_work(mount: Mount, scratch: Path) -> Iterator[list[Program]]:
             program.process.communicate()
 
 
-def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
 def kill_some(mount: Mount, victims: tuple[str, ...]) -> None:
     status = keeper_status(mount)
-    kill([status[victim] for victim in victims if status[victim]])
+    signal_all([status[victim] for victim in victims if status[victim]], signal.SIGKILL)
 
 
 def expect_saved(programs: list[Program], objects: Objects) -> None:
@@ -179,8 +171,6 @@ def expect_all(programs: list[Program], objects: Objects, mount: Mount) -> None:
 def test_what_was_saved_is_there_while_daemons_and_keepers_are_killed(
     mounter: Callable[..., Mount], bucket: Bucket, tmp_path: Path, durability: str
 ) -> None:
-    if os.geteuid():
-        pytest.skip("needs root")
     mount = mounter("--session", "kernel", "--durability", durability, *WRITABLE)
     dice = random.Random(11)
     victims = itertools.cycle(VICTIMS)
@@ -209,8 +199,6 @@ def test_what_was_saved_is_there_after_everything_has_died(
     mounter: Callable[..., Mount], bucket: Bucket, tmp_path: Path
 ) -> None:
     """As when a machine loses its processes: the programs see errors, and another mount goes on."""
-    if os.geteuid():
-        pytest.skip("needs root")
     mount = mounter("--session", "kernel", *WRITABLE)
     dice = random.Random(12)
     objects = Objects(bucket)
@@ -256,15 +244,6 @@ def check_what_is_left(program: Program, found: dict[str, str], objects: Objects
             data = objects.content(key)
             assert data is not None
             assert any(one.bytes().startswith(data) for one in changing[path]), path
-
-
-def kill_everything(mount: Mount) -> None:
-    """SIGKILL daemon, keeper and broker at one moment."""
-    keeper = keeper_status(mount)
-    pids = [pid for pid in (keeper["pid"], keeper["daemon"], *children_of(keeper["pid"])) if pid]
-    kill(pids, signal.SIGSTOP)  # so that none sees another die
-    kill(pids, signal.SIGKILL)
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they do not die")
 
 
 def digest(path: Path) -> str:

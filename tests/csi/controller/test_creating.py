@@ -23,8 +23,8 @@ from tests.support.csi.volumes import (
 )
 from tests.support.servers.buckets import Bucket, keys
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import SECRET_KEY, S3Server
-from tests.support.sharing import PATIENCE_S, mounted
+from tests.support.servers.s3_server import SECRET_KEY
+from tests.support.sharing import PATIENCE_S
 
 
 def test_a_new_volume_is_a_record_in_its_bucket(driver: Driver, bucket: Bucket) -> None:
@@ -148,18 +148,6 @@ def test_any_name_makes_a_volume_that_can_be_deleted(
     assert create(driver, bucket.name, name, prefix="shared") == volume
     delete(driver, volume.volume_id)
     assert set(keys(bucket)) == set()
-
-
-def test_a_mount_of_the_whole_bucket_does_not_show_the_records(
-    s3: S3Server, bucket: Bucket, tmp_path: Any
-) -> None:
-    bucket.put(record_key(), b"{}")
-    bucket.put("data", b"")
-    with mounted(s3, f"s3://{bucket.name}", tmp_path) as mount:
-        names = {entry.name for entry in mount.path.iterdir()}
-        assert "data" in names
-        assert ".fusefs" not in names
-        assert not (mount.path / record_key()).exists()
 
 
 def test_a_record_that_somebody_has_removed_is_missed(

@@ -12,12 +12,11 @@ import pytest
 from fusefs.launch import control, registry
 from fusefs.linux import mountinfo
 from tests.support.csi.daemons import daemons_of
-from tests.support.csi.node import Node, running_node
+from tests.support.csi.node import Node
 from tests.support.csi.node import node as node
 from tests.support.csi.pod import Pod, pod_reading
 from tests.support.csi.publishing import refused
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.survival.memory_search import is_in_memory
 from tests.support.waiting import until
@@ -25,10 +24,7 @@ from tests.support.waiting import until
 BOTH = "hello hello"
 
 
-@pytest.fixture(scope="module")
-def running(s3: S3Server) -> Iterator[Node]:
-    with running_node("--daemons=there", main=s3.endpoint_url) as node:
-        yield node
+FLAGS = ("--daemons=there",)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.support.csi.daemons import daemons_of
 from tests.support.csi.node import SECRETS, Node, running_node
 from tests.support.servers.buckets import Bucket, keys, new_bucket
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from tests.support.sharing import PATIENCE_S, skip_without_fuse, stamped
+from tests.support.sharing import PATIENCE_S, stamped
 from tests.support.waiting import until
 
 DATA = {"small": stamped(1, 5_000), "large": stamped(2, 9 << 20)}
@@ -54,9 +53,6 @@ def files(s3: S3Server, tmp_path: Path) -> ClusterCacheFiles:
 
 
 def running(files: ClusterCacheFiles, s3: S3Server) -> Any:
-    skip_without_fuse()
-    if os.geteuid() != 0:
-        pytest.skip("the node service is root's")
     return running_node("--cluster-caches", str(files.file), main=s3.endpoint_url)
 
 

@@ -11,12 +11,11 @@ import pytest
 
 from tests.support.csi.container import container_reading
 from tests.support.csi.daemons import DaemonsProcess, daemons_of
-from tests.support.csi.node import Node, capability, running_node
+from tests.support.csi.node import Node, capability
 from tests.support.csi.node import node as node
 from tests.support.csi.pod import USER, Pod
 from tests.support.mounting import OLD_KERNEL
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
@@ -69,22 +68,13 @@ for _ in sys.stdin:
 """
 
 
-@pytest.fixture(scope="module")
-def running(s3: S3Server) -> Iterator[Node]:
-    with running_node("--daemons=there", main=s3.endpoint_url) as node:
-        yield node
+FLAGS = ("--daemons=there",)
 
 
 @pytest.fixture
 def daemons(node: Node) -> Iterator[DaemonsProcess]:
     with daemons_of(node, "daemons") as daemons:
         yield daemons
-
-
-@pytest.fixture(scope="module")
-def data(shared: Bucket) -> Bucket:
-    shared.put("a/hello", b"hello")
-    return shared
 
 
 class Readers:

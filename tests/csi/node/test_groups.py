@@ -6,9 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.csi.node import Node, capability
-from tests.support.csi.publishing import data as data
-from tests.support.csi.publishing import node as node
-from tests.support.csi.publishing import running as running
 from tests.support.servers.buckets import Bucket
 
 Shell = Callable[[str], str]
@@ -35,6 +32,7 @@ def test_pods_of_two_groups_lose_nothing_of_each_other(node: Node, data: Bucket)
     assert len(node.roots()) == 2
     folder = targets[0] / "folder"
     folder.mkdir()
+    assert [(target / "folder").stat().st_gid for target in targets] == [2001, 2002]
     first = shell(folder, 1001, 2001)
     second = shell(targets[1] / "folder", 1002, 2002)
     try:

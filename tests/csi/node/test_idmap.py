@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,12 +14,8 @@ from csi.node import bind_mount
 from fusefs.linux import libc
 from tests.support.csi.node import Mode, Node, capability, running_node
 from tests.support.csi.pod import Pod, pod_reading
-from tests.support.csi.publishing import data as data
-from tests.support.csi.publishing import node as node
-from tests.support.csi.publishing import running as running
-from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import skip_without_fuse
 from tests.support.waiting import until
 
 FIRST_ID = 100_000
@@ -57,9 +52,6 @@ def bind_mapped(source: Path, target: Path, namespace: int) -> None:
 
 
 def test_a_volume_is_bound_with_mapped_ids(s3: S3Server, bucket: Bucket, tmp_path: Path) -> None:
-    skip_without_fuse()
-    if os.geteuid() != 0:
-        pytest.skip("the node service is root's")
     bucket.put("hello", b"hello")
     with running_node(main=s3.endpoint_url) as node, user_namespace() as namespace:
         target = node.target("pod")
@@ -153,25 +145,3 @@ def test_a_pod_ends_though_an_agent_has_a_private_copy_of_its_volume(
         assert len(node.daemons()) == 1
         node.unpublish("volume", target)
         until(lambda: not node.leftovers(), "the agent's copy has ended")
-
-
-def test_pods_of_two_groups_write_each_others_files(node: Node, data: Bucket) -> None:
-    """They have a mount each, which is as two nodes: neither group is written into an object."""
-    own = {"uid": "1000", "gid": "1000", "mode": str(stat.S_IFREG | 0o664)}
-    data.put("grouped/lines", b"earlier\n", Metadata=own)  # of a driver that wrote the group
-    targets = {group: node.target(f"pod-{group}") for group in (1000, 2000)}
-    volume = {"bucket": data.name, "prefix": "grouped"}
-    for group, target in targets.items():
-        node.publish("volume", target, cap=capability(group=str(group)), **volume)
-    expected = "earlier\n"
-    for turn in range(4):
-        for group, target in targets.items():
-            append = f"echo {group} {turn} >> lines"
-            user = {"user": group + 1, "group": group + 1, "extra_groups": [group]}
-            subprocess.run(["sh", "-c", append], cwd=target, check=True, **user)
-            expected += f"{group} {turn}\n"
-            assert (target / "lines").stat().st_gid == group
-            assert stored(data, "grouped/lines").decode() == expected
-    for target in targets.values():
-        node.unpublish("volume", target)
-    data.delete("grouped/lines")

@@ -20,21 +20,13 @@ from csi.node.pod_records import (
 )
 from fusefs.launch.registry import RUNTIME_VARIABLE
 from tests.support.csi.node import Node, running_node
-from tests.support.csi.node import node as node
-from tests.support.csi.publishing import data as data
 from tests.support.csi.publishing import refused
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.s3_server import ACCESS_KEY, S3Server, free_ports
+from tests.support.servers.s3_server import ACCESS_KEY, free_ports
 from tests.support.waiting import until
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-BOUNDS = ("--max-inline-per-pod=1", "--max-inline-per-namespace=2")
-
-
-@pytest.fixture(scope="module")
-def running(s3: S3Server) -> Iterator[Node]:
-    with running_node(*BOUNDS, main=s3.endpoint_url) as node:
-        yield node
+FLAGS = ("--max-inline-per-pod=1", "--max-inline-per-namespace=2")
 
 
 def run(node: Node, *arguments: str, **environment: str) -> str:

@@ -13,10 +13,7 @@ import pytest
 
 from csi.generated import csi_pb2
 from tests.support.csi.node import SECRETS, Mode, Node, capability, until_final
-from tests.support.csi.publishing import data as data
-from tests.support.csi.publishing import node as node
 from tests.support.csi.publishing import refused
-from tests.support.csi.publishing import running as running
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY
@@ -81,19 +78,13 @@ def test_an_inline_volume_lives_with_its_pods_secret_alone(node: Node, data: Buc
     node.unpublish("csi-1", target)
 
 
-def test_files_belong_to_the_pods_group(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("grouped", target, cap=capability(group="2345"), bucket=data.name, prefix="a")
-    found = (target / "hello").stat()
-    assert (found.st_gid, found.st_mode & 0o777) == (2345, 0o664)
-    node.unpublish("grouped", target)
-
-
 def test_two_users_of_a_pods_group_write_each_others_files(node: Node, data: Bucket) -> None:
-    """Kubernetes' fsGroup: what is new belongs to the group, which may write it."""
+    """Kubernetes' fsGroup: what was there and what is new belongs to the group, which may write."""
     target = node.target("pod")
     group = capability(group="2345")
-    node.publish("grouped", target, cap=group, bucket=data.name, prefix="shared")
+    node.publish("grouped", target, cap=group, bucket=data.name, prefix="a")
+    there = (target / "hello").stat()
+    assert (there.st_gid, there.st_mode & 0o777) == (2345, 0o664)
     names = ["new", "new/file", "new/link", "new/program"]
     made = "umask 022; cd new-data; mkdir new; echo -n one > new/file; ln -s file new/link"
     made += "; install -m 700 /dev/null new/program"
@@ -107,7 +98,7 @@ def test_two_users_of_a_pods_group_write_each_others_files(node: Node, data: Buc
         assert [one.st_mode & 0o777 for one in shown] == modes
         of_user(1002, "cd new-data/new; echo -n two >> file; echo -n three > other", target)
         assert (target / "new-data/new/file").read_bytes() == b"onetwo"
-        stored = data.client.head_object(Bucket=data.name, Key="shared/new-data/new/file")
+        stored = data.client.head_object(Bucket=data.name, Key="a/new-data/new/file")
         assert stored["Metadata"]["gid"] == "1001"  # of its maker, as on any mount
         assert int(stored["Metadata"]["mode"]) & 0o777 == 0o644
     finally:

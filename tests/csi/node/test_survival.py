@@ -16,20 +16,12 @@ import pytest
 import csi
 from fusefs.linux import libc
 from fusefs.store.capabilities import PROBE_NAME
-from tests.support.csi.node import Node, running_node, until_final
-from tests.support.csi.pod import pod_reading
+from tests.support.csi.node import Node, until_final
 from tests.support.csi.publishing import refused
 from tests.support.csi.rights import reboot
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, in_storms
 from tests.support.waiting import until
-
-
-@pytest.fixture(scope="module")
-def running(s3: S3Server) -> Iterator[Node]:
-    with running_node(main=s3.endpoint_url) as node:
-        yield node
 
 
 @pytest.fixture
@@ -141,19 +133,6 @@ def test_the_driver_has_nothing_that_deletes_a_tree() -> None:
     sources = sorted(Path(csi.__file__).parent.rglob("*.py"))
     assert sources
     assert [path.name for path in sources if deleting.search(path.read_text())] == []
-
-
-def test_a_pod_sees_the_mount_that_is_stacked_on_a_dead_one(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("volume", target, bucket=data.name, prefix="a")
-    with pod_reading(node, target / "hello") as pod:
-        node.kill_all()
-        until(lambda: not node.processes(), "they are dead")
-        assert pod.read() != "hello hello"
-        node.publish("volume", target, bucket=data.name, prefix="a")
-    with pod_reading(node, target / "hello") as pod:
-        assert pod.read() == "hello hello"
-    node.unpublish("volume", target)
 
 
 def test_no_object_is_lost_with_the_drivers_memory(node: Node, data: Bucket) -> None:

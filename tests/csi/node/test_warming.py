@@ -16,25 +16,15 @@ from csi.node.pod_records import POD_NAME
 from csi.volume.options import WarmOption, read_options
 from fusefs.daemon.jobs.selection import Shard
 from fusefs.launch import control, registry
-from tests.support.csi.node import Node, code_of, running_node, until_final
+from tests.support.csi.node import Node, code_of, until_final
 from tests.support.packaging.manifests import PROJECT, read
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import skip_without_fuse, stamped
+from tests.support.sharing import stamped
 from tests.support.waiting import until
 
 Code = grpc.StatusCode
 FILES = {f"set/d{number % 2}/f{number}": stamped(number, 100_000) for number in range(10)}
-
-
-@pytest.fixture(scope="module")
-def running(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
-    skip_without_fuse()
-    if os.geteuid() != 0:
-        pytest.skip("the node service is root's")
-    with running_node(main=s3.endpoint_url, faulty=faulty.endpoint_url) as node:
-        yield node
 
 
 @pytest.fixture

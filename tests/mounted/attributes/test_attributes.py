@@ -3,16 +3,13 @@
 import os
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import WRITABLE, Mount, all_sent, cost, metadata
+from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, cost, metadata
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 from tests.support.waiting import until
 
 # What other programs write. s3fs tells modes in decimal and, in older versions, whole seconds.
@@ -67,17 +64,12 @@ FOREIGN: dict[str, tuple[bytes, dict[str, str]]] = {
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
+def mount(shared: Bucket, module_mounter: Mounter) -> Mount:
     for key, (content, metadata_of) in FOREIGN.items():
         shared.put(key, content, Metadata=metadata_of)
     for number in range(60):
         shared.put(f"many/{number:02}", b"x", Metadata={"mode": str(stat.S_IFREG | 0o600)})
-    directory = tmp_path_factory.mktemp("attributes")
-    options = (WRITABLE, "--metadata-ttl", "indefinite")
-    with mounted(s3, f"s3://{shared.name}/", directory, *options) as mount:
-        yield mount
+    return module_mounter(WRITABLE, "--metadata-ttl", "indefinite")
 
 
 @pytest.fixture
@@ -139,21 +131,18 @@ def test_an_object_keeps_the_form_of_its_attributes(mount: Mount, shared: Bucket
     os.rename(mount.path / "renamed", mount.path / "aws-gateway")
 
 
-def test_new_objects_get_the_form_of_the_mount(
-    s3: S3Server, bucket: Bucket, tmp_path: Path
-) -> None:
+def test_new_objects_get_the_form_of_the_mount(mounter: Mounter, bucket: Bucket) -> None:
     bucket.put("plain", b"x")
     bucket.put("s3fs", b"x", Metadata={"mode": "33188"})
-    options = (WRITABLE, "--attribute-form", "aws")
-    with mounted(s3, f"s3://{bucket.name}/", tmp_path, *options) as mount:
-        (mount.path / "dir").mkdir()
-        (mount.path / "dir/file").write_bytes(b"x")
-        os.symlink("file", mount.path / "dir/link")
-        os.chmod(mount.path / "s3fs", 0o600)
-        modified_ns = (mount.path / "plain").stat().st_mtime_ns
-        os.rename(mount.path / "plain", mount.path / "renamed")
-        os.chmod(mount.path / "dir/file", 0o750)
-        all_sent(mount)
+    mount = mounter(WRITABLE, "--attribute-form", "aws")
+    (mount.path / "dir").mkdir()
+    (mount.path / "dir/file").write_bytes(b"x")
+    os.symlink("file", mount.path / "dir/link")
+    os.chmod(mount.path / "s3fs", 0o600)
+    modified_ns = (mount.path / "plain").stat().st_mtime_ns
+    os.rename(mount.path / "plain", mount.path / "renamed")
+    os.chmod(mount.path / "dir/file", 0o750)
+    all_sent(mount)
     for key, expected in (("dir/file", "0100750"), ("dir/link", "0120777")):
         described = metadata(bucket, key)
         assert described["file-permissions"] == expected

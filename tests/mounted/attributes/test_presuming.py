@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,11 +28,10 @@ from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.settings.patterns import PathRules
 from tests.support.memory_store import SECOND_NS, MemoryStore
-from tests.support.mounting import WRITABLE, Mount, cost, metadata
+from tests.support.mounting import WRITABLE, Mount, Mounter, cost, metadata
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 
 PLAIN = 6 * SAMPLE
 ATTRIBUTES = {"mode": str(stat.S_IFREG | 0o751), "uid": "7"}
@@ -249,9 +248,8 @@ def plain(bucket: Bucket) -> Bucket:
 
 
 @pytest.fixture
-def mount(s3: S3Server, plain: Bucket, tmp_path: Path) -> Iterator[Mount]:
-    with mounted(s3, f"s3://{plain.name}/", tmp_path / "first", WRITABLE) as mount:
-        yield mount
+def mount(plain: Bucket, mounter: Mounter) -> Mount:
+    return mounter(WRITABLE, bucket=plain)
 
 
 def stat_all(mount: Mount) -> dict[str, os.stat_result]:

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import cost
+from tests.support.mounting import Mounter, cost
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 
 Describe = Callable[[os.stat_result], dict[str, str]]
 FOLDERS = 10
@@ -85,26 +83,24 @@ def tree(tmp_path: Path) -> Path:
     "these."
 )
 def test_a_read_only_mount_shows_what_the_disk_shows(
-    s3: S3Server, bucket: Bucket, tree: Path, tmp_path: Path, describe: Describe
+    mounter: Mounter, bucket: Bucket, tree: Path, describe: Describe
 ) -> None:
     upload(bucket, tree, describe)
-    with mounted(s3, f"s3://{bucket.name}/", tmp_path / "m", "--metadata-ttl", "1h") as mount:
-        for root in (mount.path, tree):
-            snapshot = root / "hub/models--org--name/snapshots/1234"
-            assert (snapshot / "config.json").read_bytes() == b'{"name": "x"}'
-            assert (snapshot / "onnx/model.onnx").stat().st_size == 10_000
-            prefix = subprocess.check_output(
-                [root / "venv/bin/python", "-c", "import sys; print(sys.prefix)"]
-            )
-            assert prefix.decode().strip() == str(root / "venv")
-            for size in (6000, 0):
-                assert os.access(root / f"venv/bin/hello{size}", os.X_OK)
-                assert subprocess.check_output([root / f"venv/bin/hello{size}"]) == b"hello\n"
-        on_disk = {name: one for name, one in shown(tree).items() if not stat.S_ISDIR(one[0])}
-        on_mount = {
-            name: one for name, one in shown(mount.path).items() if not stat.S_ISDIR(one[0])
-        }
-        assert on_mount == on_disk
+    mount = mounter("--metadata-ttl", "1h")
+    for root in (mount.path, tree):
+        snapshot = root / "hub/models--org--name/snapshots/1234"
+        assert (snapshot / "config.json").read_bytes() == b'{"name": "x"}'
+        assert (snapshot / "onnx/model.onnx").stat().st_size == 10_000
+        prefix = subprocess.check_output(
+            [root / "venv/bin/python", "-c", "import sys; print(sys.prefix)"]
+        )
+        assert prefix.decode().strip() == str(root / "venv")
+        for size in (6000, 0):
+            assert os.access(root / f"venv/bin/hello{size}", os.X_OK)
+            assert subprocess.check_output([root / f"venv/bin/hello{size}"]) == b"hello\n"
+    on_disk = {name: one for name, one in shown(tree).items() if not stat.S_ISDIR(one[0])}
+    on_mount = {name: one for name, one in shown(mount.path).items() if not stat.S_ISDIR(one[0])}
+    assert on_mount == on_disk
 
 
 @states(
@@ -112,54 +108,50 @@ def test_a_read_only_mount_shows_what_the_disk_shows(
     "link from then on; a program that may not read or execute a file makes the mount ask for its "
     "mode."
 )
-def test_a_wrong_assumption_does_not_last(s3: S3Server, bucket: Bucket, tmp_path: Path) -> None:
+def test_a_wrong_assumption_does_not_last(mounter: Mounter, bucket: Bucket) -> None:
     for name in ("plain", "other"):
         bucket.put(f"set/00/{name}", b"x")
     bucket.put("set/z/a", b"x")
     bucket.put("set/z/link", b"../00/plain", Metadata={"mode": str(stat.S_IFLNK | 0o777)})
     script = b"#!/bin/sh\necho hello\n" + b"#" * 6000
     bucket.put("set/z/script", script, Metadata={"mode": str(stat.S_IFREG | 0o755)})
-    with mounted(s3, f"s3://{bucket.name}/", tmp_path, "--metadata-ttl", "1h") as mount:
-        folder = mount.path / "set"
-        for path in sorted(folder.rglob("*")):
-            path.lstat()
-        assert not (folder / "z/link").is_symlink()
-        assert subprocess.check_output([folder / "z/script"]) == b"hello\n"
-        assert (folder / "z/script").stat().st_mode == stat.S_IFREG | 0o755
-        assert (folder / "z/link").is_symlink()  # for its folder has attributes after all
-        assert (folder / "z/link").read_bytes() == b"x"
+    mount = mounter("--metadata-ttl", "1h")
+    folder = mount.path / "set"
+    for path in sorted(folder.rglob("*")):
+        path.lstat()
+    assert not (folder / "z/link").is_symlink()
+    assert subprocess.check_output([folder / "z/script"]) == b"hello\n"
+    assert (folder / "z/script").stat().st_mode == stat.S_IFREG | 0o755
+    assert (folder / "z/link").is_symlink()  # for its folder has attributes after all
+    assert (folder / "z/link").read_bytes() == b"x"
 
 
-def test_a_link_that_was_taken_for_a_file_is_followed(
-    s3: S3Server, bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_link_that_was_taken_for_a_file_is_followed(mounter: Mounter, bucket: Bucket) -> None:
     for name in ("plain", "other"):
         bucket.put(f"set/00/{name}", b"x")
     for name in ("a", "b"):
         bucket.put(f"set/z/{name}", b"../00/plain", Metadata={"mode": str(stat.S_IFLNK | 0o777)})
-    with mounted(s3, f"s3://{bucket.name}/", tmp_path, "--metadata-ttl", "1h") as mount:
-        folder = mount.path / "set"
-        for name in ("plain", "other"):
-            (folder / "00" / name).lstat()
-        assert stat.S_ISREG((folder / "z/a").lstat().st_mode)
-        assert (folder / "z/a").read_bytes() == b"x"
-        assert (folder / "z/a").is_symlink()
-        assert (folder / "z/b").is_symlink()
+    mount = mounter("--metadata-ttl", "1h")
+    folder = mount.path / "set"
+    for name in ("plain", "other"):
+        (folder / "00" / name).lstat()
+    assert stat.S_ISREG((folder / "z/a").lstat().st_mode)
+    assert (folder / "z/a").read_bytes() == b"x"
+    assert (folder / "z/a").is_symlink()
+    assert (folder / "z/b").is_symlink()
 
 
-def test_folders_without_attributes_cost_a_few_requests(
-    s3: S3Server, bucket: Bucket, tmp_path: Path
-) -> None:
+def test_folders_without_attributes_cost_a_few_requests(mounter: Mounter, bucket: Bucket) -> None:
     for number in range(FOLDERS):
         for name in ("1", "2", "3"):
             bucket.put(f"small/{number:02}/{name}", b"x" * number)
         bucket.put(f"large/{number:02}/1", bytes(5000))
-    with mounted(s3, f"s3://{bucket.name}/", tmp_path) as mount:
-        read = cost(mount, lambda: [path.read_bytes() for path in each(mount.path / "large", "1")])
-        assert read.get("heads", 0) <= 2
-        first = cost(mount, lambda: shown(mount.path / "small/00"))
-        assert first["heads"] <= 2
-        assert "heads" not in cost(mount, lambda: shown(mount.path / "small"))
+    mount = mounter()
+    read = cost(mount, lambda: [path.read_bytes() for path in each(mount.path / "large", "1")])
+    assert read.get("heads", 0) <= 2
+    first = cost(mount, lambda: shown(mount.path / "small/00"))
+    assert first["heads"] <= 2
+    assert "heads" not in cost(mount, lambda: shown(mount.path / "small"))
 
 
 def each(folder: Path, name: str) -> list[Path]:

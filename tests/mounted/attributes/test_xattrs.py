@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -13,12 +12,19 @@ import pytest
 
 from fusefs.posix.directory.head_policy import SAMPLE
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
-from tests.support.mounting import WRITABLE, Mount, all_sent, cost, fusefs, metadata, status
+from tests.support.mounting import (
+    WRITABLE,
+    Mount,
+    Mounter,
+    all_sent,
+    cost,
+    fusefs,
+    metadata,
+    status,
+)
 from tests.support.programs import need
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 
 # What s3fs 1.91 writes for two attributes, one of them with odd bytes.
 S3FS = (
@@ -37,19 +43,14 @@ FOREIGN = {
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
+def mount(shared: Bucket, module_mounter: Mounter) -> Mount:
     for key, kept in FOREIGN.items():
         shared.put(key, b"x", Metadata={"xattr": kept, "mode": "33188"})
     for number in range(PLAIN):
         shared.put(f"found/{number:03}", bytes(LONGEST_TARGET + 1))
         shared.put(f"shown/{number:03}", bytes(LONGEST_TARGET + 1))
-    directory = tmp_path_factory.mktemp("xattrs")
     # Else a walk that takes more than a second on a busy machine lists its folder again.
-    options = (WRITABLE, "--metadata-ttl", "indefinite")
-    with mounted(s3, f"s3://{shared.name}/", directory, *options) as mount:
-        yield mount
+    return module_mounter(WRITABLE, "--metadata-ttl", "indefinite")
 
 
 @pytest.fixture

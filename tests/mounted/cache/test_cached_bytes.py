@@ -15,7 +15,7 @@ from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.survival.surviving import keeper_status, kill_serving, serving_pid
+from tests.support.survival.surviving import replace_daemon
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -33,14 +33,6 @@ def is_summed(mount: Mount) -> bool:
     return mount.is_recorded() and all(
         known == summed for known, summed in map(both, mount.cache.glob("*/catalog.sqlite3"))
     )
-
-
-def replace_daemon(mount: Mount) -> None:
-    """Kill the daemon, and wait for the next one."""
-    restarts = keeper_status(mount)["restarts"]
-    kill_serving(mount)
-    until(lambda: keeper_status(mount)["restarts"] > restarts, "the keeper saw no death")
-    serving_pid(mount)
 
 
 def both(path: Path) -> tuple[int, int]:

@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import shutil
-import signal
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.sharing import in_storms
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import replace_daemon
 from tests.support.waiting import until
 
 BOOT = "boot-1"
@@ -297,16 +296,11 @@ def test_a_mount_begins_with_some_wrong_bytes_in_its_catalog(
 def test_a_daemon_dies_and_the_catalog_is_damaged(bucket: Bucket, mounter: Mounter) -> None:
     put_all(bucket)
     mount = mounter("--session", "kernel", WRITABLE)
-    state = mount.status()["survival"]
-    if not state["on"]:
-        pytest.skip(state["why"])
     read_all(mount, ["o0", "o1", "o2"])
     until(mount.is_recorded, "what was read on record")
-    pid = serving_pid(mount)
     with (mount.path / "o1").open("rb", buffering=0) as file:
         garbage(mount)
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: serving_pid(mount) != pid, "another daemon")
+        replace_daemon(mount)
         assert file.read() == OBJECTS["o1"]
         read_all(mount)
     assert "is damaged" in mount.log.read_text()

@@ -13,7 +13,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted, stamped, version_of
+from tests.support.sharing import stamped, version_of
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -58,14 +58,17 @@ def empty(s3: S3Server, tmp_path: Path) -> Domain:
 
 @pytest.fixture(scope="module")
 def full(
-    s3: S3Server, tree: Bucket, faulty: FaultyS3, tmp_path_factory: pytest.TempPathFactory
+    s3: S3Server,
+    tree: Bucket,
+    faulty: FaultyS3,
+    module_mounter: Mounter,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Domain:
     """One that has all blocks of the tree."""
-    directory = tmp_path_factory.mktemp("full")
-    domain = new_domain(s3, directory)
-    source, url = f"s3://{tree.name}", faulty.endpoint_url
-    with mounted(s3, source, directory, *domain.options(), endpoint_url=url) as mount:
-        fill(mount)
+    domain = new_domain(s3, tmp_path_factory.mktemp("full"))
+    mount = module_mounter(*domain.options(), bucket=tree, endpoint_url=faulty.endpoint_url)
+    fill(mount)
+    mount.end()
     return domain
 
 

@@ -1,8 +1,6 @@
 """What is kept on the local disk: `fusefs pin`, `unpin`, `drop`, `status PATH`, manifests."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import read_all, stamped
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import replace_daemon
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -260,17 +258,13 @@ def test_the_next_daemon_goes_on_with_a_list_and_a_pin(
 ) -> None:
     faulty.clear()
     here = mounter("--session", "kernel", bucket=tree, endpoint_url=faulty.endpoint_url)
-    if not here.status()["survival"]["on"]:
-        pytest.skip("the mount does not outlive its daemon here")
     stalled = faulty.add("GET", key="tree/*", stall=True)
     manifest = tmp_path / "list"
     manifest.write_text("".join(f"tree/d0/f{number}.bin\n" for number in (0, 3, 6)))
     assert run("warm", "--manifest", manifest, here.path).returncode == 0
     assert run("pin", "--no-wait", here.path / "tree/d1").returncode == 0
     until(lambda: here.status()["pins"]["paths"] == 1, "the pin")
-    pid = here.pid
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: serving_pid(here) != pid, "the next daemon")
+    replace_daemon(here)
     faulty.remove(stalled)
     until(lambda: local(here.path / "tree")["local_files"] == 7, "the rest of both")
     assert local(here.path / "tree")["pinned_files"] == 4

@@ -17,7 +17,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import read_all, stamped
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import replace_daemon
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -154,8 +154,7 @@ def test_the_next_daemon_goes_on_with_a_plan(
     here = mounter("--session", "kernel", bucket=data)
     order = shuffled(1)
     assert give(here, tmp_path, order, "--reader", "rank 0").returncode == 0
-    os.kill(before := here.pid, signal.SIGKILL)
-    until(lambda: serving_pid(here) not in (None, before), "another daemon serves")
+    replace_daemon(here)
     until(lambda: here.status()["plans"], "it has the plan")
     until(lambda: plan_of(here)["entries"] == len(order), "it has all of it")
     for key in order[30:50]:

@@ -15,7 +15,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import read_all, stamped
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import replace_daemon
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -188,9 +188,7 @@ def test_the_next_daemon_goes_on_with_what_a_killed_one_was_fetching(
         [str(FUSEFS), "warm", "--wait", str(kept.path / "tree")], stdout=subprocess.PIPE, text=True
     )
     until(lambda: jobs(kept) and jobs(kept)[-1]["done_files"] == 28, "all but what stalls")
-    pid = kept.pid
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: serving_pid(kept) != pid, "the next daemon")
+    replace_daemon(kept)
     faulty.remove(stalled)
     output, _ = waiting.communicate(timeout=30)
     assert waiting.returncode == 0

@@ -20,7 +20,7 @@ from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
 from fusefs.store.s3 import access
 from tests.support.machine.ordinary_user import runnable_by_all
-from tests.support.mounting import FUSEFS, LIMIT_S, Mount
+from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3, Request
@@ -237,44 +237,21 @@ def test_an_upgrade_finds_the_files_that_the_mount_was_made_with(
             one.clean_up()
 
 
-@pytest.fixture
-def mounted_by(
-    shared: Bucket, faulty: FaultyS3, tmp_path: Path
-) -> Iterator[Callable[[Path], Mount]]:
-    """Mounts with the keys of a file, as the daemon's own user."""
-    made: list[Mount] = []
-
-    def mount(credentials: Path) -> Mount:
-        (tmp_path / "mnt").mkdir()
-        environment = {
-            name: value
-            for name, value in shared.server.environment.items()
-            if name not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-        } | {"AWS_SHARED_CREDENTIALS_FILE": str(credentials)}
-        own = ("--user", "root") if os.geteuid() == 0 else ()
-        one = Mount(
-            f"s3://{shared.name}",
-            tmp_path / "mnt",
-            tmp_path / "cache",
-            faulty.endpoint_url,
-            environment,
-            tmp_path / "log",
-            ("--metadata-ttl", "0s", *own),
-        )
-        made.append(one)
-        one.start()
-        return one
-
-    yield mount
-    for one in made:
-        one.clean_up()
-
-
 @states("Keys that change in a file that the daemon may read are used by running mounts.")
 def test_keys_that_change_in_a_file_arrive_in_a_running_mount(
-    mounted_by: Callable[[Path], Mount], faulty: FaultyS3, credentials: Path
+    mounter: Mounter, faulty: FaultyS3, credentials: Path
 ) -> None:
-    here = mounted_by(credentials)
+    own = ("--user", "root") if os.geteuid() == 0 else ()
+    # An empty variable is as good as none.
+    keys = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
+    here = mounter(
+        "--metadata-ttl",
+        "0s",
+        *own,
+        endpoint_url=faulty.endpoint_url,
+        AWS_SHARED_CREDENTIALS_FILE=str(credentials),
+        **keys,
+    )
     credentials.write_text(PROFILE.format("rotated", SECRET_KEY))
     faulty.add("LIST", code="InvalidAccessKeyId")
 

@@ -81,11 +81,7 @@ Query = Callable[[str], list[dict[str, Any]]]
 def prometheus(directory: Path, scraped: int) -> Iterator[Query]:
     """A server with the rules that scrapes a port; yields a function that evaluates expressions."""
     config = {
-        "global": {
-            "scrape_interval": "1s",
-            "scrape_timeout": "1s",
-            "evaluation_interval": "1s",
-        },
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": ["rules.yaml"],
         "scrape_configs": [
             {

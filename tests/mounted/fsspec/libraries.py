@@ -6,24 +6,20 @@ torch is not installed by that target, for its size: its tests are skipped where
 import importlib
 import io
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from tests.support import sharing
-from tests.support.servers.buckets import new_bucket
-from tests.support.servers.s3_server import S3Server
+from tests.support.mounting import WRITABLE, Mounter
+from tests.support.servers.buckets import Bucket
 
 
 @pytest.fixture(scope="module")
-def url(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(shared: Bucket, module_mounter: Mounter) -> str:
     """That of a bucket which is mounted writable."""
-    bucket = new_bucket(s3)
-    directory: Path = tmp_path_factory.mktemp("libraries")
-    with sharing.mounted(s3, f"s3://{bucket.name}/", directory, "--no-read-only"):
-        yield f"fusefs://{bucket.name}"
+    module_mounter(WRITABLE)
+    return f"fusefs://{shared.name}"
 
 
 def test_pandas(url: str) -> None:

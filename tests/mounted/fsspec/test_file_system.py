@@ -19,9 +19,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fusefs.fsspec import FusefsFileSystem, NotMountedError
 from fusefs.fsspec.mounts import BucketMounts
 from fusefs.linux import mountinfo
-from tests.support import sharing
-from tests.support.mounting import Mounter
-from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
+from tests.support.mounting import WRITABLE, Mounter
+from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.s3_server import S3Server
 
 # Names that something on the way could take for something else.
@@ -38,13 +37,9 @@ class Keys(MemoryFileSystem):
 
 
 @pytest.fixture(scope="module")
-def place(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def place(shared: Bucket, module_mounter: Mounter) -> tuple[str, Path]:
     """A bucket, and where it is mounted writable."""
-    bucket = new_bucket(s3)
-    directory = tmp_path_factory.mktemp("fsspec")
-    options = ("--no-read-only", "--durability", "local")
-    with sharing.mounted(s3, f"s3://{bucket.name}/", directory, *options) as mount:
-        yield bucket.name, mount.path
+    return shared.name, module_mounter(WRITABLE, "--durability", "local").path
 
 
 def test_url_opens_a_real_file(place: tuple[str, Path]) -> None:
@@ -289,23 +284,14 @@ def test_another_process_finds_the_mounts_anew(place: tuple[str, Path]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.fixture(scope="module")
-def mounted_bucket(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    bucket = new_bucket(s3)
-    directory: Path = tmp_path_factory.mktemp("conformance")
-    options = ("--no-read-only", "--durability", "local")
-    with sharing.mounted(s3, f"s3://{bucket.name}/", directory, *options):
-        yield bucket.name
-
-
 class Fixtures(abstract.AbstractFixtures):
     @pytest.fixture
     def fs(self) -> FusefsFileSystem:
         return FusefsFileSystem()
 
     @pytest.fixture
-    def fs_path(self, mounted_bucket: str) -> Iterator[str]:
-        path = f"{mounted_bucket}/of one test"
+    def fs_path(self, place: tuple[str, Path]) -> Iterator[str]:
+        path = f"{place[0]}/of one test"
         yield path
         fs = FusefsFileSystem()
         if fs.exists(path):

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import WRITABLE
+from tests.support.mounting import WRITABLE, Mounter
 from tests.support.programs import need
 from tests.support.semantics import states
 from tests.support.servers.flat_s3 import FlatS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 
 MARKED = ("changed", "copied", "deleted", "listed", "gone")
 CONTENT = b"content of an object whose key ends in a slash"
@@ -34,11 +32,8 @@ def server() -> Iterator[FlatS3]:
 
 
 @pytest.fixture(scope="module")
-def root(server: FlatS3, s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("beside")
-    url = server.endpoint_url
-    with mounted(s3, "s3://bucket/", directory, WRITABLE, endpoint_url=url) as mount:
-        yield mount.path
+def root(server: FlatS3, module_mounter: Mounter) -> Path:
+    return module_mounter(WRITABLE, endpoint_url=server.endpoint_url).path
 
 
 @states(

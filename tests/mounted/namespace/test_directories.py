@@ -7,9 +7,8 @@ test_names.py, who may do what in test_directories_permissions.py.
 """
 
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,8 @@ from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 from tests.support.survival.mortal_mount import MortalMount, Process
-from tests.support.survival.surviving import serving_pid
-from tests.support.waiting import until
+from tests.support.survival.surviving import replace_daemon
 
 NOBODY = 65534
 
@@ -54,10 +51,8 @@ def still(s3: S3Server) -> Bucket:
 
 
 @pytest.fixture(scope="module")
-def tree(s3: S3Server, still: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
-    directory = tmp_path_factory.mktemp("tree")
-    with mounted(s3, f"s3://{still.name}", directory, "--metadata-ttl", "indefinite") as mount:
-        yield mount
+def tree(still: Bucket, module_mounter: Mounter) -> Mount:
+    return module_mounter("--metadata-ttl", "indefinite", bucket=still)
 
 
 def expected_files() -> set[str]:
@@ -194,9 +189,6 @@ def test_a_directorys_time_is_that_of_the_last_change_to_its_entries(
 def test_a_directorys_time_outlives_the_daemon(bucket: Bucket, mounter: Mounter) -> None:
     bucket.put("d/file", b"x")
     mount = mounter("--session", "kernel", WRITABLE)
-    survives = mount.status()["survival"]
-    if not survives["on"]:
-        pytest.skip(survives["why"])
     # Another test may have the kernel drop what it remembers, but for what is open.
     held = os.open(mount.path / "d", os.O_RDONLY)
     try:
@@ -204,9 +196,7 @@ def test_a_directorys_time_outlives_the_daemon(bucket: Bucket, mounter: Mounter)
         (mount.path / "top").write_bytes(b"x")
         directories = (mount.path / "d", mount.path)
         before = [path.stat().st_mtime_ns for path in directories]
-        pid = serving_pid(mount)
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: serving_pid(mount) != pid, "another daemon")
+        replace_daemon(mount)
         (mount.path / "d" / "new").chmod(0o600)
         assert [path.stat().st_mtime_ns for path in directories] == before
     finally:

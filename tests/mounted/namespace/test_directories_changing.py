@@ -4,7 +4,6 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,16 @@ from tests.support.mounting import WRITABLE, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.flat_s3 import ListingServer
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted, read_all
+from tests.support.sharing import read_all
 from tests.support.waiting import until
 
 TTL_S = 1
 
 
 @pytest.fixture(scope="module")
-def at_once(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def at_once(module_mounter: Mounter) -> Path:
     """A mount that asks the bucket at each open, with a folder for each test."""
-    options = ("--metadata-ttl", "0s")
-    directory = tmp_path_factory.mktemp("at-once")
-    with mounted(shared.server, f"s3://{shared.name}/", directory, *options) as mount:
-        yield mount.path
+    return module_mounter("--metadata-ttl", "0s").path
 
 
 def seen(path: Path) -> bytes | None:
@@ -131,20 +126,11 @@ def test_a_file_becomes_a_directory_and_back(at_once: Path, shared: Bucket) -> N
 
 
 @states("A directory ends with its last object, unless it has a marker.")
-def test_a_directory_ends_with_its_last_object(s3: S3Server, tmp_path: Path) -> None:
+def test_a_directory_ends_with_its_last_object(mounter: Mounter) -> None:
     """On a server that only lists, for SeaweedFS keeps empty directories."""
-    with (
-        ListingServer(["d/only", "marked/", "marked/only", "other"]) as server,
-        mounted(
-            s3,
-            "s3://some-bucket",
-            tmp_path,
-            "--anonymous",
-            "--metadata-ttl",
-            "0s",
-            endpoint_url=server.endpoint_url,
-        ) as mount,
-    ):
+    with ListingServer(["d/only", "marked/", "marked/only", "other"]) as server:
+        url = server.endpoint_url
+        mount = mounter("--anonymous", "--metadata-ttl", "0s", endpoint_url=url)
         assert os.listdir(mount.path) == ["d", "marked", "other"]
         assert os.listdir(mount.path / "d") == ["only"]
         for key in ("d/only", "marked/only"):

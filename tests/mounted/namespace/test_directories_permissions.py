@@ -5,7 +5,7 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted, read_all
+from tests.support.sharing import read_all
 from tests.support.waiting import until
 
 NAMES = ("mode", "uid", "gid")
@@ -84,13 +84,12 @@ def test_uid_gid_and_modes_are_what_the_options_say(mounter: Mounter, bucket: Bu
 
 
 @pytest.fixture(scope="module")
-def tree(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+def tree(s3: S3Server, module_mounter: Mounter) -> Mount:
     """A file and an empty directory, mounted as without options."""
     bucket = new_bucket(s3)
     bucket.put("readme.txt", b"readme")
     bucket.put("marker/", b"")
-    with mounted(s3, f"s3://{bucket.name}", tmp_path_factory.mktemp("tree")) as mount:
-        yield mount
+    return module_mounter(bucket=bucket)
 
 
 def test_without_options_files_belong_to_the_one_who_mounted(tree: Mount) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,20 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount
-from tests.support.programs import WRITABLE, mounted
+from tests.support.mounting import Mount, Mounter
+from tests.support.programs import WRITABLE
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.survival.surviving import serving_pid
+from tests.support.survival.surviving import replace_daemon
 from tests.support.waiting import until
 
 LOCK = Path(__file__).parents[2] / "support" / "lock_by_rename.py"
 
 
 @pytest.fixture(scope="module")
-def mount(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
-    with mounted(shared, tmp_path_factory.mktemp("identity")) as mount:
-        yield mount
+def mount(module_mounter: Mounter) -> Mount:
+    return module_mounter(*WRITABLE)
 
 
 @pytest.fixture(params=["disk", "mount"])
@@ -140,16 +138,10 @@ def forget(mount: Mount) -> None:
     until(lambda: mount.status()["metadata"]["nodes"] < nodes, "a forget")
 
 
-def kill_daemon(mount: Mount) -> None:
-    pid = serving_pid(mount)
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: serving_pid(mount) != pid, "another daemon")
-
-
 @states(
     "So it is also while nothing has the file open, and after the daemon's death or an upgrade."
 )
-@pytest.mark.parametrize("event", [forget, kill_daemon])
+@pytest.mark.parametrize("event", [forget, replace_daemon])
 def test_numbers_stay_whatever_the_kernel_or_the_daemon_forgets(
     mount: Mount, event: Callable[[Mount], None]
 ) -> None:

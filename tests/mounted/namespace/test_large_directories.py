@@ -3,15 +3,14 @@
 from pathlib import Path
 
 from tests.support.machine.libc import DirectoryStream
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.flat_s3 import ListingServer
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 from tests.support.waiting import until
 
 COUNT = 100_000
-FOLDERS = 6
+# More entries than are kept.
+FOLDERS = 3
 MIB = 1 << 20
 
 
@@ -42,22 +41,14 @@ def have_all_forgotten(mount: Mount) -> None:
     "Listings that are kept take a bounded memory: 200,000 entries of all directories at most.",
 )
 def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(
-    s3: S3Server, tmp_path: Path
+    mounter: Mounter,
 ) -> None:
     names = [f"object-{number:06d}.jpg" for number in range(COUNT)]
     keys = [f"d{number}/{name}" for number in range(FOLDERS) for name in names]
-    with (
-        ListingServer(keys) as server,
-        mounted(
-            s3,
-            "s3://huge-bucket",
-            tmp_path,
-            "--anonymous",
-            "--metadata-ttl",
-            "indefinite",  # the root's own listing is out of date after a second otherwise
-            endpoint_url=server.endpoint_url,
-        ) as mount,
-    ):
+    with ListingServer(keys) as server:
+        # The root's own listing is out of date after a second otherwise.
+        options = ("--anonymous", "--metadata-ttl", "indefinite")
+        mount = mounter(*options, endpoint_url=server.endpoint_url)
         at_rest = mount.status()["daemon"]["rss_bytes"]
 
         def growth() -> int:
@@ -76,5 +67,10 @@ def test_large_directories_list_completely_and_memory_is_for_what_is_remembered(
             assert (folder / names[77_777]).stat().st_size == 100
             assert server.lists == lists
             have_all_forgotten(mount)
-        # 200 MiB; of six 316 if all listings were kept, and 600 if no node was given back.
+        # Of all listings two are kept.
+        for number, is_kept in ((FOLDERS - 1, True), (0, False)):
+            lists = server.lists
+            assert (mount.path / f"d{number}" / names[55_555]).stat().st_size == 100
+            assert (server.lists == lists) == is_kept
+        # 200 MiB; and 400 if no node was given back.
         assert growth() < 240 * MIB

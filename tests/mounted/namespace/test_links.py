@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,8 +18,7 @@ from tests.support.programs import rename_to_a_new_name
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, mounted, python
+from tests.support.sharing import PATIENCE_S, python
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 
@@ -31,11 +30,9 @@ PUBLISHING: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def root(s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+def root(module_mounter: Mounter) -> Mount:
     """A mount that the tests share; each has a directory of its own."""
-    directory = tmp_path_factory.mktemp("links")
-    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE, "--session", "kernel") as mount:
-        yield mount
+    return module_mounter(WRITABLE, "--session", "kernel")
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount
+from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 
 # Under each name its own UTF-8 is the content.
 LOOK_ALIKE = ["look", "Look", "LOOK", "e\u0301tage", "\u00e9tage", "stra\u00dfe", "strasse"]
@@ -49,12 +48,9 @@ def objects(s3: S3Server) -> Bucket:
 
 
 @pytest.fixture(scope="module")
-def names(
-    s3: S3Server, objects: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def names(objects: Bucket, module_mounter: Mounter) -> Path:
     """The directory with the names."""
-    with mounted(s3, f"s3://{objects.name}", tmp_path_factory.mktemp("names")) as mount:
-        yield mount.path / "names"
+    return module_mounter(bucket=objects).path / "names"
 
 
 @states(
@@ -129,19 +125,10 @@ HIDDEN = 8 + 1 + 3
 
 
 @pytest.fixture(scope="module")
-def unusual(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
-    options = ("--anonymous", "--metadata-ttl", "1h")
-    with (
-        ListingServer(UNUSUAL) as server,
-        mounted(
-            s3,
-            "s3://some-bucket",
-            tmp_path_factory.mktemp("unusual"),
-            *options,
-            endpoint_url=server.endpoint_url,
-        ) as mount,
-    ):
-        yield mount
+def unusual(module_mounter: Mounter) -> Iterator[Mount]:
+    with ListingServer(UNUSUAL) as server:
+        url = server.endpoint_url
+        yield module_mounter("--anonymous", "--metadata-ttl", "1h", endpoint_url=url)
 
 
 @states("Where a key is also a prefix (`a` beside `a/b`), the directory is shown, the file hidden.")
@@ -162,14 +149,10 @@ def test_keys_that_no_file_name_can_express_are_hidden(unusual: Mount) -> None:
 
 
 @states("Hidden keys are counted in `fusefs status` (`metadata.hidden_keys`), and one is logged.")
-def test_hidden_keys_are_counted_once_each_and_one_is_logged(s3: S3Server, tmp_path: Path) -> None:
-    options = ("--anonymous", "--metadata-ttl", "0s")
-    with (
-        ListingServer(UNUSUAL) as server,
-        mounted(
-            s3, "s3://some-bucket", tmp_path, *options, endpoint_url=server.endpoint_url
-        ) as mount,
-    ):
+def test_hidden_keys_are_counted_once_each_and_one_is_logged(mounter: Mounter) -> None:
+    with ListingServer(UNUSUAL) as server:
+        url = server.endpoint_url
+        mount = mounter("--anonymous", "--metadata-ttl", "0s", endpoint_url=url)
         assert mount.status()["metadata"]["hidden_keys"] == 0
         for _ in range(5):
             for where in (".", "empty", "here", "both"):
@@ -179,25 +162,15 @@ def test_hidden_keys_are_counted_once_each_and_one_is_logged(s3: S3Server, tmp_p
 
 
 @states("A mount of `s3://BUCKET/PREFIX/` shows what is below that prefix, and nothing beside it.")
-def test_a_mount_of_a_prefix_shows_what_is_below_it(
-    s3: S3Server, shared: Bucket, tmp_path: Path
-) -> None:
-    shared.put("data/set/file", b"inside")
-    shared.put("data/settings", b"outside")
-    with mounted(s3, f"s3://{shared.name}/data/set/", tmp_path) as mount:
-        assert os.listdir(mount.path) == ["file"]
-        assert (mount.path / "file").read_bytes() == b"inside"
+def test_a_mount_of_a_prefix_shows_what_is_below_it(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("data/set/file", b"inside")
+    bucket.put("data/settings", b"outside")
+    mount = mounter(prefix="data/set/")
+    assert os.listdir(mount.path) == ["file"]
+    assert (mount.path / "file").read_bytes() == b"inside"
 
 
 RECORDS = ".fusefs/volumes/one.json"
-
-
-@pytest.fixture(scope="module")
-def recorded(s3: S3Server) -> Bucket:
-    bucket = new_bucket(s3)
-    for key in (RECORDS, "data/.fusefs/own", "data/file"):
-        bucket.put(key, b"{}")
-    return bucket
 
 
 @states(
@@ -205,18 +178,18 @@ def recorded(s3: S3Server) -> Bucket:
     " elsewhere the name is ordinary."
 )
 def test_the_drivers_records_are_hidden_at_the_root_of_the_bucket_alone(
-    s3: S3Server, recorded: Bucket, tmp_path: Path
+    mounter: Mounter, bucket: Bucket
 ) -> None:
-    source = f"s3://{recorded.name}"
-    with mounted(s3, source, tmp_path, "--no-read-only") as mount:
-        assert os.listdir(mount.path) == ["data"]
-        assert not (mount.path / RECORDS).exists()
-        with pytest.raises(OSError, match="File exists"):
-            (mount.path / ".fusefs").mkdir()
-        with pytest.raises(OSError, match="Invalid argument"):
-            (mount.path / "data").rename(mount.path / ".fusefs")
-        assert sorted(os.listdir(mount.path / "data")) == [".fusefs", "file"]
-        assert (mount.path / "data" / ".fusefs" / "own").read_bytes() == b"{}"
-        (mount.path / "data" / ".fusefs" / "new").write_bytes(b"new")
-        assert "'.fusefs/': the CSI driver keeps its records there" in mount.log.read_text()
-    recorded.delete("data/.fusefs/new")
+    for key in (RECORDS, "data/.fusefs/own", "data/file"):
+        bucket.put(key, b"{}")
+    mount = mounter(WRITABLE)
+    assert os.listdir(mount.path) == ["data"]
+    assert not (mount.path / RECORDS).exists()
+    with pytest.raises(OSError, match="File exists"):
+        (mount.path / ".fusefs").mkdir()
+    with pytest.raises(OSError, match="Invalid argument"):
+        (mount.path / "data").rename(mount.path / ".fusefs")
+    assert sorted(os.listdir(mount.path / "data")) == [".fusefs", "file"]
+    assert (mount.path / "data" / ".fusefs" / "own").read_bytes() == b"{}"
+    (mount.path / "data" / ".fusefs" / "new").write_bytes(b"new")
+    assert "'.fusefs/': the CSI driver keeps its records there" in mount.log.read_text()

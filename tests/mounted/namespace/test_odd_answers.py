@@ -12,12 +12,10 @@ import trio
 from fusefs.diagnosis import bucket
 from fusefs.store.s3.settings import S3Settings
 from tests.support.machine.libc import DirectoryStream
-from tests.support.mounting import WRITABLE, Mount, fusefs, status
+from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs, status
 from tests.support.semantics import states
 from tests.support.servers.flat_s3 import FlatS3, Stored
 from tests.support.servers.in_process import Answer, Headers
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 
 ODD = ('"a\nb"', '"a\0b"', '"\u20ac"', f'"{"x" * (64 << 10)}"')
 
@@ -49,29 +47,26 @@ class OddServer(FlatS3):
     "What the store tells of an object has to make sense: an entry of a listing without a usable "
     "ETag, size or time is hidden."
 )
-def test_an_odd_entry_of_a_listing_is_hidden_and_the_others_are_there(
-    s3: S3Server, tmp_path: Path
-) -> None:
+def test_an_odd_entry_of_a_listing_is_hidden_and_the_others_are_there(mounter: Mounter) -> None:
     with FlatS3() as server:
         for number, etag in enumerate(ODD):
             server.objects[f"d/odd{number}"] = Odd(b"odd", odd=etag)
         server.put("d/fine", b"fine")
-        url = server.endpoint_url
-        with mounted(s3, "s3://bucket/", tmp_path, WRITABLE, endpoint_url=url) as mount:
-            pid = mount.pid
-            assert os.listdir(mount.path / "d") == ["fine"]
-            assert (mount.path / "d/fine").read_bytes() == b"fine"
-            for number in range(len(ODD)):
-                assert not (mount.path / f"d/odd{number}").exists()
-            with pytest.raises(OSError, match="not empty"):
-                (mount.path / "d").rmdir()
-            with pytest.raises(OSError, match="Input/output error"):
-                (mount.path / "d").rename(mount.path / "e")
-            assert status(mount)["metadata"]["hidden_keys"] == len(ODD)
-            assert mount.pid == pid
+        mount = mounter(WRITABLE, endpoint_url=server.endpoint_url)
+        pid = mount.pid
+        assert os.listdir(mount.path / "d") == ["fine"]
+        assert (mount.path / "d/fine").read_bytes() == b"fine"
+        for number in range(len(ODD)):
+            assert not (mount.path / f"d/odd{number}").exists()
+        with pytest.raises(OSError, match="not empty"):
+            (mount.path / "d").rmdir()
+        with pytest.raises(OSError, match="Input/output error"):
+            (mount.path / "d").rename(mount.path / "e")
+        assert status(mount)["metadata"]["hidden_keys"] == len(ODD)
+        assert mount.pid == pid
 
 
-def test_odd_headers_of_an_object_end_one_request(s3: S3Server, tmp_path: Path) -> None:
+def test_odd_headers_of_an_object_end_one_request(mounter: Mounter) -> None:
     odd = {
         "etag": {"ETag": '"a\nb"'},
         "long": {"ETag": f'"{"x" * (64 << 10)}"'},
@@ -87,22 +82,16 @@ def test_odd_headers_of_an_object_end_one_request(s3: S3Server, tmp_path: Path) 
             server.put(key, key.encode())
             server.objects[key] = replace(server.objects[key], headers={"x-amz-meta-mode": "33188"})
             server.odd[key] = headers
-        url = server.endpoint_url
-        with mounted(s3, "s3://bucket/", tmp_path, WRITABLE, endpoint_url=url) as mount:
-            pid = mount.pid
-            for key in odd:
-                path = mount.path / key
-                for use in (
-                    os.stat,
-                    Path.read_bytes,
-                    os.listxattr,
-                    lambda one: os.chmod(one, 0o600),
-                ):
-                    try:
-                        use(path)
-                    except OSError:
-                        assert key not in ("type", "meta", "version")
-            assert mount.pid == pid
+        mount = mounter(WRITABLE, endpoint_url=server.endpoint_url)
+        pid = mount.pid
+        for key in odd:
+            path = mount.path / key
+            for use in (os.stat, Path.read_bytes, os.listxattr, lambda one: os.chmod(one, 0o600)):
+                try:
+                    use(path)
+                except OSError:
+                    assert key not in ("type", "meta", "version")
+        assert mount.pid == pid
 
 
 FILES, FOLDERS, PAGE = 260, 40, 50
@@ -122,10 +111,8 @@ def server() -> Iterator[FlatS3]:
 
 
 @pytest.fixture
-def mount(server: FlatS3, s3: S3Server, tmp_path: Path) -> Iterator[Mount]:
-    url = server.endpoint_url
-    with mounted(s3, "s3://bucket/", tmp_path, WRITABLE, endpoint_url=url) as mount:
-        yield mount
+def mount(server: FlatS3, mounter: Mounter) -> Mount:
+    return mounter(WRITABLE, endpoint_url=server.endpoint_url)
 
 
 @states(

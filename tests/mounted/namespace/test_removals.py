@@ -1,7 +1,6 @@
 """Removing many files on a mount: they stay removed, whatever dies meanwhile."""
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -9,15 +8,14 @@ import pytest
 from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys
-from tests.support.survival.surviving import serving_pid
-from tests.support.waiting import until
+from tests.support.survival.surviving import kill_serving
 
 NAMES = [f"{number:02}" for number in range(40)]
 root = pytest.mark.root
 
 
 def filled(mounter: Mounter, bucket: Bucket) -> tuple[Mount, Path]:
-    for name in range(300):
+    for name in range(100):
         bucket.put(f"a/b/{name}", b"content")
     mount = mounter(WRITABLE)
     return mount, mount.path / "a"
@@ -34,18 +32,16 @@ def test_files_that_were_removed_stay_so_when_the_daemon_is_killed(
     mount, folder = filled(mounter, bucket)
     below = folder / "b"
     names = os.listdir(below)
-    for name in names[:250]:
+    for name in names[:80]:
         os.unlink(below / name)
-    pid = serving_pid(mount)
-    os.kill(pid, signal.SIGKILL)
-    assert sorted(os.listdir(below)) == sorted(names[250:])
-    until(lambda: serving_pid(mount) not in (0, pid))
+    kill_serving(mount)
+    assert sorted(os.listdir(below)) == sorted(names[80:])
     fd = os.open(below, os.O_RDONLY | os.O_DIRECTORY)
     os.fsync(fd)
     os.close(fd)
-    assert sorted(os.listdir(below)) == sorted(names[250:])
+    assert sorted(os.listdir(below)) == sorted(names[80:])
     found = {key for key in keys(bucket) if not key.endswith("/")}
-    assert found == {f"a/b/{name}" for name in names[250:]}
+    assert found == {f"a/b/{name}" for name in names[80:]}
 
 
 @root

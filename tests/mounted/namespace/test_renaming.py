@@ -5,55 +5,29 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fusefs.launch import control, registry
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import WRITABLE, Mount, Mounter, cost, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import content, mounted
+from tests.support.sharing import content
 from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
 
-OPTIONS = ("--session", "kernel", "--no-read-only")
+pytestmark = pytest.mark.root
+
+OPTIONS = ("--session", "kernel", WRITABLE)
 MIB = 1 << 20
 
 
-def skip_unless_root() -> None:
-    if os.geteuid():
-        pytest.skip("needs root")
-
-
 @pytest.fixture(scope="module")
-def writable(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
-    skip_unless_root()
+def writable(shared: Bucket, module_mounter: Mounter) -> Mount:
     shared.put("tree/of/files/one", b"1")
-    directory = tmp_path_factory.mktemp("writable")
-    options = (*OPTIONS, "--metadata-ttl", "indefinite")
-    with mounted(s3, f"s3://{shared.name}/", directory, *options) as mount:
-        yield mount
-
-
-def requests(mount: Mount) -> dict[str, int]:
-    socket = registry.mount_directory(mount.path) / "status.sock"
-    counts: dict[str, int] = control.request(socket, "status", 10)["s3"]
-    return counts
-
-
-def cost(mount: Mount, action: Callable[[], object]) -> dict[str, int]:
-    """How many requests of each kind an action takes."""
-    names = ("gets", "heads", "lists", "puts", "copies", "deletes")
-    before = requests(mount)
-    action()
-    after = requests(mount)
-    return {name: after[name] - before[name] for name in names if after[name] != before[name]}
+    return module_mounter(*OPTIONS, "--metadata-ttl", "indefinite")
 
 
 def keys(bucket: Bucket, prefix: str) -> list[str]:
@@ -116,7 +90,6 @@ def test_a_directory_is_renamed_while_daemons_are_killed(
     mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
 ) -> None:
     """Once in the middle of the copies, once in the middle of the deletes."""
-    skip_unless_root()
     faulty.clear()
     expected = {f"{number:02}": b"%d" % number for number in range(40)}
     for name, data in expected.items():
@@ -149,7 +122,6 @@ def test_the_next_mount_finishes_a_rename(
     mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
 ) -> None:
     """As after a crash of the machine: no program requests it again."""
-    skip_unless_root()
     faulty.clear()
     for number in range(10):
         bucket.put(f"old/{number}", b"%d" % number)
@@ -184,7 +156,6 @@ def rename_or_fail(root: Path, old: str, new: str) -> None:
 def test_sync_waits_for_the_rename_that_an_earlier_mount_had_begun(
     bucket: Bucket, mounter: Mounter
 ) -> None:
-    skip_unless_root()
     names = [str(number) for number in range(50)]
     for name in names:
         bucket.put(f"old/{name}", b"x")
@@ -213,7 +184,6 @@ def test_sync_waits_for_the_rename_that_an_earlier_mount_had_begun(
 def test_a_mount_that_deletes_nothing_refuses_what_would_lose_something(
     mounter: Callable[..., Mount], bucket: Bucket
 ) -> None:
-    skip_unless_root()
     bucket.put("a", b"a")
     bucket.put("b", b"b")
     path = mounter(*OPTIONS, "--no-delete").path

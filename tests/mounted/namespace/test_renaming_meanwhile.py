@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.mounted.namespace.test_renaming import OPTIONS, keys, skip_unless_root
+from tests.mounted.namespace.test_renaming import OPTIONS, keys
 from tests.support.mounting import Mount, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.root
 
 # The kernel has the other requests for a directory wait behind a change in it: each its own.
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -71,7 +73,6 @@ class Renaming:
 
 @pytest.fixture
 def renaming(mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3) -> Renaming:
-    skip_unless_root()
     mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
     return Renaming(mount, bucket, faulty)
 

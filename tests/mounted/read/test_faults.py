@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 from tests.support.waiting import until
 
 # Larger than what is fetched in one request, and not the same anywhere.
@@ -28,20 +26,10 @@ RETRY_TIME = "1s"
 
 
 @pytest.fixture(scope="module")
-def whole(
-    s3: S3Server, shared: Bucket, faulty: FaultyS3, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
+def whole(faulty: FaultyS3, module_mounter: Mounter) -> Mount:
     """One mount for all tests here, of which each has a directory of its own."""
     options = ("--session", "kernel", "--retry-time", RETRY_TIME, "--metadata-ttl", "0s")
-    with mounted(
-        s3,
-        f"s3://{shared.name}",
-        tmp_path_factory.mktemp("faults"),
-        *options,
-        endpoint_url=faulty.endpoint_url,
-    ) as mount:
-        yield mount
-        faulty.clear()
+    return module_mounter(*options, endpoint_url=faulty.endpoint_url)
 
 
 class Folder:

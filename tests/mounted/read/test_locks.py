@@ -5,17 +5,15 @@ import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.mounting import Mounter
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import content, mounted, python, read_all, stamped
+from tests.support.sharing import content, python, read_all, stamped
 from tests.support.waiting import until
 
 SMALL = 300_000
@@ -36,14 +34,12 @@ with open(sys.argv[1], "rb") as file:
 
 
 @pytest.fixture(scope="module")
-def steady(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def steady(shared: Bucket, module_mounter: Mounter) -> Path:
     """One mount for tests with a large file each."""
-    bucket = new_bucket(s3)
     for name in ("flock", "fcntl"):
         for is_whole in (True, False):
-            bucket.put(f"{name} {is_whole}", stamped(1, LARGE))
-    with mounted(s3, f"s3://{bucket.name}", tmp_path_factory.mktemp("locks")) as mount:
-        yield mount.path
+            shared.put(f"{name} {is_whole}", stamped(1, LARGE))
+    return module_mounter().path
 
 
 def as_another_sees(path: Path) -> list[str]:

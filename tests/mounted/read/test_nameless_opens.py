@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mounter
+from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.sharing import read_all, stamped, version_of
@@ -52,15 +52,14 @@ def reopen_or_stale(path: str | Path) -> bytes | None:
     " in the cache."
 )
 def test_nameless_opens_get_the_old_version_if_it_is_cached(
-    passthrough: Mounter, bucket: Bucket, tmp_path: Path
+    passing: Mount, folder: Bucket, tmp_path: Path
 ) -> None:
-    bucket.put("file", stamped(1, SMALL))
-    mount = passthrough("--metadata-ttl", "0s")
-    path = mount.path / "file"
+    folder.put("file", stamped(1, SMALL))
+    path = passing.path / folder.prefix / "file"
     with path.open("rb", buffering=0) as held, bound(path, tmp_path / "bound") as alone:
         nameless = os.open(path, os.O_PATH)
         try:
-            bucket.put("file", stamped(2, SMALL))
+            folder.put("file", stamped(2, SMALL))
             assert read_all(path) == stamped(2, SMALL)
             for way in (f"/proc/self/fd/{held.fileno()}", f"/proc/self/fd/{nameless}", alone):
                 assert read_all(way) == stamped(1, SMALL)
@@ -72,16 +71,15 @@ def test_nameless_opens_get_the_old_version_if_it_is_cached(
 @states("Otherwise it gets the current version, if no program has the old one open.")
 @pytest.mark.parametrize("new_size", [LARGE, 10_000, LARGE + MIB], ids=["same", "less", "more"])
 def test_nameless_opens_get_the_current_version_if_the_old_is_gone(
-    passthrough: Mounter, bucket: Bucket, tmp_path: Path, new_size: int
+    passing: Mount, folder: Bucket, tmp_path: Path, new_size: int
 ) -> None:
-    bucket.put("file", stamped(1, LARGE))
-    mount = passthrough("--metadata-ttl", "0s")
-    path = mount.path / "file"
+    folder.put("file", stamped(1, LARGE))
+    path = passing.path / folder.prefix / "file"
     path.stat()
     with bound(path, tmp_path / "bound") as alone:
         nameless = os.open(path, os.O_PATH)
         try:
-            bucket.put("file", stamped(2, new_size))
+            folder.put("file", stamped(2, new_size))
             assert read_all(path) == stamped(2, new_size)
             for way in (alone, f"/proc/self/fd/{nameless}"):
                 assert read_all(way) == stamped(2, new_size)
@@ -92,26 +90,24 @@ def test_nameless_opens_get_the_current_version_if_the_old_is_gone(
 
 @states("If neither is possible, that open fails with ESTALE, and opening by name goes on working.")
 def test_nameless_opens_are_estale_while_an_uncached_old_version_is_open(
-    passthrough: Mounter, bucket: Bucket
+    passing: Mount, folder: Bucket
 ) -> None:
-    bucket.put("file", stamped(1, LARGE))
-    mount = passthrough("--metadata-ttl", "0s")
-    path = mount.path / "file"
+    folder.put("file", stamped(1, LARGE))
+    path = passing.path / folder.prefix / "file"
     with path.open("rb", buffering=0) as held:
         os.pread(held.fileno(), 4096, 0)
-        bucket.put("file", stamped(2, LARGE))
+        folder.put("file", stamped(2, LARGE))
         assert read_all(path) == stamped(2, LARGE)
         assert reopen_or_stale(f"/proc/self/fd/{held.fileno()}") is None
         assert read_all(path) == stamped(2, LARGE)
 
 
 def test_a_bind_mounted_file_that_becomes_complete_goes_on_working(
-    passthrough: Mounter, bucket: Bucket, tmp_path: Path
+    passing: Mount, folder: Bucket, tmp_path: Path
 ) -> None:
     data = stamped(1, LARGE)
-    bucket.put("file", data)
-    mount = passthrough("--metadata-ttl", "0s")
-    path = mount.path / "file"
+    folder.put("file", data)
+    path = passing.path / folder.prefix / "file"
     with bound(path, tmp_path / "bound") as alone, alone.open("rb", buffering=0) as held:
         os.pread(held.fileno(), 4096, 0)
         assert read_all(path) == data
@@ -121,11 +117,10 @@ def test_a_bind_mounted_file_that_becomes_complete_goes_on_working(
 
 
 def test_opening_in_every_way_while_the_object_is_replaced_gives_whole_versions_or_estale(
-    passthrough: Mounter, bucket: Bucket, tmp_path: Path
+    passing: Mount, folder: Bucket, tmp_path: Path
 ) -> None:
-    bucket.put("file", stamped(1, SMALL))
-    mount = passthrough("--metadata-ttl", "0s")
-    path = mount.path / "file"
+    folder.put("file", stamped(1, SMALL))
+    path = passing.path / folder.prefix / "file"
     with bound(path, tmp_path / "bound") as alone, path.open("rb", buffering=0) as held:
         ways: list[str | Path] = [path, alone, f"/proc/self/fd/{held.fileno()}"]
         done = threading.Event()
@@ -143,7 +138,7 @@ def test_opening_in_every_way_while_the_object_is_replaced_gives_whole_versions_
             readers = [threads.submit(work, way) for way in ways * 2]
             try:
                 for version in range(2, 40):
-                    bucket.put("file", stamped(version, SMALL))
+                    folder.put("file", stamped(version, SMALL))
             finally:
                 done.set()
             assert all(reader.result() for reader in readers[:1])

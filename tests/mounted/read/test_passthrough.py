@@ -27,7 +27,6 @@ from tests.support.servers.buckets import Bucket
 from tests.support.sharing import (
     FEW,
     is_passthrough,
-    mounted,
     python,
     read_all,
     read_by_page,
@@ -43,33 +42,21 @@ LARGE = 24 * MIB
 @states("Reads of a file that is whole in the cache never reach the daemon (passthrough).")
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
 def test_a_cached_file_is_read_without_the_daemon(
-    passthrough: Mounter, bucket: Bucket, size: int
+    passing: Mount, folder: Bucket, size: int
 ) -> None:
-    bucket.put("file", stamped(1, size))
-    mount = passthrough()
-    path = mount.path / "file"
+    folder.put("file", stamped(1, size))
+    path = passing.path / folder.prefix / "file"
     read_all(path)
     with path.open("rb", buffering=0) as file:
-        before = requests(mount)
+        before = requests(passing)
         assert read_by_page(file.fileno()) == stamped(1, size)
-        assert requests(mount) - before <= FEW
+        assert requests(passing) - before <= FEW
 
 
-def test_with_passthrough_off_the_daemon_answers(mounter: Mounter, bucket: Bucket) -> None:
-    """Also shows that the tests here can tell."""
-    bucket.put("file", stamped(1, SMALL))
-    mount = mounter("--session", "kernel", "--passthrough", "off")
-    assert mount.status()["passthrough"]["on"] is False
-    read_all(mount.path / "file")
-    with (mount.path / "file").open("rb", buffering=0) as file:
-        assert not is_passthrough(mount, file.fileno())
-
-
-def test_one_file_opened_in_every_way_at_once(passthrough: Mounter, bucket: Bucket) -> None:
+def test_one_file_opened_in_every_way_at_once(passing: Mount, folder: Bucket) -> None:
     data = stamped(1, LARGE)
-    bucket.put("file", data)
-    mount = passthrough()
-    path = mount.path / "file"
+    folder.put("file", data)
+    path = passing.path / folder.prefix / "file"
     with contextlib.ExitStack() as stack:
         served = stack.enter_context(path.open("rb", buffering=0))
         os.pread(served.fileno(), 4096, 0)
@@ -110,33 +97,31 @@ def test_one_file_opened_in_every_way_at_once(passthrough: Mounter, bucket: Buck
     " is closed; every later open of it is passthrough."
 )
 def test_a_handle_from_before_the_fetch_keeps_no_other_from_passthrough(
-    passthrough: Mounter, bucket: Bucket
+    passing: Mount, folder: Bucket
 ) -> None:
     data = stamped(1, LARGE)
-    bucket.put("file", data)
-    mount = passthrough()
-    path = mount.path / "file"
+    folder.put("file", data)
+    path = passing.path / folder.prefix / "file"
     with path.open("rb", buffering=0) as held:
         assert held.read(4096) == data[:4096]
         read_all(path)
         with path.open("rb", buffering=0) as later, path.open("rb", buffering=0) as last:
-            assert is_passthrough(mount, later.fileno())
-            assert is_passthrough(mount, last.fileno())
-            assert not is_passthrough(mount, held.fileno())
+            assert is_passthrough(passing, later.fileno())
+            assert is_passthrough(passing, last.fileno())
+            assert not is_passthrough(passing, held.fileno())
             assert os.fstat(later.fileno()).st_ino == os.fstat(held.fileno()).st_ino
             assert os.fstat(held.fileno()) == os.fstat(later.fileno())
-            mount.forget()
+            passing.forget()
             assert os.pread(held.fileno(), LARGE, 0) == data
             assert os.pread(later.fileno(), LARGE, 0) == data
 
 
 def test_opens_while_a_file_becomes_complete_all_read_the_right_bytes(
-    passthrough: Mounter, bucket: Bucket
+    passing: Mount, folder: Bucket
 ) -> None:
     data = stamped(1, LARGE)
-    bucket.put("file", data)
-    mount = passthrough("--metadata-ttl", "0s")
-    path = mount.path / "file"
+    folder.put("file", data)
+    path = passing.path / folder.prefix / "file"
     done = threading.Event()
 
     def reopen(seed: int) -> int:
@@ -212,11 +197,10 @@ def test_a_cache_on_an_overlay_of_several_file_systems_is_read_through_the_daemo
 
 
 @states("Reading a passthrough file or its mapping needs no daemon.")
-def test_reads_go_on_while_the_daemon_is_stopped(passthrough: Mounter, bucket: Bucket) -> None:
+def test_reads_go_on_while_the_daemon_is_stopped(passing: Mount, folder: Bucket) -> None:
     data = stamped(1, LARGE)
-    bucket.put("file", data)
-    mount = passthrough()
-    path = mount.path / "file"
+    folder.put("file", data)
+    path = passing.path / folder.prefix / "file"
     read_all(path)
     # In a process of its own, which may be killed if it hangs.
     code = """
@@ -230,10 +214,10 @@ print(hashlib.sha256(os.pread(fd, size, 0)).hexdigest(), flush=True)
 print(hashlib.sha256(view[:]).hexdigest(), flush=True)
 """
     reader = python(code, path, LARGE)
-    daemon = mount.pid
+    daemon = passing.pid
     try:
         assert reader.stdout.readline() == "open\n"
-        mount.forget()
+        passing.forget()
         os.kill(daemon, signal.SIGSTOP)
         reader.stdin.write("go\n")
         reader.stdin.flush()
@@ -258,11 +242,9 @@ OPTIONS = ("--session", "kernel", "--metadata-ttl", "indefinite")
 
 
 @pytest.fixture(scope="module")
-def here(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+def here(shared: Bucket, module_mounter: Mounter) -> Mount:
     shared.put("file", b"x" * 1000)
-    directory = tmp_path_factory.mktemp("here")
-    with mounted(shared.server, f"s3://{shared.name}", directory, *OPTIONS) as mount:
-        yield mount
+    return module_mounter(*OPTIONS)
 
 
 @pytest.mark.root

@@ -9,7 +9,6 @@ import mmap
 import os
 import random
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import Any
 import pytest
 
 from tests.support.machine.libc import mapped
-from tests.support.mounting import Mount
+from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import KINDS, content, mounted, python, read_all
+from tests.support.sharing import KINDS, content, python, read_all
 
 MIB = 1 << 20
 BIG = "big.bin"
@@ -77,15 +76,9 @@ def objects(s3: S3Server) -> Bucket:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def world(
-    request: pytest.FixtureRequest,
-    s3: S3Server,
-    objects: Bucket,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[World]:
-    directory = tmp_path_factory.mktemp(request.param)
-    with mounted(s3, f"s3://{objects.name}", directory, *KINDS[request.param]) as mount:
-        yield World(mount, request.param)
+def world(request: pytest.FixtureRequest, objects: Bucket, module_mounter: Mounter) -> World:
+    mount = module_mounter(*KINDS[request.param], bucket=objects, cache=request.param)
+    return World(mount, request.param)
 
 
 def digest(data: bytes) -> str:

@@ -3,8 +3,6 @@
 import errno
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.flat_s3 import ListingServer
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import content, mounted, read_all, stamped
+from tests.support.sharing import content, read_all
 
 MIB = 1 << 20
 DATA = content("file", 100_003)
@@ -30,12 +28,9 @@ def objects(s3: S3Server) -> Bucket:
 
 
 @pytest.fixture(scope="module")
-def still(
-    s3: S3Server, objects: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
+def still(objects: Bucket, module_mounter: Mounter) -> Mount:
     """A mount of a bucket that does not change."""
-    with mounted(s3, f"s3://{objects.name}", tmp_path_factory.mktemp("still")) as mount:
-        yield mount
+    return module_mounter(bucket=objects)
 
 
 @states(
@@ -166,15 +161,6 @@ def test_statfs_shows_an_endless_disk(still: Mount) -> None:
     assert shown.f_namemax == 255
 
 
-def test_a_replaced_object_keeps_its_inode_number(mounter: Mounter, bucket: Bucket) -> None:
-    bucket.put("file", b"old")
-    path = mounter("--metadata-ttl", "0s").path / "file"
-    with path.open("rb") as held:
-        bucket.put("file", b"newer")
-        assert read_all(path) == b"newer"
-        assert os.fstat(held.fileno()).st_ino == path.stat().st_ino
-
-
 @states("A file has no holes: SEEK_DATA finds data anywhere, SEEK_HOLE the end.")
 def test_a_file_has_no_holes_however_little_is_cached(still: Mount) -> None:
     size = 3 * MIB
@@ -184,24 +170,6 @@ def test_a_file_has_no_holes_however_little_is_cached(still: Mount) -> None:
             assert os.lseek(file.fileno(), offset, os.SEEK_HOLE) == size
         with pytest.raises(OSError, match="No such device or address"):
             os.lseek(file.fileno(), size, os.SEEK_DATA)
-
-
-@contextmanager
-def refusing(s3: S3Server, directory: Path) -> Iterator[tuple[ListingServer, Mount]]:
-    """A mount of a server that lists files and refuses to hand them out."""
-    with (
-        ListingServer(["d/one", "d/two"]) as server,
-        mounted(
-            s3,
-            "s3://some-bucket",
-            directory,
-            "--anonymous",
-            "--retry-time",
-            "1s",
-            endpoint_url=server.endpoint_url,
-        ) as mount,
-    ):
-        yield server, mount
 
 
 def outcome(path: Path) -> int | None:
@@ -216,8 +184,10 @@ def outcome(path: Path) -> int | None:
     "A missing object is ENOENT, access denied by S3 is EACCES, a replaced or deleted one ESTALE"
     " on an open file."
 )
-def test_what_s3_answers_becomes_an_errno(s3: S3Server, tmp_path: Path) -> None:
-    with refusing(s3, tmp_path) as (server, mount):
+def test_what_s3_answers_becomes_an_errno(mounter: Mounter) -> None:
+    """Of a server that lists files and refuses to hand them out."""
+    with ListingServer(["d/one", "d/two"]) as server:
+        mount = mounter("--anonymous", "--retry-time", "1s", endpoint_url=server.endpoint_url)
         path = mount.path / "d" / "one"
         cases = {
             (403, "AccessDenied"): errno.EACCES,
@@ -233,22 +203,3 @@ def test_what_s3_answers_becomes_an_errno(s3: S3Server, tmp_path: Path) -> None:
                 del server.objects["d/one"]
             got[refusal] = outcome(path)
         assert got == cases
-
-
-@states(
-    "What has been read is kept, also across mounts, and not downloaded again while the object is"
-    " the same."
-)
-def test_what_has_been_read_is_kept_across_mounts(mounter: Mounter, bucket: Bucket) -> None:
-    files = {"small": stamped(1, 50_000), "large": stamped(2, 5 * MIB)}
-    for name, data in files.items():
-        bucket.put(name, data)
-    first = mounter()
-    for name, data in files.items():
-        assert read_all(first.path / name) == data
-    first.end()
-    second = mounter()
-    for _ in range(2):
-        for name, data in files.items():
-            assert read_all(second.path / name) == data
-    assert second.status()["s3"]["bytes_fetched"] == 0

@@ -7,58 +7,20 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import KINDS, mounted, read_all, read_or_stale, stamped, version_of
+from tests.support.sharing import KINDS, read_all, read_or_stale, stamped, version_of
 
 MIB = 1 << 20
 SMALL = 300_000
 LARGE = 24 * MIB
-
-
-class Folder(Bucket):
-    """A directory of the module's bucket for one test alone."""
-
-    prefix = ""
-
-    def put(self, key: str, data: bytes, **options: Any) -> str:
-        return super().put(self.prefix + key, data, **options)
-
-    def delete(self, key: str) -> None:
-        super().delete(self.prefix + key)
-
-
-@dataclass
-class Place:
-    """Where a test's files are."""
-
-    path: Path
-
-
-@pytest.fixture(scope="module")
-def whole(s3: S3Server) -> Folder:
-    return Folder(s3, s3.new_bucket(), s3.client())
-
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def bucket(whole: Folder) -> Folder:
-    folder = Folder(whole.server, whole.name, whole.client)
-    folder.prefix = f"test-{next(_numbers)}/"
-    return folder
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -68,24 +30,22 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def at_once(kind: str, whole: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
-    """One mount with a TTL of 0 for all tests."""
-    directory = tmp_path_factory.mktemp(kind)
+def root(kind: str, faulty: FaultyS3, module_mounter: Mounter) -> Path:
+    """A mount that asks the bucket at each open."""
     options = (*KINDS[kind], "--metadata-ttl", "0s")
-    with mounted(whole.server, f"s3://{whole.name}", directory, *options) as mount:
-        yield mount
+    return module_mounter(*options, endpoint_url=faulty.endpoint_url, cache=kind).path
 
 
 @pytest.fixture
-def make(kind: str, at_once: Mount, bucket: Folder, mounter: Mounter) -> Callable[..., Place]:
-    """The test's place in the shared mount, or in one of its own if it has options."""
+def at_once(root: Path, folder: Bucket) -> Path:
+    """The test's folder on that mount."""
+    return root / folder.prefix
 
-    def place(*options: str) -> Place:
-        if options:
-            return Place(mounter(*KINDS[kind], *options, prefix=bucket.prefix).path)
-        return Place(at_once.path / bucket.prefix)
 
-    return place
+@pytest.fixture
+def hourly(kind: str, mounter: Mounter, folder: Bucket) -> Path:
+    """The test's folder on a mount of its own, which relies on its listings."""
+    return mounter(*KINDS[kind], "--metadata-ttl", "1h", bucket=folder).path / folder.prefix
 
 
 @states(
@@ -94,12 +54,12 @@ def make(kind: str, at_once: Mount, bucket: Folder, mounter: Mounter) -> Callabl
 )
 @pytest.mark.parametrize("new_size", [SMALL, SMALL // 3, SMALL * 2], ids=["same", "less", "more"])
 def test_an_old_handle_of_a_cached_file_keeps_its_version(
-    make: Callable[..., Place], bucket: Folder, new_size: int
+    at_once: Path, folder: Bucket, new_size: int
 ) -> None:
-    bucket.put("file", stamped(1, SMALL))
-    path = make().path / "file"
+    folder.put("file", stamped(1, SMALL))
+    path = at_once / "file"
     with path.open("rb", buffering=0) as old:
-        bucket.put("file", stamped(2, new_size))
+        folder.put("file", stamped(2, new_size))
         assert read_all(path) == stamped(2, new_size)
         assert os.stat(path).st_size == new_size
         assert os.fstat(old.fileno()).st_size == SMALL
@@ -107,15 +67,12 @@ def test_an_old_handle_of_a_cached_file_keeps_its_version(
 
 
 @states("Both versions can be open at the same time, each with its own bytes and size.")
-def test_handles_of_three_versions_live_side_by_side(
-    make: Callable[..., Place], bucket: Folder
-) -> None:
-    mount = make()
+def test_handles_of_three_versions_live_side_by_side(at_once: Path, folder: Bucket) -> None:
     fds = []
     try:
         for version in (1, 2, 3):
-            bucket.put("file", stamped(version, SMALL + version))
-            fds.append(os.open(mount.path / "file", os.O_RDONLY))
+            folder.put("file", stamped(version, SMALL + version))
+            fds.append(os.open(at_once / "file", os.O_RDONLY))
         for version, fd in enumerate(fds, 1):
             assert os.fstat(fd).st_size == SMALL + version
             assert os.pread(fd, MIB, 0) == stamped(version, SMALL + version)
@@ -130,52 +87,47 @@ def test_handles_of_three_versions_live_side_by_side(
 )
 @pytest.mark.parametrize("case", ["replaced", "deleted", "truncated", "grown"])
 def test_an_old_handle_of_a_file_that_is_not_cached_gets_estale(
-    make: Callable[..., Place], bucket: Folder, case: str
+    at_once: Path, folder: Bucket, case: str
 ) -> None:
-    bucket.put("file", stamped(1, LARGE))
-    mount = make()
-    with (mount.path / "file").open("rb", buffering=0) as old:
+    folder.put("file", stamped(1, LARGE))
+    with (at_once / "file").open("rb", buffering=0) as old:
         first = os.pread(old.fileno(), 4096, 0)
         if case == "deleted":
-            bucket.delete("file")
+            folder.delete("file")
         else:
             size = {"replaced": LARGE, "truncated": 10_000, "grown": LARGE + 5 * MIB}[case]
-            bucket.put("file", stamped(2, size))
+            folder.put("file", stamped(2, size))
         assert read_or_stale(old.fileno(), 4096, LARGE - 4096) is None
         # What it has read once it can read again.
         assert os.pread(old.fileno(), 4096, 0) == first == stamped(1, 4096)
     if case == "deleted":
         with pytest.raises(FileNotFoundError):
-            read_all(mount.path / "file")
+            read_all(at_once / "file")
     else:
-        assert read_all(mount.path / "file") == stamped(2, size)
+        assert read_all(at_once / "file") == stamped(2, size)
 
 
 @states("After ESTALE a new open reads the new version, whatever the metadata TTL is.")
 def test_a_version_that_proved_outdated_is_not_valid_until_the_ttl(
-    make: Callable[..., Place], bucket: Folder
+    hourly: Path, folder: Bucket
 ) -> None:
-    bucket.put("file", stamped(1, LARGE))
-    mount = make("--metadata-ttl", "1h")
-    with (mount.path / "file").open("rb", buffering=0) as old:
+    folder.put("file", stamped(1, LARGE))
+    with (hourly / "file").open("rb", buffering=0) as old:
         os.pread(old.fileno(), 4096, 0)
-        bucket.put("file", stamped(2, LARGE))
+        folder.put("file", stamped(2, LARGE))
         assert read_or_stale(old.fileno(), 4096, LARGE - 4096) is None
-    assert read_all(mount.path / "file") == stamped(2, LARGE)
+    assert read_all(hourly / "file") == stamped(2, LARGE)
 
 
-def test_an_outdated_listing_does_not_make_an_open_fail(
-    make: Callable[..., Place], bucket: Folder
-) -> None:
+def test_an_outdated_listing_does_not_make_an_open_fail(hourly: Path, folder: Bucket) -> None:
     """The listing still tells the old version, of which nothing is cached."""
     for name, size in (("small", SMALL), ("large", LARGE)):
-        bucket.put(name, stamped(1, size))
-    mount = make("--metadata-ttl", "1h")
-    assert os.listdir(mount.path) == ["large", "small"]
+        folder.put(name, stamped(1, size))
+    assert os.listdir(hourly) == ["large", "small"]
     for name, size in (("small", SMALL), ("large", LARGE)):
-        bucket.put(name, stamped(2, size + 7))
-        assert read_all(mount.path / name) == stamped(2, size + 7)
-        assert (mount.path / name).stat().st_size == size + 7
+        folder.put(name, stamped(2, size + 7))
+        assert read_all(hourly / name) == stamped(2, size + 7)
+        assert (hourly / name).stat().st_size == size + 7
 
 
 @states(
@@ -185,19 +137,18 @@ def test_an_outdated_listing_does_not_make_an_open_fail(
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_object_that_is_replaced_during_an_open(
-    kind: str, bucket: Folder, mounter: Mounter, faulty: FaultyS3, size: int, times: int
+    at_once: Path, folder: Bucket, faulty: FaultyS3, size: int, times: int
 ) -> None:
     """It is replaced just before the first bytes are requested, once or twice."""
     versions = itertools.count(1)
 
     def replace() -> None:
-        bucket.put("file", stamped(next(versions), size))
+        folder.put("file", stamped(next(versions), size))
 
     replace()
     faulty.clear()
-    faulty.add("GET", "*/file", times=times, before=replace)
-    endpoint = faulty.endpoint_url
-    path = mounter(*KINDS[kind], prefix=bucket.prefix, endpoint_url=endpoint).path / "file"
+    faulty.add("GET", f"{folder.prefix}file", times=times, before=replace)
+    path = at_once / "file"
     if times == 2:
         with pytest.raises(OSError, match="Stale file handle"):
             path.open("rb")
@@ -205,25 +156,23 @@ def test_an_object_that_is_replaced_during_an_open(
 
 
 def test_a_deleted_object_that_is_still_listed_is_enoent_on_open(
-    make: Callable[..., Place], bucket: Folder
+    hourly: Path, folder: Bucket
 ) -> None:
-    bucket.put("gone", stamped(1, SMALL))
-    bucket.put("stays", b"")
-    mount = make("--metadata-ttl", "1h")
-    assert os.listdir(mount.path) == ["gone", "stays"]
-    bucket.delete("gone")
+    folder.put("gone", stamped(1, SMALL))
+    folder.put("stays", b"")
+    assert os.listdir(hourly) == ["gone", "stays"]
+    folder.delete("gone")
     with pytest.raises(FileNotFoundError):
-        read_all(mount.path / "gone")
+        read_all(hourly / "gone")
 
 
 def test_a_replaced_object_of_the_same_content_goes_on_as_one_version(
-    make: Callable[..., Place], bucket: Folder
+    at_once: Path, folder: Bucket
 ) -> None:
-    bucket.put("file", stamped(1, LARGE))
-    mount = make()
-    with (mount.path / "file").open("rb", buffering=0) as old:
+    folder.put("file", stamped(1, LARGE))
+    with (at_once / "file").open("rb", buffering=0) as old:
         os.pread(old.fileno(), 4096, 0)
-        bucket.put("file", stamped(1, LARGE))
+        folder.put("file", stamped(1, LARGE))
         assert os.pread(old.fileno(), 4096, LARGE - 4096) == stamped(1, LARGE)[-4096:]
 
 
@@ -236,8 +185,8 @@ STAY_S = 0.5
 class Replacer:
     """Replaces an object over and over, with versions 1, 2, 3 and so on."""
 
-    def __init__(self, bucket: Folder, key: str, sizes: tuple[int, ...]) -> None:
-        self._bucket = bucket
+    def __init__(self, folder: Bucket, key: str, sizes: tuple[int, ...]) -> None:
+        self._folder = folder
         self._key = key
         self._sizes = sizes
         self._done = threading.Event()
@@ -247,7 +196,7 @@ class Replacer:
 
     def replace(self) -> None:
         size = self._sizes[self.version % len(self._sizes)]
-        self._bucket.put(self._key, stamped(self.version + 1, size))
+        self._folder.put(self._key, stamped(self.version + 1, size))
         self.version += 1
 
     def _run(self) -> None:
@@ -297,11 +246,10 @@ def read_through(path: Path, size: int) -> int | None:
     ids=["small", "of changing size", "large"],
 )
 def test_readers_of_an_object_that_is_being_replaced_see_whole_versions(
-    make: Callable[..., Place], bucket: Folder, sizes: tuple[int, ...], reads: int
+    at_once: Path, folder: Bucket, sizes: tuple[int, ...], reads: int
 ) -> None:
-    mount = make()
-    with Replacer(bucket, "file", sizes) as replacer:
-        path = mount.path / "file"
+    with Replacer(folder, "file", sizes) as replacer:
+        path = at_once / "file"
 
         def work(size: int) -> list[int | None]:
             return [read_through(path, size) for _ in range(reads)]
@@ -316,17 +264,14 @@ def test_readers_of_an_object_that_is_being_replaced_see_whole_versions(
         assert any(seen), "no reader got anything"
 
 
-def test_a_mapping_of_a_cached_file_keeps_its_version(
-    make: Callable[..., Place], bucket: Folder
-) -> None:
+def test_a_mapping_of_a_cached_file_keeps_its_version(at_once: Path, folder: Bucket) -> None:
 
-    bucket.put("file", stamped(1, SMALL))
-    mount = make()
+    folder.put("file", stamped(1, SMALL))
     with (
-        (mount.path / "file").open("rb") as file,
+        (at_once / "file").open("rb") as file,
         mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view,
     ):
         assert version_of(view[:8192]) == 1
-        bucket.put("file", stamped(2, 2 * SMALL))
-        assert read_all(mount.path / "file") == stamped(2, 2 * SMALL)
+        folder.put("file", stamped(2, 2 * SMALL))
+        assert read_all(at_once / "file") == stamped(2, 2 * SMALL)
         assert view[:] == stamped(1, SMALL)

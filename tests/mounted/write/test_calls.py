@@ -4,17 +4,14 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fusefs.linux.libc import allocate
-from tests.support.mounting import WRITABLE, Mount
+from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 from tests.support.waiting import until
 
 KEEP_SIZE, PUNCH_HOLE, COLLAPSE_RANGE, ZERO_RANGE, INSERT_RANGE = 0x1, 0x2, 0x8, 0x10, 0x20
@@ -22,12 +19,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
-    directory = tmp_path_factory.mktemp("calls")
-    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
-        yield mount
+def mount(module_mounter: Mounter) -> Mount:
+    return module_mounter(WRITABLE)
 
 
 @pytest.fixture

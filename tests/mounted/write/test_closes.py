@@ -3,26 +3,21 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, cost, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, mounted
+from tests.support.sharing import PATIENCE_S
 
 SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
-    directory = tmp_path_factory.mktemp("closes")
-    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
-        yield mount
+def mount(module_mounter: Mounter) -> Mount:
+    return module_mounter(WRITABLE)
 
 
 def shell(mount: Mount, command: str, shell: str = SHELLS[0]) -> Callable[[], object]:

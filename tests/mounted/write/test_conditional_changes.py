@@ -202,30 +202,13 @@ def test_a_bucket_that_refuses_to_be_written_is_tried_with_one_request(
     " served already goes on, and logs an error."
 )
 def test_conflict_fail_is_refused_where_it_cannot_hold(
-    bucket: Bucket, faulty: FaultyS3, tmp_path: Path
+    mounter: Mounter, faulty: FaultyS3, tmp_path: Path
 ) -> None:
     faulty.ignores_conditions = True
-    (tmp_path / "mnt").mkdir()
-    result = fusefs(
-        "mount",
-        f"s3://{bucket.name}",
-        tmp_path / "mnt",
-        "--endpoint-url",
-        faulty.endpoint_url,
-        "--cache-dir",
-        tmp_path / "cache",
-        "--log-file",
-        tmp_path / "log",
-        "--conflict",
-        "fail",
-        environment=bucket.server.environment,
-        check=False,
-    )
-    assert result.returncode == 1
-    [line] = [line for line in result.stderr.splitlines() if "--conflict" in line]
-    assert "--conflict fail can't hold: this store ignores" in line
-    assert "mount with --conflict overwrite" in line
-    assert not os.path.ismount(tmp_path / "mnt")
+    with pytest.raises(AssertionError, match="can't hold: this store ignores") as why:
+        mounter(WRITABLE, "--conflict", "fail", endpoint_url=faulty.endpoint_url)
+    assert "mount with --conflict overwrite" in str(why.value)
+    assert not os.path.ismount(tmp_path / "mnt0")
 
 
 @states(

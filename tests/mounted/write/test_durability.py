@@ -20,7 +20,7 @@ from fusefs.cli import sync
 from fusefs.launch import control, registry
 from fusefs.linux.libc import KEEP_SIZE, allocate
 from tests.support.machine.disks import small_disk
-from tests.support.mounting import Mount, Mounter, fusefs, pending, status
+from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs, pending, status
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -32,32 +32,17 @@ LIMIT_S = 60.0
 pytestmark = pytest.mark.root
 
 
-@pytest.fixture
-def local(mounter: Mounter) -> Mount:
-    return mounter("--no-read-only", "--durability", "local")
+@pytest.fixture(scope="module")
+def local(module_mounter: Mounter) -> Mount:
+    return module_mounter(WRITABLE, "--durability", "local")
 
 
-uploaded_later = states(
+@states(
     "With `--durability local`, `close` and `fsync` return when the file and the record "
     "of its upload are safe on the local disk; it is uploaded a moment later, once, under "
     "the name that it has then."
 )
-
-
-@uploaded_later
-def test_with_local_durability_a_file_is_uploaded_after_its_close(
-    local: Mount, bucket: Bucket
-) -> None:
-    (local.path / "a").write_bytes(b"content")
-    assert (local.path / "a").read_bytes() == b"content"
-    fusefs("sync", local.path / "a")
-    assert stored(bucket, "a") == b"content"
-    assert pending(local) == []
-    assert (local.path / "a").read_bytes() == b"content"
-
-
-@uploaded_later
-def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, bucket: Bucket) -> None:
+def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, shared: Bucket) -> None:
     before = status(local)["s3"]
     with open(local.path / "tmp", "wb") as file:
         file.write(b"weights" * 1000)
@@ -67,7 +52,9 @@ def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, bucket:
     os.chmod(local.path / "model", 0o600)
     fusefs("sync", local.path)
     after = status(local)["s3"]
-    assert keys(bucket) == ["model"]
+    assert pending(local) == []
+    assert stored(shared, "model") == (local.path / "model").read_bytes() == b"weights" * 1000
+    assert "tmp" not in keys(shared)
     assert after["puts"] - before["puts"] == 1
     assert after["copies"] == before["copies"]
 
@@ -75,18 +62,18 @@ def test_a_temporary_file_that_is_renamed_is_uploaded_once(local: Mount, bucket:
 @states(
     "`fusefs sync` waits until the bucket has everything at or below a path, also what is open."
 )
-def test_sync_uploads_what_is_open(local: Mount, bucket: Bucket) -> None:
+def test_sync_uploads_what_is_open(local: Mount, shared: Bucket) -> None:
     with open(local.path / "log", "wb", buffering=0) as file:
         file.write(b"line\n")
         fusefs("sync", local.path)
-        assert stored(bucket, "log") == b"line\n"
+        assert stored(shared, "log") == b"line\n"
 
 
-def test_sync_knows_a_mount_behind_a_link(local: Mount, bucket: Bucket, tmp_path: Path) -> None:
+def test_sync_knows_a_mount_behind_a_link(local: Mount, shared: Bucket, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(local.path.parent)
     (local.path / "a").write_bytes(b"content")
     fusefs("sync", tmp_path / "link" / local.path.name / "a")
-    assert stored(bucket, "a") == b"content"
+    assert stored(shared, "a") == b"content"
 
 
 def test_sync_waits_for_what_was_just_written_however_late_answers_come(
@@ -119,9 +106,9 @@ def test_sync_and_umount_wait_for_the_next_daemon_where_the_last_one_dies(
 ) -> None:
     options = ("--no-read-only", "--durability", "local")
     mount = mounter("--session", "kernel", *options, endpoint_url=faulty.endpoint_url)
-    faulty.add("PUT", stall=True, times=1)
+    stalled = faulty.add("PUT", "a", stall=True, times=1)
     (mount.path / "a").write_bytes(b"content")
-    until(lambda: [one["state"] for one in pending(mount)] == ["uploading"])
+    until(lambda: stalled.used, "the daemon sends it")  # else the next daemon's would stall
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(fusefs, command, mount.path)
         kill_serving(mount)
@@ -260,24 +247,26 @@ def test_a_program_that_is_killed_in_its_close_does_not_wait_and_its_file_is_upl
     "With `--conflict fail` the second of two mounts that write one file gets ESTALE however it"
     " wrote, and its content is kept as NAME.conflict-HOST-TIME."
 )
-@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_WRONLY | os.O_APPEND])
 def test_a_conflict_fails_the_second_close_and_keeps_its_content_beside(
-    mounter: Mounter, bucket: Bucket, flags: int
+    mounter: Mounter, bucket: Bucket
 ) -> None:
-    bucket.put("a", b"" if flags & os.O_APPEND else b"first")
-    mount = mounter("--no-read-only", "--conflict", "fail")
-    fd = os.open(mount.path / "a", flags)
-    os.write(fd, b"OURS!")
-    bucket.put("a", b"theirs")
-    with pytest.raises(OSError, match="Stale") as caught:
-        os.close(fd)
-    assert caught.value.errno == errno.ESTALE
-    assert (mount.path / "a").read_bytes() == b"theirs"
-    conflict = next(name for name in os.listdir(mount.path) if name != "a")
-    assert (mount.path / conflict).read_bytes() == b"OURS!"
-    assert stored(bucket, conflict) == b"OURS!"
-    (mount.path / "a").write_bytes(b"again")
-    assert stored(bucket, "a") == b"again"
+    ways = {"rw": os.O_RDWR, "anew": os.O_WRONLY | os.O_TRUNC, "log": os.O_WRONLY | os.O_APPEND}
+    for name in ways:
+        bucket.put(f"{name}/a", b"" if name == "log" else b"first")
+    mount = mounter(WRITABLE, "--conflict", "fail")
+    for name, flags in ways.items():
+        folder = mount.path / name
+        fd = os.open(folder / "a", flags)
+        os.write(fd, b"OURS!")
+        bucket.put(f"{name}/a", b"theirs")
+        with pytest.raises(OSError, match="Stale") as caught:
+            os.close(fd)
+        assert caught.value.errno == errno.ESTALE
+        assert (folder / "a").read_bytes() == b"theirs"
+        [conflict] = {*os.listdir(folder)} - {"a"}
+        assert (folder / conflict).read_bytes() == stored(bucket, f"{name}/{conflict}") == b"OURS!"
+        (folder / "a").write_bytes(b"again")
+        assert stored(bucket, f"{name}/a") == b"again"
 
 
 @states("Beyond `--staging-size` writing is ENOSPC.")
@@ -347,18 +336,9 @@ def test_keys_that_only_read_are_named_at_the_mount_and_their_files_can_be_given
         faulty.add(operation, key, code="AccessDenied")
     mount = mounter("--no-read-only", endpoint_url=faulty.endpoint_url)
     fusefs("umount", mount.path)
-    said = fusefs(
-        "mount",
-        mount.source,
-        mount.path,
-        "--endpoint-url",
-        mount.endpoint_url,
-        "--cache-dir",
-        mount.cache,
-        environment=mount.environment,
-    ).stderr
-    assert said.count("\n") == 1
-    assert "these credentials may not write" in said
+    mount.start()
+    assert mount.said.count("\n") == 1
+    assert "these credentials may not write" in mount.said
     for name in ("there", "new", "removed"):
         with pytest.raises(PermissionError):
             (mount.path / name).write_bytes(b"content")

@@ -1,17 +1,15 @@
 """O_EXCL: one node of two makes a file, and what copies files pays one PUT for each."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fusefs.posix.write.upload_steps import CREATED_BY
-from tests.support.mounting import WRITABLE, Mount, cost, metadata
+from tests.support.mounting import WRITABLE, Mount, Mounter, cost, metadata
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import content, mounted
+from tests.support.sharing import content
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 
@@ -22,15 +20,10 @@ LARGE = content("large", 10_000)
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
+def mount(shared: Bucket, module_mounter: Mounter) -> Mount:
     shared.put("old/before", b"x")
     shared.put("renamed/to", b"before")
-    directory = tmp_path_factory.mktemp("exclusive")
-    options = ("--session", "kernel", WRITABLE, "--metadata-ttl", "indefinite")
-    with mounted(s3, f"s3://{shared.name}", directory, *options) as mount:
-        yield mount
+    return module_mounter("--session", "kernel", WRITABLE, "--metadata-ttl", "indefinite")
 
 
 def make(path: Path, data: bytes) -> None:

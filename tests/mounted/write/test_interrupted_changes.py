@@ -1,36 +1,24 @@
 """A program that is killed while it changes something: it goes at once, the change is whole."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import WRITABLE, Mount, status
+from tests.support.mounting import WRITABLE, Mount, Mounter, status
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, mounted, python
+from tests.support.sharing import PATIENCE_S, python
 from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, faulty: FaultyS3, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
+def mount(shared: Bucket, faulty: FaultyS3, module_mounter: Mounter) -> Mount:
     for number in range(3):
         shared.put(f"old/{number}", b"x")
     shared.put("file", b"content")
-    directory = tmp_path_factory.mktemp("interrupted")
-    source, endpoint = f"s3://{shared.name}/", faulty.endpoint_url
-    with mounted(s3, source, directory, WRITABLE, endpoint_url=endpoint) as mount:
-        yield mount
-
-
-def keys(bucket: Bucket) -> list[str]:
-    page = bucket.client.list_objects_v2(Bucket=bucket.name)
-    return [one["Key"] for one in page.get("Contents", [])]
+    return module_mounter(WRITABLE, endpoint_url=faulty.endpoint_url)
 
 
 def killed_in(call: str, path: Path, faulty: FaultyS3, operation: str) -> None:

@@ -1,9 +1,10 @@
 """A program that is killed while it rewrites an object: what it did not close replaces nothing."""
 
+import functools
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,10 @@ import trio.testing
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import flush as flushing
 from tests.support.memory_store import failing
-from tests.support.mounting import WRITABLE, Mount, status, uploads
+from tests.support.mounting import WRITABLE, Mount, Mounter, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import PATIENCE_S, content, mounted, python
+from tests.support.sharing import PATIENCE_S, content, python
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 from tests.support.waiting import until
 
@@ -52,17 +52,24 @@ os._exit(3)
 """
 
 
-@pytest.fixture(scope="module", params=["bucket", "local"])
-def mount(
-    request: pytest.FixtureRequest,
-    s3: S3Server,
-    shared: Bucket,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Mount]:
-    directory = tmp_path_factory.mktemp("killed")
-    options = (WRITABLE, "--durability", request.param, "--metadata-ttl", "0s")
-    with mounted(s3, f"s3://{shared.name}/", directory, *options) as mount:
-        yield mount
+@pytest.fixture(scope="module")
+def mounts(module_mounter: Mounter) -> Callable[[str], Mount]:
+    """One mount for each durability."""
+
+    @functools.cache
+    def mounted(durability: str) -> Mount:
+        options = (WRITABLE, "--durability", durability, "--metadata-ttl", "0s")
+        return module_mounter(*options, cache=durability)
+
+    return mounted
+
+
+@pytest.fixture
+def mount(request: pytest.FixtureRequest, mounts: Callable[[str], Mount]) -> Mount:
+    return mounts(getattr(request, "param", "bucket"))
+
+
+each_durability = pytest.mark.parametrize("mount", ["bucket", "local"], indirect=True)
 
 
 def writing(
@@ -90,6 +97,7 @@ def mode_in_the_bucket(bucket: Bucket, key: str) -> str | None:
     return mode
 
 
+@each_durability
 @states(
     "A program that a signal ends before it has closed a file that it rewrites leaves the object"
     " as it was; what it wrote to a new file is kept as far as it came."
@@ -105,6 +113,7 @@ def test_the_old_object_stays(mount: Mount, shared: Bucket, count: int) -> None:
     assert "old stays as it was" in mount.log.read_text()
 
 
+@each_durability
 def test_attributes_that_were_set_just_before_stay(mount: Mount, shared: Bucket) -> None:
     path = mount.path / "described"
     path.write_bytes(OLD)
@@ -154,6 +163,7 @@ def test_a_program_that_ends_by_itself_has_replaced_it(
     assert (mount.path / "old").read_bytes() == NEW
 
 
+@each_durability
 def test_what_was_written_to_a_new_file_is_kept(mount: Mount, shared: Bucket) -> None:
     kill(writing(mount.path / "new", os.O_WRONLY | os.O_CREAT))
     settle(mount)
@@ -161,6 +171,7 @@ def test_what_was_written_to_a_new_file_is_kept(mount: Mount, shared: Bucket) ->
     (mount.path / "new").unlink()
 
 
+@each_durability
 def test_what_was_synced_is_not_taken_back(mount: Mount, shared: Bucket) -> None:
     shared.put("old", OLD)
     kill(writing(mount.path / "old", end="synced"))
@@ -168,6 +179,7 @@ def test_what_was_synced_is_not_taken_back(mount: Mount, shared: Bucket) -> None
     assert stored(shared, "old") in (NEW, NEW + b"more")
 
 
+@each_durability
 @states("What it has appended is kept as well.")
 def test_what_was_appended_stays(mount: Mount, shared: Bucket) -> None:
     shared.put("old", OLD)

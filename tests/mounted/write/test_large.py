@@ -14,7 +14,7 @@ from tests.support.mounting import WRITABLE, Mounter, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.sharing import content
-from tests.support.survival.surviving import keeper_status, kill_serving, serving_pid
+from tests.support.survival.surviving import keeper_status, kill_serving, replace_daemon
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -71,9 +71,7 @@ def test_parts_that_the_bucket_has_are_not_sent_again_by_the_next_daemon(
         until(
             lambda: len((json.loads(record.read_text())["upload"] or {"parts": ()})["parts"]) == 5
         )
-        pid = serving_pid(mount)
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: serving_pid(mount) not in (0, pid))
+        replace_daemon(mount)
     assert stored(bucket, "big") == content
     assert status(mount)["s3"]["bytes_sent"] == 0
     assert uploads(bucket) == []
@@ -171,9 +169,7 @@ def test_a_large_object_is_extended_shortened_and_edited_over_a_kill(
         content[10_000_001:10_000_004] = b"one"
         file.truncate(30_000_001)
         del content[30_000_001:]
-        pid = serving_pid(mount)
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: serving_pid(mount) not in (0, pid))
+        replace_daemon(mount)
         file.truncate(35_000_000)
         content.extend(bytes(35_000_000 - len(content)))
         file.seek(34_000_000)

@@ -405,12 +405,11 @@ def can_set_attributes(path: Path) -> bool:
     return True
 
 
+@pytest.mark.root
 @in_storms("examples", 2, 100)
 def test_a_mount_behaves_like_a_disk(
     mounter: Mounter, bucket: Bucket, tmp_path: Path, examples: int
 ) -> None:
-    if os.geteuid():
-        pytest.skip("needs root")
     mount = mounter(*WRITABLE)
     (tmp_path / "plain").mkdir()
 

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import pytest
 from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted, python
+from tests.support.sharing import python
 from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
 
@@ -48,12 +46,8 @@ while won < 5:
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
-    directory = tmp_path_factory.mktemp("locks")
-    with mounted(s3, f"s3://{shared.name}/", directory, WRITABLE) as mount:
-        yield mount
+def mount(module_mounter: Mounter) -> Mount:
+    return module_mounter(WRITABLE)
 
 
 def as_another_sees(path: Path) -> tuple[str, str]:

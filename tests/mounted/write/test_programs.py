@@ -13,31 +13,21 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount
-from tests.support.programs import (
-    IS_FULL,
-    check_what_is_left,
-    mounted,
-    names_and_contents,
-    need,
-    run,
-    tree,
-)
+from tests.support.mounting import WRITABLE, Mount, Mounter
+from tests.support.programs import IS_FULL, check_what_is_left, names_and_contents, need, run, tree
 from tests.support.servers.buckets import Bucket
 
 FILES = 5000 if IS_FULL else 100
 
 
 @pytest.fixture(scope="module")
-def mount(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+def mount(module_mounter: Mounter) -> Mount:
     """One writable mount for all tests; each works in a folder of its own."""
-    with mounted(shared, tmp_path_factory.mktemp("programs")) as mount:
-        yield mount
+    return module_mounter(WRITABLE)
 
 
 @pytest.fixture

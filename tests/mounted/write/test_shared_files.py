@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import WRITABLE, Mount, all_sent, fusefs
+from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 
@@ -31,12 +30,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
-    directory = tmp_path_factory.mktemp("sharing")
-    with mounted(s3, f"s3://{shared.name}", directory, WRITABLE) as mount:
-        yield mount
+def mount(module_mounter: Mounter) -> Mount:
+    return module_mounter(WRITABLE)
 
 
 class Place:

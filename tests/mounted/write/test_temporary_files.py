@@ -12,8 +12,7 @@ from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, cost, pen
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import content, mounted
+from tests.support.sharing import content
 from tests.support.survival.surviving import kill_serving
 from tests.support.waiting import until
 
@@ -36,16 +35,26 @@ refused = states(
 
 
 @pytest.fixture(scope="module")
-def mount(
-    s3: S3Server, shared: Bucket, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mount]:
+def mount(shared: Bucket, module_mounter: Mounter) -> Mount:
     for key in ("old/other", "there/file"):
         shared.put(key, b"before")
-    directory = tmp_path_factory.mktemp("temporary")
-    options = (*OPTIONS, "--metadata-ttl", "indefinite")
-    with mounted(s3, f"s3://{shared.name}", directory, *options) as mount:
-        (mount.path / "new").mkdir()
-        yield mount
+    mount = module_mounter(*OPTIONS, "--metadata-ttl", "indefinite")
+    (mount.path / "new").mkdir()
+    return mount
+
+
+@pytest.fixture(scope="module")
+def through(faulty: FaultyS3, module_mounter: Mounter) -> Mount:
+    """A mount whose requests may fail."""
+    options = (*OPTIONS, "--metadata-ttl", "0s")
+    return module_mounter(*options, endpoint_url=faulty.endpoint_url, cache="through")
+
+
+@pytest.fixture
+def place(through: Mount, folder: Bucket, faulty: FaultyS3) -> Iterator[Path]:
+    """The test's folder on that mount."""
+    yield through.path / folder.prefix
+    faulty.clear()
 
 
 def make(path: Path, data: bytes, flags: int = NEW) -> None:
@@ -143,7 +152,9 @@ def test_a_temporary_directory_that_is_renamed_copies_no_file(mount: Mount, shar
 
 @states(
     "A lock that is renamed to its file, as git's are, is reserved in the bucket until the file"
-    " is there."
+    " is there.",
+    "O_EXCL holds between mounts, where the store knows conditional writes: of two nodes that "
+    "create one name, one gets EEXIST.",
 )
 def test_a_lock_between_mounts_holds_until_its_file_is_in_the_bucket(
     mounter: Mounter, bucket: Bucket
@@ -164,15 +175,14 @@ def test_a_lock_between_mounts_holds_until_its_file_is_in_the_bucket(
 
 
 def test_a_lock_that_is_renamed_before_its_close_replaces_nothing_by_an_empty_object(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+    place: Path, folder: Bucket, faulty: FaultyS3
 ) -> None:
-    bucket.put("index", b"old")
-    mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
-    with open(mount.path / "index.lock", "xb", buffering=0) as file:
+    folder.put("index", b"old")
+    with open(place / "index.lock", "xb", buffering=0) as file:
         file.write(b"new")
-        os.rename(mount.path / "index.lock", mount.path / "index")
-        assert stored(bucket, "index") == b"new"
-    assert not [one for one in faulty.requests("COPY") if one.key == "index"]
+        os.rename(place / "index.lock", place / "index")
+        assert stored(folder, "index") == b"new"
+    assert not faulty.requests("COPY", "*/index")
 
 
 def test_a_rename_that_is_to_replace_nothing_replaces_no_other_nodes_file(
@@ -189,57 +199,54 @@ def test_a_rename_that_is_to_replace_nothing_replaces_no_other_nodes_file(
 
 @refused
 def test_a_rename_that_the_bucket_refuses_renames_nothing(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+    through: Mount, place: Path, folder: Bucket, faulty: FaultyS3
 ) -> None:
-    bucket.put("model", b"old")
-    mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
-    make(mount.path / "model.tmp", b"weights")
-    rule = faulty.add("PUT", "model", code="AccessDenied")
+    folder.put("model", b"old")
+    make(place / "model.tmp", b"weights")
+    rule = faulty.add("PUT", "*/model", code="AccessDenied")
     with pytest.raises(PermissionError):
-        os.rename(mount.path / "model.tmp", mount.path / "model")
-    assert (mount.path / "model").read_bytes() == stored(bucket, "model") == b"old"
-    assert (mount.path / "model.tmp").read_bytes() == b"weights"
+        os.rename(place / "model.tmp", place / "model")
+    assert (place / "model").read_bytes() == stored(folder, "model") == b"old"
+    assert (place / "model.tmp").read_bytes() == b"weights"
     faulty.remove(rule)
-    os.rename(mount.path / "model.tmp", mount.path / "model")
-    assert (mount.path / "model").read_bytes() == stored(bucket, "model") == b"weights"
-    all_sent(mount)
-    assert keys(bucket) == ["model"]
+    os.rename(place / "model.tmp", place / "model")
+    assert (place / "model").read_bytes() == stored(folder, "model") == b"weights"
+    all_sent(through)
+    assert keys(folder) == ["model"]
 
 
 @refused
 def test_a_directory_that_the_bucket_refuses_is_renamed_and_its_files_are_tried_again(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+    through: Mount, place: Path, folder: Bucket, faulty: FaultyS3
 ) -> None:
-    mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
-    (mount.path / ".tmpQw4rTy").mkdir()
-    make(mount.path / ".tmpQw4rTy/file", b"content")
-    rule = faulty.add("PUT", "package/file", code="AccessDenied")
+    (place / ".tmpQw4rTy").mkdir(parents=True)
+    make(place / ".tmpQw4rTy/file", b"content")
+    rule = faulty.add("PUT", "*/package/file", code="AccessDenied")
     with pytest.raises(PermissionError):
-        os.rename(mount.path / ".tmpQw4rTy", mount.path / "package")
+        os.rename(place / ".tmpQw4rTy", place / "package")
     faulty.remove(rule)
-    assert (mount.path / "package/file").read_bytes() == b"content"
-    all_sent(mount)
-    assert stored(bucket, "package/file") == b"content"
+    assert (place / "package/file").read_bytes() == b"content"
+    all_sent(through)
+    assert stored(folder, "package/file") == b"content"
 
 
 @pytest.mark.parametrize("dies_in", ["close", "rename"])
 @pytest.mark.parametrize("name", [".tmpAb3xYz", "file.lock"])
 def test_a_temporary_file_outlives_the_daemon(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, dies_in: str, name: str
+    through: Mount, place: Path, folder: Bucket, faulty: FaultyS3, dies_in: str, name: str
 ) -> None:
-    bucket.put("file", b"old")
-    mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
-    make(mount.path / name, b"content")
+    folder.put("file", b"old")
+    make(place / name, b"content")
     if dies_in == "close":
-        kill_serving(mount)
-        os.rename(mount.path / name, mount.path / "file")
+        kill_serving(through)
+        os.rename(place / name, place / "file")
     else:
-        rule = faulty.add("PUT", "file", stall=True, times=1)
+        rule = faulty.add("PUT", "*/file", stall=True, times=1)
         with ThreadPoolExecutor(1) as pool:
-            renamed = pool.submit(os.rename, mount.path / name, mount.path / "file")
+            renamed = pool.submit(os.rename, place / name, place / "file")
             until(lambda: rule.used == 1, "the rename sends the file")
-            kill_serving(mount)
+            kill_serving(through)
             renamed.result()
-    assert (mount.path / "file").read_bytes() == stored(bucket, "file") == b"content"
-    assert pending(mount) == []
-    assert keys(bucket) == ["file"]
+    assert (place / "file").read_bytes() == stored(folder, "file") == b"content"
+    assert pending(through) == []
+    assert keys(folder) == ["file"]

@@ -3,18 +3,16 @@
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fusefs.cli import status_report
 from fusefs.launch import control, registry
-from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent
+from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, metadata
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounted
+from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
 
@@ -22,30 +20,29 @@ pytestmark = pytest.mark.root
 
 
 @pytest.fixture(scope="module")
-def steady(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Bucket]]:
-    """One mount for tests that leave alone what others use, and its bucket."""
-    bucket = new_bucket(s3)
-    bucket.put("file", b"x")
-    bucket.put("dir/inside", b"x")
-    directory = tmp_path_factory.mktemp("steady")
-    with mounted(s3, f"s3://{bucket.name}", directory, WRITABLE) as mount:
-        yield mount.path, bucket
+def mount(shared: Bucket, module_mounter: Mounter) -> Mount:
+    """One mount for all tests, most of which have a folder of their own."""
+    shared.put("file", b"x")
+    shared.put("dir/inside", b"x")
+    return module_mounter(WRITABLE)
 
 
 @pytest.fixture
-def writable(mounter: Mounter) -> Mount:
-    return mounter(WRITABLE)
+def place(mount: Mount, folder: Bucket) -> Path:
+    """The test's folder on that mount."""
+    path = mount.path / folder.prefix
+    path.mkdir()
+    return path
 
 
 @pytest.mark.parametrize("size", [0, 1, 100_000, 9 << 20, 20_000_001])
-def test_a_closed_file_is_in_the_bucket(steady: tuple[Path, Bucket], size: int) -> None:
-    root, bucket = steady
+def test_a_closed_file_is_in_the_bucket(place: Path, folder: Bucket, size: int) -> None:
     content = os.urandom(size)
-    path = root / f"new-{size}"
+    path = place / "new"
     path.write_bytes(content)
-    assert stored(bucket, path.name) == content
+    assert stored(folder, "new") == content
     assert path.read_bytes() == content
-    assert path.name in os.listdir(root)
+    assert os.listdir(place) == ["new"]
     assert path.stat().st_size == size
 
 
@@ -55,86 +52,84 @@ def test_a_closed_file_is_in_the_bucket(steady: tuple[Path, Bucket], size: int) 
     " or not at all, but for the empty one by which O_EXCL reserves a name, and files that stay"
     " open for long."
 )
-def test_fsync_brings_a_file_into_the_bucket_while_it_is_open(
-    writable: Mount, bucket: Bucket
-) -> None:
-    with open(writable.path / "log", "wb", buffering=0) as file:
+def test_fsync_brings_a_file_into_the_bucket_while_it_is_open(place: Path, folder: Bucket) -> None:
+    with open(place / "log", "wb", buffering=0) as file:
         file.write(b"one")
-        assert keys(bucket) == []
+        assert keys(folder) == []
         os.fsync(file.fileno())
-        assert stored(bucket, "log") == b"one"
+        assert stored(folder, "log") == b"one"
         file.write(b"two")
-    assert stored(bucket, "log") == b"onetwo"
+    assert stored(folder, "log") == b"onetwo"
 
 
 @states(
     "Readers on the same mount see what is being written, and a file that was just created"
     " is listed."
 )
-def test_readers_see_what_is_being_written(writable: Mount) -> None:
-    with open(writable.path / "a", "wb", buffering=0) as writer:
+def test_readers_see_what_is_being_written(place: Path) -> None:
+    with open(place / "a", "wb", buffering=0) as writer:
         writer.write(b"first")
-        with open(writable.path / "a", "rb", buffering=0) as reader:
+        with open(place / "a", "rb", buffering=0) as reader:
             assert reader.read() == b"first"
             writer.write(b" second")
             assert reader.read() == b" second"
-        assert os.listdir(writable.path) == ["a"]
+        assert os.listdir(place) == ["a"]
 
 
 @pytest.mark.parametrize("size", [0, 3, 5, 100])
-def test_truncate_by_name_is_in_the_bucket_at_once(steady: tuple[Path, Bucket], size: int) -> None:
-    root, bucket = steady
-    path = root / f"cut-{size}"
+def test_truncate_by_name_is_in_the_bucket_at_once(place: Path, folder: Bucket, size: int) -> None:
+    path = place / "cut"
     path.write_bytes(b"12345")
     os.truncate(path, size)
     expected = b"12345"[:size].ljust(size, b"\0")
-    assert stored(bucket, path.name) == expected
+    assert stored(folder, "cut") == expected
     assert path.read_bytes() == expected
 
 
 @states("A file that is renamed before it was uploaded is uploaded under its new name alone.")
 def test_a_rename_before_the_close_uploads_under_the_new_name_alone(
-    writable: Mount, bucket: Bucket
+    place: Path, folder: Bucket
 ) -> None:
-    with open(writable.path / "tmp", "wb") as file:
+    with open(place / "tmp", "wb") as file:
         file.write(b"content")
         file.flush()
-        os.rename(writable.path / "tmp", writable.path / "final")
-        assert keys(bucket) == []
-    assert keys(bucket) == ["final"]
-    assert stored(bucket, "final") == b"content"
+        os.rename(place / "tmp", place / "final")
+        assert keys(folder) == []
+    assert keys(folder) == ["final"]
+    assert stored(folder, "final") == b"content"
 
 
 @states("A renamed directory takes everything below it along.")
-def test_directories_are_made_filled_renamed_and_removed(writable: Mount, bucket: Bucket) -> None:
-    run = writable.path / "run-1"
+def test_directories_are_made_filled_renamed_and_removed(place: Path, folder: Bucket) -> None:
+    run = place / "run-1"
     run.mkdir()
     (run / "sub").mkdir()
     for number in range(30):
         (run / "sub" / f"{number:02}").write_bytes(b"%d" % number)
-    os.rename(run, writable.path / "run-2")
-    moved = writable.path / "run-2" / "sub"
+    os.rename(run, place / "run-2")
+    moved = place / "run-2" / "sub"
     assert sorted(os.listdir(moved)) == [f"{number:02}" for number in range(30)]
     assert (moved / "07").read_bytes() == b"7"
     assert not run.exists()
-    assert all(key.startswith("run-2/") for key in keys(bucket))
+    assert all(key.startswith("run-2/") for key in keys(folder))
     with pytest.raises(OSError, match=os.strerror(errno.ENOTEMPTY)):
-        os.rmdir(writable.path / "run-2")
+        os.rmdir(place / "run-2")
     for number in range(30):
         os.unlink(moved / f"{number:02}")
     os.rmdir(moved)
-    assert os.listdir(writable.path / "run-2") == []
-    os.rmdir(writable.path / "run-2")
-    assert keys(bucket) == []
+    assert os.listdir(place / "run-2") == []
+    os.rmdir(place / "run-2")
+    assert keys(folder) == []
 
 
 @states("A directory stays when its last file is deleted, until `rmdir`.")
 def test_a_directory_without_a_marker_stays_when_its_last_file_goes(
-    writable: Mount, bucket: Bucket
+    mounter: Mounter, bucket: Bucket
 ) -> None:
     bucket.put("only/file", b"x")
-    os.unlink(writable.path / "only" / "file")
-    assert os.listdir(writable.path / "only") == []
+    root = mounter(WRITABLE).path
+    os.unlink(root / "only" / "file")
+    assert os.listdir(root / "only") == []
     assert keys(bucket) == ["only/"]
 
 
@@ -142,18 +137,18 @@ def test_a_directory_without_a_marker_stays_when_its_last_file_goes(
     "Modes, owners and times are kept in the object's metadata (`mode`, `uid`, `gid`,"
     " `mtime`), as s3fs and rclone write them."
 )
-def test_modes_owners_and_times_are_kept(writable: Mount, bucket: Bucket) -> None:
-    path = writable.path / "tool"
+def test_modes_owners_and_times_are_kept(mount: Mount, place: Path, folder: Bucket) -> None:
+    path = place / "tool"
     path.write_bytes(b"#!/bin/sh\n")
     os.chmod(path, 0o750)
     os.chown(path, 12, 34)
     os.utime(path, ns=(10**18, 10**18 + 5))
-    all_sent(writable)
-    head = bucket.client.head_object(Bucket=bucket.name, Key="tool")["Metadata"]
+    all_sent(mount)
+    head = metadata(folder, "tool")
     assert head["mode"] == str(stat.S_IFREG | 0o750)
     assert (head["uid"], head["gid"]) == ("12", "34")
-    writable.end()
-    writable.start()
+    mount.end()
+    mount.start()
     found = path.stat()
     assert stat.S_IMODE(found.st_mode) == 0o750
     assert (found.st_uid, found.st_gid) == (12, 34)
@@ -162,29 +157,31 @@ def test_modes_owners_and_times_are_kept(writable: Mount, bucket: Bucket) -> Non
 
 
 @states("Symbolic links are objects with their target as content.")
-def test_symbolic_links_are_followed_and_listed(writable: Mount, bucket: Bucket) -> None:
-    bucket.put("target", b"there")
-    os.symlink("target", writable.path / "link")
-    assert os.readlink(writable.path / "link") == "target"
-    assert (writable.path / "link").read_bytes() == b"there"
-    writable.end()
-    writable.start()
-    assert {one.name: one.is_symlink() for one in os.scandir(writable.path)} == {
+def test_symbolic_links_are_followed_and_listed(mount: Mount, place: Path, folder: Bucket) -> None:
+    (place / "target").write_bytes(b"there")
+    os.symlink("target", place / "link")
+    assert os.readlink(place / "link") == "target"
+    assert (place / "link").read_bytes() == b"there"
+    mount.end()
+    mount.start()
+    assert {one.name: one.is_symlink() for one in os.scandir(place)} == {
         "link": True,
         "target": False,
     }
-    assert (writable.path / "link").read_bytes() == b"there"
+    assert (place / "link").read_bytes() == b"there"
 
 
-def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
+def test_the_status_tells_what_is_not_in_the_bucket(
+    mount: Mount, place: Path, folder: Bucket
+) -> None:
     # Without a child, whose copy of the descriptor would be closed, and the file uploaded.
-    socket = registry.mount_directory(writable.path) / "status.sock"
+    socket = registry.mount_directory(mount.path) / "status.sock"
     assert control.request(socket, "status", 10)["writing"]["pending"] == []
-    with open(writable.path / "late", "wb", buffering=0) as file:
+    with open(place / "late", "wb", buffering=0) as file:
         file.write(b"12345")
         status = control.request(socket, "status", 10)
         (pending,) = status["writing"]["pending"]
-        assert (pending["key"], pending["bytes"]) == ("late", 5)
+        assert (pending["key"], pending["bytes"]) == (f"{folder.prefix}late", 5)
         assert "late" in status_report.render(status)
     assert control.request(socket, "status", 10)["writing"]["pending_files"] == 0
 
@@ -210,58 +207,41 @@ def test_the_status_tells_what_is_not_in_the_bucket(writable: Mount) -> None:
     ],
 )
 def test_what_cannot_be_done_is_reported(
-    steady: tuple[Path, Bucket], call: Callable[[Path], object], number: int
+    mount: Mount, shared: Bucket, call: Callable[[Path], object], number: int
 ) -> None:
-    root, bucket = steady
-    before = keys(bucket)
+    before = keys(shared)
     with pytest.raises(OSError, match=os.strerror(number)):
-        call(root)
-    assert keys(bucket) == before
-
-
-@states(
-    "O_EXCL holds between mounts, where the store knows conditional writes: of two nodes that "
-    "create one name, one gets EEXIST."
-)
-def test_a_second_mount_cannot_create_what_the_first_has_created_exclusively(
-    mounter: Mounter,
-) -> None:
-    one = mounter("--session", "kernel", WRITABLE, cache="one")
-    other = mounter("--session", "kernel", WRITABLE, cache="other")
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-    assert os.listdir(other.path) == []
-    os.close(os.open(one.path / "lock", flags))
-    with pytest.raises(FileExistsError):
-        os.open(other.path / "lock", flags)
+        call(mount.path)
+    assert keys(shared) == before
 
 
 @states("A file that is deleted while it is open can be used on, and is not uploaded.")
 def test_a_file_that_is_unlinked_while_it_is_open_can_be_used_on(
-    writable: Mount, bucket: Bucket
+    place: Path, folder: Bucket
 ) -> None:
-    with open(writable.path / "scratch", "w+b", buffering=0) as file:
+    with open(place / "scratch", "w+b", buffering=0) as file:
         file.write(b"some")
-        os.unlink(writable.path / "scratch")
-        assert os.listdir(writable.path) == []
+        os.unlink(place / "scratch")
+        assert os.listdir(place) == []
         file.write(b"thing")
         file.seek(0)
         assert file.read() == b"something"
-    assert keys(bucket) == []
+    assert keys(folder) == []
 
 
 @states("Whoever writes when the daemon dies sees a pause, and what was closed is in the bucket.")
 def test_open_files_are_written_on_when_the_daemon_is_killed(
-    writable: Mount, bucket: Bucket
+    mount: Mount, place: Path, folder: Bucket
 ) -> None:
-    with open(writable.path / "checkpoint", "wb", buffering=0) as file:
+    with open(place / "checkpoint", "wb", buffering=0) as file:
         for round in range(5):
             file.write(b"%d" % round * 100_000)
-            kill_serving(writable)
+            kill_serving(mount)
         file.write(b"end")
     expected = b"".join(b"%d" % round * 100_000 for round in range(5)) + b"end"
-    assert stored(bucket, "checkpoint") == expected
-    assert (writable.path / "checkpoint").read_bytes() == expected
-    until(lambda: keeper_status(writable)["pause_s"] == 0.0, "no daemon serves")
+    assert stored(folder, "checkpoint") == expected
+    assert (place / "checkpoint").read_bytes() == expected
+    until(lambda: keeper_status(mount)["pause_s"] == 0.0, "no daemon serves")
 
 
 @states("On a read-only mount every change is refused with EROFS.")

@@ -50,12 +50,26 @@ def serving_pid(mount: Mount) -> int:
 
 def kill_serving(mount: Mount) -> int:
     """SIGKILL to the daemon that serves, and its pid."""
-    while True:
+
+    def kill() -> int | None:
         pid = serving_pid(mount)
-        # The keeper may have named one whose death it had yet to see.
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(pid, signal.SIGKILL)
-            return pid
+        except ProcessLookupError:  # the keeper has named one whose death it had yet to see
+            return None
+        return pid
+
+    killed: int = until(kill, "a daemon is killed")
+    return killed
+
+
+def replace_daemon(mount: Mount) -> None:
+    """SIGKILL to the daemon that serves; returns when another one does."""
+    survival = mount.status()["survival"]
+    if not survival["on"]:
+        pytest.skip(survival["why"])
+    killed = kill_serving(mount)
+    until(lambda: serving_pid(mount) != killed, "another daemon serves")
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +160,21 @@ def expect_not_connected(mount: Mount) -> None:
 def children_of(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in text.split()]
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def kill_everything(mount: Mount) -> None:
+    """SIGKILL daemon, keeper and broker at one moment."""
+    keeper = keeper_status(mount)
+    pids = [pid for pid in (keeper["pid"], keeper["daemon"], *children_of(keeper["pid"])) if pid]
+    signal_all(pids, signal.SIGSTOP)  # so that none sees another die
+    signal_all(pids, signal.SIGKILL)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they do not die")
 
 
 def keeper_pid(mount: Mount) -> int | None:

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from fusefs.linux.capabilities import CAP_SYS_ADMIN
+from tests.support.sharing import in_storms
 from tests.support.survival.keeping import (
     HELD,
     LIMIT_S,
@@ -71,8 +72,9 @@ def test_a_successor_registers_files_with_no_more_privilege_than_before(kept: Ke
     assert capabilities(status["pid"]) == capabilities(os.getpid())
 
 
+@in_storms("rounds", 4, 100)
 def test_readers_notice_nothing_of_a_daemon_killed_with_its_keeper_or_broker(
-    kept: Kept,
+    kept: Kept, rounds: int
 ) -> None:
     kept.start()
     is_over = threading.Event()
@@ -97,9 +99,9 @@ def test_readers_notice_nothing_of_a_daemon_killed_with_its_keeper_or_broker(
         reader.start()
     dice = random.Random(7)
     try:
-        for _ in range(60):
+        for roles in dice.sample(VICTIMS * rounds, len(VICTIMS) * rounds):
             status = until(whole)
-            victims = [status[role] for role in dice.choice(VICTIMS)]
+            victims = [status[role] for role in roles]
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in victims:
                     with contextlib.suppress(ProcessLookupError):
