@@ -147,8 +147,9 @@ def _objects(entries: list[str], is_encoded: bool) -> list[ObjectInfo]:
     text = "".join(entries)
     keys, sizes, etags, times, classes = (field.findall(text) for field in _FIELDS)
     if "&" in text:
-        # The way in which nearly all servers write ETags, spelled out for speed.
-        etags = [unescape(etag.replace("&quot;", '"')) for etag in etags]
+        # The ways in which nearly all servers write ETags, spelled out for speed.
+        etags = [etag.replace("&quot;", '"').replace("&#34;", '"') for etag in etags]
+        etags = list(map(unescape, etags))
         keys = list(map(unescape, keys))
     keys = [decoded(key, is_encoded) for key in keys]
     known = {name: sys.intern(usable(unescape(name)) or "STANDARD") for name in set(classes)}
