@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Set
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -415,6 +415,7 @@ class Daemon:
         notifier: KernelNotifications,
         *,
         mounted_ns: int,
+        begun: Set[int] = frozenset(),
         ids_are_inos: bool = False,
     ) -> Operations:
         settings = self.settings
@@ -449,6 +450,7 @@ class Daemon:
             mounted_ns=mounted_ns or time.time_ns(),
             notifier=notifier,
             endpoint=settings.endpoint_url or "",
+            begun=begun,
         )
         self.operations = Operations(state, writing)
         head_cache = self.operations.head_cache
@@ -500,7 +502,8 @@ class Daemon:
         mounted_ns = time.time_ns() if state is None else state.mounted_ns
         callers = Callers(takeover)
         notifier = DeviceNotifications(takeover.fd, callers)
-        operations = self._operations(log, notifier, mounted_ns=mounted_ns)
+        begun = frozenset() if state is None else state.begun
+        operations = self._operations(log, notifier, mounted_ns=mounted_ns, begun=begun)
         session = Session(
             takeover.fd,
             operations,

@@ -34,7 +34,7 @@ from fusefs.linux import files, fuse_connection, mount, mountinfo
 from fusefs.linux.mount import MountError
 from fusefs.posix.journal import journal
 from fusefs.posix.journal.journal import Journal
-from fusefs.posix.journal.replay import KernelState, UnusableJournalError, replay
+from fusefs.posix.journal.records import KernelState, UnusableJournalError, replay
 from fusefs.settings.mount import MountSettings
 
 logger = logging.getLogger("fusefs.daemon.takeover")

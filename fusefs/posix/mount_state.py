@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from fusefs.cache.downloader import Downloader
@@ -21,7 +22,7 @@ class MountState:
     """The tables and services of one mount. Belongs to the event loop.
 
     `mounted_ns` is when the mount was made, in ns since the epoch; `owner` owns
-    what has no owner of its own.
+    what has no owner of its own; `begun` are requests that an earlier process had begun.
     """
 
     store: Store
@@ -37,16 +38,14 @@ class MountState:
     notifier: KernelNotifications
     # The S3 endpoint that was named to the mount, "" where it is AWS's own.
     endpoint: str = ""
+    begun: Set[int] = frozenset()
     counters: ReadCounters = field(default_factory=ReadCounters)
 
     def attributes(self, inode: Inode) -> Attributes:
         return inode.attributes(self.owner, self.mounted_ns)
 
     def mark_stale(self, inode: Inode, info: ObjectInfo | None = None) -> None:
-        """The bucket has another version than the inode's: `info`, or an unknown one.
-
-        What is being written here stays what its name stands for.
-        """
+        """The bucket has another version than an inode that is not being written here."""
         if inode.staged is not None:
             return
         if inode.parent is not None:

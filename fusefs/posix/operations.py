@@ -4,12 +4,8 @@ A method answers at once, or returns a coroutine when it has to wait; the
 session (fuse/session.py, fuse/pyfuse3_session.py) tells the two apart and packs the
 answers. What is in memory or in the page cache is answered at once, so most
 requests cost no task and no switch. Errors are OSErrors whose errno is the
-answer.
-
-How an open is decided: posix/read/open.py; how a read is answered:
+answer. How an open is decided: posix/read/open.py; how a read is answered:
 posix/read/read.py; how a directory is read: posix/read/readdir.py.
-
-The object belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -30,9 +26,9 @@ from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.xattrs import Xattrs
 from fusefs.posix.mount_state import MountState
+from fusefs.posix.namespace.after_removals import StoreAfterRemovals
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.namespace.rename import NameChanges
-from fusefs.posix.namespace.settled_store import SettledStore
 from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Attributes, Inode, NodeLog
@@ -60,7 +56,7 @@ CACHED_DIRECTORY_TTL_S = 10.0
 
 
 class Operations:
-    """The file system of one mount; `writing` is None on a read-only one."""
+    """The file system of one mount; `writing` is None on a read-only one. For the event loop."""
 
     def __init__(self, state: MountState, writing: Writing | None = None) -> None:
         self._state = state
@@ -76,14 +72,14 @@ class Operations:
         self.notifier = state.notifier
         # Whether names and bytes are refused, because S3 refuses them; see daemon/access_guard.py.
         self.is_shut = False
-        settled, writer = state, None
+        after_removals, writer = state, None
         if writing is not None:
             removals = Removals(
                 state.store, state.directories, writing.staging.directory, writing.nursery
             )
-            settled = replace(state, store=SettledStore(state.store, removals))
+            after_removals = replace(state, store=StoreAfterRemovals(state.store, removals))
             prefix_lock = PrefixLock(state.inodes.key)
-            writer = Writer(settled, writing, removals, prefix_lock)
+            writer = Writer(after_removals, writing, removals, prefix_lock)
         self.writer = writer
         self.head_cache = HeadCache(
             state.store,
@@ -103,9 +99,9 @@ class Operations:
         # None on a read-only mount.
         self.mutations: Mutations | None = None
         if writing is not None and writer is not None:
-            changes = NameChanges(settled, writing, writer, prefix_lock)
+            changes = NameChanges(after_removals, writing, writer, prefix_lock)
             self.mutations = Mutations(
-                settled, writing.nursery, writer, changes, self.head_cache, self.release
+                after_removals, writing.nursery, writer, changes, self.head_cache, self.release
             )
 
     def show_repaired(self, key: str, made: ObjectInfo | None) -> None:
@@ -134,10 +130,10 @@ class Operations:
         self._refuse_if_shut()
         parent = self.inodes.directory(parent_id)
         text = names.decode(name)
-        if text is None or not names.is_expressible(text):
-            return LookupResult(None, 0.0) if len(name) <= names.NAME_MAX else _too_long()
+        if len(name) > names.NAME_MAX:
+            raise OSError(errno.ENAMETOOLONG, "a name has 255 bytes at most")
         prefix = self.inodes.key(parent)
-        if names.is_private(prefix, text):
+        if text is None or not names.is_expressible(text) or names.is_private(prefix, text):
             return LookupResult(None, 0.0)
         was_sent = self._opener.redirects.looked_up(parent_id, text, caller.program)
         directory = self._directories.get(prefix)
@@ -162,9 +158,7 @@ class Operations:
         A program is removing many files there, it is no symbolic link for sure, and
         its owner does not matter to who may remove it.
         """
-        if self.writer is None or not isinstance(entry, ObjectInfo):
-            return False
-        if entry.size <= LONGEST_TARGET:
+        if self.writer is None or entry is None or entry.size <= LONGEST_TARGET:
             return False
         is_removing = self.writer.removals.is_removing_from(self.inodes.key(parent))
         return is_removing and not self.attributes(parent).mode & stat.S_ISVTX
@@ -204,11 +198,7 @@ class Operations:
         self.inodes.forget(nodeid, nlookup)
 
     def getattr(self, nodeid: int) -> Answer[tuple[Inode, float]]:
-        """The inode whose attributes to show, and for how many seconds they hold.
-
-        They are those of the version that the node stands for, for ever; what
-        a name stands for is the business of lookups.
-        """
+        """The inode whose version has the attributes to show, and their time in seconds."""
         inode = self.inodes.get(nodeid)
         is_doubted = self.head_cache.is_doubted(inode)
         if is_doubted or self.head_cache.needs_head(inode):
@@ -216,10 +206,7 @@ class Operations:
         return inode, inode.valid_s
 
     async def _getattr_later(self, inode: Inode, *, is_doubted: bool) -> tuple[Inode, float]:
-        if is_doubted:
-            await self.head_cache.learn(inode)
-        else:
-            await self.head_cache.show(inode)
+        await (self.head_cache.learn if is_doubted else self.head_cache.show)(inode)
         inode = self.inodes.get(inode.nodeid)
         return inode, inode.valid_s
 
@@ -280,12 +267,10 @@ class Operations:
     def read(
         self, fh: int, offset: int, size: int, *, in_file: bool = False
     ) -> Answer[memoryview | bytes | bytearray | InFile]:
-        """The bytes of a served handle's version at [offset, offset + size).
+        """The bytes of a served handle's version at [offset, offset + size), fewer at its end.
 
-        Fewer only at the end of the file. The memory of an answer may be used
-        again for the next: it is to be used before anything else runs. With `in_file`, many
-        bytes that the cache file has may be left there; `read_again` is for those that the page
-        cache lacks.
+        The memory of an answer is used again for the next one. With `in_file` many bytes may be
+        left in the cache file; `read_again` is for those that the page cache lacks.
         """
         self._refuse_if_shut()
         return self._reader.read(fh, offset, size, in_file=in_file)
@@ -361,8 +346,15 @@ class Operations:
         """Write every inode and handle to a new log, a few at a time, as long as there is one."""
         self.log_table(log)
         for index, inode in enumerate(self.inodes.all()):
-            if self.inodes.find(inode.nodeid) is inode:
-                self._write(inode, log)
+            is_known = self.inodes.find(inode.nodeid) is inode
+            if is_known and (inode.parent is not None or inode.entries_changed_ns):
+                log.node(inode)
+                if inode.is_removed:
+                    log.removed(inode.nodeid)
+                elif not inode.is_current:
+                    log.replaced(inode.nodeid)
+            for position, number in (inode.marks or {}).items() if is_known else ():
+                log.mark(inode.nodeid, number, position)
             if index % 200 == 0:
                 await trio.lowlevel.checkpoint()
                 if not log.is_compacting:
@@ -380,16 +372,6 @@ class Operations:
         if self.mutations is not None:
             self.mutations.changes.write_all(log)
 
-    def _write(self, inode: Inode, log: NodeLog) -> None:
-        if inode.parent is not None or inode.entries_changed_ns:
-            log.node(inode)
-            if inode.is_removed:
-                log.removed(inode.nodeid)
-            elif not inode.is_current:
-                log.replaced(inode.nodeid)
-        for position, number in (inode.marks or {}).items():
-            log.mark(inode.nodeid, number, position)
-
     def log_table(self, log: NodeLog) -> None:
         """Put on record which numbers may have been used, and when the mount was made."""
         log.table(self.inodes.next_id, self.handles.next_fh, self.mounted_ns)
@@ -400,12 +382,5 @@ class Operations:
 
 
 def _missing(directory: Directory) -> LookupResult:
-    """The answer for a name that is missing, which the kernel remembers where that is for ever.
-
-    It could not be told when another node has made it, or a change here has it looked for again.
-    """
+    """The answer for a missing name; the kernel keeps it only where listings hold for ever."""
     return LookupResult(None, directory.most_s if math.isinf(directory.most_s) else 0.0)
-
-
-def _too_long() -> LookupResult:
-    raise OSError(errno.ENAMETOOLONG, "a name has 255 bytes at most")

@@ -20,14 +20,7 @@ Item = TypeVar("Item")
 async def for_each(
     work: Callable[[Item], Awaitable[None]], items: Iterable[Item], at_once: int
 ) -> None:
-    """Do something for each, many at a time; after the first error no more is begun.
-
-    What is under way then is done to its end: what a request that is cancelled has made is not
-    known.
-
-    Raises:
-        StoreError, OSError: the first error.
-    """
+    """Do something for each, many at a time; after an error those begun end, and it is raised."""
     todo = iter(items)
     errors: list[StoreError | OSError] = []
 
@@ -48,10 +41,7 @@ async def for_each(
 
 
 def judged(error: Exception) -> StoreError | OSError:
-    """The failure of a change; a fault of ours is logged: the next process would meet it as well.
-
-    What was to be changed stays on record then, and all goes on.
-    """
+    """The failure of a change; a fault of ours is logged, and its change stays on record."""
     if isinstance(error, StoreError | OSError):
         return error
     logger.error("a fault of fusefs", exc_info=error)
@@ -68,10 +58,8 @@ async def run_uncancelled(
 
     A request of a process that is being killed is cancelled, which ends the wait alone. The
     kernel gets no answer then, and has to look names up again: `unseen` is called when the
-    change has ended, and `unwanted` with its result.
-
-    Raises:
-        Exception: the work did; an OSError is an answer, anything else a fault.
+    change has ended, and `unwanted` with its result. Of what the work raises an OSError is an
+    answer, anything else a fault.
     """
     done = trio.Event()
     results: list[Result] = []

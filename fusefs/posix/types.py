@@ -152,10 +152,6 @@ class ReadCounters:
         self.cache_bytes += size - fetched
         self.s3_bytes += fetched
 
-    def hit(self, size: int) -> None:
-        self.hits += 1
-        self.hit_bytes += size
-
     def miss(self, size: int) -> None:
         self.misses += 1
         self.miss_bytes += size
@@ -172,19 +168,15 @@ class ReadCounters:
         self.passthrough_bytes += size
         self.kernel_bytes += size - fetched
         self.s3_bytes += fetched
-        if fetched:
-            self.read(size, fetched)
-        else:
-            self.hits += 1
-            self.hit_bytes += size
+        self.read(size, fetched)
 
     def read(self, size: int, fetched: int) -> None:
         """Count a read of `size` bytes, of which `fetched` had to be fetched for it."""
+        self.hit_bytes += size - fetched
         if fetched:
             self.miss(fetched)
-            self.hit_bytes += size - fetched
         else:
-            self.hit(size)
+            self.hits += 1
 
 
 async def find(store: Store, key: str) -> ObjectInfo | None:

@@ -12,7 +12,7 @@ import trio
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.late.request_log import PUT, Change, RequestLog
-from fusefs.posix.late.uncertain_keys import SETTLE_S, UncertainKeys, boottime
+from fusefs.posix.late.uncertain_keys import KILLED_WAIT_S, UncertainKeys, boottime
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.settings.patterns import PathRules
@@ -103,8 +103,8 @@ async def test_changes_of_keys_with_open_requests_wait_and_no_others(
         begun = boottime()
         store = WatchedStore(inner, UncertainKeys(mounts / "one", "bucket", (60.0,)))
         for entry in store.uncertain_keys:
-            assert entry.settled_at >= begun + SETTLE_S
-            entry.settled_at += 1000.0
+            assert entry.waits_until >= begun + KILLED_WAIT_S
+            entry.waits_until += 1000.0
         put = partial(store.put_file, fd=fd, size=10)
         nursery.start_soon(run, "b", partial(put, "b"))
         nursery.start_soon(run, "c", partial(store.copy, source, "c"))

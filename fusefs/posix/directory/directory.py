@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from fusefs.posix.directory.freshness import QUIET_S
-from fusefs.posix.directory.segment import Carried, Segment, is_stored
+from fusefs.posix.directory.segment import Segment, is_stored
 from fusefs.posix.nodes import names
 
 if TYPE_CHECKING:
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
 
 # Where the generations of each new one begin: no two directories ever have the same.
 _GENERATIONS = count(0, 1 << 32)
-
-
-# For how long what is out of date may be carried on: also with a TTL of 0 the pages of a stream
-# follow each other.
-CARRIED_S = 10.0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -69,14 +63,6 @@ class Directory:
             return self.segments[index]
         return None
 
-    def carried_to(self, position: str, now: float) -> Carried | None:
-        """The remainder of the segment in front of a position; None if there is none of late."""
-        for segment in self.segments:
-            if segment.stop == position:
-                is_of_late = now < max(segment.expires, segment.fetched + CARRIED_S)
-                return segment.pending if is_of_late else None
-        return None
-
     def doubt_carried(self, name: str) -> None:
         """Doubt a name in what a segment left over for the next one: that may be old."""
         position = names.position(name)
@@ -87,13 +73,10 @@ class Directory:
                 segment.pending[name] = None
 
     def add(self, new: Segment) -> tuple[list[Segment], list[Segment]]:
-        """Put a segment in; return those that went for it, and those that came.
-
-        Of an older one that overlaps, the parts outside stay as segments of
-        their own.
-        """
+        """Put a segment in; return those that it covers, and it with their parts outside it."""
         gone = [old for old in self.segments if old.overlaps(new)]
-        if gone and (len(gone) > 1 or not gone[0].equals(new)):
+        shown = [(old.start, old.stop, old.entries) for old in gone]
+        if gone and shown != [(new.start, new.stop, new.entries)]:
             self.generation += 1
         come = []
         for old in gone:
@@ -107,25 +90,6 @@ class Directory:
             insort(self.segments, segment)
         self.additions += 1
         return gone, come
-
-    def note_change(self, now: float, *, is_ours: bool) -> bool:
-        """Rely on no page that is here: the directory was changed, by this mount or another.
-
-        Tells whether names may have been relied on until now.
-        """
-        if math.isinf(self.most_s):
-            return False
-        was_relied_on, self.relied_until = self.relied_until > now, now
-        self.doubted = now
-        self.changed = max(self.changed, now - QUIET_S if is_ours else now)
-        for segment in self.segments:
-            segment.belief = 0.0
-            segment.sure_until = min(segment.sure_until, now)
-        return was_relied_on
-
-    def drop(self, segment: Segment) -> None:
-        self.segments.remove(segment)
-        self.generation += 1
 
     def is_complete(self, now: float) -> bool:
         """True if every name of the directory is known and relied on."""

@@ -91,19 +91,13 @@ class HeadPolicy:
         self._assumes_nothing = len(self._changed) > MOST_CHANGED
 
     def has_no_attributes(self, prefix: str, modified_ns: int) -> bool:
-        """True if an object of a directory is assumed to have no attributes.
-
-        `modified_ns` is its Last-Modified, 0 for a marker, of which none is listed.
-        """
+        """True if an object with this Last-Modified (0: a marker) is assumed to have none."""
         return modified_ns <= self.no_attributes_until(prefix)
 
     def assumed(self, prefix: str) -> Assumed:
         """The assumptions about the objects of a directory."""
         until = self.no_attributes_until(prefix)
-        directory = self._directories.get(prefix)
-        says_something = directory is not None and (
-            directory.has_attributes or (directory.has_usual and until < 0)
-        )
+        says_something = self.has_attributes(prefix) or (until < 0 and self.has_usual(prefix))
         return Assumed(until, until if says_something or not self.asks_less else math.inf)
 
     def has_attributes(self, prefix: str) -> bool:
@@ -117,27 +111,19 @@ class HeadPolicy:
         return directory is not None and directory.has_usual and not directory.has_attributes
 
     def no_attributes_until(self, prefix: str) -> float:
-        """Up to which Last-Modified the objects of a directory are assumed to have no attributes.
-
-        In nanoseconds since the epoch; minus infinity where each has its HEAD.
-        """
-        if self._assumes_nothing:
-            return -math.inf
+        """Last-Modified (ns) up to which objects are assumed to have none; -inf: no object."""
         directory = self._directories.get(prefix)
-        if directory is None or directory.has_attributes or prefix in self._changed:
+        if directory is None or directory.has_attributes or directory.without < self._enough():
             return -math.inf
-        if directory.without < self._enough():
+        if self._assumes_nothing or prefix in self._changed:
             return -math.inf
         return directory.youngest_ns + SAME_TIME_NS
 
     def observe(
         self, prefix: str, modified_ns: int, *, has_attributes: bool, has_usual: bool = False
     ) -> None:
-        """Take note of an object's HEAD, which had attributes or had none.
-
-        `has_usual`: it had some that the mount shows anyway.
-        """
-        directory = self._at(prefix)
+        """Note that an object's HEAD had attributes, or (`has_usual`) only what is shown anyway."""
+        directory = _entry(self._directories, prefix)
         if has_attributes:
             directory.has_attributes = True
             self._without_in_a_row = 0
@@ -150,12 +136,8 @@ class HeadPolicy:
         self._without_in_a_row += 1
 
     def sampled(self, prefix: str, asked: int, modified_ns: Sequence[int]) -> bool:
-        """Decide for a directory of which a sample of `asked` objects was looked at.
-
-        `modified_ns` has the Last-Modified of all its files. Returns whether they are assumed
-        to have no attributes.
-        """
-        directory = self._at(prefix)
+        """Decide after a sample of `asked` files, given the times of all; True: no attributes."""
+        directory = _entry(self._directories, prefix)
         if directory.has_attributes:
             return False
         self._decide(directory, modified_ns)
@@ -176,7 +158,7 @@ class HeadPolicy:
             or max(modified_ns) > alike.youngest_ns + SAME_TIME_NS
         ):
             return False
-        self._decide(self._at(prefix), modified_ns)
+        self._decide(_entry(self._directories, prefix), modified_ns)
         return True
 
     def is_undecided(self, prefix: str) -> bool:
@@ -204,9 +186,6 @@ class HeadPolicy:
         directory.without = max(directory.without, SAMPLE)
         directory.youngest_ns = max((directory.youngest_ns, *modified_ns))
 
-    def _at(self, prefix: str) -> _Directory:
-        return _entry(self._directories, prefix)
-
     def _beside(self, prefix: str) -> _Directory:
         return _entry(self._alike, parent_of(prefix))
 
@@ -228,7 +207,12 @@ class HeadPolicy:
             self._changed.clear()
         if self._record is not None:
             try:
-                _append(self._record, prefix)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                fd = os.open(self._record, flags, 0o600)
+                try:
+                    os.write(fd, (json.dumps(prefix) + "\n").encode())
+                finally:
+                    os.close(fd)
             except OSError as error:
                 logger.warning("%s can't be written: %s", self._record, error.strerror)
                 self._record = None
@@ -256,11 +240,3 @@ def _read(record: Path) -> set[str]:
         except ValueError:
             continue  # cut off by the end of a process
     return changed
-
-
-def _append(record: Path, prefix: str) -> None:
-    fd = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, (json.dumps(prefix) + "\n").encode())
-    finally:
-        os.close(fd)

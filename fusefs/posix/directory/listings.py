@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
@@ -63,6 +62,9 @@ MAX_ENTRIES = 200_000
 # Names of a segment that is requested again as it was; a page has no more.
 _MOST_AGAIN = 1000
 
+# For how long what is out of date may be carried on: also with a TTL of 0 the pages of a stream
+# follow each other.
+CARRIED_S = 10.0
 # What a segment and its directory take is that of so many entries.
 _SEGMENT_SIZE = 2
 
@@ -78,6 +80,7 @@ class Directories:
     ever); what is fetched ahead runs in `nursery`. `inodes` are what was told of them: they are
     doubted where something was changed, and names were relied on. `most_entries` are kept of all
     listings together.
+    Whoever waits for the bucket gets a StoreError where it could not tell.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Directories:
         self._ttl = ttl
         self._most_entries = min(most_entries, MAX_ENTRIES)
         # Until then an earlier process' requests may take effect; in monotonic seconds.
-        self._settled_at = time.monotonic() + store.unanswered.unsettled_s
+        self._certain_from = time.monotonic() + store.unanswered.unsettled_s
         self.head_policy = head_policy or HeadPolicy()
         self.hidden = HiddenKeys()
         self.pending_changes = PendingChanges()
@@ -118,10 +121,7 @@ class Directories:
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """The entry known of a name, and until when it is relied on; None if that takes a request.
-
-        A name that exists is shown for a while when its time is over (freshness.py).
-        """
+        """The entry known of a name, with its time; None if that takes a request (freshness.py)."""
         here = self.pending_changes.get(directory.prefix, name)
         if here is not None:
             return here, math.inf
@@ -148,9 +148,6 @@ class Directories:
 
         An answer of the bucket that came for this lookup is relied on until after its beginning
         at least. A name that `is_opened` is told from nothing older that is merely shown.
-
-        Raises:
-            StoreError: the bucket could not tell.
         """
         began = time.monotonic()
         for _ in range(3):
@@ -184,16 +181,16 @@ class Directories:
 
         Segments that were still relied on at `valid_since` will do. `expect` is called with the
         directories that a program is about to walk through.
-
-        Raises:
-            StoreError: the bucket could not tell.
         """
         while True:
             segment = self.segment_now(directory, position, valid_since, expect)
             if segment is not None:
                 return segment
-            if not position and await self._walk_to(directory, expect):
-                continue
+            if not position:
+                known_before = directory.additions
+                await self._walks.step(directory.prefix, expect)
+                if directory.additions != known_before:
+                    continue  # a walk that leads there had something of it
             event = directory.loading.get(position)
             if event is not None:
                 with stage(WaitCause.METADATA):
@@ -201,7 +198,7 @@ class Directories:
                 continue
             known = directory.behind(position)
             if known is not None and known.doubtful and _valid_until(known) > valid_since:
-                await self._settle_doubts(directory, known)
+                await self._look_up_doubtful(directory, known)
                 continue
             return await self._load(directory, position, resolve_doubts=True)
 
@@ -212,19 +209,19 @@ class Directories:
         segment = directory.behind(position)
         if segment is None or segment.doubtful or _valid_until(segment) <= valid_since:
             return None
-        if segment.stop is not None:
-            self._load_ahead(directory, segment.stop, valid_since)
+        if (stop := segment.stop) is not None:
+            following = directory.behind(stop)
+            is_known = following is not None and _valid_until(following) > valid_since
+            if not is_known and stop not in directory.loading:
+                directory.loading[stop] = trio.Event()
+                self.nursery.start_soon(run_ahead, self._load, directory, stop)
         elif directory.walk is not None:
             walk, directory.walk = directory.walk, None
             self._walks.go_on(walk, expect)
         return segment
 
     async def look_again(self, directory: Directory) -> Segment:
-        """The first segment of a directory as the bucket has it now.
-
-        Raises:
-            StoreError: the bucket could not tell.
-        """
+        """The first segment of a directory as the bucket has it now."""
         return await self._load(directory, "", resolve_doubts=True)
 
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
@@ -263,7 +260,17 @@ class Directories:
             self._entries += _size_of(segment) - before
 
     def _note_change(self, directory: Directory, *, is_ours: bool) -> None:
-        if directory.note_change(time.monotonic(), is_ours=is_ours):
+        """Rely on no page that is here: the directory was changed, by this mount or another."""
+        if math.isinf(directory.most_s):
+            return
+        now = time.monotonic()
+        was_relied_on, directory.relied_until = directory.relied_until > now, now
+        directory.doubted = now
+        directory.changed = max(directory.changed, now - QUIET_S if is_ours else now)
+        for segment in directory.segments:
+            segment.belief = 0.0
+            segment.sure_until = min(segment.sure_until, now)
+        if was_relied_on:
             self._inodes.doubt(directory.prefix)
 
     def left(self, key: str) -> None:
@@ -295,20 +302,6 @@ class Directories:
                 for segment in directory.segments:
                     segment.distrust()
                 directory.generation += 1
-
-    def _load_ahead(self, directory: Directory, stop: str, valid_since: float) -> None:
-        """Have the page behind the one that is being read under way."""
-        following = directory.behind(stop)
-        is_known = following is not None and _valid_until(following) > valid_since
-        if not is_known and stop not in directory.loading:
-            directory.loading[stop] = trio.Event()
-            self.nursery.start_soon(run_ahead, self._load, directory, stop)
-
-    async def _walk_to(self, directory: Directory, expect: Expect) -> bool:
-        """True if a walk that leads to a directory had anything of it."""
-        known = directory.additions
-        await self._walks.step(directory.prefix, expect)
-        return directory.additions != known
 
     def _fill(
         self, walk: Walk, prefix: str, page: ListPage, fetched: float, has_own_key: bool
@@ -344,29 +337,27 @@ class Directories:
         event = directory.loading.setdefault(start, trio.Event())
         try:
             with self.pending_changes.listing() as began:
-                after = start_after(directory.prefix, start)
-                page, fetched = await self._page(directory, after, began)
-                segment = self._absorb(directory, start, page, fetched)
+                prefix, after = directory.prefix, start_after(directory.prefix, start)
+                page = await self._store.list_page(prefix, start_after=after)
+                if page.next_token is not None and page.last == prefix:
+                    # The folder's own marker and no more: a listing from there on would not get
+                    # further.
+                    page = await self._store.list_page(prefix, start_after=prefix)
+                segment = self._absorb(directory, start, page, min(page.listed_at, began))
             if resolve_doubts and segment.doubtful:
-                await self._settle_doubts(directory, segment)
+                await self._look_up_doubtful(directory, segment)
             return segment
         finally:
             if directory.loading.get(start) is event:
                 del directory.loading[start]
             event.set()
 
-    async def _page(self, directory: Directory, after: str, began: float) -> tuple[ListPage, float]:
-        """A page from the bucket, and when it was fetched; now is `began`."""
-        prefix = directory.prefix
-        page = await self._store.list_page(prefix, start_after=after)
-        if page.next_token is not None and page.last == prefix:
-            # The folder's own marker and no more: a listing from there on would not get further.
-            page = await self._store.list_page(prefix, start_after=prefix)
-        return page, min(page.listed_at, began)
-
     def _absorb(self, directory: Directory, start: str, page: ListPage, fetched: float) -> Segment:
         """Make a segment of a page and put it in its place."""
-        carried = directory.carried_to(start, fetched)
+        carried = None
+        for before in directory.segments:
+            if before.stop == start and fetched < max(before.expires, before.fetched + CARRIED_S):
+                carried = before.pending  # what the segment in front has left over, of late
         segment = segment_from(page, directory.prefix, start, carried, self.hidden)
         self._put(directory, segment, fetched)
         return segment
@@ -400,7 +391,11 @@ class Directories:
         before = 0.0
         if not older:
             # Seen for the first time: as old as its files say.
-            still_s = _still_s(segment.entries.values(), time.monotonic() - fetched)
+            times = [entry.mtime_ns for entry in segment.entries.values() if entry is not None]
+            still_s = QUIET_S
+            if times:
+                age_s = time.monotonic() - fetched
+                still_s = max(0.0, time.time() - age_s - max(times) / 1e9)
             directory.changed = max(directory.changed, fetched - still_s)
         elif any(segment.differs(known) for known in older):
             self._note_change(directory, is_ours=False)
@@ -414,8 +409,8 @@ class Directories:
         directory.relied_until = max(directory.relied_until, segment.sure_until)
 
     def _until(self, fetched: float, time_s: float) -> float:
-        until = fetched + time_s
-        return min(until, self._settled_at) if fetched < self._settled_at else until
+        latest = self._certain_from if fetched < self._certain_from else math.inf
+        return min(fetched + time_s, latest)
 
     def _add(self, directory: Directory, segment: Segment) -> None:
         gone, come = directory.add(segment)
@@ -427,10 +422,11 @@ class Directories:
             self._entries += _size_of(new)
         while self._entries > self._most_entries and len(self._by_use) > 1:
             _, (owner, oldest) = self._by_use.popitem(last=False)
-            owner.drop(oldest)
+            owner.segments.remove(oldest)
+            owner.generation += 1
             self._entries -= _size_of(oldest)
 
-    async def _settle_doubts(self, directory: Directory, segment: Segment) -> None:
+    async def _look_up_doubtful(self, directory: Directory, segment: Segment) -> None:
         """Ask for the names that a segment can't answer for."""
         files = {}
         for name in sorted(segment.doubtful):
@@ -438,7 +434,7 @@ class Directories:
             if isinstance(found, ObjectInfo):
                 files[name] = found
         before = len(segment.entries)
-        segment.settle(files)
+        segment.resolve_doubts(files)
         if id(segment) in self._by_use:  # it may have been dropped meanwhile
             self._entries += len(segment.entries) - before
 
@@ -462,9 +458,3 @@ class Directories:
 def _valid_until(segment: Segment) -> float:
     """Until when a directory stream that begins may have a segment."""
     return min(segment.expires, segment.sure_until)
-
-
-def _still_s(entries: Iterable[Entry], age_s: float) -> float:
-    """For how long a page's files had not been modified when it was requested, `age_s` ago."""
-    youngest_ns = max((entry.mtime_ns for entry in entries if entry is not None), default=None)
-    return QUIET_S if youngest_ns is None else max(0.0, time.time() - age_s - youngest_ns / 1e9)

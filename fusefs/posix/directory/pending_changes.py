@@ -1,7 +1,7 @@
 """Names that this mount has changed, laid over what listings tell.
 
 A file that is being written is in no listing until it is uploaded: its name
-*lasts* until it is settled. And a LIST that was under way during a change does
+*lasts* until it has landed. And a LIST that was under way during a change does
 not know it yet, so every change is known by its name for as long as such a listing
 may come in: the listings that are under way are counted. Of changes before them the
 latest are known by name as well. Of what was forgotten it is known which directory it
@@ -73,7 +73,7 @@ class PendingChanges:
             del self._listings[number]
 
     def set(self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool) -> None:
-        """Note a change of a name: a `lasting` one until `settle`, others for KEPT_S seconds."""
+        """Note a change of a name: a `lasting` one until `landed`, others for KEPT_S seconds."""
         now = time.monotonic()
         self._forget_before(now - KEPT_S)
         if isinstance(entry, Absent) and prefix + name in self.leaving:
@@ -88,7 +88,7 @@ class PendingChanges:
         if len(self._order) > MOST_KEPT:
             self._forget_before(min(self._listings.values(), default=now), MOST_KEPT)
 
-    def settle(self, prefix: str, name: str) -> None:
+    def landed(self, prefix: str, name: str) -> None:
         """The last change of a name is in the bucket by now, and does not last any more."""
         _drop(self._lasting, prefix, name)
 
@@ -132,21 +132,19 @@ class PendingChanges:
 
     def has_lasting(self, prefix: str) -> bool:
         """True if something below a prefix is only here."""
-        return any(
-            not isinstance(entry, Absent)
-            for known, entries in self._lasting.items()
-            if known.startswith(prefix)
-            for entry in entries.values()
-        )
+        return any(not isinstance(entry, Absent) for _, _, entry in self._lasting_below(prefix))
 
     def has_replacements(self, prefix: str, *, without: str) -> bool:
         """True if what is only here below a prefix replaces an object, but for one name in it."""
         return any(
             is_stored(entry) and (known, name) != (prefix, without)
-            for known, entries in self._lasting.items()
-            if known.startswith(prefix)
-            for name, entry in entries.items()
+            for known, name, entry in self._lasting_below(prefix)
         )
+
+    def _lasting_below(self, prefix: str) -> Iterator[tuple[str, str, Entry | Absent]]:
+        for known, entries in self._lasting.items():
+            if known.startswith(prefix):
+                yield from ((known, name, entry) for name, entry in entries.items())
 
     def apply(self, prefix: str, segment: Segment) -> None:
         """Bring a segment that was just listed up to date."""

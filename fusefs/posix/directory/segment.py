@@ -29,6 +29,8 @@ logger = logging.getLogger("fusefs.directories")
 
 # Beyond this many, hidden keys are not counted any more.
 MOST_HIDDEN = 100_000
+# So many characters of a key are never too many bytes.
+SURELY_SHORT = names.LONGEST_KEY // 4
 # Greater than any character that is likely in a key, and valid in XML.
 LAST_CHARACTER = "\U0010fffd"
 
@@ -87,10 +89,7 @@ class Segment:
         return self.start < position and (self.stop is None or position <= self.stop)
 
     def answer(self, name: str) -> tuple[Entry | Absent, float] | None:
-        """The entry of a name that it holds, and until when that is relied on.
-
-        None if it is in doubt.
-        """
+        """The entry of a name that it holds, and its time; None if it is in doubt."""
         found = self.entries.get(name, ABSENT)
         if found is ABSENT and name in self.doubtful:
             return None
@@ -102,7 +101,7 @@ class Segment:
         """The index in `ordered` of the first entry behind a position."""
         return bisect_right(self.ordered, position, key=names.position)
 
-    def settle(self, found: dict[str, ObjectInfo]) -> None:
+    def resolve_doubts(self, found: dict[str, ObjectInfo]) -> None:
         """Take in those of the doubtful names that exist."""
         # What is not in doubt any more has been changed meanwhile.
         self.entries |= {name: info for name, info in found.items() if name in self.doubtful}
@@ -113,9 +112,6 @@ class Segment:
         return (other.stop is None or self.start < other.stop) and (
             self.stop is None or other.start < self.stop
         )
-
-    def equals(self, other: Segment) -> bool:
-        return (self.start, self.stop, self.entries) == (other.start, other.stop, other.entries)
 
     def differs(self, older: Segment) -> bool:
         """True if the bucket has changed where both segments tell: a name, its ETag or size."""
@@ -190,8 +186,11 @@ def segment_from(
     cut = len(prefix)
     stop = page.last[cut:] if page.next_token is not None else None
     if carried is None:
-        unlisted = (name for name in _not_listed_from(start) if not _why_hidden(prefix, name))
-        carried = dict.fromkeys(unlisted)
+        # No listing from a position on has these names, though theirs lie behind it. The file
+        # whose key is the position itself comes before; not if that was made up.
+        is_key = bool(start) and not start.endswith(("/", LAST_CHARACTER))
+        unlisted = _sorting_before(start) | ({start} if is_key else set())
+        carried = dict.fromkeys(name for name in unlisted if not _why_hidden(prefix, name))
     files = dict(carried)
     has_hidden = page.unnamed > 0
     if has_hidden:
@@ -233,7 +232,7 @@ def _why_hidden(prefix: str, name: str) -> str:
     """The reason for which a name in a directory is hidden, "" if it is shown."""
     if names.is_private(prefix, name):
         return "the CSI driver keeps its records there"
-    if len(prefix) + len(name) > names.SURELY_SHORT and not names.is_short(prefix + name):
+    if len(prefix) + len(name) > SURELY_SHORT and len((prefix + name).encode()) > names.LONGEST_KEY:
         return "a key has 1,024 bytes at most"
     return "" if names.is_expressible(name) else "no file name can express it"
 
@@ -241,13 +240,6 @@ def _why_hidden(prefix: str, name: str) -> str:
 def _sorting_before(key: str) -> set[str]:
     """The names of files that sort before a key, and whose position lies behind it."""
     return {key[:length] for length in range(1, len(key)) if key[length] < "/"}
-
-
-def _not_listed_from(start: str) -> set[str]:
-    """The names that are in no listing from a position on, though theirs lie behind it."""
-    # The file whose key is the position itself comes before; not if that was made up.
-    is_key = bool(start) and not start.endswith(("/", LAST_CHARACTER))
-    return _sorting_before(start) | ({start} if is_key else set())
 
 
 def just_before(name: str) -> str:

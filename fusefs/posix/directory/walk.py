@@ -93,11 +93,7 @@ class Walks:
         self._walks: OrderedDict[str, Walk] = OrderedDict()
 
     async def step(self, prefix: str, expect: Expect) -> None:
-        """A directory of which nothing is known is to be read: fill it, if a walk leads there.
-
-        Raises:
-            StoreError: the bucket could not tell.
-        """
+        """A directory of which nothing is known is to be read: fill it, if a walk leads there."""
         if len(prefix) <= len(self._top):
             return  # what is beside it may not be listed
         parent = parent_of(prefix)
@@ -137,7 +133,10 @@ class Walks:
                     walk.pays = False
                     return
                 pages = _grouped(walk.prefix, page, start.begun)
-                begun = _cut_off(pages, page)
+                # The last folders of a page may go on with the next one.
+                is_last = page.next_token is None
+                cut = {} if is_last else pages
+                begun = {one: cut[one] for one in cut if page.last.startswith(one)}
                 for prefix, part in pages.items():
                     since = start.fetched if prefix in start.begun else fetched
                     is_apart = fetched - since > MOST_APART_S
@@ -146,7 +145,8 @@ class Walks:
                         expect(prefix, self._fill(walk, prefix, part, since, prefix != after))
             # A folder that needs more than a page by itself is better listed alone.
             walk.pays = len(begun) < len(pages)
-            if page.next_token is not None and walk.pays and _count(begun) <= MOST_BEGUN:
+            count = sum(len(part.objects) + len(part.prefixes) for part in begun.values())
+            if not is_last and walk.pays and count <= MOST_BEGUN:
                 oldest = start.fetched if begun.keys() & start.begun.keys() else fetched
                 walk.next = Start(page.last, begun, oldest)
         except AccessDeniedError as error:
@@ -168,10 +168,7 @@ async def run_ahead(load: Callable[..., Awaitable[object]], *args: object) -> No
 
 
 def _grouped(prefix: str, page: ListPage, begun: dict[str, ListPage]) -> dict[str, ListPage]:
-    """The directories below `prefix` of which a flat page tells, each as a page of its own.
-
-    `begun` are those that it goes on with, which are added to.
-    """
+    """The directories below `prefix` that a flat page shows; it goes on with those in `begun`."""
     pages = dict(begun)
 
     def page_of(folder: str) -> ListPage:
@@ -188,14 +185,3 @@ def _grouped(prefix: str, page: ListPage, begun: dict[str, ListPage]) -> dict[st
         if len(folder) > len(prefix):
             page_of(folder).objects.append(info)
     return pages
-
-
-def _cut_off(pages: dict[str, ListPage], page: ListPage) -> dict[str, ListPage]:
-    """Those directories that a flat page may not tell all of."""
-    if page.next_token is None:
-        return {}
-    return {folder: found for folder, found in pages.items() if page.last.startswith(folder)}
-
-
-def _count(pages: dict[str, ListPage]) -> int:
-    return sum(len(page.objects) + len(page.prefixes) for page in pages.values())

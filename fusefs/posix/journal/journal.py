@@ -1,10 +1,8 @@
 """The journal of the kernel's beliefs: an append-only log of nodes and handles.
 
-A mount can outlive the process that serves it only if the next process knows
-what the kernel still holds: which node id stands for which name and version,
-how often each was handed out, which handles are open and in which mode. Each
-of these is appended here before the reply that makes the kernel believe it:
-log, then reply.
+A mount can outlive the process that serves it only if the next process knows what the
+kernel still holds: nodes, lookup counts, handles. Each of these is appended here before
+the reply that makes the kernel believe it: log, then reply.
 
 The log is a file that is mapped shared: an append is a copy into memory
 (0.3 microseconds where a write would cost 3), which the kernel keeps when the
@@ -12,17 +10,13 @@ process is killed. Of the mapping no more than the last STEP is in this process'
 The blocks are allocated before they are written, so a full
 disk shows up as an error of `posix_fallocate` and not as a SIGBUS. A kill in
 the middle of a copy costs nothing but that record, whose reply was not sent;
-anything else that is missing or changed is damage, which is noticed
-(records.py), and no daemon goes on with such a log: node ids would be given out
-twice, and the kernel would show one file's content for another's.
+anything else that is missing or changed is damage (records.py), and no daemon goes on with
+such a log: the kernel would show one file's content for another's.
 
-Every record tells the whole state of one item, never a change of it. So a
-log may be compacted while it is written to: the new file receives each item
-once, a few at a time, and everything that happens meanwhile goes to both.
-Lookup counts are upper bounds: a FORGET that was read and not logged is lost.
-
-The first record carries the format and the boot id. A log of another boot is
-never used: the kernel that it talks about is gone.
+A record tells the whole state of one item. So a log may be compacted while it is written
+to: the new file receives each item once, a few at a time, and everything that happens
+meanwhile goes to both. Lookup counts are upper bounds: a FORGET that was read and not
+logged is lost.
 
 A mountpoint may have two mounts at a time: one that was detached while programs used
 it, and the next one. So each mount's log has a name of its own. No daemon removes or
@@ -55,12 +49,14 @@ from fusefs.posix.journal.records import (
     WHOLE_COUNT,
     WHOLE_ID,
     WHOLE_OPEN,
+    KernelState,
     Kind,
+    Replayed,
     header,
     node_payload,
+    replay,
     start_payload,
 )
-from fusefs.posix.journal.replay import KernelState, Replayed, replay
 from fusefs.posix.nodes.inode import Inode
 from fusefs.posix.nodes.inode_table import NodeLog
 
@@ -135,7 +131,7 @@ class _Log:
         if written > mmap.PAGESIZE:
             self.memory.madvise(mmap.MADV_DONTNEED, mmap.PAGESIZE, written - mmap.PAGESIZE)
 
-    def is_at(self, path: Path) -> bool:
+    def is_own(self, path: Path) -> bool:
         try:
             return os.path.samestat(path.stat(), os.fstat(self._fd))
         except OSError:
@@ -168,11 +164,7 @@ class Journal(NodeLog):
 
     @classmethod
     def resume(cls, path: Path) -> tuple[Journal, KernelState]:
-        """Read the log of a daemon that is gone, and go on with it. Blocks.
-
-        Raises:
-            UnusableJournalError, OSError: as for `replay`.
-        """
+        """Read the log of a daemon that is gone, and go on with it. Blocks; raises as `replay`."""
         _next_of(path).unlink(missing_ok=True)
         read = replay(path)
         journal = cls.__new__(cls)
@@ -229,10 +221,7 @@ class Journal(NodeLog):
 
     @property
     def plain_log(self) -> _Log | None:
-        """The file that records go to, if they go to one alone, for the compiled part to append to.
-
-        None while the journal is being rewritten, or is off.
-        """
+        """The one file that records go to, for compiled code to append to; None for two or none."""
         log = self._log
         return log if self._next is None else None
 
@@ -280,7 +269,7 @@ class Journal(NodeLog):
 
     def close(self, *, remove: bool) -> None:
         """Stop writing; `remove` the log if nobody is to take the mount over."""
-        own = [self._path] if self._log is not None and self._log.is_at(self._path) else []
+        own = [self._path] if self._log is not None and self._log.is_own(self._path) else []
         if self._next is not None:
             own.append(self._next.path)
         for log in (self._log, self._next):
@@ -333,8 +322,5 @@ def _next_of(path: Path) -> Path:
 
 
 def path_of(directory: Path, connection: int) -> Path:
-    """The path of the log of a mount, by the number of its connection.
-
-    Where the kernel does not tell the number (0) that is a name for all.
-    """
+    """The path of the log of a mount, by its connection's number; 0 where that is not known."""
     return directory / (f"journal.{connection}" if connection else "journal")

@@ -36,11 +36,7 @@ class LineLog:
         self._is_torn = False
 
     def append(self, lines: bytes) -> None:
-        """Add some lines, all of them or none.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Add some lines, all of them or none; OSError if the disk does not take them."""
         if self._fd < 0:
             self._open()
         whole = b"\n" + lines if self._is_torn else lines

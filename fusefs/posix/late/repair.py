@@ -20,6 +20,7 @@ from fusefs.posix.late.uncertain_keys import (
     Absent,
     CheckResult,
     KeyState,
+    UnansweredRequest,
     UncertainKey,
     UncertainKeys,
     boottime,
@@ -91,11 +92,7 @@ class Repairer:
                 nursery.start_soon(go_on)
 
     async def check(self, entry: UncertainKey) -> None:
-        """Check a key, and put back what is expected if a late request has undone it.
-
-        Raises:
-            StoreError: a request failed.
-        """
+        """Check a key, and put back what is expected if a late request has undone it."""
         async with entry.lock:
             for _ in range(TRIES):
                 if entry.is_over:
@@ -116,8 +113,10 @@ class Repairer:
             self._uncertain_keys.expect(entry, None, None)
         if result != CheckResult.UNDONE:
             return True
-        if isinstance(entry.expected, Absent) and await self._has_more(entry.key):
-            return True
+        if isinstance(entry.expected, Absent) and entry.key.endswith("/"):
+            page = await self._store.list_page(entry.key, delimiter="", max_keys=2)
+            if any(info.key != entry.key for info in page.objects):
+                return True  # the directory has something below its marker by now
         try:
             made = await self._put_back(entry, found)
         except (ConflictError, StaleVersionError, NotFoundError):
@@ -131,13 +130,6 @@ class Repairer:
         logger.warning("%s was undone by a late request of this mount, and %s", entry.key, what)
         self._changed(entry.key, made)
         return True
-
-    async def _has_more(self, key: str) -> bool:
-        """True if a directory's marker that should be gone has something below it by now."""
-        if not key.endswith("/"):
-            return False
-        page = await self._store.list_page(key, delimiter="", max_keys=2)
-        return any(info.key != key for info in page.objects)
 
     async def _put_back(self, entry: UncertainKey, found: KeyState) -> ObjectInfo | None:
         """Have an uncertain key, whose lock is held, be as expected; return the object, if any.
@@ -177,13 +169,11 @@ class Repairer:
         content: str | None,
         change: Change,
     ) -> None:
-        """Note that the `expected` object was put back; a repeated request may have ended.
-
-        Raises:
-            ConflictError: it has, and something else is expected.
-        """
+        """Note that the `expected` object was put back; ConflictError if another is by now."""
         if entry.expected is not expected:
-            self._uncertain_keys.note_unwanted(entry, change)
+            # Another change was acknowledged meanwhile: what was made just now is to be undone.
+            entry.unanswered.append(UnansweredRequest(change, is_newer=False))
+            self._uncertain_keys.record(entry)
             raise ConflictError(f"{entry.key} was changed while it was put back")
         self._uncertain_keys.expect(entry, made, content)
 

@@ -72,11 +72,7 @@ class RequestLog:
     """The changes of one mount that are under way. Belongs to the event loop."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the log, empty; `unanswered_in` reads what an earlier process has left, before.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Open the log, empty, after `unanswered_in` has read it; OSError if the disk is full."""
         self._directory = directory
         self._fd = os.open(directory / "requests", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -95,10 +91,7 @@ class RequestLog:
             path.unlink()
 
     def begin(self, change: Change) -> int:
-        """Put a change on record that is about to be sent; return its slot.
-
-        -1 if there is none: the disk is full, or the change is too long.
-        """
+        """Put a change on record before it is sent; return its slot, -1 if there is none."""
         text = change.text()
         if not self._free:
             self._grow()

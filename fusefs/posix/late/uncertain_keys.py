@@ -60,7 +60,7 @@ CHECKS_S = (5.0, 15.0, 60.0, 300.0)
 # How long the changes of a key wait for a request that was under way when its process was
 # killed. Of 1,200 requests to a server on a machine that was busy tenfold none took longer
 # than half a second; what takes longer is repaired.
-SETTLE_S = 1.5
+KILLED_WAIT_S = 1.5
 
 
 def boottime() -> float:
@@ -103,7 +103,7 @@ class UnansweredRequest:
 class UncertainKey:
     """One uncertain key. The task that changes or repairs the key holds `lock`.
 
-    `since` is when the last request without an answer was given up, `settled_at`
+    `since` is when the last request without an answer was given up, `waits_until`
     when changes of the key need not wait any more, both in seconds of boottime();
     `checks_done` counts the checks since. `expected` is None where no change was
     acknowledged, and `content` the name of its copy. Where a task waits for the next
@@ -117,33 +117,31 @@ class UncertainKey:
     expected: KeyState | None = None
     content: str | None = None
     checks_done: int = 0
-    settled_at: float = -math.inf
+    waits_until: float = -math.inf
     is_over: bool = False
     wanted: trio.Event | None = None
     lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property
-    def is_known(self) -> bool:
-        """True if no request was sent after the change that was acknowledged last."""
-        return not any(one.is_newer for one in self.unanswered)
-
-    @property
     def is_harmless(self) -> bool:
         """True if no request without an answer can undo anything."""
-        return self.expected is None or all(map(self._does_no_harm, self.unanswered))
-
-    def _does_no_harm(self, one: UnansweredRequest) -> bool:
-        if one.is_newer:
-            return True
+        older = [one.change for one in self.unanswered if not one.is_newer]
         if isinstance(self.expected, Absent):
-            return one.change.kind == DELETE
-        assert self.expected is not None
-        return str(self.expected.token) in one.change.tokens
+            return all(change.kind == DELETE for change in older)
+        token = None if self.expected is None else str(self.expected.token)
+        return token is None or all(token in change.tokens for change in older)
 
     def check(self, found: KeyState) -> CheckResult:
         """Compare what a HEAD has found under the key with what is expected."""
         expected = self.expected
-        if expected is None or matches_expected(found, expected):
+        if isinstance(found, Absent) or isinstance(expected, Absent):
+            is_expected = isinstance(found, Absent) and isinstance(expected, Absent)
+        elif expected is not None:
+            # Not every store keeps metadata with a marker.
+            is_marker = found.key.endswith("/") and found.token is None
+            same = (found.etag, found.token) == (expected.etag, expected.token)
+            is_expected = is_marker or same
+        if expected is None or is_expected:
             return CheckResult.AS_EXPECTED
         makers = self.possible_makers(found)
         if not makers:
@@ -169,7 +167,7 @@ class UncertainKey:
             "key": self.key,
             "since": self.since,
             "looks": self.checks_done,
-            "settled_at": self.settled_at if math.isfinite(self.settled_at) else None,
+            "settled_at": self.waits_until if math.isfinite(self.waits_until) else None,
             "unanswered": [
                 [one.change.kind, one.change.tokens, one.change.etag, one.is_newer]
                 for one in self.unanswered
@@ -186,17 +184,11 @@ class UncertainKey:
             for kind, tokens, etag, is_newer in plain["unanswered"]
         ]
         expected = ABSENT if state == "absent" else None if state is None else ObjectInfo(**state)
-        settled_at = plain["settled_at"]
-        return UncertainKey(
-            key,
-            number,
-            plain["since"],
-            unanswered,
-            expected,
-            plain["content"],
-            plain["looks"],
-            -math.inf if settled_at is None else settled_at,
-        )
+        entry = UncertainKey(key, number, plain["since"], unanswered, expected, plain["content"])
+        entry.checks_done = plain["looks"]
+        if plain["settled_at"] is not None:
+            entry.waits_until = plain["settled_at"]
+        return entry
 
 
 def _plain(expected: ObjectInfo | None) -> dict[str, Any] | None:
@@ -215,14 +207,6 @@ def _is_of(directory: Path, source: str) -> bool:
         return False
 
 
-def matches_expected(found: KeyState, expected: KeyState) -> bool:
-    if isinstance(found, Absent) or isinstance(expected, Absent):
-        return isinstance(found, Absent) and isinstance(expected, Absent)
-    if found.key.endswith("/") and found.token is None:
-        return True  # a marker on a store that keeps no metadata with it
-    return (found.etag, found.token) == (expected.etag, expected.token)
-
-
 def _undone_object(entry: UncertainKey | None) -> ObjectInfo | None:
     """The object that is expected under a key, if a late request may have undone it."""
     if entry is None or entry.is_harmless or not isinstance(entry.expected, ObjectInfo):
@@ -239,11 +223,7 @@ class UncertainKeys(UnansweredChanges):
     def __init__(
         self, directory: Path, source: str, checks_s: tuple[float, ...] = CHECKS_S
     ) -> None:
-        """Take over what earlier processes have left in `directory` and beside it. Blocks.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Take over what is in `directory` and beside it. Blocks; OSError if the disk fails."""
         self.directory = directory
         self._checks_s = checks_s
         self.repairs = 0
@@ -276,12 +256,12 @@ class UncertainKeys(UnansweredChanges):
     def unsettled_s(self) -> float:
         """For how long requests of a killed process may be on their way still, in seconds."""
         now = boottime()
-        return max((one.settled_at - now for one in self._entries.values()), default=0.0)
+        return max((one.waits_until - now for one in self._entries.values()), default=0.0)
 
-    def note_unanswered(self, change: Change, settled_at: float = -math.inf) -> UncertainKey:
+    def note_unanswered(self, change: Change, waits_until: float = -math.inf) -> UncertainKey:
         """Note that a request got no answer: its key is uncertain from now on.
 
-        Changes of the key wait until `settled_at`, in seconds of boottime(). Blocks for as
+        Changes of the key wait until `waits_until`, in seconds of boottime(). Blocks for as
         long as creating a small file does.
         """
         entry = self._entries.get(change.key)
@@ -290,7 +270,7 @@ class UncertainKeys(UnansweredChanges):
             entry = self._entries[change.key] = UncertainKey(change.key, self._numbers, 0.0)
         entry.unanswered.append(UnansweredRequest(change))
         entry.since, entry.checks_done = boottime(), 0
-        entry.settled_at = max(entry.settled_at, settled_at)
+        entry.waits_until = max(entry.waits_until, waits_until)
         self.record(entry)
         self.woken.set()
         return entry
@@ -304,16 +284,8 @@ class UncertainKeys(UnansweredChanges):
         if old is not None and old != content:
             self.remove(old)
 
-    def note_unwanted(self, entry: UncertainKey, change: Change) -> None:
-        """Have what a repair has just made undone: another change was acknowledged meanwhile."""
-        entry.unanswered.append(UnansweredRequest(change, is_newer=False))
-        self.record(entry)
-
     def record(self, entry: UncertainKey) -> None:
-        """Write a key's record, whole or not at all. Blocks.
-
-        A disk that does not take it costs what the next process would do about the key.
-        """
+        """Write a key's record, whole or not at all; a full disk costs the next process. Blocks."""
         content = json.dumps(entry.plain() | {"boot_id": self._boot_id})
         try:
             files.replace(self._path(entry), content)
@@ -400,7 +372,8 @@ class UncertainKeys(UnansweredChanges):
         return [info for info in found if info is not None]
 
     def unconfirmed_below(self, prefix: str) -> list[str]:
-        return [entry.key for entry in self._below(prefix) if not entry.is_known]
+        below = self._below(prefix)
+        return [entry.key for entry in below if any(one.is_newer for one in entry.unanswered)]
 
     def confirm(self, key: str, found: ObjectInfo | None) -> None:
         entry = self._entries.get(key)
@@ -456,7 +429,7 @@ class UncertainKeys(UnansweredChanges):
                 logger.error("%s is damaged: %s", path, error)
                 path.unlink()
         for change in request_log.unanswered_in(directory):
-            self.note_unanswered(change, boottime() + SETTLE_S)
+            self.note_unanswered(change, boottime() + KILLED_WAIT_S)
         known = {entry.content for entry in self._entries.values()}
         for path in self.directory.iterdir():
             is_content = path.name.partition(".")[0].isdecimal() and path.suffix != ".json"
@@ -471,7 +444,7 @@ class UncertainKeys(UnansweredChanges):
             number = self._numbers
         entry = UncertainKey.from_plain(number, plain)
         if plain["boot_id"] != self._boot_id:
-            entry.since, entry.checks_done, entry.settled_at = boottime(), 0, -math.inf
+            entry.since, entry.checks_done, entry.waits_until = boottime(), 0, -math.inf
         older = self._entries.get(entry.key)
         if older is not None and older.content == entry.content:
             older.content = None  # a process that was killed had brought it here already
@@ -485,7 +458,7 @@ class UncertainKeys(UnansweredChanges):
         # Two mounts have left the same key: the one that is read later was mounted later.
         if older is not None:
             entry.unanswered = older.unanswered + entry.unanswered
-            entry.settled_at = max(older.settled_at, entry.settled_at)
+            entry.waits_until = max(older.waits_until, entry.waits_until)
             self.forget(older)
         self._entries[entry.key] = entry
         self.record(entry)

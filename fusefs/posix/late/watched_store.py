@@ -212,10 +212,7 @@ class WatchedStore:
 
     @asynccontextmanager
     async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[UncertainKey]:
-        """Change an uncertain key while no other task does.
-
-        Its record stays until the end, also when its time is over meanwhile.
-        """
+        """Change an uncertain key while no other task does; its record stays until the end."""
         while True:
             entry = self.uncertain_keys.get(key)
             if entry is None:
@@ -224,7 +221,7 @@ class WatchedStore:
             async with entry.lock:
                 if entry.is_over and self.uncertain_keys.get(key) is not None:
                     continue
-                if not is_covered and (wait_s := entry.settled_at - boottime()) > 0:
+                if not is_covered and (wait_s := entry.waits_until - boottime()) > 0:
                     await trio.sleep(wait_s)
                 yield entry
                 return
@@ -243,11 +240,7 @@ class WatchedStore:
             self.uncertain_keys.remove(content)
 
     async def current_state(self, key: str) -> KeyState:
-        """The state of a key in the bucket.
-
-        Raises:
-            StoreError: the bucket could not tell.
-        """
+        """The state of a key in the bucket."""
         try:
             return await self.inner.head(key)
         except NotFoundError:
@@ -283,10 +276,7 @@ class WatchedStore:
         return True
 
     async def fetch_content(self, entry: UncertainKey) -> None:
-        """Have a copy of the content that is expected under a key, if there is none yet.
-
-        The key may be changed meanwhile.
-        """
+        """Have a copy of the content that is expected under a key, which may change meanwhile."""
         info = entry.expected
         if not isinstance(info, ObjectInfo) or entry.content is not None:
             return
@@ -305,10 +295,7 @@ class WatchedStore:
 
     @asynccontextmanager
     async def _copied(self, entry: UncertainKey, fd: int, size: int) -> AsyncIterator[str | None]:
-        """Have a copy of a content that is about to be sent; it is removed if that fails.
-
-        None if the content is empty, or the disk is full.
-        """
+        """Copy a content before it is sent; None if it is empty, or the disk is full."""
         if entry.is_over or not size:
             yield None
             return
@@ -323,11 +310,7 @@ class WatchedStore:
             yield path.name
 
     async def _fetched(self, entry: UncertainKey, info: ObjectInfo) -> str | None:
-        """A copy of an object's content; None if it is empty, or can't be had.
-
-        Raises:
-            NotFoundError, StaleVersionError: it is there no more.
-        """
+        """A copy of an object's content, or None; StaleVersionError, NotFoundError: it is gone."""
         if not info.size:
             return None
         path = self.uncertain_keys.content_path(entry)

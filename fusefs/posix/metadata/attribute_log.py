@@ -9,7 +9,6 @@ and by the next mount.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,18 +42,6 @@ class AttributeLog(LineLog):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / NAME)
-
-    def put(self, record: RecordedAttributes) -> None:
-        """Put on record what an object is to say.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
-        self.append(record.line())
-
-    def rewrite(self, remaining: Iterable[RecordedAttributes]) -> None:
-        """Have nothing on record but this."""
-        self.write_anew(record.line() for record in remaining)
 
 
 def load(directory: Path) -> list[RecordedAttributes]:

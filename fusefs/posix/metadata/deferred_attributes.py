@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
@@ -33,7 +34,7 @@ from fusefs.posix.types import find
 from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.interface import ObjectInfo, Write
 from fusefs.telemetry.stalls import Work, unattended, waiting_for
 
 logger = logging.getLogger("fusefs.attributes")
@@ -87,13 +88,14 @@ class DeferredChange:
 
 
 class OwnObjects:
-    """The objects that this mount has just put into the bucket, as they were put.
+    """The objects that this mount has just put into the bucket. Belongs to the event loop.
 
     Such an object has no tags and headers beside its content type, so that a
     copy of it with other metadata needs no HEAD before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._known: OrderedDict[str, tuple[float, ObjectInfo]] = OrderedDict()
 
     def note(self, info: ObjectInfo) -> None:
@@ -109,13 +111,23 @@ class OwnObjects:
         is_young = time.monotonic() - at < OWN_S
         return own if is_young and at and own.version == info.version else None
 
+    async def describe(self, source: ObjectInfo, key: str, write: Write) -> ObjectInfo:
+        """Copy a version, if it is there still, with the metadata of `write`."""
+        own = self.get(source)
+        made = await self._store.copy(
+            own or source.version, key, write._replace(is_own=own is not None)
+        )
+        if own is not None:
+            self.note(made)
+        return made
+
 
 class DeferredAttributes:
     """The attributes of one mount's files that are to be sent. Belongs to the event loop.
 
-    `copy` sends them with a token and returns the new version; `landed` is called with
-    the old one and the new one, and `lost` if there is no such version any more.
-    Where a late request may be to blame for that, the version `may_come_back`.
+    `landed` is called with the old version and the new one, and `lost` if there is no such
+    version any more.
+    What can't be put on record raises OSError, what could not be sent StoreError; it is kept.
     """
 
     def __init__(
@@ -123,16 +135,14 @@ class DeferredAttributes:
         nursery: trio.Nursery,
         log: AttributeLog,
         store: Store,
-        copy: Callable[[ObjectInfo, Meta, ChangeToken], Awaitable[ObjectInfo]],
+        own: OwnObjects,
         landed: Callable[[ObjectInfo, ObjectInfo], Awaitable[None]],
         lost: Callable[[ObjectInfo], None],
-        may_come_back: Callable[[ObjectInfo], Awaitable[bool]],
     ) -> None:
         self._nursery = nursery
         self._log = log
         self._store = store
-        self._may_come_back = may_come_back
-        self._copy = copy
+        self._own = own
         self._landed = landed
         self._lost = lost
         self._by_key: dict[str, DeferredChange] = {}
@@ -182,25 +192,23 @@ class DeferredAttributes:
         self._less = trio.Event()
 
     def put(self, info: ObjectInfo, meta: Meta) -> None:
-        """Have a version's object say something, soon; on record when this returns.
-
-        Raises:
-            OSError: the disk does not take the record.
-        """
+        """Have a version's object say something, soon; on record when this returns."""
         entry = self._by_key.get(info.key)
         if entry is not None and entry.info.etag == info.etag:
-            self._log.put(RecordedAttributes(entry.info, meta.as_metadata(), entry.tokens))
+            self._log.append(
+                RecordedAttributes(entry.info, meta.as_metadata(), entry.tokens).line()
+            )
             entry.meta = meta
             entry.changes += 1
             entry.token = None
         else:
-            self._log.put(RecordedAttributes(info, meta.as_metadata()))
+            self._log.append(RecordedAttributes(info, meta.as_metadata()).line())
             self._add(DeferredChange(info, meta))
 
     def _note(self, record: RecordedAttributes) -> bool:
         """Put a change on record if the disk takes it; it is sent in any case."""
         try:
-            self._log.put(record)
+            self._log.append(record.line())
             return True
         except OSError as error:
             logger.warning(
@@ -241,7 +249,7 @@ class DeferredAttributes:
         """Give up what waits, as `pending`; return how many files have the bucket's attributes."""
         given_up = self.pending(key)
         for entry in given_up:
-            await self.settle(entry.key)
+            await self.until_unsent(entry.key)
             self.drop(entry.key)
             self._lost(entry.info)
         return len(given_up)
@@ -251,16 +259,12 @@ class DeferredAttributes:
         self._log.done([key])
         remaining = [*self._taken, *self._by_key.values()]
         if not remaining or self._log.is_large:
-            self._log.rewrite(entry.recorded() for entry in remaining)
+            self._log.write_anew(entry.recorded().line() for entry in remaining)
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[DeferredChange | None]:
-        """Do what makes a change of attributes needless, or takes it along.
-
-        No request for it is under way meanwhile. If that fails the change
-        waits to be sent again.
-        """
-        await self.settle(key)
+        """Make a change needless, or take it along; it is sent after all if that fails."""
+        await self.until_unsent(key)
         entry = self._by_key.pop(key, None)
         if entry is None:
             yield None
@@ -280,18 +284,14 @@ class DeferredAttributes:
 
     # Sending
 
-    async def settle(self, key: str) -> None:
+    async def until_unsent(self, key: str) -> None:
         """Wait until no request for a key is under way."""
         while (entry := self._by_key.get(key)) is not None and entry.sending is not None:
             with waiting_for(entry.work):
                 await entry.sending.wait()
 
     async def flush(self, key: str) -> None:
-        """Have the bucket say what an object is to say.
-
-        Raises:
-            StoreError: it could not be sent; it stays on record.
-        """
+        """Have the bucket say what an object is to say."""
         while (entry := self._by_key.get(key)) is not None:
             entry.error = None
             await self._send(entry)
@@ -299,24 +299,16 @@ class DeferredAttributes:
                 raise entry.error
 
     async def flush_below(self, prefix: str) -> None:
-        """As `flush`, for everything below a prefix, or at it.
-
-        Raises:
-            StoreError: something could not be sent; the rest is.
-        """
-        errors: list[StoreError | OSError] = []
-
-        async def flush(key: str) -> None:
-            try:
-                await self.flush(key)
-            except (StoreError, OSError) as error:
-                errors.append(error)
-
+        """As `flush`, for everything at or below a prefix; the first error after all are sent."""
+        waiting = self.pending(prefix)
         async with trio.open_nursery() as nursery:
-            for entry in self.pending(prefix):
-                nursery.start_soon(flush, entry.key)
-        if errors:
-            raise errors[0]
+            for entry in waiting:
+                entry.error = None
+                nursery.start_soon(self._send, entry)
+        for entry in waiting:
+            if entry.error is not None:
+                raise entry.error
+            await self.flush(entry.key)  # what was changed while another task sent it
 
     def hurry(self, key: str) -> None:
         """Have everything at or below a key sent now."""
@@ -337,22 +329,20 @@ class DeferredAttributes:
                 await self._due.acquire()
                 _, _, entry = heapq.heappop(self._queue)
                 if self._by_key.get(entry.key) is entry and entry.sending is None:
-                    self._nursery.start_soon(self._send_due, entry)
+                    self._nursery.start_soon(partial(self._send_unattended, entry, is_due=True))
                 else:
                     self._due.release()
         finally:
             self._is_running = False
 
-    async def _send_due(self, entry: DeferredChange) -> None:
-        try:
-            await self._send_unattended(entry)
-        finally:
-            self._due.release()
-
-    async def _send_unattended(self, entry: DeferredChange) -> None:
+    async def _send_unattended(self, entry: DeferredChange, *, is_due: bool = False) -> None:
         """As `_send`, where the request that has begun this task does not wait for it."""
-        with unattended():
-            await self._send(entry)
+        try:
+            with unattended():
+                await self._send(entry)
+        finally:
+            if is_due:
+                self._due.release()
 
     async def _send(self, entry: DeferredChange) -> None:
         """Send a change; one that is under way is waited for."""
@@ -360,32 +350,29 @@ class DeferredAttributes:
             if entry.sending is not None:
                 await entry.sending.wait()
                 return
-            with entry.work.doing():
-                await self._begin_sending(entry)
-
-    async def _begin_sending(self, entry: DeferredChange) -> None:
-        entry.sending = trio.Event()
-        try:
-            async with self._at_once:
+            entry.sending = trio.Event()
+            try:
+                with entry.work.doing():
+                    async with self._at_once:
+                        if self._by_key.get(entry.key) is entry:
+                            await self._request(entry)
+            except trio.Cancelled:
+                # The program that waited was killed. `_run` may have passed this change over, as
+                # it was being sent. Not due at once: while the mount ends this is cancelled again.
                 if self._by_key.get(entry.key) is entry:
-                    await self._send_now(entry)
-        except trio.Cancelled:
-            # The program that waited was killed. `_run` may have passed this change over, as it
-            # was being sent. Not due at once: while the mount ends this is cancelled again.
-            if self._by_key.get(entry.key) is entry:
-                entry.due = trio.current_time() + DEFER_S
-                self._wait_for(entry)
-            raise
-        finally:
-            entry.sending.set()
-            entry.sending = None
+                    entry.due = trio.current_time() + DEFER_S
+                    self._wait_for(entry)
+                raise
+            finally:
+                entry.sending.set()
+                entry.sending = None
 
-    async def _send_now(self, entry: DeferredChange) -> None:
+    async def _request(self, entry: DeferredChange) -> None:
         changes = entry.changes
         try:
             info = await self._copied(entry)
         except (NotFoundError, StaleVersionError) as error:
-            if await self._is_lost_for_now(entry, error):
+            if await self._may_come_back(entry, error):
                 return
             logger.warning("%s was replaced or removed: its attributes are given up", entry.key)
             if self._by_key.get(entry.key) is entry:  # else they are another version's by now
@@ -399,10 +386,18 @@ class DeferredAttributes:
                 await self._landed(entry.info, info)
             self._sent(entry, changes, info)
 
-    async def _is_lost_for_now(self, entry: DeferredChange, error: StoreError) -> bool:
-        """True if a version that is gone may come back, or that can't be known now."""
+    async def _may_come_back(self, entry: DeferredChange, error: StoreError) -> bool:
+        """True if a version that is gone may be put back, as a late request has undone it.
+
+        Its change has failed for now then, and so it has where the bucket could not tell.
+        """
+        unanswered = self._store.unanswered
+        if not unanswered.concerns(entry.key):
+            return False
         try:
-            if not await self._may_come_back(entry.info):
+            found = await find(self._store, entry.key)
+            is_there = found is not None and found.etag == entry.info.etag
+            if not is_there and not unanswered.has_undone(entry.key, found):
                 return False
             error = StoreError(f"a late request may have undone it: {error}")
         except StoreError as unknown:
@@ -411,18 +406,10 @@ class DeferredAttributes:
         return True
 
     async def _copied(self, entry: DeferredChange) -> ObjectInfo:
-        """Send a change; return the version that it has made.
-
-        Where an earlier request was executed without an answer, it goes over what that
-        one has made, which `entry` is about then.
-
-        Raises:
-            NotFoundError, StaleVersionError: the version is gone.
-            StoreError: the bucket did not take it.
-        """
+        """Send a change, also over what an earlier request of it has made without an answer."""
         try:
             earlier = entry.tokens
-            return await self._copy(entry.info, entry.meta, self._token_of(entry))
+            return await self._copy(entry)
         except StaleVersionError:
             made = await self._store.head(entry.key) if earlier else None
             if made is None or str(made.token) not in earlier:
@@ -432,28 +419,22 @@ class DeferredAttributes:
         entry.info, entry.tokens, entry.token = made, (), None
         if self._by_key.get(entry.key) is not entry:
             return made
-        return await self._copy(entry.info, entry.meta, self._token_of(entry))
+        return await self._copy(entry)
 
-    def _token_of(self, entry: DeferredChange) -> ChangeToken:
-        """The token of a request that is about to be sent, on record unless the disk is full.
-
-        By that the next process knows what the request has made.
-        """
+    async def _copy(self, entry: DeferredChange) -> ObjectInfo:
+        """Send the request, with a token on record by which the next process knows its work."""
         if entry.token is None:
             entry.token = self._store.tokens.next()
             entry.tokens = (*entry.tokens, str(entry.token))[-MOST_TOKENS:]
             try:
-                self._log.put(entry.recorded())
+                self._log.append(entry.recorded().line())
             except OSError as error:
                 logger.info("the token of %s is not on record: %s", entry.key, error.strerror)
-        return entry.token
+        write = Write(entry.meta.as_metadata(), token=entry.token)
+        return await self._own.describe(entry.info, entry.key, write)
 
     async def is_about(self, entry: DeferredChange, info: ObjectInfo) -> bool:
-        """True if a change is about a version, or an earlier request has made that one of it.
-
-        Raises:
-            StoreError: the bucket could not tell.
-        """
+        """True if a change is about a version, or an earlier request has made that one of it."""
         if entry.info.etag == info.etag or not entry.tokens:
             return entry.info.etag == info.etag
         made = await find(self._store, entry.key)
@@ -487,11 +468,7 @@ class DeferredAttributes:
     def adopt(
         self, found: Iterable[tuple[RecordedAttributes, Meta]], *, is_on_record: bool
     ) -> None:
-        """Take up what an earlier process was to send.
-
-        Raises:
-            OSError: the disk does not take the record; nothing is taken up.
-        """
+        """Take up what an earlier process was to send."""
         new = [(record, meta) for record, meta in found if record.info.key not in self._by_key]
         if new and not is_on_record:
             self._log.append(b"".join(record.line() for record, _ in new))

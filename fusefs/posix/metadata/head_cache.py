@@ -52,7 +52,7 @@ DOUBT_S = 1.0
 # fs/fuse/inode.c): so soon after a FORGET its questions are no doubt.
 EVICTING_S = 1.0
 # S3 has times in whole seconds, and by a clock of its own.
-SETTLED_NS = 5 * SECOND_NS
+CLOCKS_NS = 5 * SECOND_NS
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,8 @@ class HeadCache:
 
     def needs_head_of(self, inode: Inode, assumed: Assumed) -> bool:
         """As `needs_head`, with what is assumed of the inode's directory."""
-        until = assumed.links if _may_be_link(inode.info) else assumed.others
+        may_be_link = inode.info is not None and 0 < inode.info.size <= LONGEST_TARGET
+        until = assumed.links if may_be_link else assumed.others
         is_asked = _modified_ns(inode) > until
         # `lacks` has it show what waits to be sent, and comes first where anything may.
         return is_asked and self.lacks(inode) if self.asks_less else self.lacks(inode) and is_asked
@@ -136,10 +137,7 @@ class HeadCache:
         return self._policy.assumed(self._inodes.key(directory))
 
     def is_doubted(self, inode: Inode) -> bool:
-        """True if the kernel asks again for attributes that were assumed and still hold.
-
-        It does so where they do not let a program read or execute the file.
-        """
+        """True if the kernel asks again because assumed attributes do not let a program in."""
         if not self.asks_less or inode.info is None or not inode.is_current:
             return False
         now = time.monotonic()
@@ -175,12 +173,7 @@ class HeadCache:
         return inode.meta or inode.default_meta(self._owner)
 
     async def show(self, inode: Inode) -> None:
-        """Have the attributes of an inode that stat shows, which may be assumed.
-
-        Raises:
-            StoreError: the HEAD failed. A read-only mount, where names and sizes need none,
-                shows the inode all the same.
-        """
+        """Have the attributes that stat shows; a read-only mount does without a HEAD that fails."""
         if not self.needs_head(inode):
             return
         if inode.parent is not None:
@@ -197,12 +190,7 @@ class HeadCache:
                 self._policy.observe(prefix, _modified_ns(inode), has_attributes=False)
 
     async def learn(self, inode: Inode) -> None:
-        """Have the attributes of an inode's object, before any of them is changed.
-
-        Raises:
-            StoreError: the HEAD failed.
-            OSError: ESTALE, it is a symbolic link that the kernel takes for a file.
-        """
+        """Have the attributes of an object before they are changed; ESTALE for an unknown link."""
         was_current = inode.is_current
         if self.lacks(inode):
             await self._learn(inode)
@@ -212,8 +200,14 @@ class HeadCache:
     async def _learn(self, inode: Inode) -> None:
         key = self._inodes.key(inode)
         head = self._pending.pop(key, None)
-        if head is not None and not self._is_about(head, inode):
-            head = None
+        if head is not None:
+            # It has to be of the version that the inode stands for, and not too old.
+            prefix = self._inodes.key(inode.parent) if inode.parent is not None else ""
+            is_old = time.monotonic() - head.sent > self._directories.get(prefix).most_s
+            known, info = inode.info, head.info
+            is_other = known is not None and info is not None and info.etag != known.etag
+            if is_old or is_other or head.error:
+                head = None
         self._look_ahead(inode, is_expected=head is not None)
         await self._take(inode, head or self._send(key))
 
@@ -242,10 +236,7 @@ class HeadCache:
                 await sampled.done.wait()
 
     def sample_ahead(self, prefix: str, segment: Segment) -> None:
-        """As `sample`, before any request for the directory.
-
-        One of the directories of a parent is enough at a time: it may decide for the others.
-        """
+        """As `sample`, before a program comes; one directory of a parent at a time is enough."""
         has_room = len(self._sampled) * self._policy.sample_size < MOST_AHEAD
         if has_room and names.parent_of(prefix) not in map(names.parent_of, self._sampled):
             self._send_sample(prefix, segment, is_listed=True)
@@ -263,7 +254,12 @@ class HeadCache:
         if not folders and policy.is_like_others(prefix, times):
             return
         if is_listed or self.asks_less or not policy.is_new(prefix):
-            ordered = chain(_telling(files), folders, (info.key for info in files))
+            # The smallest file that is not empty, and the youngest; see head_policy.py.
+            telling: list[str] = []
+            if files:
+                smallest = min(files, key=lambda info: info.size or math.inf)
+                telling = [smallest.key, max(files, key=lambda info: info.mtime_ns).key]
+            ordered = chain(telling, folders, (info.key for info in files))
             keys = list(islice(dict.fromkeys(ordered), SAMPLE))
             self._sampled[prefix] = PendingHead()
             self._nursery.start_soon(self._run_sample, prefix, keys, times)
@@ -296,10 +292,7 @@ class HeadCache:
         return not self._policy.has_no_attributes(names.parent_of(info.key), info.mtime_ns)
 
     async def learn_version(self, info: ObjectInfo) -> None:
-        """Remember a listed object's attributes before its name is looked up.
-
-        Where the HEAD fails, or finds another version, nothing is remembered.
-        """
+        """Remember a listed object's attributes before its name is looked up, if that succeeds."""
         try:
             current = await self._store.head(info.key)
         except StoreError:
@@ -320,10 +313,7 @@ class HeadCache:
         self._remember(info, known)
 
     def _learned(self, inode: Inode, known: Meta) -> None:
-        """Have an inode show its object's attributes, unless the kernel takes it for a file.
-
-        Then its name gets another node. What an earlier process told the kernel was right.
-        """
+        """Show known attributes; a link that the kernel takes for a file gets another node."""
         was_told = inode.nlookup > 0 and inode.valid_until > 0
         if was_told and known.is_symlink and inode.is_current:
             self._inodes.mark_replaced(inode)
@@ -338,27 +328,19 @@ class HeadCache:
             raise head.error
         if self.lacks(inode):
             # Without an object: a directory that has no marker, or a file that is just going.
-            info = head.info
-            metadata = info.metadata if info is not None else None
+            metadata = head.info.metadata if head.info is not None else None
             known = meta.read(metadata or {}, inode.default_meta(self._owner))
-            if info is not None and _is_same(info, inode.info):
-                self._remember(info, known)
+            if head.info is not None and _is_same(head.info, inode.info):
+                self._remember(head.info, known)
             self._learned(inode, known)
 
     def _remember(self, info: ObjectInfo, known: Meta) -> None:
-        if not _is_settled(info):
+        # Else a further change of its metadata might not show in its time.
+        if time.time_ns() - info.mtime_ns <= CLOCKS_NS:
             return
         self._remembered[_version(info)] = None if known == self._owner.file else known
         if len(self._remembered) > MOST_REMEMBERED:
             self._remembered.popitem(last=False)
-
-    def _is_about(self, head: PendingHead, inode: Inode) -> bool:
-        """True if a HEAD is of the version that an inode stands for, and not too old."""
-        prefix = self._inodes.key(inode.parent) if inode.parent is not None else ""
-        if time.monotonic() - head.sent > self._directories.get(prefix).most_s or head.error:
-            return False
-        info = head.info
-        return inode.info is None or info is None or info.etag == inode.info.etag
 
     def _send(self, key: str) -> PendingHead:
         head = PendingHead()
@@ -388,21 +370,17 @@ class HeadCache:
             has_attributes = not has_usual
         prefix = names.parent_of(info.key)
         if has_attributes and self.asks_less and not self._policy.has_attributes(prefix):
-            self._doubt_told(prefix)
+            directory = self._inodes.at(prefix)
+            for child in (directory.children or {}).values() if directory is not None else ():
+                if child.nlookup and child.info is not None and child.meta is None:
+                    # The kernel was told what was assumed, and is to look it up again.
+                    self._notifier.invalidate_names()
+                    break
         modified_ns = 0 if is_directory else info.mtime_ns
         self._policy.observe(
             prefix, modified_ns, has_attributes=has_attributes, has_usual=has_usual
         )
         return known
-
-    def _doubt_told(self, prefix: str) -> None:
-        """Have the kernel look up again what was shown of a directory by assumption."""
-        directory = self._inodes.at(prefix)
-        children = (directory.children or {}).values() if directory is not None else ()
-        if any(
-            child.nlookup and child.info is not None and child.meta is None for child in children
-        ):
-            self._notifier.invalidate_names()
 
     # Ahead
 
@@ -415,7 +393,10 @@ class HeadCache:
         segment = directory.holding(inode.name) if directory.most_s else None
         if segment is None or segment.expires <= time.monotonic():
             return
-        scan = self._scan(prefix)
+        scan = self._scans.setdefault(prefix, ScanState())
+        self._scans.move_to_end(prefix)
+        if len(self._scans) > MOST_SCANS:
+            self._scans.popitem(last=False)
         behind = segment.after(names.position(inode.name))
         before = segment.ordered[behind - 2] if behind > 1 else scan.last
         is_in_order = is_expected or (bool(scan.last) and before == scan.last)
@@ -428,13 +409,6 @@ class HeadCache:
             scan.width = scan.remaining = min(most, max(1, 2 * scan.width))
             for name in segment.ordered[behind : behind + scan.width]:
                 self._send_ahead(inode.parent, prefix, name, segment.entries[name])
-
-    def _scan(self, prefix: str) -> ScanState:
-        scan = self._scans.setdefault(prefix, ScanState())
-        self._scans.move_to_end(prefix)
-        if len(self._scans) > MOST_SCANS:
-            self._scans.popitem(last=False)
-        return scan
 
     def _send_ahead(self, parent: Inode, prefix: str, name: str, entry: Entry) -> None:
         key = prefix + name if entry is not None else prefix + name + "/"
@@ -454,27 +428,10 @@ def _modified_ns(inode: Inode) -> int:
     return inode.info.mtime_ns if inode.info is not None else 0
 
 
-def _may_be_link(info: ObjectInfo | None) -> bool:
-    return info is not None and 0 < info.size <= LONGEST_TARGET
-
-
-def _telling(files: Sequence[ObjectInfo]) -> list[str]:
-    """The keys of the smallest file that is not empty, and of the youngest; see head_policy.py."""
-    if not files:
-        return []
-    smallest = min(files, key=lambda info: info.size or math.inf)
-    return [smallest.key, max(files, key=lambda info: info.mtime_ns).key]
-
-
 def _version(info: ObjectInfo) -> int:
     """A number that no other object has, nor this one after its metadata is changed."""
     # Some servers list parts of seconds, which a HEAD lacks.
     return hash((info.key, info.etag, info.size, info.mtime_ns // SECOND_NS))
-
-
-def _is_settled(info: ObjectInfo) -> bool:
-    """True if a further change of its metadata would show in its time."""
-    return time.time_ns() - info.mtime_ns > SETTLED_NS
 
 
 def _is_same(info: ObjectInfo, known: ObjectInfo | None) -> bool:

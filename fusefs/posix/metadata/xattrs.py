@@ -39,16 +39,10 @@ class Xattrs:
         self._head_cache = head_cache
 
     def get(self, inode: Inode, name: str) -> Answer[bytes]:
-        """The value of one attribute.
-
-        Raises:
-            OSError: ENODATA, there is none of this name.
-        """
+        """The value of one attribute; ENODATA if there is none of this name."""
         if name.startswith(OURS):
             return self._of_object(inode, name)
-        if not _is_settable(name):
-            raise OSError(errno.ENODATA, name)
-        if self._head_cache.lacks(inode):
+        if _is_settable(name) and self._head_cache.lacks(inode):
             return waiting(self._kept_later(inode, name))
         return self._kept(inode, name)
 
@@ -62,7 +56,7 @@ class Xattrs:
 
     def _kept(self, inode: Inode, name: str) -> bytes:
         value = dict(self._head_cache.meta(inode).xattrs).get(name)
-        if value is None:
+        if value is None or not _is_settable(name):
             raise OSError(errno.ENODATA, name)
         return value
 

@@ -1,12 +1,14 @@
-"""Changes of names: what makes and removes them. Renames build on it (rename.py).
+"""Changes of names: what makes, links and removes them. Renames build on it (rename.py).
 
 A directory is a marker object (its prefix, empty) or what lies below a prefix.
 What this mount is about to empty gets a marker of its own, and so stays a
-directory until rmdir.
+directory until rmdir. It has no second name for an object: a link is a copy that replaces
+nothing, of a file that was not uploaded yet a PUT of its content.
 
 A request may come twice, if the process that did it died before it answered.
 When all is checked, and before anything is changed, it is put on record; what
-a repeated one of these finds done is success.
+a repeated one of these finds done is success. It knows its own copy by the token that is on
+record, or by the time that it says.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import trio
@@ -26,16 +29,27 @@ from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.relocate import Relocator
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
-from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta
+from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta, read
 from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
 from fusefs.posix.types import Caller, find
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
-from fusefs.store.errors import ConflictError, ExistsError, UnsupportedError
+from fusefs.store.errors import (
+    ConflictError,
+    ExistsError,
+    NotFoundError,
+    StaleVersionError,
+    StoreError,
+    UnsupportedError,
+)
 from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo, Write
 from fusefs.telemetry.stalls import WaitCause, stage
 
 Made = TypeVar("Made")
+
+# How long the copy of a file waits for what a late request has undone, and between two tries.
+PUT_BACK_S = 10.0
+PUT_BACK_PAUSE_S = 0.05
 
 
 class CreateRemove:
@@ -59,8 +73,7 @@ class CreateRemove:
         self._prefix_lock = prefix_lock
         self.is_open = prefix_lock.is_open
         self.until_open = prefix_lock.until_open
-        # Requests that an earlier process had begun, and those that this one has not ended.
-        self.begun: set[int] = set()
+        # Requests that this process has not ended.
         self._under_way: set[int] = set()
         # The nodes of files that an earlier process had staged.
         self._inherited: set[int] | None = None
@@ -93,11 +106,7 @@ class CreateRemove:
             self._inherited = {staged.inode.nodeid for staged in self._writer.staging}
 
     def _may_be_there(self, staged: StagedFile) -> bool:
-        """True if the bucket may have an object under a staged file's key.
-
-        The last upload of a process that was killed may have taken effect, and a
-        request without an answer may do so yet.
-        """
+        """True if the bucket may have an object, also by a killed process's or late request."""
         if self._unanswered.concerns(staged.key):
             return True
         return staged.etag is not None or staged.inode.nodeid in (self._inherited or ())
@@ -109,28 +118,22 @@ class CreateRemove:
 
     def _is_repeated(self, caller: Caller) -> bool:
         """True if a request may have been done before."""
-        return caller.unique in self.begun
+        return caller.unique in self._state.begun
 
     async def _find(self, parent: Inode, name: str) -> Entry | Absent:
         directory = self._directories.get(self._inodes.key(parent))
         return (await self._directories.lookup(directory, name))[0]
 
     def _file_now(self, parent: Inode, name: str, entry: ObjectInfo) -> ObjectInfo:
-        """A file that was found before, as far as that is known without a request.
-
-        An upload or a copy of this mount that was waited for meanwhile may have given
-        its object another ETag.
-        """
+        """A file that was found before, with the ETag that this mount has given it since."""
         directory = self._directories.get(self._inodes.key(parent))
         known = self._directories.lookup_now(directory, name)
         return known[0] if known is not None and isinstance(known[0], ObjectInfo) else entry
 
     async def file_now(self, inode: Inode) -> Inode:
-        """The node to change where a program changes a node's mode, owner, times or attributes.
+        """The node to change in place of one whose file was written to while somebody reads it.
 
-        A file that was written to while somebody reads an old version of it is
-        the same file under another node. One that was removed or replaced here
-        is not: what is changed through a handle of it concerns no name, and is
+        What is changed of a file that was removed or replaced here concerns no name, and is
         seen through all handles of that file.
         """
         if inode.lead is not None:
@@ -197,11 +200,7 @@ class CreateRemove:
     async def _put_new(
         self, parent: Inode, name: str, put: Callable[[Condition], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Put an object that replaces no other node's, where the store knows conditions.
-
-        Raises:
-            ExistsError: there is one.
-        """
+        """Put an object that replaces no other, where the store knows conditions; else EEXIST."""
         try:
             return await put(IF_ABSENT)
         except UnsupportedError:
@@ -212,11 +211,7 @@ class CreateRemove:
             raise
 
     async def _look_again(self, parent: Inode, name: str) -> None:
-        """See whether another node has made what must not be replaced.
-
-        Raises:
-            OSError: EEXIST, it has.
-        """
+        """Raise EEXIST if another node has made what must not be replaced."""
         prefix = self._inodes.key(parent)
         below = await self._store.list_page(f"{prefix}{name}/", delimiter="", max_keys=1)
         if not below.objects and await find(self._store, prefix + name) is None:
@@ -229,33 +224,131 @@ class CreateRemove:
             raise OSError(errno.EEXIST, name)
 
     async def change_directory(self, inode: Inode, meta: Meta) -> None:
+        """Have a directory's marker say its attributes; an object with content keeps it."""
         async with self._prefix_lock.change((inode, "")):
-            inode.marker_etag = await self._describe(inode, meta)
-            inode.meta = meta
+            prefix, etag, put = self._inodes.key(inode), None, self._writer.empties.put_marker
+            if inode.marker_etag is not None:
+                with suppress(ConflictError):
+                    etag = await put(prefix, meta, inode.marker_etag)
+            if etag is None:
+                there = await find(self._store, prefix)
+                if there is None or not there.size:
+                    etag = await put(prefix, meta, there.etag if there is not None else None)
+                else:
+                    await self._store.copy(there, prefix, Write(meta.as_metadata()))
+            inode.marker_etag, inode.meta = etag, meta
 
-    async def _describe(self, inode: Inode, meta: Meta) -> str | None:
-        """Have a directory's marker say its attributes; returns its ETag.
+    # Linking, and the copies that renames need
 
-        An object with content keeps it; None is returned for that.
-        """
-        prefix = self._inodes.key(inode)
-        if inode.marker_etag is not None:
-            with suppress(ConflictError):
-                return await self._writer.empties.put_marker(prefix, meta, inode.marker_etag)
-        there = await find(self._store, prefix)
-        if there is None or not there.size:
-            etag = there.etag if there is not None else None
-            return await self._writer.empties.put_marker(prefix, meta, etag)
-        await self._store.copy(there, prefix, Write(meta.as_metadata()))
-        return None
+    async def link(self, inode: Inode, to: Inode, name: str, caller: Caller) -> Inode:
+        """Give a file a second name; EPERM for a directory, EEXIST if there is something."""
+        if inode.info is None:
+            raise OSError(errno.EPERM, "a directory has one name")
+        if inode.parent is None or inode.is_removed:
+            raise OSError(errno.ENOENT, "the file has no name any more")
+        names = (inode.parent, inode.name), (to, name)
+        async with self._changing(caller, *names), AsyncExitStack() as stack:
+            prefix = self._inodes.key(to)
+            if not self._is_repeated(caller):
+                await self._check_absent(to, name)
+            self._begin(caller)
+            await self._writer.deferred.flush(inode.info.key)
+            await stack.enter_async_context(self._writer.not_staged(inode))
+            staged = await self._held(stack, inode)
+            made = None
+            if self._is_repeated(caller):
+                made = await self._made_before(inode, prefix + name)
+            if made is not None:
+                self._unanswered.confirm(prefix + name, made)
+            else:
+                copy = partial(self._copy_as_is, inode, staged, prefix + name)
+                made = await self._put_new(to, name, copy)
+            self._directories.changed(prefix, name, made)
+            linked = self._inodes.resolve(to, name, made)
+            linked.meta = _said(inode)
+            self._inodes.link(linked, inode)
+            self._inodes.entries_changed(to)
+            return linked
+
+    async def _made_before(self, inode: Inode, key: str) -> ObjectInfo | None:
+        """The copy that a repeated request has made, known by its time to the nanosecond."""
+        found = await find(self._store, key)
+        if found is None:
+            return None
+        if self._unanswered.concerns(key):
+            return found if self._unanswered.may_have_made(found) else None
+        if inode.staged is None and inode.meta is None:
+            source = await find(self._store, inode.object.key)
+            if source is None:
+                return found  # the rename has gone on to remove it
+            inode.meta = read(source.metadata or {}, inode.default_meta(self._owner))
+        meta = _said(inode)
+        there = read(found.metadata or {}, inode.default_meta(self._owner))
+        return found if meta is not None and meta.mtime_ns == there.mtime_ns else None
+
+    async def _copy_as_is(
+        self, inode: Inode, staged: StagedFile | None, key: str, condition: Condition
+    ) -> ObjectInfo:
+        """Have the bucket have under another key what a file is now."""
+        source = inode.info
+        assert source is not None
+        if staged is not None and (staged.is_content_dirty or staged.etag != source.etag):
+            return await self._writer.uploads.put_new(staged, key, condition)
+        if self._unanswered.may_have_undone(source.key):
+            return (await self._copy_expected(source, key, condition, _said(inode)))[1]
+        try:
+            if staged is not None and staged.is_meta_dirty:
+                return await self._copy_described(source, key, condition, staged.described())
+            return await self._copy_marked(source, key, condition)
+        except (NotFoundError, StaleVersionError):
+            # The kernel looks the name up again.
+            self._state.mark_stale(inode)
+            raise
+
+    async def _copy_marked(self, source: ObjectInfo, key: str, condition: Condition) -> ObjectInfo:
+        """Copy a version, if it is own with a token that tells the copy from other nodes'."""
+        own = self._writer.uploads.own.get(source)
+        if own is not None and read(own.metadata or {}, self._owner.file).mtime_ns is not None:
+            write = Write(own.metadata, condition=condition, is_own=True)
+            return await self._store.copy(own, key, write)
+        write = Write(condition=condition, keeps_mtime=not self._mover.is_dated(source))
+        return await self._store.copy(source, key, write)
+
+    async def _copy_expected(
+        self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
+    ) -> tuple[ObjectInfo, ObjectInfo]:
+        """Copy the version expected of a key, once what a late request has undone is put back."""
+        until = trio.current_time() + PUT_BACK_S
+        while True:
+            try:
+                if meta is not None:
+                    return source, await self._copy_described(source, key, condition, meta)
+                write = Write(condition=condition, keeps_mtime=not self._mover.is_dated(source))
+                return source, await self._store.copy(source, key, write)
+            except (NotFoundError, StaleVersionError) as error:
+                expected = None
+                with trio.move_on_at(until):
+                    await trio.sleep(PUT_BACK_PAUSE_S)
+                    expected = await self._unanswered.restored(source.key)
+                if expected is None or expected.size != source.size:
+                    raise _undone(source.key) from error
+                source = expected
+
+    def _refuse_undone(self, key: str) -> None:
+        """Raise a StoreError where a late request may be why an object is not what it should be."""
+        if self._unanswered.may_have_undone(key):
+            raise _undone(key)
+
+    async def _copy_described(
+        self, source: ObjectInfo, key: str, condition: Condition, meta: Meta
+    ) -> ObjectInfo:
+        write = Write(meta.as_metadata(), condition=condition)
+        return await self._writer.uploads.own.describe(source, key, write)
 
     # Removing
 
     def unlink_now(self, parent: Inode, name: str, caller: Caller) -> bool:
-        """Remove a file if that only has to be put on record; False: `unlink` is to do it.
-
-        So it is for nearly all files of a program that removes many.
-        """
+        """Remove a file if that only has to be put on record; False: `unlink` is to do it."""
         prefix = self._inodes.key(parent)
         key = prefix + name
         if not self._writer.removals.may_defer(key) or not self.is_open((parent, name)):
@@ -301,21 +394,13 @@ class CreateRemove:
             await stack.enter_async_context(self._writer.deferred.taken(key))
             staged = await self._held(stack, inode)
             if staged is None or self._may_be_there(staged):
-                await self._delete(key, staged, self._file_now(parent, name, entry))
+                etag = staged.etag if staged else self._file_now(parent, name, entry).etag
+                if staged is not None or not self._writer.removals.try_defer(key, etag):
+                    await self._store.delete(key, etag or None, adopts=True)
+                    self._writer.removals.note_allowed(key)
             if staged is not None:
                 self._writer.staging.unlink(staged)
         self._let_go(staged)
-
-    async def _delete(self, key: str, staged: StagedFile | None, entry: ObjectInfo) -> None:
-        """Delete a file's object, or put it on record that it is to be deleted."""
-        if staged is None:
-            etag = entry.etag
-            if self._writer.removals.try_defer(key, etag):
-                return
-        else:
-            etag = staged.etag or ""
-        await self._store.delete(key, etag or None, adopts=True)
-        self._writer.removals.note_allowed(key)
 
     async def rmdir(self, parent: Inode, name: str, caller: Caller) -> None:
         async with self._changing(caller, (parent, name)):
@@ -348,11 +433,7 @@ class CreateRemove:
         return self._rules.may_be_local or bool(pending)
 
     async def fsync(self, directory: Inode) -> None:
-        """Have the bucket be without what was removed below a directory, and a power cut too.
-
-        Raises:
-            StoreError, OSError: something could not be deleted; it stays on record.
-        """
+        """Have the bucket be without what was removed below a directory, and a power cut too."""
         await self._writer.removals.flush_below(self._inodes.key(directory))
         if self._rules.may_be_local:
             with stage(WaitCause.CACHE_DISK):
@@ -406,7 +487,7 @@ class CreateRemove:
             if inode.staged is staged:
                 stack.push_async_exit(held.__aexit__)
                 return staged
-            await held.__aexit__(None, None, None)  # it was settled meanwhile
+            await held.__aexit__(None, None, None)  # it was given back to the cache meanwhile
         return None
 
     def _let_go(self, staged: StagedFile | None) -> None:
@@ -415,3 +496,17 @@ class CreateRemove:
             staged.inode.meta = staged.described()  # for older versions of it that are open
             self._writer.staging.release(staged)
             self._inodes.drop_unknown(staged.inode)
+
+
+def _said(inode: Inode) -> Meta | None:
+    """Return the attributes of a file with its time; None if they are not known."""
+    if inode.staged is not None:
+        return inode.staged.described()
+    meta = inode.meta
+    if meta is None or inode.info is None or meta.mtime_ns is not None:
+        return meta
+    return meta.changed(mtime_ns=inode.info.mtime_ns)  # a copy has a time of its own
+
+
+def _undone(key: str) -> StoreError:
+    return StoreError(f"{key} may have been undone by a late request, and is put back soon")

@@ -59,10 +59,7 @@ class Mutations:
         *names: Name,
         unwanted: Callable[[Result], None] = lambda _result: None,
     ) -> Result:
-        """Change some names. Cancelling ends the wait; what has begun goes on.
-
-        What it has made is given to `unwanted` then.
-        """
+        """Change some names; a cancelled request leaves it going on, for `unwanted` to undo."""
         await waiting(self.changes.until_open(*names))
         return await self._go_on(waiting(work()), unwanted)
 
@@ -75,10 +72,7 @@ class Mutations:
     # What stat shows, and extended attributes
 
     def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
-        """As `setattr`, where that has nothing to wait for; None where it has.
-
-        So it is for the files that a program has just written (tar, rsync, cp -p).
-        """
+        """As `setattr`, for files just written (tar, rsync); None where that has to wait."""
         inode = self._inodes.get(nodeid)
         is_plain = inode.info is not None and inode.lead is None and new.size is None
         is_named = inode.is_current or inode.staged is not None
@@ -98,10 +92,7 @@ class Mutations:
         return self._shown(nodeid)
 
     async def setattr(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float]:
-        """Change what stat shows, and with it the content where that is the size.
-
-        Answers as `Operations.getattr`.
-        """
+        """Change what stat shows, and the size with the content; answers as `getattr`."""
         if new.size is None:
             await self.writer.deferred.wait_for_room()
         inode = self._inodes.get(nodeid)
@@ -114,9 +105,8 @@ class Mutations:
 
     async def _setattr(self, requested: Inode, new: NewAttributes) -> None:
         mtime_ns = _limited(new.mtime_ns)
-        inode = await self.changes.file_now(requested)
         # What is staged now would go up with what is known now.
-        await self._learn(inode)
+        inode = await self._file_now(requested)
         if new.size is not None:
             if _is_left_behind(requested):
                 raise OSError(errno.ESTALE, "the name is another node's now")
@@ -135,16 +125,22 @@ class Mutations:
             await self._keep(inode, changed)
         if mtime_ns is not None and inode.info is None:
             self._inodes.set_entries_changed(inode, 0)
-        if inode is not requested:
-            requested.meta = _changed(self._head_cache.meta(requested), new, mtime_ns)
-            requested.packed = None
-            self._state.notifier.invalidate_attributes(inode.nodeid)
-            self._inodes.drop_unknown(inode)
+        shown = _changed(self._head_cache.meta(requested), new, mtime_ns)
+        self._note_changed(requested, inode, shown)
 
-    async def _learn(self, inode: Inode) -> None:
-        """Have the attributes of an object that is to be changed."""
+    async def _file_now(self, requested: Inode) -> Inode:
+        """The node to change in place of a requested one, once its attributes are known."""
+        inode = await self.changes.file_now(requested)
         if not _is_left_behind(inode):
             await self._head_cache.learn(inode)
+        return inode
+
+    def _note_changed(self, requested: Inode, inode: Inode, meta: Meta) -> None:
+        """Show changed attributes through a requested node for which another one was changed."""
+        if inode is not requested:
+            requested.meta, requested.packed = meta, None
+            self._state.notifier.invalidate_attributes(inode.nodeid)
+            self._inodes.drop_unknown(inode)
 
     async def setxattr(
         self, nodeid: int, name: bytes, value: bytes, flags: int, caller: Caller
@@ -165,20 +161,17 @@ class Mutations:
             text = name.decode()
         except UnicodeDecodeError:
             raise OSError(errno.EINVAL, "an attribute's name is UTF-8") from None
-        is_repeated = caller.unique in self.changes.begun
+        is_repeated = caller.unique in self._state.begun
 
         async def act() -> None:
-            inode = await self.changes.file_now(requested)
-            await self._learn(inode)
+            inode = await self._file_now(requested)
             old = self._head_cache.meta(inode)
             pairs = xattrs.changed(old.xattrs, text, value, flags, is_repeated=is_repeated)
             if pairs != old.xattrs:
                 self._state.journal.begun(caller.unique)
                 await self._keep(inode, old.changed(xattrs=pairs))
-            if inode is not requested:
-                requested.meta = self._head_cache.meta(requested).changed(xattrs=pairs)
-                self._state.notifier.invalidate_attributes(inode.nodeid)
-                self._inodes.drop_unknown(inode)
+            shown = self._head_cache.meta(requested).changed(xattrs=pairs)
+            self._note_changed(requested, inode, shown)
 
         await self._change(act, *_names_of(requested))
 
@@ -232,16 +225,11 @@ class Mutations:
     async def _created(
         self, answer: Coroutine[Any, Any, tuple[Inode, OpenResult]], name: Name
     ) -> tuple[Inode, OpenResult]:
-        return await self._go_on(
-            self.changes.below(name, answer), lambda made: self._forget_opened(*made)
-        )
+        return await self._go_on(self.changes.below(name, answer), lambda made: self._forget(*made))
 
-    def _forget_opened(self, inode: Inode, opened: OpenResult) -> None:
+    def _forget(self, inode: Inode, opened: OpenResult) -> None:
+        """The kernel did not get to know a node and its handle after all."""
         self._release(opened.fh)
-        self._forget(inode)
-
-    def _forget(self, inode: Inode) -> None:
-        """The kernel did not get to know a node after all."""
         self._inodes.forget(inode.nodeid, 1)
 
     async def mknod(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
@@ -259,18 +247,14 @@ class Mutations:
         parent = self._inodes.directory(parent_id)
         text = self._new_name(parent, name, "/")
         make = partial(self.changes.mkdir, parent, text, mode, caller)
-        inode = await self._change(make, (parent, text), unwanted=self._inodes.drop_unknown)
-        self._inodes.count(inode, time.monotonic())
-        return inode
+        return await self._make(make, (parent, text))
 
     async def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Inode:
         """Make a symbolic link: an object that has the target as its content."""
         parent = self._inodes.directory(parent_id)
         text = self._new_name(parent, name)
         make = partial(self.changes.symlink, parent, text, target, caller)
-        inode = await self._change(make, (parent, text), unwanted=self._inodes.drop_unknown)
-        self._inodes.count(inode, time.monotonic())
-        return inode
+        return await self._make(make, (parent, text))
 
     async def link(self, nodeid: int, parent_id: int, name: bytes, caller: Caller) -> Inode:
         """Give a file a second name, which is a copy of its object; EPERM for a directory."""
@@ -278,14 +262,15 @@ class Mutations:
         requested, text = self._inodes.get(nodeid), self._new_name(parent, name)
 
         async def act() -> Inode:
-            inode = await self.changes.file_now(requested)
-            await self._learn(inode)
+            inode = await self._file_now(requested)
             return await self.changes.link(inode, parent, text, caller)
 
-        names = *_names_of(requested), (parent, text)
-        linked = await self._change(act, *names, unwanted=self._inodes.drop_unknown)
-        self._inodes.count(linked, time.monotonic())
-        return linked
+        return await self._make(act, *_names_of(requested), (parent, text))
+
+    async def _make(self, make: Callable[[], Coroutine[Any, Any, Inode]], *names: Name) -> Inode:
+        inode = await self._change(make, *names, unwanted=self._inodes.drop_unknown)
+        self._inodes.count(inode, time.monotonic())
+        return inode
 
     def unlink(self, parent_id: int, name: bytes, caller: Caller) -> Answer[None]:
         """Remove a file; open handles read on what they have."""
@@ -318,10 +303,7 @@ class Mutations:
         await self._change(rename, (parent, old), (to, new))
 
     def _new_name(self, parent: Inode, name: bytes, ending: str = "") -> str:
-        """A name that an object may have; what no listing could show again is refused.
-
-        `ending` is what its key has behind it.
-        """
+        """A name that an object may have, with its key's `ending`; others are refused."""
         if len(name) > names.NAME_MAX:
             raise OSError(errno.ENAMETOOLONG, "a name has 255 bytes at most")
         text = names.decode(name)

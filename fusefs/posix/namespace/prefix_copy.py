@@ -41,6 +41,7 @@ class PrefixCopy:
     `is_dated` tells of objects whose metadata is known to say when they were modified.
     `sources` are the objects that were copied and `made` the copies, both by
     the old key. `total` is how many there are to be.
+    What asks the bucket raises StoreError where it could not tell or do all of it.
     """
 
     def __init__(self, store: Store, old: str, new: str, empty: int, is_dated: IsDated) -> None:
@@ -86,67 +87,47 @@ class PrefixCopy:
         return folders - self.sources.keys()
 
     async def recall(self) -> list[ObjectInfo]:
-        """Know what an earlier run has copied; return what is below the old prefix.
-
-        Raises:
-            StoreError: the bucket could not tell.
-        """
-        listed, there = await self._list_both()
-        for source in listed:
-            copy = there.get(source.key)
-            if copy is not None and copy.etag == source.etag and _is_copy(copy, source):
+        """Know what an earlier run has copied; return what is below the old prefix."""
+        listed, _, pairs = await self._list_both()
+        for source, copy in pairs:
+            if copy.etag == source.etag:
                 self.sources[source.key], self.made[source.key] = source, copy
         return listed
 
     async def recall_made(self, until_ns: int | None) -> None:
-        """Know the copies of an earlier run, to take them back; none is younger than `until_ns`.
-
-        Raises:
-            StoreError: the bucket could not tell.
-        """
-        listed, there = await self._list_both()
-        for source in listed:
-            copy = there.get(source.key)
-            if copy is None or not (_is_marker(copy) or _is_until(copy, until_ns)):
-                continue
-            if _is_copy(copy, source):
+        """Know the copies of an earlier run, to take them back; none is younger than `until_ns`."""
+        listed, there, pairs = await self._list_both()
+        for source, copy in pairs:
+            if _is_marker(copy) or _is_until(copy, until_ns):
                 self.made[source.key] = copy
         if self.old in there and self.old not in {info.key for info in listed}:
             self.made[self.old] = there[self.old]
             self._may_lack_marker = True
 
     async def recall_sources(self, until_ns: int | None) -> None:
-        """Know what an earlier run has copied, to delete it; none was younger than `until_ns`.
-
-        Raises:
-            StoreError: the bucket could not tell.
-        """
-        listed, there = await self._list_both()
-        for source in listed:
-            copy = there.get(source.key)
-            if copy is not None and _is_copy(copy, source) and _is_until(source, until_ns):
-                self.sources[source.key] = source
+        """Know what an earlier run has copied, to delete it; none was younger than `until_ns`."""
+        listed, _, pairs = await self._list_both()
+        self.sources = {one.key: one for one, _ in pairs if _is_until(one, until_ns)}
         self.total = len(self.sources)
         self._left = dict(self.sources)
         self._folders = self.folders() - {info.key for info in listed}
 
-    async def _list_both(self) -> tuple[list[ObjectInfo], dict[str, ObjectInfo]]:
-        """List both prefixes; what is below the new one is given by the old keys."""
+    async def _list_both(
+        self,
+    ) -> tuple[list[ObjectInfo], dict[str, ObjectInfo], list[tuple[ObjectInfo, ObjectInfo]]]:
+        """List both prefixes: the old one, the new one by old keys, sources with their copies."""
         listed = await list_all(self._store, self.old)
-        there = {
-            self.old + info.key[len(self.new) :]: info
-            for info in await list_all(self._store, self.new)
-        }
-        return listed, there
+        below = await list_all(self._store, self.new)
+        there = {self.old + info.key[len(self.new) :]: info for info in below}
+        found = ((source, there.get(source.key)) for source in listed)
+        pairs = [(one, copy) for one, copy in found if copy is not None and _is_copy(copy, one)]
+        return listed, there, pairs
 
     async def copy_all(self, listed: Iterable[ObjectInfo] | None = None) -> None:
         """Have everything that is below the old prefix below the new one.
 
-        `listed` is what is below the old prefix, if that is known.
-
-        Raises:
-            StoreError: something could not be copied; the rest may be.
-            OSError: a copy's key would be too long.
+        `listed` is what is below the old prefix, if that is known. OSError for a key that would be
+        too long; where something can't be copied the rest may be.
         """
         if listed is None:
             listed = await list_all(self._store, self.old)
@@ -162,11 +143,7 @@ class PrefixCopy:
         await for_each(self._copy, [info for info in todo if not _is_marker(info)], AT_ONCE)
 
     def check_length(self, keys: Iterable[str]) -> None:
-        """See that the keys below the old prefix have none that is too long below the new one.
-
-        Raises:
-            OSError: ENAMETOOLONG, one has.
-        """
+        """Raise ENAMETOOLONG if one of the keys is too long below the new prefix."""
         for key in keys:
             if key.startswith(self.old) and len(self.target(key).encode()) > names.LONGEST_KEY:
                 raise OSError(errno.ENAMETOOLONG, f"{self.target(key)} has more than 1,024 bytes")
@@ -195,11 +172,7 @@ class PrefixCopy:
         return await self._store.put_file(key, self._empty, 0, write)
 
     async def undo(self, *, keep: str = "") -> None:
-        """Remove the copies, except the one of the key `keep`.
-
-        Raises:
-            StoreError, OSError: some are still there.
-        """
+        """Remove the copies, except the one of the key `keep`."""
         await self._recall_unanswered()
         if self._may_lack_marker:
             await self._put_marker_back()
@@ -213,11 +186,7 @@ class PrefixCopy:
         await delete_all(self._store, known, note)
 
     async def _recall_unanswered(self) -> None:
-        """Know the copies that requests without an answer have made, or may make yet.
-
-        Raises:
-            StoreError: the bucket could not tell.
-        """
+        """Know the copies that requests without an answer have made, or may make yet."""
         for key, source in list(self._unanswered.items()):
             target = self.target(key)
             try:
@@ -230,21 +199,13 @@ class PrefixCopy:
             del self._unanswered[key]
 
     async def delete_marker(self) -> None:
-        """Delete the old directory's own marker.
-
-        Raises:
-            StoreError: nothing can be deleted.
-        """
+        """Delete the old directory's own marker."""
         marker = self.sources.get(self.old)
         self._may_lack_marker = marker is not None
         await self._store.delete(self.old, marker.etag if marker else None)
 
     async def _put_marker_back(self) -> None:
-        """Have the old directory's marker again, before its copy is removed.
-
-        Raises:
-            StoreError: the bucket does not take it.
-        """
+        """Have the old directory's marker again, before its copy is removed."""
         copy = self.made.get(self.old)
         if copy is not None:
             try:
@@ -261,9 +222,6 @@ class PrefixCopy:
 
         What could not be deleted is tried again when this is called again, if it is
         what it was.
-
-        Raises:
-            StoreError, OSError: something could not be deleted.
         """
         if self._left is None:
             self._left, self._folders = dict(self.sources), self.folders()
@@ -292,10 +250,7 @@ def _is_marker(info: ObjectInfo) -> bool:
 
 
 def _etag_to_delete(info: ObjectInfo) -> str | None:
-    """The ETag over which an object is deleted; None for a marker.
-
-    Markers are all the same, and SeaweedFS refuses an ETag for one whose directory is left alone.
-    """
+    """The ETag to delete an object over; None for a marker, where SeaweedFS may refuse one."""
     return None if _is_marker(info) else info.etag
 
 
@@ -306,14 +261,7 @@ def _depth(info: ObjectInfo) -> int:
 async def copy_current(
     store: Store, source: ObjectInfo, key: str, is_dated: IsDated, condition: Condition = None
 ) -> tuple[ObjectInfo, ObjectInfo]:
-    """Copy an object as it is now, which need not be as it was listed; return both.
-
-    A copy is as young as it is, so its metadata is to say how old the content is.
-
-    Raises:
-        ExistsError: there is an object under `key`, against `condition`.
-        NotFoundError: it is not there any more.
-    """
+    """Copy an object as it is now, with the time of its content; return it and the copy."""
     write = Write(condition=condition, keeps_mtime=not is_dated(source))
     for _ in range(TRIES - 1):
         try:
@@ -335,9 +283,6 @@ async def delete_all(
     `known` has their ETags by their keys, None where any is to go: where another
     client has replaced one since, that stays. `note` is called with the keys that are
     done, as it goes on.
-
-    Raises:
-        StoreError, OSError: some could not be deleted; all others are.
     """
     ordered = sorted(known, reverse=True)
     etags = {key: etag for key, etag in known.items() if etag}
@@ -381,11 +326,7 @@ def _is_until(info: ObjectInfo, until_ns: int | None) -> bool:
 
 
 async def list_all(store: Store, prefix: str) -> list[ObjectInfo]:
-    """All objects below a prefix.
-
-    Raises:
-        StoreError: not all of them can be copied.
-    """
+    """All objects below a prefix."""
     objects: list[ObjectInfo] = []
     after = ""
     while True:

@@ -16,7 +16,6 @@ from fusefs.posix.directory.freshness import FIRST_S
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
-from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import parent_of, split_entry
 from fusefs.posix.write.staging import Staging
@@ -80,14 +79,19 @@ class Relocator:
         self._inodes.entries_changed(parent)
         self._inodes.entries_changed(to)
         for old_node in self._handles.former(parent, name):
-            self._take_along(old_node, to, new_name)
+            # It has an old content of the file, and knows the name that the file has now.
+            if old_node.info is not None and not old_node.is_removed:
+                old_node.parent, old_node.name = to, new_name
+                self._inodes.replace_version(old_node, old_node.info)
         is_staged = inode is not None and inode.staged is not None
         if inode is not None:
             self._inodes.move(inode, to, new_name, moved)
             if entry is None or is_staged:
                 entry = inode.info
+            elif inode.info != entry and inode.is_open:
+                self._inodes.mark_replaced(inode)  # the copy is not of the version that it reads
             elif inode.info != entry:
-                self._stand_for(inode, entry)
+                self._inodes.replace_version(inode, entry)
             if moved:
                 # The kernel opens the new name without a lookup.
                 inode.looked_up = False
@@ -102,24 +106,13 @@ class Relocator:
         self._directories.changed(new, new_name, entry, lasting=is_staged)
         self._follow(moved, uncached)
 
-    def _take_along(self, inode: Inode, to: Inode, name: str) -> None:
-        """Have a node with an old content of a file know the name that the file has now."""
-        if inode.info is not None and not inode.is_removed:
-            inode.parent, inode.name = to, name
-            self._inodes.replace_version(inode, inode.info)
-
-    def _stand_for(self, inode: Inode, copy: ObjectInfo) -> None:
-        """Settle with a copy that is not of the version that the node stands for."""
-        if inode.is_open:
-            self._inodes.mark_replaced(inode)
-        else:
-            self._inodes.replace_version(inode, copy)
-
     def move_directory(self, copies: PrefixCopy, uncached: set[ObjectVersion]) -> None:
         """Let everything below a prefix be below another one."""
         for file in self._staging:
-            if file.key.startswith(copies.old):
-                _follow_copy(file, copies)
+            source = copies.sources.get(file.key)
+            # What somebody else has put there meanwhile is for the upload to find.
+            if source is not None and source.etag == file.etag:
+                file.etag = copies.made[file.key].etag
         moved = copies.by_version()
         self._move_nodes(copies.old, copies.new, moved)
         self._follow(moved, uncached)
@@ -156,11 +149,8 @@ class Relocator:
         self._directories.changed(*split_entry(new), None)
 
     def ended(self, old: str, new: str, *, is_ours: bool) -> None:
-        """Take note that a directory's rename is finished or undone.
-
-        Where another process had begun it, a listing may have shown it half done.
-        """
-        self._directories.pending_changes.settle(*split_entry(old))
+        """A rename is over: listings may have shown one of another process half done."""
+        self._directories.pending_changes.landed(*split_entry(old))
         if is_ours:
             return
         self._directories.moved(old, new)
@@ -183,11 +173,3 @@ class Relocator:
                 self._inodes.follow(inode, copy, copy.key)
             elif inode.is_current and handle.backing_id and inode.info.version in uncached:
                 self._inodes.mark_replaced(inode)
-
-
-def _follow_copy(staged: StagedFile, copies: PrefixCopy) -> None:
-    """Know what the bucket has under a staged file's new key."""
-    source = copies.sources.get(staged.key)
-    # What somebody else has put there meanwhile is for the upload to find.
-    if source is not None and source.etag == staged.etag:
-        staged.etag = copies.made[staged.key].etag

@@ -14,14 +14,14 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
 from fusefs.posix.directory.segment import Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.mount_state import MountState
-from fusefs.posix.namespace.link import LinkChanges
+from fusefs.posix.namespace.create_remove import CreateRemove
 from fusefs.posix.namespace.prefix_copy import PrefixCopy, copy_current
 from fusefs.posix.namespace.rename_job import RenameJobs
 from fusefs.posix.nodes import names
@@ -42,10 +42,19 @@ logger = logging.getLogger("fusefs.attributes")
 RENAME_NOREPLACE = 1
 
 
-class NameChanges(LinkChanges):
-    """The changes of one mount's names: `rename`, and those of `LinkChanges`.
+class Made(NamedTuple):
+    """An object under a new name, and its source; `sent` are the `meta_changes` of a PUT."""
+
+    source: ObjectInfo
+    new: ObjectInfo
+    sent: int | None = None
+
+
+class NameChanges(CreateRemove):
+    """The changes of one mount's names: `rename`, and those of `CreateRemove`.
 
     Belongs to the event loop.
+    A change that the bucket refuses, or that a late request may undo, raises StoreError.
     """
 
     def __init__(
@@ -144,7 +153,7 @@ class NameChanges(LinkChanges):
                     await self._check_target(entry, target, to, new_name, flags)
                 self._begin(caller)
                 await self._keep_directory(parent, name)
-                await self._settle_below(old, new)
+                await self._end_requests_below(old, new)
                 renaming = await self._renames.begin(closure, has_replaced=target is None)
                 if not await self._renames.finish(renaming):
                     raise OSError(errno.EIO, "the rename could not be done")
@@ -157,12 +166,8 @@ class NameChanges(LinkChanges):
         for staged in files:
             await self._make_safe(staged, old + staged.key[len(new) :])
 
-    async def _settle_below(self, old: str, new: str) -> None:
-        """Have no request under way that changes something below two closed prefixes.
-
-        Raises:
-            StoreError, OSError: something could not be sent, or the new prefix is too long.
-        """
+    async def _end_requests_below(self, old: str, new: str) -> None:
+        """Have no request under way that changes something below two closed prefixes."""
         copies = self._copies(old, new)
         for staged in [file for file in self._writer.staging if file.key.startswith(old)]:
             copies.check_length([staged.key] if not staged.is_unlinked else [])
@@ -176,13 +181,7 @@ class NameChanges(LinkChanges):
     async def _make_safe(self, staged: StagedFile, old_key: str) -> None:
         """Give a closed file that only the local disk has the durability of its new path.
 
-        No name is locked then.
-
-        It survives a power cut under its new name, or the bucket has it.
-
-        Raises:
-            OSError, StoreError: the disk does not take it, or the bucket; it is renamed all the
-                same, and its upload is tried again.
+        Where that fails it is renamed all the same, and its upload tried again. No name is locked.
         """
         try:
             if self._is_to_be_sent(staged, old_key):
@@ -228,10 +227,7 @@ class NameChanges(LinkChanges):
             self._check_deleting(name)
 
     def _replaced(self, to: Inode, name: str, *, is_repeated: bool) -> Inode | None:
-        """The node whose name a file is about to get.
-
-        A process that has died over this may have put it on record as removed, and not its file.
-        """
+        """The node whose name a file gets; a repeated request finds it by its staged file's key."""
         if is_repeated:
             key = self._inodes.key(to) + name
             for staged in self._writer.staging:
@@ -271,32 +267,30 @@ class NameChanges(LinkChanges):
             if isinstance(entry, Absent) and (inode is None or inode.info is None):
                 self._unanswered.confirm(old_key, None)
                 return
-            condition = IF_ABSENT if is_strict else Expect(_known_etag(rival, target))
-            made, sent = await self._make(
-                inode, staged, entry, described, to, new_name, condition, is_strict=is_strict
-            )
-            moved = {made[0].version: made[1]} if made is not None else {}
+            there = None if isinstance(target, Absent) else target.etag or None
+            known_etag = there if rival is None else rival.etag
+            condition = IF_ABSENT if is_strict else Expect(known_etag)
+            made = await self._make(inode, staged, entry, described, to, new_name, condition)
+            moved = {made.source.version: made.new} if made is not None else {}
             uncached = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
             if may_be_there and not isinstance(entry, Absent):
-                is_new = _known_etag(rival, target) is None
-                is_copy = made is not None and sent is None
-                etag = made[0].etag if made is not None and is_copy else (staged or entry).etag
+                is_copy = made is not None and made.sent is None
+                etag = made.source.etag if made is not None and is_copy else (staged or entry).etag
+                is_new = known_etag is None
                 await self._delete_renamed(old_key, etag or None, made, rival, is_new=is_new)
             if rival is not None and staged is None:
                 self._writer.staging.unlink(rival)
             elif rival is not None:
                 rival.state = FileState.UNLINKED
             if staged is not None:
-                self._stand_for_new_name(
-                    staged, made, sent, _etag_under(staged, made, rival, target)
-                )
+                self._stand_for_new_name(staged, made, known_etag)
             self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
             self._record_renamed(staged, rival)
-            self._writer.deferred.renamed(old_key, made[1] if made is not None else None)
+            self._writer.deferred.renamed(old_key, made.new if made is not None else None)
         self._let_go(rival)
-        if staged is not None and made is not None and sent is not None:
-            self._writer.flusher.landed(staged, made[1])
+        if staged is not None and made is not None and made.sent is not None:
+            self._writer.flusher.landed(staged, made.new)
         if inode is not None:
             self._writer.flusher.released(inode)
 
@@ -309,91 +303,66 @@ class NameChanges(LinkChanges):
         to: Inode,
         new_name: str,
         condition: Condition,
-        *,
-        is_strict: bool,
-    ) -> tuple[tuple[ObjectInfo, ObjectInfo] | None, int | None]:
-        """Have the bucket have a file under its new name, if it has to before the rename.
-
-        Returns as `_make_staged`.
-        """
+    ) -> Made | None:
+        """Have the bucket have a file under its new name, if it has to before the rename."""
         if isinstance(entry, Absent):
+            # A process that has died was renaming it, unless it is gone for another reason.
             assert inode is not None
-            made = await self._copied_before(inode.object, self._inodes.key(to) + new_name)
-            return (inode.object, made), None
+            source, key = inode.object, self._inodes.key(to) + new_name
+            made = await self._store.head(key)
+            if made.etag != source.etag:
+                self._refuse_undone(source.key)
+            self._unanswered.confirm(source.key, None)
+            self._unanswered.confirm(key, made)
+            return Made(source, made)
         if staged is None:
-            meta = await self._new_meta(entry, described)
-            return await self._copy(entry, to, new_name, condition, meta), None
-        return await self._make_staged(staged, to, new_name, condition, is_strict=is_strict)
+            meta = described.meta if described is not None else None
+            if described is not None and not await self._writer.deferred.is_about(described, entry):
+                logger.warning("%s was replaced: its attributes are given up", entry.key)
+                meta = None
+            return Made(*await self._copy(entry, to, new_name, condition, meta))
+        return await self._make_staged(staged, to, new_name, condition)
 
     def _stand_for_new_name(
-        self,
-        staged: StagedFile,
-        made: tuple[ObjectInfo, ObjectInfo] | None,
-        sent: int | None,
-        etag: str | None,
+        self, staged: StagedFile, made: Made | None, replaced_etag: str | None
     ) -> None:
         """Note what a renamed file replaces when it is sent, or that it has been sent."""
         if made is None and not staged.is_anew:
             # A rename replaces whatever has the name; on record before it is this file's.
             staged.is_anew, staged.only_appended = True, False
             self._writer.staging.try_record(staged)
-        staged.etag = etag
+        if made is None:
+            staged.etag = replaced_etag
+        elif made.source.etag == staged.etag:  # else somebody else's is for the upload to find
+            staged.etag = made.new.etag
         staged.exclusive, staged.described_at = None, trio.current_time()
-        if made is not None and sent is not None:
-            self._writer.uploads.note_uploaded(staged, made[1], sent)
+        if made is not None and made.sent is not None:
+            self._writer.uploads.note_uploaded(staged, made.new, made.sent)
 
     async def _make_staged(
-        self, staged: StagedFile, to: Inode, new_name: str, condition: Condition, *, is_strict: bool
-    ) -> tuple[tuple[ObjectInfo, ObjectInfo] | None, int | None]:
-        """Put or copy a staged file under its new name, if it has to be there before the rename.
-
-        Returns the source and what was made of it, and the `meta_changes` of what was sent.
-        """
-        source = staged.inode.info
-        assert source is not None
+        self, staged: StagedFile, to: Inode, new_name: str, condition: Condition
+    ) -> Made | None:
+        """Put or copy a staged file under its new name, if it has to be there before the rename."""
+        source, is_strict = staged.inode.object, condition == IF_ABSENT
         is_there = staged.etag == source.etag
         # The object of a reserved name is empty (exclusive.py), and so would a copy be.
         is_reserved = is_there and staged.is_content_dirty and not source.size
         new_key = self._inodes.key(to) + new_name
-        is_put = self._is_put(staged, new_key, is_reserved=is_reserved)
-        if is_put or (is_strict and not is_there):
-            sent = staged.meta_changes
-            return (source, await self._put_staged(staged, to, new_name, condition)), sent
-        if is_there and (is_strict or not is_reserved):
-            return await self._copy_staged(staged, source, to, new_name, condition), None
-        return None, None
-
-    def _is_put(self, staged: StagedFile, key: str, *, is_reserved: bool) -> bool:
-        """True if a file that the bucket lacks is sent under its new key when it is renamed."""
         is_kept = staged.is_closed and self._waits_for_disk(staged, staged.key)
-        return (
+        is_put = (
             (is_kept or is_reserved)
             and staged.is_content_dirty
             and staged.base is None
-            and not self._waits_for_disk(staged, key)
+            and not self._waits_for_disk(staged, new_key)
         )
-
-    async def _put_staged(
-        self, staged: StagedFile, to: Inode, name: str, condition: Condition
-    ) -> ObjectInfo:
-        """Upload a held file under the name that it is about to get."""
-        put = partial(self._writer.uploads.put_new, staged, self._inodes.key(to) + name)
-        if condition == IF_ABSENT:
-            return await self._put_new(to, name, put)
-        return await put(condition)
-
-    async def _copied_before(self, source: ObjectInfo, key: str) -> ObjectInfo:
-        """The copy of an object that a process which has died was renaming.
-
-        Raises:
-            StoreError: it may be gone for another reason.
-        """
-        made = await self._store.head(key)
-        if made.etag != source.etag:
-            self._refuse_undone(source.key)
-        self._unanswered.confirm(source.key, None)
-        self._unanswered.confirm(key, made)
-        return made
+        if is_put or (is_strict and not is_there):
+            sent = staged.meta_changes
+            put = partial(self._writer.uploads.put_new, staged, new_key)
+            made = await (self._put_new(to, new_name, put) if is_strict else put(condition))
+            return Made(source, made, sent)
+        if is_there and (is_strict or not is_reserved):
+            return Made(*await self._copy_staged(staged, source, to, new_name, condition))
+        return None
 
     def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
         """Put on record that a file has the name of another: at each moment one of both has it."""
@@ -409,22 +378,10 @@ class NameChanges(LinkChanges):
             await staging_record.until_later(staged)
         return staged
 
-    async def _new_meta(self, entry: ObjectInfo, described: DeferredChange | None) -> Meta | None:
-        """The attributes of a copy of an object where they were changed and not sent yet."""
-        if described is None:
-            return None
-        if await self._writer.deferred.is_about(described, entry):
-            return described.meta
-        logger.warning("%s was replaced: its attributes are given up", entry.key)
-        return None
-
     async def _copy_staged(
         self, staged: StagedFile, source: ObjectInfo, to: Inode, name: str, condition: Condition
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy what the bucket has of a staged file, which is held.
-
-        Attributes that have changed alone go along.
-        """
+        """Copy what the bucket has of a held file, with attributes that have changed alone."""
         if staged.is_content_dirty or not staged.is_meta_dirty:
             return await self._copy(source, to, name, condition, None)
         changes = staged.meta_changes
@@ -440,9 +397,6 @@ class NameChanges(LinkChanges):
 
         The copy has the attributes `meta`, or where that is None those of the object.
         Of another version than `source` it is a copy as it is.
-
-        Raises:
-            StoreError: what there is may be a late request's work.
         """
         prefix = self._inodes.key(to)
         key = prefix + name
@@ -473,7 +427,7 @@ class NameChanges(LinkChanges):
         self,
         key: str,
         etag: str | None,
-        made: tuple[ObjectInfo, ObjectInfo] | None,
+        made: Made | None,
         rival: StagedFile | None,
         *,
         is_new: bool,
@@ -499,7 +453,7 @@ class NameChanges(LinkChanges):
             if made is not None:
                 # Where it may be deleted yet, the new object may soon be all that there is.
                 may_go = is_new and is_there is True and not self._unanswered.concerns(key)
-                await self._take_back(made[1], rival, may_go=may_go)
+                await self._take_back(made.new, rival, may_go=may_go)
             raise
 
     async def _is_there(self, key: str, etag: str | None) -> bool | None:
@@ -512,10 +466,7 @@ class NameChanges(LinkChanges):
             return None
 
     async def _take_back(self, made: ObjectInfo, rival: StagedFile | None, *, may_go: bool) -> None:
-        """Remove a copy if it `may_go`; else it is shown.
-
-        It stays where it has replaced an object, which can't be brought back.
-        """
+        """Remove a copy if it `may_go`; one that has replaced an object stays, and is shown."""
         if rival is not None:
             rival.etag = made.etag
         elif not may_go:
@@ -545,7 +496,10 @@ class NameChanges(LinkChanges):
         await copies.delete_marker()
         async with AsyncExitStack() as stack:
             held: set[StagedFile] = set()
-            while files := self._staged_below(copies.old) - held:
+            while (
+                files := {file for file in self._writer.staging if file.key.startswith(copies.old)}
+                - held
+            ):
                 for staged in files:
                     await stack.enter_async_context(self._writer.uploads.held(staged))
                 held |= files
@@ -553,15 +507,8 @@ class NameChanges(LinkChanges):
                 self._mover.move_directory(copies, uncached)
             self._unanswered.renamed_below(copies.old)
 
-    def _staged_below(self, prefix: str) -> set[StagedFile]:
-        return {file for file in self._writer.staging if file.key.startswith(prefix)}
-
     async def _expect(self, copies: PrefixCopy) -> None:
-        """Have no late request undo what an earlier process had copied without an answer.
-
-        Raises:
-            StoreError: one may have undone what was to be copied.
-        """
+        """Have no late request undo what an earlier process had copied without an answer."""
         for expected in self._unanswered.expected_below(copies.old):
             source = copies.sources.get(expected.key)
             if source is None or source.etag != expected.etag:
@@ -573,23 +520,3 @@ class NameChanges(LinkChanges):
             found = await self._store.head(key)
             if found.etag == made.etag:
                 self._unanswered.confirm(key, found)
-
-
-def _etag_under(
-    staged: StagedFile,
-    made: tuple[ObjectInfo, ObjectInfo] | None,
-    rival: StagedFile | None,
-    target: ObjectInfo | Absent,
-) -> str | None:
-    """The ETag of the object under the new key of a staged file."""
-    if made is not None:
-        # What somebody else has put there meanwhile is for the upload to find.
-        return made[1].etag if made[0].etag == staged.etag else staged.etag
-    return _known_etag(rival, target)
-
-
-def _known_etag(rival: StagedFile | None, target: ObjectInfo | Absent) -> str | None:
-    """The ETag of the object that is to be replaced; None for no object."""
-    if rival is not None:
-        return rival.etag
-    return None if isinstance(target, Absent) else target.etag or None

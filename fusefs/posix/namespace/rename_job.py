@@ -94,10 +94,6 @@ class RenameJob:
     def since_ns(self) -> int:
         return int(self.path.stem)
 
-    def overlaps(self, prefix: str) -> bool:
-        """True if it moves something at, above or below a prefix."""
-        return any(own.startswith(prefix) or prefix.startswith(own) for own in (self.old, self.new))
-
     def pending(self) -> dict[str, Any]:
         """The entry of `fusefs sync` for it, as for a file that is uploaded."""
         error = self.closure.error
@@ -234,7 +230,11 @@ class RenameJobs:
 
     def unfinished(self, prefix: str) -> list[RenameJob]:
         """Those that move something at, above or below a prefix."""
-        return [job for job in self._unfinished if job.overlaps(prefix)]
+        return [
+            job
+            for job in self._unfinished
+            if any(one.startswith(prefix) or prefix.startswith(one) for one in (job.old, job.new))
+        ]
 
     def hurry(self, prefix: str) -> None:
         """Have `run` try now what could not be finished."""
@@ -242,11 +242,7 @@ class RenameJobs:
             self._prefix_lock.retry(job.closure)
 
     async def begin(self, closure: Closure, *, has_replaced: bool) -> RenameJob:
-        """Put a rename on record, safe against a power cut; `closure` is kept until it has ended.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Put a rename on record, safe against a power cut; `closure` is kept until its end."""
         path = self._directory / f"{time.time_ns()}.json"
         old, new = closure.targets()
         job = RenameJob(path, closure, old, new, has_replaced, is_ours=True, is_safe=False)
@@ -268,19 +264,13 @@ class RenameJobs:
         Tells whether it has taken place; else it was undone. It has when
         everything is there under the new name and objects can be deleted at
         all: those that could not be deleted yet are deleted later (`run`).
-
-        Raises:
-            StoreError, OSError: it has not taken place, and is undone.
         """
         async with job.lock:
             if job in self._unfinished:
                 await self._prefix_lock.wait_for_turn(job.closure)
                 if job.phase == Phase.COPYING:
                     await self._copy(job)
-                if job.phase == Phase.UNDOING:
-                    await self._undo(job)
-                else:
-                    await self._delete(job)
+                await self._complete(job)
             return job.phase == Phase.DELETING
 
     async def _copy(self, job: RenameJob) -> None:
@@ -300,7 +290,7 @@ class RenameJobs:
                 await self._record(job)
             except OSError as error:
                 logger.error("%s does not say that it is being undone: %s", job.path, error)
-            await self._undo(job)
+            await self._complete(job)
             raise
 
     @contextmanager
@@ -317,35 +307,29 @@ class RenameJobs:
         job.is_safe = False
         self._note(job)
 
-    async def _undo(self, job: RenameJob) -> None:
-        try:
-            if job.copies is None:
-                copies = self._make_copies(job.old, job.new)
-                await copies.recall_made(job.until_ns)
-                job.copies = copies
-            with trio.CancelScope(shield=True):
-                await job.copies.undo(keep=job.new if job.has_replaced else "")
-        except (StoreError, OSError) as error:
-            logger.warning("copies are left below %s, and removed later: %s", job.new, error)
-            self._prefix_lock.fail(job.closure, error)
-            return
-        self._end(job)
+    async def _complete(self, job: RenameJob) -> None:
+        """Delete what was renamed, or the copies of an undone rename; later, if that fails now."""
 
-    async def _delete(self, job: RenameJob) -> None:
         def note(count: int) -> None:
             job.deleted += count
 
+        is_undone = job.phase == Phase.UNDOING
         try:
-            if not job.is_safe:
+            if not is_undone and not job.is_safe:
                 await self._record(job)
                 job.is_safe = True
             if job.copies is None:
                 copies = self._make_copies(job.old, job.new)
-                await copies.recall_sources(job.until_ns)
+                await (copies.recall_made if is_undone else copies.recall_sources)(job.until_ns)
                 job.copies = copies
-            await job.copies.delete_sources(note)
+            if is_undone:
+                with trio.CancelScope(shield=True):
+                    await job.copies.undo(keep=job.new if job.has_replaced else "")
+            else:
+                await job.copies.delete_sources(note)
         except (StoreError, OSError) as error:
-            logger.warning("objects are left below %s, and removed later: %s", job.old, error)
+            left = job.new if is_undone else job.old
+            logger.warning("objects are left below %s, and removed later: %s", left, error)
             self._prefix_lock.fail(job.closure, error)
             return
         self._end(job)
@@ -356,19 +340,18 @@ class RenameJobs:
             self._prefix_lock.wanted = trio.Event()
             self.look_at_others()
             for job in list(self._unfinished):
-                if not job.lock.locked():
-                    await self._finish_later(job)
+                if job.lock.locked():
+                    continue
+                names = job.old, job.new
+                logger.info("going on with the rename of %s to %s (%s)", *names, job.phase)
+                try:
+                    await self.finish(job)
+                except (StoreError, OSError) as error:
+                    logger.warning("the rename of %s to %s is undone: %s", *names, error)
+                except Exception as error:  # the next process would meet this fault as well
+                    self._prefix_lock.fail(job.closure, judged(error))
             with trio.move_on_after(RETRY_S if self._unfinished else IDLE_S):
                 await self._prefix_lock.wanted.wait()
-
-    async def _finish_later(self, job: RenameJob) -> None:
-        logger.info("going on with the rename of %s to %s (%s)", job.old, job.new, job.phase)
-        try:
-            await self.finish(job)
-        except (StoreError, OSError) as error:
-            logger.warning("the rename of %s to %s is undone: %s", job.old, job.new, error)
-        except Exception as error:  # the next process would meet this fault as well
-            self._prefix_lock.fail(job.closure, judged(error))
 
     # Records
 

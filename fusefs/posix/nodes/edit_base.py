@@ -51,10 +51,6 @@ class EditBase:
         """True if some of the bytes [start, stop) are the object's and not in the file."""
         return not self.filled.covers(start, min(stop, self.size))
 
-    def lacks_edges(self, start: int, stop: int) -> bool:
-        """True if a write to [start, stop) would leave a page partly the object's."""
-        return any(self.lacks(first, last) for first, last in page_edges(start, stop))
-
     def keeps(self, start: int, stop: int) -> bool:
         """True if the object has the bytes [start, stop), and no program wrote to them."""
         return stop <= self.size and self.changed.first_missing(start, stop) == (start, stop)
@@ -74,10 +70,7 @@ class EditBase:
 
 
 def has_small_holes(fd: int) -> bool:
-    """True if a file's holes tell which of its pages were written, as `recover` needs it.
-
-    ZFS and tmpfs with huge pages count whole blocks, 128 KiB or 2 MiB, as written.
-    """
+    """True if holes tell which pages were written: ZFS and huge pages count whole blocks."""
     return os.fstat(fd).st_blksize <= PAGE
 
 

@@ -87,10 +87,7 @@ class HandleTable:
         self.restored[handle.unique] = handle.fh
 
     def opened_by(self, unique: int) -> int:
-        """The handle that an earlier process opened for this very request, else 0.
-
-        Its reply was lost, so the kernel asks again.
-        """
+        """The handle by which an earlier process answered this request, unheard; else 0."""
         return self.restored.pop(unique, 0) if self.restored else 0
 
     def open_file(
@@ -166,11 +163,7 @@ class HandleTable:
         return handle
 
     def directory(self, fh: int) -> DirectoryHandle:
-        """Return an open directory.
-
-        Raises:
-            OSError: EBADF, there is no such handle.
-        """
+        """Return an open directory; EBADF if there is no such handle."""
         try:
             return self.directories[fh]
         except KeyError:

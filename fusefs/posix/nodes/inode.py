@@ -152,11 +152,7 @@ class Inode:
 
     @property
     def valid_s(self) -> float:
-        """For how many seconds the kernel may believe its attributes.
-
-        They are those of the version that the node stands for; what a name
-        stands for is the business of lookups.
-        """
+        """Seconds for which the kernel may believe the attributes of this version."""
         if self.staged is not None or self.is_removed:
             return 0.0
         if self.info is None:
@@ -200,16 +196,9 @@ class Inode:
             found = os.fstat(staged.fd)
             # Holes of a file that is edited are the object's bytes, and not to be skipped.
             blocks = found.st_blocks if staged.base is None else -(-found.st_size // 512)
-            return Attributes(
-                self.ino,
-                found.st_size,
-                found.st_mtime_ns,
-                mode,
-                0 if staged.is_unlinked else self._names,
-                uid,
-                gid,
-                blocks,
-            )
+            size, mtime_ns = found.st_size, found.st_mtime_ns
+            nlink = 0 if staged.is_unlinked else self._names
+            return Attributes(self.ino, size, mtime_ns, mode, nlink, uid, gid, blocks)
         if info is None:
             size, mtime_ns, nlink = 4096, mounted_ns, 2
         else:
@@ -326,7 +315,7 @@ class StagedFile:
     content's CRC32, None if it is not known (staged_sums.py). `kept_size` is how much of the
     content is all that the bucket has, None if the file has not merely grown since.
     `is_anew`: its programs have made all of it, so that it takes the place of whatever the bucket
-    has; any other content is built on the object with `etag`, and on no other (conflicts.py).
+    has; any other content is built on the object with `etag`, and on no other (upload_steps.py).
     `only_appended`: what the bucket lacks was written with O_APPEND, and may go behind another
     object: `rebases` is how often it did. `pause_s` is
     how long after `since` it is to be uploaded, closed as it is. While a request has its first
@@ -403,10 +392,6 @@ class StagedFile:
         return self.state in (FileState.CLOSED, FileState.LEFTOVER)
 
     @property
-    def is_leftover(self) -> bool:
-        return self.state is FileState.LEFTOVER
-
-    @property
     def is_unlinked(self) -> bool:
         return self.state is _UNLINKED
 
@@ -415,21 +400,17 @@ class StagedFile:
         if self.state in (FileState.OPEN, FileState.ABANDONED):
             self.state = FileState.CLOSED
 
-    def stopped_writing(self, *, was_killed: bool) -> None:
-        """A program has stopped writing to it, of its own will or not."""
-        if self.state in (FileState.OPEN, FileState.ABANDONED):
-            self.state = FileState.ABANDONED if was_killed else FileState.OPEN
-
     def begin_sending(self) -> int:
         """Note that the present content is about to be sent; return its size."""
         self.sent, self.sent_at = self.changes, trio.current_time()
         return self.size()
 
-    def mark_uploaded(self, size: int) -> None:
-        """The bucket has its first `size` bytes, as they were when they were sent.
+    def note_unchanged(self, size: int) -> None:
+        """The content is that of the bucket's object, of `size` bytes."""
+        self.uploaded, self.kept_size = self.changes, size
 
-        What is written from now on was promised to no program.
-        """
+    def mark_uploaded(self, size: int) -> None:
+        """The bucket has its first `size` bytes as sent; later ones were promised to no program."""
         self.uploaded, self.kept_size = self.sent, size
         if self.is_content_dirty:
             self.since = self.sent_at  # it has grown meanwhile
@@ -456,11 +437,7 @@ class StagedFile:
         return bool(self.writers and owner) and self.writers.isdisjoint((owner, UNKNOWN_OWNER))
 
     def check_kept(self) -> None:
-        """See that its descriptor is its own still, after a wait for what may have set it aside.
-
-        Raises:
-            OSError: ESTALE, it is not; another file may have its number.
-        """
+        """Raise ESTALE if what was waited for has set the file aside, and closed its descriptor."""
         if self.inode.staged is not self:
             raise OSError(errno.ESTALE, "the object was replaced while it was edited")
 
@@ -479,10 +456,6 @@ class StagedFile:
             self.only_appended = False
             self.touch()
 
-    def metadata(self) -> dict[str, str]:
-        """The metadata that the object is to have, with the content's time."""
-        return self.described().as_metadata()
-
     def described(self) -> Meta:
         """The attributes of the content as it is now, with its time."""
         # What others have noted there, a digest say, is about another content.
@@ -490,10 +463,7 @@ class StagedFile:
         return replace(self.meta, mtime_ns=os.fstat(self.fd).st_mtime_ns, other=other)
 
     def attributes_alone(self) -> tuple[int, int] | None:
-        """The stamp of changed attributes that the object lacks whatever becomes of the content.
-
-        The object's size in bytes, and the time in ns that it is to have; None if it lacks none.
-        """
+        """Size and time (ns) of the object that lacks changed attributes; None for none."""
         info = self.inode.info
         if not self.is_meta_dirty or info is None or not self.etag or self.etag != info.etag:
             return None

@@ -144,15 +144,8 @@ class InodeTable:
     def all(self) -> list[Inode]:
         return list(self.by_id.values())
 
-    def adopt(self, inode: Inode) -> None:
-        """Take up a node that the kernel knows from an earlier process."""
-        self.by_id[inode.nodeid] = inode
-
     def adopt_name(self, inode: Inode, parent_id: int, *, is_current: bool) -> None:
-        """Give a node that was taken up its parent; the youngest of a name is current.
-
-        `is_current` is False for one that is on record as replaced.
-        """
+        """Give a restored node its parent; the youngest that `is_current` has the name."""
         parent = inode.parent = self.by_id.get(parent_id, self.root)
         assert parent.children is not None
         rival = parent.children.get(inode.name)
@@ -162,28 +155,15 @@ class InodeTable:
             if rival is not None:
                 rival.is_current = False
 
-    def prune(self) -> None:
-        """Remove what was restored and serves neither the kernel nor an open stream."""
-        for inode in self.all():
-            self.drop_unknown(inode)
-
     def get(self, nodeid: int) -> Inode:
-        """Return the inode of a node id.
-
-        Raises:
-            OSError: ESTALE, the id is not (or no longer) known.
-        """
+        """Return the inode of a node id; ESTALE if that is not, or no longer, known."""
         try:
             return self.by_id[nodeid]
         except KeyError:
             raise OSError(errno.ESTALE, f"unknown node id {nodeid}") from None
 
     def directory(self, nodeid: int) -> Inode:
-        """Return the inode of a directory.
-
-        Raises:
-            OSError: ENOTDIR, it is none; ESTALE, as for `get`.
-        """
+        """Return the inode of a directory; ENOTDIR if it is none."""
         inode = self.get(nodeid)
         if inode.children is None:
             raise OSError(errno.ENOTDIR, "not a directory")
@@ -203,10 +183,7 @@ class InodeTable:
         return self.prefix + path
 
     def resolve(self, parent: Inode, name: str, info: ObjectInfo | None) -> Inode:
-        """Return the current inode of a name; a new one if it stands for something else now.
-
-        `info` None means a directory.
-        """
+        """The current inode of a name, new if that stands for something else; None: a directory."""
         assert parent.children is not None
         inode = parent.children.get(name)
         if inode is not None:
@@ -226,8 +203,10 @@ class InodeTable:
         linked = None
         if self._unresolved_links:
             linked = self._unresolved_links.pop((parent.nodeid, name), None)
-        if linked is not None and not _is_content(info, linked.info):
-            self._unlink(linked)
+        if linked is not None:
+            replaced = linked.info
+            if info is None or replaced is None or not _same_version(replaced, info):
+                self._unlink(linked)
         ino = self.numbers.of(parent, name, is_directory=info is None)
         is_id = self._ids_are_inos and ino not in self.by_id
         inode = Inode(ino if is_id else self._new_id(), ino, parent, name, info)
@@ -240,10 +219,7 @@ class InodeTable:
         return inode
 
     def count(self, inode: Inode, valid_until: float, *, was_asked: bool = True) -> None:
-        """Log that the kernel is about to get this node id once more.
-
-        `was_asked`: the bucket has just told that the name stands for it.
-        """
+        """Log that the kernel gets a node id once more; the bucket `was_asked` just now."""
         inode.nlookup += 1
         inode.valid_until = valid_until
         inode.shown_until = max(valid_until, time.monotonic() + FIRST_S)
@@ -317,11 +293,7 @@ class InodeTable:
             inode.looked_up = False
 
     def detach(self, nodes: Iterable[Inode]) -> None:
-        """A file's name is gone, or another's: whoever has it open goes on with it.
-
-        `nodes` are all that the name has stood for as long as it was this
-        file's. From now on one of them stands for it.
-        """
+        """A name is gone, or another file's: one of its former `nodes` stands for the old file."""
         nodes = [inode for inode in nodes if not inode.is_removed]
         files = [inode for inode in nodes if inode.info is not None]
         lead = choose_lead(files) if files else None
@@ -396,10 +368,7 @@ class InodeTable:
     def move(
         self, inode: Inode, parent: Inode, name: str, copies: Copies = MappingProxyType({})
     ) -> None:
-        """Give an inode, and everything below it, another name.
-
-        `copies` tells what the bucket has of the versions under their new keys.
-        """
+        """Give an inode, and all below it, another name; `copies` are what the bucket has there."""
         assert parent.children is not None
         replaced = parent.children.get(name)
         if replaced is not None and replaced is not inode:
@@ -447,9 +416,7 @@ class InodeTable:
     def drop_unknown(self, inode: Inode) -> None:
         """Remove an inode that the kernel has no reference to."""
         parent = inode.parent
-        if inode.nlookup or inode.is_open or inode.children or parent is None:
-            return
-        if inode.staged is not None:
+        if inode.nlookup or inode.is_open or inode.children or parent is None or inode.staged:
             return
         if self.by_id.get(inode.nodeid, inode) is not inode:
             return  # it was removed before, and another inode has its id
@@ -478,10 +445,6 @@ def choose_lead(nodes: list[Inode]) -> Inode:
             if lead.meta is None:
                 lead.meta = inode.meta
     return lead
-
-
-def _is_content(info: ObjectInfo | None, known: ObjectInfo | None) -> bool:
-    return info is not None and known is not None and _same_version(known, info)
 
 
 def _same_version(known: ObjectInfo, info: ObjectInfo) -> bool:

@@ -81,10 +81,7 @@ class NamePruner:
             )
 
     def _unused(self) -> Iterator[int]:
-        """Node ids that this mount has no use for, the oldest first; files before directories.
-
-        A directory can be forgotten when everything in it is.
-        """
+        """Node ids without use, the oldest first; directories after what is in them."""
         found = self._inodes.all()
         for inode in found:
             if inode.info is not None and _is_unused(inode):

@@ -23,8 +23,6 @@ from fusefs.store.capabilities import PROBE_NAME
 NAME_MAX = 255
 # What S3 takes, in bytes of UTF-8.
 LONGEST_KEY = 1024
-# So many characters of a key are never too many bytes.
-SURELY_SHORT = LONGEST_KEY // 4
 PRIVATE = ".fusefs"
 
 
@@ -57,11 +55,6 @@ def is_expressible(name: str) -> bool:
     if "\0" in name or "/" in name:
         return False
     return len(name) <= 63 or len(name.encode()) <= NAME_MAX
-
-
-def is_short(key: str) -> bool:
-    """True if a key is as short as S3 allows."""
-    return len(key) <= SURELY_SHORT or len(key.encode()) <= LONGEST_KEY
 
 
 def is_private(prefix: str, name: str) -> bool:

@@ -129,26 +129,19 @@ def read(metadata: Mapping[str, str], default: Meta) -> Meta:
     uid = _whole(metadata.get("uid", metadata.get("file-owner")))
     gid = _whole(metadata.get("gid", metadata.get("file-group")))
     found = (("mode", mode), ("uid", uid), ("gid", gid))
+    form = Form(0) if metadata.keys().isdisjoint(_S3FS) else Form.S3FS
+    if not metadata.keys().isdisjoint(_AWS):
+        form |= Form.AWS
     return Meta(
         kind | permissions,
         default.uid if uid is None else uid,
         default.gid if gid is None else gid,
         read_time(metadata),
         _read_xattrs(metadata.get("xattr")),
-        tuple(
-            (name, value)
-            for name, value in metadata.items()
-            if name not in _OWN and _is_header(value)
-        ),
-        _form(metadata) or default.form,
+        tuple(pair for pair in metadata.items() if pair[0] not in _OWN and _is_header(pair[1])),
+        form or default.form,
         frozenset(name for name, value in found if value is None),
     )
-
-
-def _form(metadata: Mapping[str, str]) -> Form:
-    """The forms in which an object's metadata has attributes, which may be none."""
-    s3fs = Form(0) if metadata.keys().isdisjoint(_S3FS) else Form.S3FS
-    return s3fs if metadata.keys().isdisjoint(_AWS) else s3fs | Form.AWS
 
 
 def read_time(metadata: Mapping[str, str]) -> int | None:

@@ -25,11 +25,7 @@ def base_of(mark: int) -> int:
 
 
 def code_of(name: bytes) -> int:
-    """A checksum of a name.
-
-    Names that differ within four neighbouring bytes alone, as numbered ones do, have
-    different ones.
-    """
+    """A checksum of a name; those that differ in four neighbouring bytes have different ones."""
     return crc32(name) << 8 | adler32(name) & 0xFF
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
 
@@ -74,6 +74,7 @@ class PrefixLock:
     """One mount's changes; `key` tells a directory's prefix. Belongs to the event loop.
 
     `wanted` is set when a rename that has failed is to be tried again.
+    A rename that can't be finished now raises its StoreError or OSError in all that wait for it.
     """
 
     def __init__(self, key: Callable[[Inode], str]) -> None:
@@ -92,20 +93,14 @@ class PrefixLock:
         """True if a change of a key would not have to wait."""
         return not any(closure.covers(key) for closure in self._closures)
 
-    @asynccontextmanager
-    async def change(self, *names: Name) -> AsyncIterator[None]:
-        """Change these names; their keys stay as they are meanwhile.
-
-        Raises:
-            StoreError, OSError: a rename of a directory above them can't be finished now.
-        """
-        async with self._changing(lambda: self._keys(names)):
-            yield
+    def change(self, *names: Name) -> AbstractAsyncContextManager[None]:
+        """Change these names; their keys stay as they are meanwhile."""
+        return self._changing(lambda: self._keys(names))
 
     async def until_open(self, *names: Name) -> None:
         """Wait while a change of these names has to wait. Raises as `change`."""
         if not self.is_open(*names):
-            async with self._changing(lambda: self._keys(names)):
+            async with self.change(*names):
                 pass
 
     async def until_open_at(self, key: Callable[[], str]) -> None:
@@ -129,11 +124,7 @@ class PrefixLock:
 
     @asynccontextmanager
     async def closed(self, *names: Name) -> AsyncIterator[Closure]:
-        """Close the prefixes of two names, to the end of this or as long as it `is_kept`.
-
-        Raises:
-            StoreError, OSError: another rename that overlaps can't be finished now.
-        """
+        """Close the prefixes of two names, to the end of this or as long as it `is_kept`."""
         closure = Closure(next(self._numbers), lambda: self._keys(names))
         self._closures.append(closure)
         try:
@@ -175,11 +166,7 @@ class PrefixLock:
         return [keys[0] for keys in targets if tuple(map(_as_prefix, keys)) != own]
 
     async def wait_for_turn(self, change: _Change) -> None:
-        """Wait for what came before a change and is in its way.
-
-        Raises:
-            StoreError, OSError: that is a rename which can't be finished now.
-        """
+        """Wait for what came before a change and is in its way."""
         for closure in self._closures:
             if closure.error is not None and closure.is_before(change):
                 self.retry(closure)
@@ -187,15 +174,13 @@ class PrefixLock:
             before = next((one for one in self._closures if one.is_before(change)), None)
             if before is not None and before.error is not None:
                 raise before.error
-            if before is None and not self._has_earlier_changes(change):
+            has_earlier = isinstance(change, Closure) and any(
+                earlier.number < change.number and change.covers(*earlier.targets())
+                for earlier in self._changes
+            )
+            if before is None and not has_earlier:
                 return
             await self._moved.wait()
-
-    def _has_earlier_changes(self, change: _Change) -> bool:
-        return isinstance(change, Closure) and any(
-            earlier.number < change.number and change.covers(*earlier.targets())
-            for earlier in self._changes
-        )
 
     def _notify(self) -> None:
         self._moved.set()

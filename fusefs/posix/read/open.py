@@ -69,7 +69,9 @@ class Opener:
             raise OSError(errno.EISDIR, "a directory")
         is_valid = self._is_valid(inode)
         if known := self._handles.opened_by(caller.unique):
-            return self._opened_before(known)
+            # The last process had logged it, but not answered.
+            backing_id = self._handles.files[known].backing_id
+            return OpenResult(known, keep_cache=bool(backing_id), backing_id=backing_id)
         if inode.is_current and is_valid and (not inode.served or not self._backing.is_on):
             file = self._cache.find(inode.info.version)
             if file is not None and file.is_complete:
@@ -95,11 +97,6 @@ class Opener:
         if file.is_opening or file.needs_check or inode.has_other_pages:
             return False
         return file.is_kept and file.name not in self._cache.discarded
-
-    def _opened_before(self, fh: int) -> OpenResult:
-        """An open that the last process had logged, but not answered."""
-        backing_id = self._handles.files[fh].backing_id
-        return OpenResult(fh, keep_cache=bool(backing_id), backing_id=backing_id)
 
     def _is_valid(self, inode: Inode) -> bool:
         """True if the node may be opened without asking the bucket what its name stands for."""
@@ -269,17 +266,15 @@ class Opener:
         """Open in the mode that the node is in, or in the better one if it is in none."""
         if file.is_complete and file.size and not inode.served:
             backing_id = await self._backing.register(file)
-            if inode.passthrough and not self._is_read(inode, file):
+            handles = self._handles.files.values()
+            if inode.passthrough and any(
+                handle.inode is inode and handle.file is not file for handle in handles
+            ):
                 # The kernel refuses to read two files for one node.
                 raise OSError(errno.ESTALE, "the cached copy that is open was dropped")
             if backing_id and not inode.served:
                 return self._opened_passthrough(inode, file, backing_id, flags, caller)
         return self._opened_served(inode, file, flags, caller, keep_cache=keep_cache)
-
-    def _is_read(self, inode: Inode, file: CacheFile) -> bool:
-        """True if the kernel reads this file for an old node, and not one that was dropped."""
-        handles = self._handles.files.values()
-        return all(handle.file is file for handle in handles if handle.inode is inode)
 
     def _opened_passthrough(
         self, inode: Inode, file: CacheFile, backing_id: int, flags: int, caller: Caller
@@ -333,19 +328,12 @@ class Opener:
         self._counters.served_opens += 1
         handle = self._handles.open_file(inode, inode.object.version, file, 0, flags, caller.unique)
         if file.is_complete:
-            handle.fetched = self._count_whole(file)
+            # The kernel reads it, or may have its pages: the open counts as a read of all.
+            handle.fetched = file.first_read(0, file.size)
+            self._counters.read(file.size, handle.fetched)
         else:
             handle.readahead = self._readahead(inode, file)
         return OpenResult(handle.fh, keep_cache=keep_cache)
-
-    def _count_whole(self, file: CacheFile) -> int:
-        """Count an open of a complete file: the kernel reads it, or may have its pages.
-
-        Returns how many bytes of it had been fetched and not read yet.
-        """
-        fetched = file.first_read(0, file.size)
-        self._counters.read(file.size, fetched)
-        return fetched
 
     def _note_first_open(self, inode: Inode, file: CacheFile, *, is_first: bool) -> None:
         """Note an open for which nothing had to be prepared: readahead goes on from there.

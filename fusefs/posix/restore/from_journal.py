@@ -8,8 +8,7 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.readahead.window import Readahead
-from fusefs.posix.journal.records import LoggedHandle
-from fusefs.posix.journal.replay import KernelState
+from fusefs.posix.journal.records import KernelState, LoggedHandle
 from fusefs.posix.nodes.handles import (
     PASSTHROUGH,
     SERVED,
@@ -32,7 +31,6 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     """
     restore_table(operations.inodes, state)
     if operations.mutations is not None:
-        operations.mutations.changes.begun = state.begun
         writer = operations.mutations.writer
         on_disk = writer.staging.on_disk()
         for nodeid in on_disk:
@@ -57,7 +55,8 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
         recovery.drop_unneeded(operations.writer)
     for nodeid, pid in state.stale:
         operations.recall_stale(nodeid, pid)
-    operations.inodes.prune()
+    for inode in operations.inodes.all():
+        operations.inodes.drop_unknown(inode)  # unless the kernel or an open stream needs it
     operations.handles.next_fh = state.next_fh
 
 
@@ -87,7 +86,8 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
     inodes.numbers.adopt(state.numbers)
     for node in state.nodes.values():
         if node.nodeid != ROOT_ID:
-            inodes.adopt(Inode(node.nodeid, node.ino, None, node.name, node.info))
+            inode = Inode(node.nodeid, node.ino, None, node.name, node.info)
+            inodes.by_id[node.nodeid] = inode
         inodes.get(node.nodeid).entries_changed_ns = node.entries_changed_ns
     removed: dict[int, list[Inode]] = {}
     for node in state.nodes.values():

@@ -43,11 +43,7 @@ logger = logging.getLogger("fusefs.leftovers")
 
 
 def adopt(writer: Writer) -> int:
-    """Stage again what earlier mounts of the same bucket have left; return how many files. Blocks.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Stage again what earlier mounts of the bucket have left; return the files' count. Blocks."""
     own = writer.staging.directory
     count = 0
     # The youngest first: what it has of a name is the last that was written to it.
@@ -63,7 +59,11 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
         # Else it belongs to a mount that is out of sight and still being ended.
         if not files.try_lock(fd) or not _is_ours(directory, writer.staging.source):
             return 0
-        if not _is_safe_to_leave(writer, directory):
+        try:
+            # The next mount has to find what leaves another directory, also after a power cut.
+            writer.staging.names.sync()
+        except OSError as error:
+            logger.error("%s is left to a later mount: %s", directory, error.strerror)
             return 0
         count = 0
         for path in on_record(directory):
@@ -78,30 +78,19 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
         os.close(fd)
 
 
-def _is_safe_to_leave(writer: Writer, directory: Path) -> bool:
-    """Have the next mount find what leaves another directory, whatever happens to the machine."""
-    try:
-        writer.staging.names.sync()
-    except OSError as error:
-        logger.error("%s is left to a later mount: %s", directory, error.strerror)
-        return False
-    return True
-
-
 def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
     """Take up the attributes that an earlier process was to send, but for another prefix's."""
-    default = _default()
     records = attribute_log.load(directory)
     ours = [record for record in records if record.info.key.startswith(writer.inodes.prefix)]
     writer.deferred.adopt(
-        [(record, object_metadata.read(record.metadata, default)) for record in ours],
+        [(record, object_metadata.read(record.metadata, _default())) for record in ours],
         is_on_record=is_on_record,
     )
     if len(ours) == len(records):
         return True
     if ours and not is_on_record:
         others = [record for record in records if record not in ours]
-        attribute_log.AttributeLog(directory).rewrite(others)
+        attribute_log.AttributeLog(directory).write_anew(one.line() for one in others)
     return False
 
 
@@ -161,7 +150,7 @@ def restore(writer: Writer, inode: Inode) -> None:
         if inode.is_current:
             writer.inodes.detach([inode])
         state = staged.upload_state.plain() if staged.upload_state is not None else None
-        writer.uploads.abort_later(staged.key, state, staged.begun_ns)
+        writer.uploads.aborts.adopt_of_file(staged.key, state, staged.begun_ns)
         staged.upload_state = staged.begun_ns = None
     else:
         writer.flusher.list_staged(inode)
@@ -191,11 +180,8 @@ def drop_unneeded(writer: Writer) -> None:
 
 def _is_ours(directory: Path, source: str) -> bool:
     """True if a staging directory is of this bucket; if nothing can tell, the log says so."""
-    try:
-        found = (directory / SOURCE).read_text(errors="replace")
-    except FileNotFoundError:
-        # Earlier versions removed the file at the end of a mount also where something was left.
-        found = ""
+    named = directory / SOURCE
+    found = named.read_text(errors="replace") if named.exists() else ""
     if found == source:
         return True
     remaining = sorted(set(os.listdir(directory)) - {SOURCE})
@@ -218,12 +204,7 @@ def _remove(directory: Path) -> None:
     """Remove a staging directory unless something is left in it."""
     remaining = {path.name for path in directory.iterdir()} - {SOURCE}
     if remaining:
-        if removals.NAME in remaining:
-            logger.warning("%s has removals for a mount that may delete", directory)
-        elif attribute_log.NAME in remaining:
-            logger.warning("%s has attributes for another mount of the bucket", directory)
-        else:
-            logger.warning("%s keeps files: %s", directory, sorted(remaining))
+        logger.warning("%s has what only another mount may send: %s", directory, sorted(remaining))
         return
     (directory / SOURCE).unlink()
     directory.rmdir()
@@ -262,7 +243,7 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
         if not has_all and record["is_closed"] and not record["is_unlinked"]:
             logger.warning("%s waits in %s for a mount that has the name", record["key"], path)
             return False
-        writer.uploads.abort_later(record["key"], record["upload"], record["begun_ns"])
+        writer.uploads.aborts.adopt_of_file(record["key"], record["upload"], record["begun_ns"])
         if not has_all and not record["is_unlinked"] and may_be_open:
             _adopt_attributes_of(writer, path, record, is_kept=True)
             return False
@@ -275,11 +256,7 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
 def _adopt_attributes_of(
     writer: Writer, path: Path, record: dict[str, Any], *, is_kept: bool
 ) -> bool:
-    """Take up attributes that were changed of an object while a program had it open for writing.
-
-    With `is_kept` its record stays, and tells of them no more. False if they are on record
-    there alone: those of another prefix, and all where the disk is full.
-    """
+    """Take up attributes of an open file; False if they are on record in its directory alone."""
     if not record.get("attributes") or record["is_unlinked"] or record["is_closed"]:
         return True
     key = record["key"]
@@ -306,10 +283,7 @@ def _default() -> Meta:
 
 
 def _link(path: Path, new: Path) -> None:
-    """Have a staged file under both names until it is taken up, its record before it.
-
-    Killed in between, the next process finds the same file twice (`_give_way`).
-    """
+    """Link a file into this mount, record first: a process killed meanwhile finds both again."""
     with contextlib.suppress(FileNotFoundError):
         os.link(path.with_suffix(".json"), new.with_suffix(".json"))
     os.link(path, new)
@@ -323,8 +297,7 @@ def _unlink(path: Path) -> None:
 def _younger(writer: Writer, key: str) -> StagedFile | None:
     """The file that is staged under a key already: the youngest is taken up first."""
     inode = writer.inodes.at(key)
-    is_it = inode is not None and inode.info is not None and inode.info.key == key
-    return inode.staged if inode is not None and is_it else None
+    return inode.staged if inode is not None and writer.inodes.key(inode) == key else None
 
 
 def _give_way(
@@ -338,7 +311,7 @@ def _give_way(
     if is_there:
         _unlink(path)
         return
-    writer.uploads.abort_later(record["key"], record["upload"], record["begun_ns"])
+    writer.uploads.aborts.adopt_of_file(record["key"], record["upload"], record["begun_ns"])
     kept = path.with_name(f"replaced-{path.name}")
     path.rename(kept)
     path.with_suffix(".json").unlink(missing_ok=True)

@@ -11,29 +11,36 @@ itself, for the copies of large objects: they are on record from their begin to 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import trio
 
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.store.contract import Store
-from fusefs.store.errors import CredentialsError, StoreError, ThrottledError, UnreachableError
-from fusefs.store.interface import UploadLog
+from fusefs.store.errors import (
+    AccessDeniedError,
+    CredentialsError,
+    StoreError,
+    ThrottledError,
+    UnreachableError,
+)
+from fusefs.store.interface import UploadLog, UploadState
 
 logger = logging.getLogger("fusefs.uploads")
 
 NAME = "aborts"
 # How often an upload is aborted again for which S3 had no answer.
 AGAIN_S = 60.0
-# With other credentials, or later, it may be done.
+# S3 tells when an upload was begun in whole seconds, and by its own clock.
+CLOCKS_NS = 5_000_000_000
+# With other credentials, or later, it may be done. Not every store lists uploads and parts.
 MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 
 
 class PendingAborts(UploadLog):
-    """The uploads of one mount that are to be aborted. Belongs to the event loop.
-
-    They are on record in `directory`, and `store` aborts them, in tasks of `nursery`.
-    """
+    """The uploads of one mount that are to be aborted. Belongs to the event loop."""
 
     def __init__(self, directory: Path, nursery: trio.Nursery, store: Store) -> None:
         self._log = LineLog(directory / NAME)
@@ -65,16 +72,11 @@ class PendingAborts(UploadLog):
     def add(self, key: str, upload_id: str, *, delay_s: float | None = None) -> None:
         """Have an upload aborted, after a while, and as often as that takes."""
         self.begun(key, upload_id)
-        self._nursery.start_soon(
-            self._go_on, key, upload_id, AGAIN_S if delay_s is None else delay_s
-        )
+        wait_s = AGAIN_S if delay_s is None else delay_s
+        self._nursery.start_soon(self._go_on, key, upload_id, wait_s)
 
     def adopt(self, key: str, upload_id: str, *, is_on_record: bool) -> None:
-        """Take up what an earlier process was to abort, or has left.
-
-        Raises:
-            OSError: the disk does not take the record.
-        """
+        """Take up what an earlier process was to abort, or has left."""
         if upload_id in self._on_record:
             return
         if is_on_record:
@@ -82,6 +84,16 @@ class PendingAborts(UploadLog):
         else:
             self._put(key, upload_id)
         self._nursery.start_soon(self._go_on, key, upload_id, 0.0)
+
+    def adopt_of_file(
+        self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None
+    ) -> None:
+        """Abort what an earlier process has left of a file that is not to be uploaded."""
+        if upload is not None:
+            state = UploadState.from_plain(upload)
+            self.add(state.key, state.upload_id, delay_s=0.0)
+        if begun_ns is not None:
+            self._nursery.start_soon(self.abort, key, None, begun_ns)
 
     def close(self) -> None:
         self._log.close(remove=not self._on_record)
@@ -92,22 +104,50 @@ class PendingAborts(UploadLog):
             self._on_record[upload_id] = key
 
     async def _go_on(self, key: str, upload_id: str, delay_s: float) -> None:
-        is_over = False
-        while not is_over:
+        while True:
             await trio.sleep(delay_s)
-            is_over = await self._abort(key, upload_id)
             delay_s = AGAIN_S
+            try:
+                await self._store.abort_upload(key, upload_id)
+                break
+            except MAY_PASS:
+                continue
+            except StoreError as error:
+                logger.warning("%s: its upload stays in the bucket: %s", key, error)
+                break
         self.ended(upload_id)
 
-    async def _abort(self, key: str, upload_id: str) -> bool:
-        """Abort an upload; True if that is over, well or badly."""
+    async def abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
+        """Abort the upload of a file, and what an earlier process may have begun at `begun_ns`."""
         try:
-            await self._store.abort_upload(key, upload_id)
-        except MAY_PASS:
-            return False
+            if begun_ns is not None:
+                await self._abort_lost(key, begun_ns)
+            if upload is not None:
+                await self._store.abort_upload(upload.key, upload.upload_id)
         except StoreError as error:
-            logger.warning("%s: its upload stays in the bucket: %s", key, error)
-        return True
+            logger.warning("%s: its upload could not be aborted: %s", key, error)
+            if upload is not None and isinstance(error, MAY_PASS):
+                self.add(upload.key, upload.upload_id)
+
+    async def try_abort_lost(self, key: str, begun_ns: int) -> None:
+        """Abort what was begun without an id; only failures that may pass hold up the file."""
+        try:
+            await self._abort_lost(key, begun_ns)
+        except MAY_PASS:
+            raise
+        except StoreError as error:
+            why = want_of("s3:ListBucketMultipartUploads", error)
+            logger.warning("%s: an upload of it may stay in the bucket%s: %s", key, why, error)
+
+    async def _abort_lost(self, key: str, begun_ns: int) -> None:
+        for lost in await self._store.list_uploads(key):
+            if lost.key == key and lost.begun_ns >= begun_ns - CLOCKS_NS:
+                await self._store.abort_upload(lost.key, lost.upload_id)
+
+
+def want_of(permission: str, error: StoreError) -> str:
+    """The permission or quota that a refused request lacks, for a message."""
+    return f", for want of {permission}" if isinstance(error, AccessDeniedError) else ""
 
 
 def load(directory: Path) -> list[tuple[str, str]]:

@@ -38,8 +38,7 @@ class Backlog:
 
     def __init__(self, staging: Staging, flusher: Flusher) -> None:
         self._staging = staging
-        self._may_be_written = flusher.may_be_written
-        self._is_given_up = flusher.is_given_up
+        self._flusher = flusher
         self._uploads = flusher.uploads
         self._prefix_lock = flusher.prefix_lock
         self._deferred = flusher.deferred
@@ -71,7 +70,7 @@ class Backlog:
         self._deferred.hurry(key)
         self._removals.hurry(key)
         for staged in self.files(key):
-            if self._is_given_up(staged):
+            if self._flusher.is_given_up(staged):
                 continue
             staged.error = None
             self._uploads.start(staged).hurry.set()
@@ -81,9 +80,6 @@ class Backlog:
 
         What was written stays on the disk, where no mount takes it up. `files` counts those that
         were given up, `in_use` names those that programs have open, `remaining` counts others.
-
-        Raises:
-            StoreError: S3 does not tell what it has.
         """
         files, in_use = await self._deferred.give_up(key), []
         waiting = self.files(key)
@@ -98,10 +94,7 @@ class Backlog:
         return {"files": files, "in_use": in_use, "remaining": len(waiting)}
 
     async def drain(self, limit_s: float) -> None:
-        """Upload what is pending, once, if that takes no longer; the rest stays on the disk.
-
-        What a program has still open, in a mount that was ended by force, is not whole.
-        """
+        """Upload once what is pending and whole, if that takes no longer; the rest is kept."""
         finished = [
             file for file in self._staging.pending if file.is_closed or not file.inode.is_open
         ]
@@ -126,9 +119,8 @@ class Backlog:
             logger.error("%s is not deleted in the bucket; that is kept on record", gone.key)
         for key in self._uploads.aborts.pending:
             logger.error("an upload of %s is not aborted in the bucket; kept on record", key)
-        self._deferred.close()
-        self._removals.close()
-        self._uploads.aborts.close()
+        for log in (self._deferred, self._removals, self._uploads.aborts):
+            log.close()
         self._staging.remove_if_empty()
 
     async def _say_if_slow(self, files: list[StagedFile]) -> None:
@@ -146,11 +138,11 @@ class Backlog:
                 await ACTIVITY.pause(RETRY_S)
             now = trio.current_time()
             for staged in self._staging.pending:
-                if self._may_be_written(staged.inode):
+                if self._flusher.may_be_written(staged.inode):
                     is_due = staged.is_content_dirty and now >= staged.since + pause_s(
                         staged.size()
                     )
                     if is_due and staged.writers:
                         self._uploads.start(staged, is_background=True)
-                elif not self._is_given_up(staged) and now >= staged.since + staged.pause_s:
+                elif not self._flusher.is_given_up(staged) and now >= staged.since + staged.pause_s:
                     self._uploads.start(staged)

@@ -69,11 +69,7 @@ class EmptyObjects:
         self.fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     async def put(self, key: str, meta: Meta, caller: Caller) -> ObjectInfo:
-        """Make an object where there is none.
-
-        Raises:
-            OSError: EEXIST, there is one that this request has not made.
-        """
+        """Make an object where there is none; EEXIST if another request has made one."""
         # Where the answer is lost, to this process or with the last one, this
         # tells our object from another node's.
         token = f"{self._mount}-{caller.unique}"
@@ -88,13 +84,7 @@ class EmptyObjects:
             return found
 
     async def put_marker(self, prefix: str, meta: Meta, etag: str | None) -> str:
-        """Make a prefix a directory, as S3 consoles do, over a marker with this ETag (None: none).
-
-        Returns the marker's ETag.
-
-        Raises:
-            ConflictError: an object with content is there.
-        """
+        """Make a prefix a directory, over a marker of this ETag; ConflictError for a content."""
         write = Write(meta.as_metadata(), "application/x-directory", Expect(etag))
         return (await self._store.put_file(prefix, self.fd, 0, write)).etag
 
@@ -106,9 +96,7 @@ class ExclusiveCreates:
     """
 
     def __init__(
-        self,
-        nursery: trio.Nursery,
-        reserve: Callable[[StagedFile], Awaitable[None]],
+        self, nursery: trio.Nursery, reserve: Callable[[StagedFile], Awaitable[None]]
     ) -> None:
         self._nursery = nursery
         self._reserve = reserve
@@ -131,10 +119,7 @@ class ExclusiveCreates:
         self._made.pop(prefix, None)
 
     def is_reserved(self, prefix: str, name: str, pid: int) -> bool:
-        """True if a process's creation of a name is to be decided at once.
-
-        `pid` is 0 where the process is not known.
-        """
+        """True if a process's creation is decided at once; `pid` 0: not known."""
         if _LOCK_NAME.search(name):
             return True
         if has_random_part(prefix + name):

@@ -31,7 +31,8 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.nodes.prefix_lock import PrefixLock
-from fusefs.posix.types import Answer, find, waiting
+from fusefs.posix.nodes.temporary_names import is_temporary
+from fusefs.posix.types import Answer, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.removals import Removals
@@ -43,8 +44,7 @@ from fusefs.posix.write.upload_times import AppendRuns
 from fusefs.posix.write.uploader import AHEAD, Uploader
 from fusefs.settings.types import Durability
 from fusefs.store.errors import StoreError
-from fusefs.store.fencing import ChangeToken
-from fusefs.store.interface import ObjectInfo, Write
+from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.stalls import unattended
 
@@ -75,10 +75,10 @@ class Flusher:
         sharing: Sharing,
         prefix_lock: PrefixLock,
     ) -> None:
-        self._state = state
+        self._notifier = state.notifier
+        self._mark_stale = state.mark_stale
         self._directories = state.directories
         self._cache = state.cache
-        self._store = state.store
         self._staging = writing.staging
         self._nursery = writing.nursery
         self._inodes = state.inodes
@@ -88,34 +88,24 @@ class Flusher:
         self.prefix_lock = prefix_lock
         # Files that are looked at until no program has them mapped.
         self._mapped: set[StagedFile] = set()
-        self.uploads = Uploader(
-            state.store,
-            writing,
-            editor,
-            prefix_lock,
-            self.landed,
-            self._kept_apart,
-            self._set_aside,
-        )
+        told = self.landed, self._kept_apart, self._set_aside
+        self.uploads = Uploader(state.store, writing, editor, prefix_lock, *told)
         self.exclusive = ExclusiveCreates(writing.nursery, self.uploads.reserve)
         self.deferred = DeferredAttributes(
             writing.nursery,
             AttributeLog(writing.staging.directory),
             state.store,
-            self._describe,
+            self.uploads.own,
             self._attributes_landed,
             self._attributes_lost,
-            self._may_come_back,
         )
         self._appends = AppendRuns()
         self.removals = removals
 
     def flush(self, fh: int, pid: int = 0, owner: int = UNKNOWN_OWNER) -> Answer[None]:
-        """A descriptor of an open file is closed: have what was written kept.
+        """A descriptor is closed by the thread `pid`, if that is known: keep what was written.
 
-        A program that forks closes each of its files once more in each child, which
-        is another lock owner. The thread `pid` does it, if that is known: a killed one
-        has not meant to.
+        A child that is forked, another lock `owner`, closes each of its parent's files once more.
         """
         handle = self._handles.files.get(fh)
         if handle is None or handle.inode.staged is None or not handle.flags & WRITING:
@@ -126,58 +116,44 @@ class Flusher:
             self.exclusive.wrote(staged.creator, staged.size())
         if not staged.is_dirty or staged.is_others(owner):
             return None
+        return waiting(self._flush(staged, pid))
+
+    async def _flush(self, staged: StagedFile, pid: int) -> None:
         # No other close costs a look at the process. What merely grows replaces nothing.
         if staged.is_rewrite and staged.kept_size is None and pid and self._can_be_undone(staged):
-            return waiting(self._flush_unless_killed(staged, pid))
-        return self._flush(staged, pid)
-
-    async def _flush_unless_killed(self, staged: StagedFile, pid: int) -> None:
-        # A killed program's request is soon cancelled, and the answer is needed then.
-        with trio.CancelScope(shield=True):
-            was_killed = await self._state.notifier.was_killed(pid)
-        self._stopped_writing(staged, was_killed=was_killed)
-        if was_killed:
-            logger.info("the process %d was killed while it rewrote %s", pid, staged.key)
-        elif staged.is_dirty and staged.inode.staged is staged:
-            answer = self._flush(staged, pid)
-            if answer is not None:
-                await answer
-
-    def _stopped_writing(self, staged: StagedFile, *, was_killed: bool) -> None:
-        """Note that a program has, for the next process as well, which sees its RELEASE alone."""
-        state = staged.state
-        staged.stopped_writing(was_killed=was_killed)
-        if staged.state is not state and staged.inode.staged is staged:
-            self._staging.try_record(staged)
-
-    def _flush(self, staged: StagedFile, pid: int) -> Answer[None]:
+            # A killed program's request is soon cancelled, and the answer is needed then.
+            with trio.CancelScope(shield=True):
+                was_killed = await self._notifier.was_killed(pid)
+            state = FileState.ABANDONED if was_killed else FileState.OPEN
+            if staged.state in (FileState.OPEN, FileState.ABANDONED) and staged.state is not state:
+                staged.state = state
+                if staged.inode.staged is staged:
+                    # For the next process as well, which sees the RELEASE alone.
+                    self._staging.try_record(staged)
+            if was_killed:
+                logger.info("the process %d was killed while it rewrote %s", pid, staged.key)
+            if was_killed or not staged.is_dirty or staged.inode.staged is not staged:
+                return
         if not staged.is_content_dirty:
             self.uploads.start(staged, DEFER_S)  # it may be closed here and open elsewhere
-            return None
-        if not staged.writers:
-            return waiting(self._flush_unwritten(staged, pid))
-        is_strict = self._rules.durability_of(staged.key) is Durability.BUCKET
-        delay_s = None if is_strict else self._appends.closed(staged)
-        if delay_s is None or staged.error is not None:
-            return waiting(self._close(staged))
-        return waiting(self._keep_appended(staged, delay_s))
-
-    async def _keep_appended(self, staged: StagedFile, delay_s: float) -> None:
-        """Have what was appended safe on the local disk, and in the bucket later."""
-        await self._staging.make_safe(staged)
-        if staged.is_dirty and staged.inode.staged is staged:
-            if not self.uploads.is_under_way(staged):
-                staged.pause_s = delay_s
-            self.uploads.start(staged, delay_s)
-
-    async def _flush_unwritten(self, staged: StagedFile, pid: int) -> None:
-        """A process closes a file to which nobody has written, and which it made or truncated."""
-        will_close = await self._state.notifier.will_close(pid, staged.inode.ino)
-        # Where that cannot be seen the upload follows the last close, unless the close of a new
-        # file is to say that another node was faster.
-        if will_close or (will_close is None and staged.exclusive is None):
             return
-        await self._close(staged)
+        if not staged.writers:
+            # A process closes a file to which nobody has written, and which it made or truncated.
+            will_close = await self._notifier.will_close(pid, staged.inode.ino)
+            # Where that cannot be seen the upload follows the last close, unless the close of a
+            # new file is to say that another node was faster.
+            if will_close or (will_close is None and staged.exclusive is None):
+                return
+        elif self._rules.durability_of(staged.key) is not Durability.BUCKET:
+            delay_s = self._appends.closed(staged)
+            if delay_s is not None and staged.error is None:
+                await self._staging.make_safe(staged)
+                if staged.is_dirty and staged.inode.staged is staged:
+                    if not self.uploads.is_under_way(staged):
+                        staged.pause_s = delay_s
+                    self.uploads.start(staged, delay_s)
+                return
+        await self._keep(staged, self.delay_s(staged, staged.key))
 
     def fsync(self, fh: int) -> Answer[None]:
         handle = self._handles.files.get(fh)
@@ -219,7 +195,12 @@ class Flusher:
                 staged.key,
             )
             if staged.is_meta_dirty:
-                self._keep_attributes(staged, inode.object)
+                # Modes, owners and attributes that were set are not what a killed program wrote.
+                mtime_ns = staged.object_time(inode.object)
+                try:
+                    self.deferred.put(inode.object, staged.meta.changed(mtime_ns=mtime_ns))
+                except OSError as error:
+                    logger.error("the attributes of %s are lost: %s", staged.key, error.strerror)
             # As with a file that is removed: programs that have it open read what was written.
             staged.state = FileState.UNLINKED
             self._staging.try_record(staged)
@@ -231,28 +212,16 @@ class Flusher:
         if inode.staged is staged and not inode.is_open:
             self._release(staged)
 
-    def _keep_attributes(self, staged: StagedFile, info: ObjectInfo) -> None:
-        """Modes, owners and attributes that were set are not what a killed program wrote."""
-        try:
-            self.deferred.put(info, staged.meta.changed(mtime_ns=staged.object_time(info)))
-        except OSError as error:
-            logger.error("the attributes of %s are lost: %s", staged.key, error.strerror)
-
     def delay_s(self, staged: StagedFile, key: str) -> float | None:
-        """Seconds between the close of a file, of this key, and its upload.
-
-        None if the close waits for it.
-        """
-        if self._rules.is_local(key):
+        """Seconds from the close of a file, of this key, to its upload; None: the close waits."""
+        durability = self._rules.durability_of(key)
+        if durability is Durability.LOCAL:
             return LATER_S
         # What is larger is sent while it is written.
-        is_small = staged.size() < AHEAD
-        if is_small and self._rules.is_temporary(key, is_exclusive=staged.creator is not None):
-            return TEMPORARY_S
-        return None
-
-    async def _close(self, staged: StagedFile) -> None:
-        await self._keep(staged, self.delay_s(staged, staged.key))
+        if durability is not Durability.AUTO or staged.size() >= AHEAD:
+            return None
+        path, is_exclusive = key[len(self._rules.prefix) :], staged.creator is not None
+        return TEMPORARY_S if is_temporary(path, is_exclusive=is_exclusive) else None
 
     async def _keep(self, staged: StagedFile, delay_s: float | None) -> None:
         """Have the content of a file kept for a program that waits for it.
@@ -280,9 +249,9 @@ class Flusher:
         if staged is None or self.may_be_written(inode):
             return
         if staged.is_dirty:
-            await self._close(staged)
+            await self._keep(staged, self.delay_s(staged, staged.key))
         else:
-            self._settle(staged)
+            self._return_to_cache(staged)
 
     def change_meta(self, inode: Inode, meta: Meta) -> None:
         """Give a file another mode, owner or time."""
@@ -302,8 +271,9 @@ class Flusher:
             self._staging.record(staged)
             self.described(inode)
             return
-        now = self._named_now(inode)
-        if now is not inode:
+        now = inode.parent.child(inode.name) if inode.parent is not None else None
+        if now is not None and now is not inode and now.info is not None:
+            # An edit has given the file's name another node.
             inode.meta = meta
             self.change_meta(now, meta)
             return
@@ -312,11 +282,6 @@ class Flusher:
             meta = meta.changed(mtime_ns=inode.object.mtime_ns)
         self.deferred.put(inode.object, meta)
         inode.meta = meta
-
-    def _named_now(self, inode: Inode) -> Inode:
-        """The node that has the file's name now, where an edit has given it another one."""
-        now = inode.parent.child(inode.name) if inode.parent is not None else None
-        return now if now is not None and now.info is not None else inode
 
     def described(self, inode: Inode) -> None:
         """The attributes of a staged file have changed: send them if no program will close it."""
@@ -330,10 +295,7 @@ class Flusher:
         self.uploads.start(staged, LATER_S)
 
     def _defer(self, staged: StagedFile) -> bool:
-        """Keep attributes that changed alone apart, so that the content need not stay staged.
-
-        False where they go along with the content, or a program has the file open.
-        """
+        """Send attributes alone, so that the content need not stay staged; False if they can't."""
         inode, info = staged.inode, staged.inode.info
         if (
             staged.is_content_dirty
@@ -343,43 +305,17 @@ class Flusher:
             or info is None
             or staged.etag is None
             or staged.etag != info.etag
-            or staged.is_leftover
+            or staged.state is FileState.LEFTOVER
             or not self.prefix_lock.is_open_at(staged.key)
         ):
             return False
         self.deferred.put(info, staged.described())
         staged.is_meta_dirty = False
-        self._settle(staged)
+        self._return_to_cache(staged)
         return True
-
-    async def _describe(self, info: ObjectInfo, meta: Meta, token: ChangeToken) -> ObjectInfo:
-        """Send the attributes of an object.
-
-        Raises:
-            StoreError: it could not be done.
-            NotFoundError, StaleVersionError: there is no such version any more.
-        """
-        own = self.uploads.own.get(info)
-        write = Write(meta.as_metadata(), token=token, is_own=own is not None)
-        return await self._store.copy(own or info.version, info.key, write)
-
-    async def _may_come_back(self, info: ObjectInfo) -> bool:
-        """True if a version that is gone may be put back, as a late request has undone it.
-
-        Raises:
-            StoreError: the bucket could not tell what is there now.
-        """
-        unanswered = self._store.unanswered
-        if not unanswered.concerns(info.key):
-            return False
-        found = await find(self._store, info.key)
-        is_there = found is not None and found.etag == info.etag
-        return is_there or unanswered.has_undone(info.key, found)
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
         """A version's object has other attributes, and is another version for that."""
-        if self.uploads.own.get(old) is not None:
-            self.uploads.own.note(new)
         # The copy may have another ETag, and has the same bytes.
         await self._cache.move(old.version, new.version)
         inode = self._node_of(old)
@@ -395,15 +331,14 @@ class Flusher:
             self._directories.changed(prefix, name, new)
 
     def _attributes_lost(self, info: ObjectInfo) -> None:
-        inode = self._node_of(info)
-        if inode is not None and inode.staged is None:
-            self._state.mark_stale(inode)
+        if (inode := self._node_of(info)) is not None:
+            self._mark_stale(inode)
 
     def _node_of(self, info: ObjectInfo) -> Inode | None:
         """The node that a version is shown as, if the kernel knows it."""
         inode = self._inodes.at(info.key)
-        is_it = inode is not None and inode.info is not None and inode.info.version == info.version
-        return inode if is_it else None
+        known = inode.info if inode is not None else None
+        return inode if known is not None and known.version == info.version else None
 
     def may_be_written(self, inode: Inode) -> bool:
         """True if a program has a staged file open for writing, and so will close it."""
@@ -416,7 +351,7 @@ class Flusher:
         self._has(staged.inode, info)
         if staged.rebases:
             self._appends.forget(staged)
-        self._settle(staged)
+        self._return_to_cache(staged)
         if staged.inode.staged is staged:
             self._staging.try_record(staged)
 
@@ -435,18 +370,14 @@ class Flusher:
         self.landed(staged, info)
 
     def _set_aside(self, staged: StagedFile, theirs: ObjectInfo | None) -> None:
-        """A file's name is another object's (None: nothing's).
-
-        What was written to the file can't be whole any more, or was given up, and stays on the
-        disk alone.
-        """
+        """A name is another object's (None: nothing's); what was written stays on disk alone."""
         inode = staged.inode
         assert inode.parent is not None
         prefix, name = self._inodes.key(inode.parent), inode.name
         self._inodes.mark_replaced(inode)
         self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
         if not staged.is_content_dirty:
-            self._settle(staged)
+            self._return_to_cache(staged)
             return
         kept = self._staging.set_aside(staged)
         logger.error("%s is what the bucket has: what was written to it is in %s", staged.key, kept)
@@ -459,14 +390,16 @@ class Flusher:
         self._inodes.replace_version(inode, info)
         self._directories.changed(*split_key(info.key), info, lasting=inode.staged is not None)
 
-    def _settle(self, staged: StagedFile) -> None:
-        """Keep the content as the cached copy, if no program has the file open.
-
-        Programs for which the kernel reads it may: it is the same file.
-        """
+    def _return_to_cache(self, staged: StagedFile) -> None:
+        """Keep the content as the cached copy, if no program has the file open by another way."""
         inode = staged.inode
-        if staged.is_dirty or inode.staged is not staged or not self._may_settle(staged):
+        if staged.is_dirty or inode.staged is not staged:
             return
+        if staged.backing is None or staged.is_unlinked:
+            if inode.is_open:
+                return
+        elif inode.served or staged.may_be_mapped or self.may_be_written(inode):
+            return  # who has it open would miss it
         is_taken = False
         if not staged.is_unlinked and inode.info is not None and inode.info.size:
             own = None if staged.base is None else staged.base.own(inode.info.size)
@@ -485,14 +418,7 @@ class Flusher:
         inode.meta = staged.described()
         self._release(staged, is_taken=is_taken)
         if not staged.is_unlinked and inode.info is not None:
-            self._directories.pending_changes.settle(*split_key(inode.info.key))
-
-    def _may_settle(self, staged: StagedFile) -> bool:
-        """True if no program has a staged file open that would miss it."""
-        inode = staged.inode
-        if staged.backing is None or staged.is_unlinked:
-            return not inode.is_open
-        return not (inode.served or staged.may_be_mapped or self.may_be_written(inode))
+            self._directories.pending_changes.landed(*split_key(inode.info.key))
 
     async def _until_let_go(self, staged: StagedFile) -> None:
         """Keep what is stored through a mapping whose descriptor is closed, until it is gone."""
@@ -530,7 +456,7 @@ class Flusher:
             if staged.lock.locked():
                 self._nursery.start_soon(self._released_later, staged)
             else:
-                self._settle(staged)
+                self._return_to_cache(staged)
             return
         if staged.state is FileState.ABANDONED and self._can_be_undone(staged):
             self._nursery.start_soon(self._undo, staged)

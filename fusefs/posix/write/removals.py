@@ -10,7 +10,7 @@ in one directory it refuses at its first file, which fails the call.
 
 The object is deleted over its ETag. What could not be deleted, and what an earlier
 process has left, is looked at first: another object that somebody has put there
-meanwhile stays. Changes of such a key wait until it is gone (namespace/settled_store.py);
+meanwhile stays. Changes of such a key wait until it is gone (namespace/after_removals.py);
 listings do not show it (`Directories.pending_changes`).
 """
 
@@ -87,7 +87,10 @@ class Removal:
 
 
 class Removals:
-    """The removals of one mount. Belongs to the event loop; its tasks live in `nursery`."""
+    """The removals of one mount. Belongs to the event loop; its tasks live in `nursery`.
+
+    Whoever waits for a removal that fails gets its StoreError or OSError; it stays on record.
+    """
 
     def __init__(
         self, store: Store, directories: Directories, staging: Path, nursery: trio.Nursery
@@ -181,11 +184,7 @@ class Removals:
     # Waiting
 
     async def flush(self, key: str) -> None:
-        """Have an object deleted, if it is to be.
-
-        Raises:
-            StoreError, OSError: it could not be; it stays on record.
-        """
+        """Have an object deleted, if it is to be."""
         while (removal := self._by_key.get(key)) is not None:
             attempted = removal.attempted
             removal.hurry.set()
@@ -196,11 +195,7 @@ class Removals:
                 raise removal.error
 
     async def flush_at(self, key: str) -> None:
-        """As `flush`, for a key that is to be changed: also where it is to be below a file.
-
-        A directory may be made where a file was removed, and some servers have no
-        object below a file.
-        """
+        """As `flush`, for a key to be changed: files above it have to be gone for some servers."""
         if not self._by_key:
             return
         at = key.find("/")
@@ -243,26 +238,22 @@ class Removals:
                 batch = list(itertools.islice(self._new.values(), AT_ONCE))
                 for removal in batch:
                     del self._new[removal.key]
-                self._nursery.start_soon(self._send, batch)
+                self._nursery.start_soon(self._delete_all, batch)
         finally:
             self._is_running = False
 
-    async def _send(self, batch: list[Removal]) -> None:
-        """Make one request, in the place that was taken for it."""
-        try:
-            with self._batches.doing():
-                await self._delete_all(batch)
-        finally:
-            self._requests.release()
-
     async def _delete_all(self, batch: list[Removal]) -> None:
+        """Make one request, in the place that was taken for it."""
         etags = {removal.key: removal.etag for removal in batch}
         failed: dict[str, Exception] = {}
         try:
-            failures = await self._store.delete_many(list(etags), etags)
+            with self._batches.doing():
+                failures = await self._store.delete_many(list(etags), etags)
             failed = {failure.key: failure.error for failure in failures}
         except Exception as error:
             failed = dict.fromkeys(etags, judged(error))
+        finally:
+            self._requests.release()
         self._done([removal for removal in batch if removal.key not in failed])
         for removal in batch:
             why = failed.get(removal.key)
@@ -291,11 +282,7 @@ class Removals:
                 return
 
     async def _delete(self, removal: Removal) -> None:
-        """Delete an object, unless it was replaced meanwhile.
-
-        Raises:
-            StoreError: it could not be deleted.
-        """
+        """Delete an object, unless it was replaced meanwhile."""
         try:
             found = await self._store.head(removal.key)
         except NotFoundError:
@@ -344,11 +331,7 @@ class Removals:
     # Another process's
 
     def adopt(self, key: str, etag: str, removed_ns: int, *, is_on_record: bool) -> None:
-        """Take up what an earlier process was to delete.
-
-        Raises:
-            OSError: the disk does not take the record.
-        """
+        """Take up what an earlier process was to delete."""
         if key not in self._by_key:
             removal = Removal(key, etag, removed_ns, Work())
             if not is_on_record:

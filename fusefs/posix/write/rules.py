@@ -8,7 +8,6 @@ from pathlib import Path
 
 import trio
 
-from fusefs.posix.nodes.temporary_names import is_temporary
 from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.patterns import PathRules
@@ -36,14 +35,6 @@ class WriteRules:
     def is_local(self, key: str) -> bool:
         """True if the local disk is enough for the file of a key."""
         return self.durability_of(key) is Durability.LOCAL
-
-    def is_temporary(self, key: str, *, is_exclusive: bool) -> bool:
-        """True if the local disk is enough for the file of a key until it has its last name.
-
-        `is_exclusive` says that it was created with O_EXCL.
-        """
-        is_auto = self.durability_of(key) is Durability.AUTO
-        return is_auto and is_temporary(key[len(self.prefix) :], is_exclusive=is_exclusive)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,7 @@ class Sharing:
         self._handles = state.handles
 
     async def begin(self, file: CacheFile) -> bool:
-        """Prepare a pinned cache file to be taken out; False if others use it as well.
-
-        Not cancelled halfway.
-        """
+        """Prepare a cache file to be taken out, uncancelled; False if others use it as well."""
         if self._is_served(file):
             return False
         # What no program writes to is uploaded as it is here, too.
@@ -64,20 +61,13 @@ class Sharing:
 
     def is_ready(self, inode: Inode) -> bool:
         """True if a node's next handle can be in the mode that it has to be in."""
-        staged = inode.staged
-        return (
-            staged is None
-            or staged.backing is None
-            or bool(inode.served)
-            or bool(self._backing.find(staged.backing))
-        )
+        backing = inode.staged.backing if inode.staged is not None else None
+        return backing is None or bool(inode.served or self._backing.find(backing))
 
     async def register(self, inode: Inode) -> bool:
         """Have the kernel have a node's staged file again; False if it refuses it."""
-        staged = inode.staged
-        if staged is None or staged.backing is None:
-            return True
-        return bool(await self._backing.register(staged.backing))
+        backing = inode.staged.backing if inode.staged is not None else None
+        return backing is None or bool(await self._backing.register(backing))
 
     def recall(self, staged: StagedFile, st_ino: int) -> CacheFile | None:
         """The cache file that a staged file was, if the kernel reads it as the file `st_ino`."""
@@ -92,10 +82,7 @@ class Sharing:
         return staged.backing
 
     async def is_mapped(self, file: CacheFile) -> bool:
-        """True if a program has mapped a pinned cache file that none has open any more.
-
-        The kernel tells once it does not hold the file open itself.
-        """
+        """True if a program has mapped a cache file that none has open; the kernel lets go."""
         if not self._backing.find(file) or self._is_open(file):
             return False
         if not await self._cache.ensure_open(file):
@@ -103,10 +90,7 @@ class Sharing:
         return await self._is_used(file)
 
     async def is_let_go(self, staged: StagedFile) -> bool:
-        """True if nothing can store into a staged file any more: no program has it open or mapped.
-
-        What is mapped is registered again, for programs that open it.
-        """
+        """True if no program has a staged file open or mapped; else it is registered again."""
         file = staged.backing
         if file is None:
             return True

@@ -53,12 +53,8 @@ class SparseEditor:
         """Make the first `size` bytes of an object the content of an empty file.
 
         Of a large object only the first ones are brought, which shows that it is still there. The
-        base for the others is returned, None if there are none; `drop` takes it back.
-
-        Raises:
-            BaseLostError: the bucket does not have the object any more.
-            StoreError: it can't be read.
-            OSError: the disk does not take it.
+        base for the others is returned, None if there are none; `drop` takes it back. BaseLostError
+        if the bucket does not have the object any more.
         """
         os.ftruncate(fd, size)
         base = EditBase(self._cache.pin(version), size)
@@ -82,12 +78,7 @@ class SparseEditor:
             await self.fill(base, fd, first, last)
 
     async def fill(self, base: EditBase, fd: int, start: int, stop: int) -> None:
-        """Have the bytes [start, stop) in the file, and their pages.
-
-        Raises:
-            BaseLostError: the bucket does not have the object any more.
-            StoreError: it can't be read.
-        """
+        """Have the bytes [start, stop) in the file, with their pages, or BaseLostError."""
         stop = min(-(-stop // PAGE) * PAGE, base.size)
         while missing := base.filled.first_missing(start // PAGE * PAGE, stop):
             first, last = missing
@@ -102,13 +93,7 @@ class SparseEditor:
             base.filled.add(first, -(-last // PAGE) * PAGE)
 
     async def follow(self, base: EditBase, lost: ObjectVersion) -> bool:
-        """Go on with the object of the file's own upload, if that has replaced the `lost` version.
-
-        Tells if so, also where another task was faster.
-
-        Raises:
-            StoreError: the bucket could not tell.
-        """
+        """Go on with the file's own upload if it has replaced `lost`; True if that was done."""
         found = await find(self._store, lost.key)
         if found is None:
             return False
@@ -129,7 +114,7 @@ class SparseEditor:
         except NotKeptError:
             data = await self._downloader.read_unkept(base.version, start, stop)
             with _same_time(fd):
-                await trio.to_thread.run_sync(_write, fd, data, start, limiter=self._disk)
+                await trio.to_thread.run_sync(write_fully, fd, data, start, limiter=self._disk)
 
 
 @contextmanager
@@ -142,8 +127,10 @@ def _same_time(fd: int) -> Iterator[None]:
         os.utime(fd, ns=(modified_ns, modified_ns))
 
 
-def _write(fd: int, data: bytearray, offset: int) -> None:
+def write_fully(fd: int, data: bytes | bytearray, offset: int) -> int:
+    """Write all of it; return how many bytes. Blocks."""
     view = memoryview(data)
     while view:
         count = os.pwrite(fd, view, offset)
         view, offset = view[count:], offset + count
+    return len(data)

@@ -30,11 +30,7 @@ SMALL = 128 << 10
 
 
 async def note(staged: StagedFile) -> None:
-    """Take the checksum of a content, unless it has one or is being changed.
-
-    Raises:
-        OSError: it can't be read.
-    """
+    """Take the checksum of a content that has none and is not being changed, or raise OSError."""
     if staged.sum is not None or staged.base is not None or staged.lock.locked():
         return
     changes = staged.changes
@@ -62,11 +58,7 @@ def forget(staged: StagedFile) -> None:
 
 
 async def check(staged: StagedFile) -> None:
-    """Compare a content with its checksum, if it has one.
-
-    Raises:
-        OSError: it differs, or it can't be read.
-    """
+    """Compare a content with its checksum, if it has one; OSError if it differs."""
     expected, changes = staged.sum, staged.changes
     if expected is None or await _sum_of(staged) == expected or staged.changes != changes:
         return

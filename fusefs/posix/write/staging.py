@@ -63,11 +63,7 @@ class DirectorySync:
         self._begun = self._done = 0
 
     def sync(self) -> None:
-        """Have the names that are in the directory now on the disk. Blocks.
-
-        Raises:
-            OSError: the disk does not take them.
-        """
+        """Have the names that are in the directory now on the disk. Blocks."""
         mine = self._begun = next(self._wanted)
         with self._lock:
             if self._done >= mine:
@@ -87,6 +83,7 @@ class Staging:
     `source` says which bucket they are for; `limit` is the most bytes to hold,
     and `charged` how many are held. `cache` has the objects that are edited.
     The tokens of `unanswered` changes are on record with the files.
+    What is put on the disk raises OSError where that does not take it.
     """
 
     def __init__(
@@ -132,11 +129,7 @@ class Staging:
         return self._limit is not None and 2 * self.charged > self._limit
 
     def prepare(self, inode: Inode) -> int:
-        """Make an empty file for a node, of no meaning until `begin`; return its descriptor.
-
-        Raises:
-            OSError: the disk does not take it, or too many files are open.
-        """
+        """Make an empty file for a node, of no meaning until `begin`; return its descriptor."""
         check_unreserved()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._path(inode), flags, 0o600)
@@ -177,9 +170,6 @@ class Staging:
         Or let it be a file that is `taken` out of the cache, once it is on record. With
         `is_exclusive` the bucket is to decide that it is new; with `is_unlinked` its name is
         gone already; with `is_anew` nothing of an object is in it.
-
-        Raises:
-            OSError: the disk does not take it.
         """
         staged = StagedFile(inode, self._path(inode), fd, meta, etag)
         staged.is_anew, staged.only_appended = is_anew, not is_anew
@@ -193,7 +183,11 @@ class Staging:
         try:
             self.record(staged)
             if taken is not None:
-                self._take(staged, taken)
+                assert self.cache is not None
+                self.cache.handover.take_out(taken, staged.path)
+                self.cache.pin_again(taken)
+                staged.backing, staged.clean = taken, staged.stamp()
+                staged_sums.forget(staged)  # of what it was when it was staged before
         except OSError:
             with contextlib.suppress(OSError):
                 staging_record.remove(fd, staged.path)
@@ -201,14 +195,6 @@ class Staging:
             raise
         self._add(staged)
         return staged
-
-    def _take(self, staged: StagedFile, taken: CacheFile) -> None:
-        assert self.cache is not None
-        self.cache.handover.take_out(taken, staged.path)
-        self.cache.pin_again(taken)
-        staged.backing = taken
-        staged.clean = staged.stamp()
-        staged_sums.forget(staged)  # of what it was when it was staged before
 
     def _add(self, staged: StagedFile) -> None:
         self._prepared.discard(staged.inode.nodeid)
@@ -218,11 +204,7 @@ class Staging:
 
     @contextlib.contextmanager
     def another_content(self, staged: StagedFile) -> Iterator[int]:
-        """A file, empty at first, that may become the content of a staged one meanwhile.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """A file, empty at first, that may become the content of a staged one meanwhile."""
         check_unreserved()
         path = f"{staged.path}.next"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -239,11 +221,8 @@ class Staging:
         """Have `another_content` be a file's, with what was appended behind an object.
 
         The file has the object's attributes from now on, unless they were changed here. Content
-        and record change in one step, for the record is an attribute of the content.
-        Takes the base's pin.
-
-        Raises:
-            OSError: the disk does not take the record; the file is as it was.
+        and record change in one step, for the record is an attribute of the content; on an
+        OSError the file is as it was. Takes the base's pin.
         """
         if staged.has_record_file:
             record = staging_record.in_attribute(staged) or b""
@@ -276,13 +255,12 @@ class Staging:
         if not record:  # its attributes are too long for one of the content
             self.try_record(staged)
 
-    def rebase(self, staged: StagedFile, version: ObjectVersion) -> None:
-        """The bucket has the file's content now, in place of the object that was edited."""
-        if staged.base is not None and self.cache is not None:
-            old, staged.base.file = staged.base.file, self.cache.pin(version)
+    def rebase(self, base: EditBase, version: ObjectVersion) -> None:
+        """The bucket has a file's content now, in place of the object that was edited."""
+        if self.cache is not None:
+            old, base.file = base.file, self.cache.pin(version)
             self.cache.unpin(old)
-            staged.base.size = version.size
-            staged.base.changed = RangeMap()
+            base.size, base.changed = version.size, RangeMap()
 
     def drop_base(self, staged: StagedFile) -> None:
         if staged.base is not None and self.cache is not None:
@@ -290,11 +268,7 @@ class Staging:
         staged.base = None
 
     def charge(self, staged: StagedFile, size: int) -> None:
-        """Count a file as `size` bytes long, before it is.
-
-        Raises:
-            OSError: ENOSPC, it would be more than may be held; EFBIG, than S3 holds.
-        """
+        """Count a file as `size` bytes before it is; ENOSPC beyond the limit, EFBIG beyond S3's."""
         if size > LARGEST:
             raise OSError(errno.EFBIG, "no object is larger than 5 TiB")
         more = size - staged.charged
@@ -305,7 +279,7 @@ class Staging:
 
     def record(self, staged: StagedFile) -> None:
         """Put on the disk whose content it is; blocks for as long as creating a file does."""
-        self._note_unanswered(staged)
+        staged.tokens.update(self._unanswered.tokens(staged.key))
         if self._record_in_attribute(staged):
             return
         record = staging_record.full(staged)
@@ -320,10 +294,6 @@ class Staging:
             self.record(staged)
         except OSError as error:
             logger.warning("the record of %s is an old one: %s", staged.key, error.strerror)
-
-    def _note_unanswered(self, staged: StagedFile) -> None:
-        """Have a file know the changes of its object that may have been executed."""
-        staged.tokens.update(self._unanswered.tokens(staged.key))
 
     def _record_in_attribute(self, staged: StagedFile) -> bool:
         """Have a file's record in its attribute; False if it is to be in a file of its own."""
@@ -341,11 +311,7 @@ class Staging:
         self.record(staged)
 
     def note_edited(self, staged: StagedFile) -> None:
-        """Put on record that a file is about to be changed otherwise than by appending.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Put on record that a file is about to be changed otherwise than by appending."""
         staged.only_appended = False
         if staging_record.may_tell_appended(staged.recorded):
             self.record(staged)
@@ -355,9 +321,6 @@ class Staging:
 
         On a full disk it is without a record then: programs that have it open lose its content
         with this process.
-
-        Raises:
-            OSError: the disk fails.
         """
         staged.state = FileState.UNLINKED
         try:
@@ -370,13 +333,9 @@ class Staging:
             staged.has_record_file, staged.recorded = False, b""
 
     async def make_safe(self, staged: StagedFile) -> None:
-        """Have a file survive a power cut, as fsync on a local disk does; also records `close`.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Have a file survive a power cut, as fsync on a local disk does; also records `close`."""
         staged.close()
-        self._note_unanswered(staged)
+        staged.tokens.update(self._unanswered.tokens(staged.key))
         # The file may be uploaded, and released, while this waits for the disk.
         fd = os.dup(staged.fd)
         try:
@@ -474,7 +433,7 @@ class Staging:
             staged.base = EditBase(self.cache.pin(ObjectVersion(key, etag, size)), kept)
             staged.base.recover(fd)
             staged.base.tokens = staged.tokens
-        self._note_unanswered(staged)
+        staged.tokens.update(self._unanswered.tokens(staged.key))
         self._add(staged)
         return staged
 
@@ -515,10 +474,7 @@ class Staging:
                 os.unlink(f"{staged.path}.json")
 
     def remove_if_empty(self) -> None:
-        """The mount has ended: remove the directory unless something is left in it.
-
-        That may be removals or attributes alone. By `source` the next mount finds them.
-        """
+        """Remove the directory of a mount that has ended, unless something is left in it."""
         if self._files:
             return
         try:
@@ -535,10 +491,6 @@ class Staging:
 
 
 def _write_attribute(fd: int, record: bytes) -> None:
-    """Have a record in the attribute of a content.
-
-    Raises:
-        OSError: it is too long, or the file system has no attributes.
-    """
+    """Have a record in the attribute of a content; OSError if that has no room for it."""
     if not record or not staging_record.write_attribute(fd, record):
         raise OSError(errno.ENOTSUP, "its record is in no attribute")

@@ -54,25 +54,20 @@ _IS_BUILT = 0o4000
 
 
 def in_attribute(staged: StagedFile) -> bytes | None:
-    """The record of a file as its attribute holds it; None for one that is to be in a file.
-
-    That of an upload in parts becomes long, and changes with each of them.
-    """
+    """The record for an attribute; None if it is long, or that of an upload in parts."""
     if staged.upload is not None or staged.upload_state is not None:
         return None
-    record = brief(staged) or full(staged)
+    record = _brief(staged) or full(staged)
     return record if len(record) <= LONGEST else None
 
 
-def brief(staged: StagedFile) -> bytes | None:
+def _brief(staged: StagedFile) -> bytes | None:
     """The record of a file of which there is not much to say; None for others."""
     meta = staged.meta
     if (
         staged.state is not FileState.OPEN
         or staged.base is not None
         or staged.begun_ns is not None
-        or staged.upload is not None
-        or staged.upload_state is not None
         or staged.tokens
         or meta.xattrs
         or meta.other
@@ -93,10 +88,7 @@ def brief(staged: StagedFile) -> bytes | None:
 
 
 def _attribute_of(fd: int) -> dict[str, Any] | None:
-    """The record in the attribute of an open file; None if it has none.
-
-    The key is None where it tells only the rest.
-    """
+    """The record in the attribute of an open file, perhaps without key; None for none."""
     try:
         brief = os.getxattr(fd, ATTRIBUTE)
     except OSError:
@@ -133,10 +125,10 @@ def may_tell_appended(record: bytes) -> bool:
 
 def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
     """The stamp that tells the content from later ones, if the bucket has it."""
-    if staged.is_content_dirty:
-        return None
     stamp = staged.stamp()
-    return stamp if _is_past(stamp) else None
+    # From now on a change will show in the file's time.
+    is_past = time.time_ns() - stamp[1] > TICK_NS
+    return stamp if is_past and not staged.is_content_dirty else None
 
 
 def full(staged: StagedFile) -> bytes:
@@ -151,7 +143,7 @@ def full(staged: StagedFile) -> bytes:
             "is_unlinked": staged.is_unlinked,
             "is_meta_dirty": staged.is_meta_dirty,
             "is_closed": staged.is_closed,
-            "is_leftover": staged.is_leftover,
+            "is_leftover": staged.state is FileState.LEFTOVER,
             "is_anew": staged.is_anew,
             "rebases": staged.rebases,
             "appended_from": staged.appended_from,
@@ -176,11 +168,7 @@ def write_attribute(fd: int, record: bytes) -> bool:
 
 
 def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
-    """Write a file's record, whole or not at all. Blocks.
-
-    Raises:
-        OSError: the disk does not take it; an earlier record stays.
-    """
+    """Write a file's record, whole or not at all; on an OSError an earlier one stays. Blocks."""
     # Several programs may sync one file at once, each in a thread.
     unfinished = path + (f".{threading.get_ident()}.safe" if is_safe else ".new")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -200,11 +188,7 @@ def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
 
 
 def remove(fd: int, path: str) -> None:
-    """Have a content without a record, which is of no meaning. Takes no room on the disk.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Have a content without a record, which is of no meaning. Takes no room on the disk."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{path}.json")
     try:
@@ -221,11 +205,7 @@ def is_uploaded(record: Mapping[str, Any], status: os.stat_result) -> bool:
 
 
 def read(fd: int, path: str) -> dict[str, Any] | None:
-    """The record of an open content, for a process that does not own it; None if it has none.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The record of an open content, if any, for another process; ValueError if it is damaged."""
     try:
         beside = os.open(f"{path}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -254,10 +234,7 @@ def remove_unrecorded(path: Path) -> None:
 
 
 def on_record(directory: Path) -> list[Path]:
-    """The contents in a staging directory that may be on record, or whose records are there.
-
-    The last that was recorded comes first: of two with one name it has replaced the other.
-    """
+    """The contents in a directory that may be on record; the last that was recorded first."""
     changed_ns: dict[Path, int] = {}
     for entry in os.scandir(directory):
         content = Path(entry.path).with_suffix("")
@@ -304,8 +281,3 @@ def load(path: Path) -> tuple[int, dict[str, Any]] | None:
         os.close(fd)
         return None
     return fd, record
-
-
-def _is_past(stamp: tuple[int, int]) -> bool:
-    """True if a change from now on will show in a file's time."""
-    return time.time_ns() - stamp[1] > TICK_NS

@@ -17,10 +17,9 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import trio
 
@@ -29,15 +28,21 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.tasks import judged
 from fusefs.posix.types import find
-from fusefs.posix.write import exclusive, staged_sums
-from fusefs.posix.write.conflicts import Conflicts
+from fusefs.posix.write import staged_sums
+from fusefs.posix.write.exclusive import is_undecided
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sparse_edit import BaseLostError, SparseEditor
-from fusefs.posix.write.upload_steps import UploadSteps
+from fusefs.posix.write.upload_steps import CREATED_BY, UploadSteps, content_type
 from fusefs.posix.write.upload_times import RecentCloses
 from fusefs.store.contract import Store
-from fusefs.store.errors import ConflictError, CredentialsError, StaleVersionError, StoreError
-from fusefs.store.interface import ObjectInfo, UploadState
+from fusefs.store.errors import (
+    ConflictError,
+    CredentialsError,
+    StaleVersionError,
+    StoreError,
+    UnsupportedError,
+)
+from fusefs.store.interface import IF_ABSENT, ObjectInfo, Write
 from fusefs.store.s3.multipart import Upload
 from fusefs.telemetry.stalls import WaitCause, Work, stage, waiting_for
 
@@ -98,6 +103,7 @@ class Uploader:
     kept as because somebody else's object (or nothing) is under its key.
     `set_aside` is called with a file whose name is another object's: an edited one whose rest is
     lost, or one of which the bucket lacks attributes alone.
+    Whoever waits for an upload that fails gets its StoreError or OSError; the file stays staged.
     """
 
     def __init__(
@@ -123,7 +129,6 @@ class Uploader:
         self._landed = landed
         self._kept_apart = kept_apart
         self._set_aside = set_aside
-        self._conflicts = Conflicts(self._steps, staging, editor, fails=fails)
         self._unanswered = store.unanswered
         self._is_local = writing.rules.is_local
         self._attempts: dict[StagedFile, UploadAttempt] = {}
@@ -135,13 +140,7 @@ class Uploader:
     # Asking for it
 
     async def wait(self, staged: StagedFile) -> None:
-        """Have the content and what belongs to it as of now in the bucket.
-
-        Cancelling leaves the upload going on.
-
-        Raises:
-            StoreError, OSError: it is not there; it stays staged.
-        """
+        """Have the content and the attributes of now in the bucket; cancelled, it goes on."""
         wanted = staged.changes
         while staged.is_dirty and (staged.uploaded < wanted or staged.is_meta_dirty):
             attempt = self._attempts.get(staged) or self.start(staged)
@@ -198,7 +197,9 @@ class Uploader:
         attempt = self._attempts.get(staged)
         if attempt is not None and attempt.is_cancellable:
             attempt.scope.cancel()
-        await self._stop_ahead(staged)
+        if (ahead := self._aheads.get(staged)) is not None:
+            ahead.scope.cancel()
+            await ahead.done.wait()
         async with self.locked(staged):
             key = staged.key
             yield
@@ -206,21 +207,20 @@ class Uploader:
                 await self._steps.abandon(staged)
 
     async def give_up(self, staged: StagedFile) -> bool:
-        """Have a file be what the bucket has; False if a program has it open.
-
-        What was written to it stays on the disk, where no mount takes it up.
-
-        Raises:
-            StoreError: S3 does not tell what it has.
-        """
+        """Have a file be what the bucket has, its content set aside; False if it is open."""
         async with self.held(staged):
             if staged.inode.is_open:
                 return False
             if staged.inode.staged is staged and staged.is_dirty:
-                theirs = await self._steps.give_up(staged)
-                staged.is_meta_dirty = False
-                self._set_aside(staged, theirs)
+                await self._leave_to_bucket(staged)
         return True
+
+    async def _leave_to_bucket(self, staged: StagedFile) -> None:
+        """Set a locked file aside: its name is what the bucket has."""
+        await self._steps.abandon(staged)
+        theirs = await find(self._store, staged.key)
+        staged.is_meta_dirty = False
+        self._set_aside(staged, theirs)
 
     async def _run(self, staged: StagedFile, attempt: UploadAttempt, delay_s: float) -> None:
         try:
@@ -249,27 +249,22 @@ class Uploader:
             staged.error = attempt.error = judged(error)
             self.failures += 1
             logger.warning("%s is not in the bucket yet: %s", staged.key, error)
-            await self._keep_sum(staged)
+            try:
+                # It stays on the local disk for a while.
+                if staged.is_content_dirty and staged.inode.staged is staged:
+                    await staged_sums.note(staged)
+            except OSError as unread:
+                logger.warning("%s has no checksum: %s", staged.key, unread)
         finally:
             del self._attempts[staged]
             attempt.done.set()
 
-    async def _keep_sum(self, staged: StagedFile) -> None:
-        """Take the checksum of a content that stays on the local disk for a while."""
-        try:
-            if staged.is_content_dirty and staged.inode.staged is staged:
-                await staged_sums.note(staged)
-        except OSError as error:
-            logger.warning("%s has no checksum: %s", staged.key, error)
-
     async def _until_left_alone(
         self, staged: StagedFile, attempt: UploadAttempt, delay_s: float
     ) -> None:
-        """Wait until nothing was changed of a file's name and attributes for a while.
+        """Wait until a file's name and attributes are left alone, and no program closes many files.
 
-        With local durability also until no program closes one file after the other:
-        uploads take the processor from it. Whoever waits for the upload cuts that
-        short, and so does LONGEST_DELAYS.
+        Uploads would take the processor from it. Whoever waits for the upload cuts that short.
         """
         begun = trio.current_time()
         while not attempt.hurry.is_set():
@@ -286,11 +281,7 @@ class Uploader:
 
     @asynccontextmanager
     async def _locked_to_send(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Hold a file's lock while no rename of a directory has its key.
-
-        Raises:
-            StoreError, OSError: such a rename can't be finished now.
-        """
+        """Hold a file's lock while no rename of a directory has its key."""
         while True:
             await self._prefix_lock.until_open_at(lambda: staged.key)
             # A free lock is taken without giving way, which would be two turns of the loop.
@@ -307,39 +298,37 @@ class Uploader:
             staged.lock.release()
 
     async def _upload(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        """Upload a file that is locked, or set it aside if that can't be any more.
-
-        Raises:
-            CredentialsError: it is to be tried again with other ones.
-            StoreError, OSError: the bucket does not have it.
-        """
+        """Upload a file that is locked, or set it aside if that can't be any more."""
         try:
-            await self._upload_whole(staged, attempt)
+            for is_last in (*(False,) * MOST_CONFLICTS, True):
+                if not staged.is_dirty:
+                    return  # it was removed while this waited for it
+                try:
+                    await self._send(staged, attempt)
+                    return
+                except UnsupportedError:
+                    if not self._steps.lacks_conditions(staged):
+                        raise
+                except (ConflictError, StaleVersionError) as error:
+                    is_described = not staged.is_content_dirty
+                    if is_last or not (is_described or self._steps.is_careful(staged)):
+                        raise
+                    theirs = await find(self._store, staged.key)
+                    if not await self._steps.can_go_on(staged, theirs):
+                        await self._yield_to(staged, theirs, error)
+                        return
+                finally:
+                    attempt.is_cancellable = True
         except BaseLostError as error:
-            theirs = await self._steps.give_up(staged)
-            self._set_aside(staged, theirs)
+            await self._leave_to_bucket(staged)
             raise OSError(errno.ESTALE, "the object was replaced while it was edited") from error
 
-    async def _upload_whole(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        for is_last in (*(False,) * MOST_CONFLICTS, True):
-            if not staged.is_dirty:
-                return  # it was removed while this waited for it
-            try:
-                await self._send(staged, attempt)
-                return
-            except (ConflictError, StaleVersionError) as error:
-                is_described = not staged.is_content_dirty
-                if is_last or not (is_described or self._steps.is_careful(staged)):
-                    raise
-                theirs = await find(self._store, staged.key)
-                if not await self._conflicts.is_settled(staged, theirs):
-                    await self._yield_to(staged, theirs, error)
-                    return
-            finally:
-                attempt.is_cancellable = True
-
     async def _send(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        await self._last_ahead(staged)
+        ahead = self._aheads.get(staged)
+        if ahead is not None:
+            ahead.is_last = True  # what is on its way is taken over
+            if staged.upload is None:
+                await ahead.done.wait()  # it is just beginning
         if staged.is_content_dirty:
             await staged_sums.check(staged)
         described, stamp = staged.meta_changes, staged.stamp()
@@ -360,15 +349,10 @@ class Uploader:
     async def _yield_to(
         self, staged: StagedFile, theirs: ObjectInfo | None, error: Exception
     ) -> None:
-        """Leave a file's name to the object that somebody else made (None: has removed).
-
-        Raises:
-            OSError: the content is under another name.
-            StoreError: S3 did not take it there.
-        """
+        """Leave a name to somebody else's object (None: to nothing), and raise what that means."""
         await self._steps.abandon(staged)
         described = staged.meta_changes
-        if theirs is not None and await self._conflicts.is_content_of(theirs, staged):
+        if theirs is not None and await self._steps.is_content_of(theirs, staged):
             # Uploaded by a process that died before it could say so.
             self.note_uploaded(staged, theirs, described)
             self._unanswered.confirm(theirs.key, theirs)
@@ -387,10 +371,7 @@ class Uploader:
         raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
-        """The bucket has what the file, which is locked, had when it was sent.
-
-        Of what belongs to it, as much as had changed when `meta_changes` was `described`.
-        """
+        """The bucket has what was sent of a locked file: its changes up to `described`."""
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.is_meta_dirty = staged.meta_changes != described
@@ -400,31 +381,25 @@ class Uploader:
         staged.etag = info.etag
         staged.exclusive = None
         staged.tokens.clear()
-        self._staging.rebase(staged, info.version)
+        if staged.base is not None:
+            self._staging.rebase(staged.base, info.version)
 
     async def reserve(self, staged: StagedFile) -> None:
-        """Have other nodes see that a file is there which is open and was to be new.
-
-        What fails here fails again when the file is closed.
-        """
+        """Show other nodes a file that is open and to be new; its close tells of failures."""
         try:
             async with self._locked_to_send(staged):
-                if exclusive.is_undecided(staged):
-                    info = await self._steps.reserve(staged)
+                if is_undecided(staged):
+                    metadata = staged.described().as_metadata() | {
+                        CREATED_BY: str(staged.exclusive)
+                    }
+                    write = Write(metadata, content_type(staged.key), IF_ABSENT)
+                    info = await self._store.put_file(staged.key, staged.fd, 0, write)
                     staged.etag, staged.exclusive = info.etag, None
                     self._landed(staged, info)
         except ConflictError:
             logger.warning("%s was made by another node as well: its close fails", staged.key)
         except (StoreError, OSError) as error:
             logger.info("%s could not be reserved: %s", staged.key, error)
-
-    def abort_later(self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None) -> None:
-        """Abort what an earlier process has left of a file that is not to be uploaded."""
-        if upload is not None:
-            state = UploadState.from_plain(upload)
-            self.aborts.add(state.key, state.upload_id, delay_s=0.0)
-        if begun_ns is not None:
-            self._nursery.start_soon(self._steps.abort, key, None, begun_ns)
 
     # While it is written
 
@@ -490,20 +465,6 @@ class Uploader:
         finally:
             del self._aheads[staged]
             ahead.done.set()
-
-    async def _last_ahead(self, staged: StagedFile) -> None:
-        """Leave the rest of a file to its upload, which takes over what is on its way."""
-        ahead = self._aheads.get(staged)
-        if ahead is not None:
-            ahead.is_last = True
-            if staged.upload is None:
-                await ahead.done.wait()  # it is just beginning
-
-    async def _stop_ahead(self, staged: StagedFile) -> None:
-        ahead = self._aheads.get(staged)
-        if ahead is not None:
-            ahead.scope.cancel()
-            await ahead.done.wait()
 
 
 def _full_parts(staged: StagedFile, upload: Upload) -> list[int]:

@@ -25,8 +25,7 @@ from fusefs.linux.descriptors import check_unreserved
 from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, PUNCH_HOLE, allocate
 from fusefs.posix.directory.segment import Absent
 from fusefs.posix.mount_state import MountState
-from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase
-from fusefs.posix.nodes.handles import FileHandle
+from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase, page_edges
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
@@ -40,7 +39,7 @@ from fusefs.posix.write.flush import WRITING, Flusher
 from fusefs.posix.write.removals import Removals
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sharing import Sharing
-from fusefs.posix.write.sparse_edit import SparseEditor
+from fusefs.posix.write.sparse_edit import SparseEditor, write_fully
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
@@ -101,31 +100,21 @@ class Writer:
         *,
         is_reserved: bool = False,
     ) -> Answer[tuple[Inode, OpenResult]]:
-        """Make a new file and open it.
+        """Make a new file and open it; EEXIST with O_EXCL, if there is one by now.
 
         With `is_reserved`, or where exclusive.py says so, the bucket decides
         now whether one that is created with O_EXCL is new, else when it is closed.
-
-        Raises:
-            OSError: EEXIST, with O_EXCL, and there is one by now.
         """
         meta = self._state.owner.of_new(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
-        made = parent.child(name)
-        is_exclusive = flags & os.O_EXCL and (
-            is_reserved or self._is_reserved(parent, name, caller)
-        )
-        if is_exclusive or (made is not None and made.staged is not None):
+        made, prefix = parent.child(name), self.inodes.key(parent)
+        if flags & os.O_EXCL and not is_reserved:
+            known = self.directories.lookup_now(self.directories.get(prefix), name)
+            is_missing = known is not None and isinstance(known[0], Absent)
+            is_reserved = not is_missing or self.exclusive.is_reserved(prefix, name, caller.pid)
+        if (flags & os.O_EXCL and is_reserved) or (made is not None and made.staged is not None):
             return waiting(self._create_later(parent, name, meta, flags, caller))
-        info = ObjectInfo(self.inodes.key(parent) + name, 0, "", time.time_ns())
+        info = ObjectInfo(prefix + name, 0, "", time.time_ns())
         return self._created(parent, name, info, meta, flags, caller)
-
-    def _is_reserved(self, parent: Inode, name: str, caller: Caller) -> bool:
-        """True if the bucket is to decide now whether a file is new."""
-        prefix = self.inodes.key(parent)
-        known = self.directories.lookup_now(self.directories.get(prefix), name)
-        if known is None or not isinstance(known[0], Absent):
-            return True
-        return self.exclusive.is_reserved(prefix, name, caller.pid)
 
     async def _create_later(
         self, parent: Inode, name: str, meta: Meta, flags: int, caller: Caller
@@ -233,13 +222,8 @@ class Writer:
         return bool(info.size) and not is_here and self._downloader.proves_versions
 
     async def _look(self, inode: Inode) -> None:
-        """See that a node stands for what the bucket has now.
-
-        Raises:
-            OSError: ESTALE, the object was replaced: the name is to be looked up again.
-            StoreError: the bucket could not tell.
-        """
-        await self.deferred.settle(inode.object.key)
+        """See that a node stands for what the bucket has now; ESTALE if its object was replaced."""
+        await self.deferred.until_unsent(inode.object.key)
         known, staged = inode.object, inode.staged
         found = await find(self._store, known.key)
         if self._store.unanswered.has_undone(known.key, found):
@@ -279,7 +263,7 @@ class Writer:
         """Have a file staged, with the first `keep` bytes of its content (None: all).
 
         With `looks` what is kept is what the bucket has now. What is only appended needs no look:
-        it goes behind whatever is there (conflicts.py). With `is_anew` nothing is kept, and what
+        it goes behind whatever is there (upload_steps.py). With `is_anew` nothing is kept, and what
         is written takes the place of whatever is there.
 
         Raises:
@@ -298,7 +282,7 @@ class Writer:
                 return staged
             async with self.uploads.locked(staged):
                 if inode.staged is not staged:
-                    continue  # it settled while this was waiting
+                    continue  # it is not staged any more
                 self.staging.charge(staged, keep)
                 if is_anew and not staged.is_anew:
                     staged.is_anew, staged.only_appended = True, False
@@ -316,8 +300,20 @@ class Writer:
         # Held, and so kept in the table, by whoever is in here.
         lock = self._preparing.setdefault(inode.nodeid, trio.Lock())
         async with lock:
-            if inode.staged is None:
-                await self._stage_content(inode, keep, was_current=was_current)
+            if inode.staged is not None:
+                return
+            async with self.deferred.taken(inode.object.key) as described:
+                staged = await self._staged_content(inode, keep, was_current=was_current)
+                staged.before = described.meta if described is not None else inode.meta
+                if described is not None:
+                    staged.meta = described.meta.changed(mtime_ns=None)
+                    staged.touch_meta()
+                    self.staging.record(staged)
+            if staged.inode is not inode:
+                self._nursery.start_soon(self._drop_unopened, staged)
+                raise OSError(
+                    errno.ESTALE, "the name stands for a copy now, which may be written to"
+                )
 
     def is_preparing(self, inode: Inode) -> bool:
         """True if a node's content is on its way into staging."""
@@ -339,24 +335,9 @@ class Writer:
             yield
 
     def _check_node(self, inode: Inode, *, was_current: bool) -> None:
-        """Have no node written to that has been followed by another one meanwhile.
-
-        The two would be uploaded under one key. One whose name was removed here may be.
-        """
+        """Refuse to write to a node that another one follows, unless its name was removed here."""
         if was_current and not inode.is_current and not inode.is_removed:
             raise OSError(errno.ESTALE, "the name stands for something else now")
-
-    async def _stage_content(self, inode: Inode, keep: int | None, *, was_current: bool) -> None:
-        async with self.deferred.taken(inode.object.key) as described:
-            staged = await self._staged_content(inode, keep, was_current=was_current)
-            staged.before = described.meta if described is not None else inode.meta
-            if described is not None:
-                staged.meta = described.meta.changed(mtime_ns=None)
-                staged.touch_meta()
-                self.staging.record(staged)
-        if staged.inode is not inode:
-            self._nursery.start_soon(self._drop_unopened, staged)
-            raise OSError(errno.ESTALE, "the name stands for a copy now, which may be written to")
 
     async def _staged_content(
         self, inode: Inode, keep: int | None, *, was_current: bool
@@ -410,7 +391,15 @@ class Writer:
                 return None
             if keep is None:
                 self._set_time(inode, fd)
-            target = self._successor(inode) if inode.passthrough else inode
+            target = inode
+            if inode.passthrough:
+                # A new node gets the name, and what was prepared for the old one.
+                if not inode.is_current or inode.parent is None:
+                    raise OSError(errno.ESTALE, "what is read under it is not to be changed")
+                self.inodes.mark_replaced(inode)
+                target = self.inodes.resolve(inode.parent, inode.name, inode.object)
+                target.meta = inode.meta
+                self.staging.move_prepared(inode, target)
             undo.pop_all()
         try:
             staged = self._begin_with(target, fd, base)
@@ -419,8 +408,7 @@ class Writer:
                 self.editor.drop(base)
             raise
         if keep is None:
-            staged.uploaded = staged.changes
-            staged.kept_size = info.size
+            staged.note_unchanged(info.size)
         return staged
 
     def _set_time(self, inode: Inode, fd: int) -> None:
@@ -431,27 +419,9 @@ class Writer:
     def _begin_with(
         self, inode: Inode, fd: int, base: EditBase | None, taken: CacheFile | None = None
     ) -> StagedFile:
-        meta = inode.meta or inode.default_meta(self._state.owner)
-        return self.staging.begin(
-            inode,
-            fd,
-            meta.changed(mtime_ns=None),
-            inode.object.etag,
-            base,
-            taken,
-            # It may have been, or replaced, while its content was on its way.
-            is_unlinked=inode.is_removed,
-        )
-
-    def _successor(self, inode: Inode) -> Inode:
-        """A new node for a node's name, which gets what was prepared for the old one."""
-        if not inode.is_current or inode.parent is None:
-            raise OSError(errno.ESTALE, "what is read under it is not to be changed")
-        self.inodes.mark_replaced(inode)
-        new = self.inodes.resolve(inode.parent, inode.name, inode.object)
-        new.meta = inode.meta
-        self.staging.move_prepared(inode, new)
-        return new
+        meta = (inode.meta or inode.default_meta(self._state.owner)).changed(mtime_ns=None)
+        etag, is_unlinked = inode.object.etag, inode.is_removed  # while its content was on its way
+        return self.staging.begin(inode, fd, meta, etag, base, taken, is_unlinked=is_unlinked)
 
     async def _drop_unopened(self, staged: StagedFile) -> None:
         """Forget a copy that was made for a program that does not come to open it."""
@@ -489,8 +459,7 @@ class Writer:
                 raise
             logger.info("%s is copied to be written: %s", info.key, error.strerror)
             return None
-        staged.uploaded = staged.changes
-        staged.kept_size = info.size
+        staged.note_unchanged(info.size)
         return staged
 
     # Changing
@@ -509,24 +478,20 @@ class Writer:
         `is_appended`: the program has the file open with O_APPEND, and does not store this
         through a mapping.
         """
-        handle = self._handle(fh)
-        staged = handle.inode.staged
-        if staged is None:
-            raise OSError(errno.EBADF, "not open for writing")
+        staged = self._staged_of(fh)
         if not is_appended and staged.only_appended:
             self.staging.note_edited(staged)
         if is_appended and staged.rebases:
             offset = staged.size()  # the kernel knows another end
         stop = offset + len(data)
-        is_whole = staged.base is None or not staged.base.lacks_edges(offset, stop)
+        base = staged.base
+        # Else the write would leave a page partly the object's.
+        is_whole = base is None or not any(base.lacks(*page) for page in page_edges(offset, stop))
         is_free = not staged.lock.locked() or (
             staged.sending is not None and offset >= staged.sending
         )
         if is_whole and is_free:
-            if stop > staged.charged:
-                self.staging.charge(staged, stop)
-            if staged.sum is not None:
-                staged_sums.forget(staged)
+            self._about_to_write(staged, stop)
             count = self._write_now(staged.fd, data, offset)
             if count == len(data):
                 self._wrote(staged, offset, stop, owner)
@@ -535,11 +500,14 @@ class Writer:
         rebases = staged.rebases if is_appended else None
         return waiting(self._write_later(staged, offset, bytes(data), owner, rebases))
 
-    def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write to the page cache; return how many bytes, 0 where a thread has to do it.
+    def _about_to_write(self, staged: StagedFile, stop: int) -> None:
+        if stop > staged.charged:
+            self.staging.charge(staged, stop)
+        if staged.sum is not None:
+            staged_sums.forget(staged)
 
-        RWF_NOWAIT is no help: ext4 refuses it.
-        """
+    def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write to the page cache; 0 if a thread has to do it: ext4 refuses RWF_NOWAIT."""
         if not self._disk_latency.is_quick:
             return 0
         began = self._disk_latency.begin()
@@ -555,19 +523,13 @@ class Writer:
     async def _write_later(
         self, staged: StagedFile, offset: int, data: bytes, owner: int, rebases: int | None
     ) -> int:
-        """Write to a file when it is not locked any more.
-
-        What is appended (else `rebases` is None) goes to the end that the file has then.
-        """
+        """Write to a file that was locked; `rebases` is not None for what goes to its end."""
         async with self.uploads.locked(staged):
             staged.check_kept()
             if rebases is not None and rebases != staged.rebases:
                 offset = staged.size()
             stop = offset + len(data)
-            if stop > staged.charged:
-                self.staging.charge(staged, stop)
-            if staged.sum is not None:
-                staged_sums.forget(staged)
+            self._about_to_write(staged, stop)
             if staged.base is not None:
                 await self.editor.fill_edges(staged.base, staged.fd, offset, stop)
             try:
@@ -590,14 +552,12 @@ class Writer:
         # A cancelled write is finished by its thread all the same.
         with stage(WaitCause.CACHE_DISK):
             return await trio.to_thread.run_sync(
-                _write_fully, staged.fd, data, offset, limiter=self._disk
+                write_fully, staged.fd, data, offset, limiter=self._disk
             )
 
     async def allocate(self, fh: int, offset: int, length: int, mode: int) -> None:
         """fallocate(2), with the modes that concern no more than its range."""
-        staged = self._handle(fh).inode.staged
-        if staged is None:
-            raise OSError(errno.EBADF, "not open for writing")
+        staged = self._staged_of(fh)
         if mode & ~ALLOCATION_MODES:
             raise OSError(errno.EOPNOTSUPP, "not supported")
         async with self.uploads.locked(staged):
@@ -625,10 +585,7 @@ class Writer:
     async def _allocate_edited(
         self, staged: StagedFile, base: EditBase, offset: int, length: int, mode: int
     ) -> None:
-        """As `allocate`, where what is not in the file is the object's.
-
-        So neither space nor holes can be made in it: zeros are written.
-        """
+        """As `allocate` in an edited object: no space and no holes, zeros are written."""
         size, stop = staged.size(), offset + length
         if mode & ~KEEP_SIZE:
             end = min(stop, size)
@@ -642,29 +599,17 @@ class Writer:
             os.ftruncate(staged.fd, stop)
 
     async def truncate(self, inode: Inode, size: int, *, is_anew: bool) -> None:
-        """Make a file as long as `size`; one that is not open is uploaded at once.
-
-        `is_anew` as for `stage`.
-        """
+        """Make a file as long as `size`; one that is not open is uploaded. As `stage`."""
         await self.stage(inode, keep=size, is_anew=is_anew)
         await self.flusher.finish(inode)
 
-    def _handle(self, fh: int) -> FileHandle:
-        try:
-            return self._handles.files[fh]
-        except KeyError:
-            raise OSError(errno.EBADF, f"unknown file handle {fh}") from None
+    def _staged_of(self, fh: int) -> StagedFile:
+        handle = self._handles.files.get(fh)
+        if handle is None or handle.inode.staged is None:
+            raise OSError(errno.EBADF, f"the file handle {fh} is not open for writing")
+        return handle.inode.staged
 
 
 def _only_appends(flags: int) -> bool:
     """True if a file is opened with these flags for nothing but to be appended to."""
     return flags & os.O_ACCMODE == os.O_WRONLY and bool(flags & os.O_APPEND)
-
-
-def _write_fully(fd: int, data: bytes, offset: int) -> int:
-    """Write all of it. Blocks."""
-    done = 0
-    view = memoryview(data)
-    while done < len(data):
-        done += os.pwrite(fd, view[done:], offset + done)
-    return done

@@ -24,7 +24,7 @@ from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.cache.quota import Quota
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
-from fusefs.posix.journal.replay import KernelState
+from fusefs.posix.journal.records import KernelState
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
@@ -203,6 +203,8 @@ class MortalMount:
         self.store = MemoryStore()
         # What of the bucket the next process mounts.
         self.prefix = ""
+        # Requests that the next process takes for begun, beside those on record.
+        self.begun: set[int] = set()
         # More nodes than this are too many.
         self.most_nodes = sys.maxsize
         self.backing: PassthroughFiles = PassthroughFiles(why="no kernel")
@@ -249,6 +251,7 @@ class MortalMount:
                     owner=Ownership(0, 0, 0o644, 0o755),
                     mounted_ns=self._mounted_ns,
                     notifier=notifier,
+                    begun=self.begun if state is None else self.begun | state.begun,
                 )
                 operations = Operations(
                     mount_state, self._writing(nursery, cache, WriteRules(**rules))

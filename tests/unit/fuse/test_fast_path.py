@@ -22,7 +22,7 @@ from fusefs.fuse import fast_path, protocol
 from fusefs.fuse.protocol import Opcode
 from fusefs.fuse.session import Session
 from fusefs.posix.journal.journal import Journal
-from fusefs.posix.journal.replay import replay
+from fusefs.posix.journal.records import replay
 from fusefs.posix.nodes.inode import Inode
 from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.support.waiting import eventually

@@ -18,7 +18,7 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import NoJournal
 from fusefs.posix.metadata import deferred_attributes
 from fusefs.posix.metadata.attribute_log import AttributeLog
-from fusefs.posix.metadata.deferred_attributes import AT_ONCE, DeferredAttributes
+from fusefs.posix.metadata.deferred_attributes import AT_ONCE, DeferredAttributes, OwnObjects
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
@@ -26,8 +26,7 @@ from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.types import Caller, NewAttributes, OpenResult
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
-from fusefs.store.fencing import ChangeToken
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.interface import ObjectInfo, ObjectVersion, Write
 from tests.support.memory_store import HeldCopies, MemoryStore, failing
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
@@ -316,18 +315,19 @@ async def test_what_was_fetched_once_is_known_when_the_kernel_has_forgotten_the_
             assert mount.store.requests.count(("HEAD", name)) == heads
 
 
-class Bucket:
+class Bucket(MemoryStore):
     """Takes attributes when it may, or refuses them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.may_end = trio.Event()
         self.refuses = False
 
-    async def copy(self, info: ObjectInfo, _meta: Meta, _token: ChangeToken) -> ObjectInfo:
+    async def copy(self, source: ObjectVersion, key: str, _write: Write) -> ObjectInfo:
         await self.may_end.wait()
         if self.refuses:
             raise StoreError("refused")
-        return info
+        return ObjectInfo(key, source.size, source.etag, 0)
 
 
 @asynccontextmanager
@@ -337,18 +337,14 @@ async def changed(bucket: Bucket, directory: Path, count: int) -> AsyncIterator[
     async def landed(_old: ObjectInfo, _new: ObjectInfo) -> None:
         pass
 
-    async def may_come_back(_info: ObjectInfo) -> bool:
-        return False
-
     async with trio.open_nursery() as nursery:
         made = DeferredAttributes(
             nursery,
             AttributeLog(directory),
-            MemoryStore(),
-            bucket.copy,
+            bucket,
+            OwnObjects(bucket),
             landed,
             lambda _info: None,
-            may_come_back,
         )
         for number in range(count):
             made.put(ObjectInfo(f"file{number}", 7, '"1"', 0), Meta(0o600, 0, 0))

@@ -259,7 +259,7 @@ async def test_a_removal_holds_where_a_page_ended_and_the_next_one_was_dropped()
         directory = directories.get("p/")
         first, second = directory.segments
         assert first.pending  # the page ends with `b`, which stands behind its end
-        directory.drop(second)
+        directory.segments.remove(second)
         bucket.keys.remove("p/b")
         directories.changed("p/", "b", ABSENT)
         assert [name for name, _ in await stream(directories, "p/")] == ["a", "c"]
@@ -271,7 +271,7 @@ async def test_a_newer_answer_holds_where_a_page_ended_and_the_next_one_was_drop
         await stream(directories, "p/")
         directory = directories.get("p/")
         dropped = directory.segments[1]
-        directory.drop(dropped)
+        directory.segments.remove(dropped)
         directories._entries -= _size_of(dropped)
         del directories._by_use[id(dropped)]
         heads = bucket.heads

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.posix.journal.journal import Journal, NoJournal
-from fusefs.posix.journal.replay import replay
+from fusefs.posix.journal.records import replay
 from fusefs.posix.nodes import file_numbers, object_metadata
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Form, Meta

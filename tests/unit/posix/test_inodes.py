@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.journal.journal import Journal, NoJournal
-from fusefs.posix.journal.replay import replay
+from fusefs.posix.journal.records import replay
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import ROOT_ID, Inode, InodeTable
 from fusefs.posix.restore.from_journal import restore_table
@@ -157,7 +157,8 @@ class Kernel(RuleBasedStateMachine):
     def another_process_knows_the_same(self) -> None:
         restored = InodeTable("", NoJournal())
         restore_table(restored, replay(self.path).state)
-        restored.prune()
+        for inode in restored.all():
+            restored.drop_unknown(inode)
         assert {one.nodeid for one in restored.all()} == {one.nodeid for one in self.table.all()}
         assert restored.next_id >= self.table.next_id
         for inode in self.table.all():

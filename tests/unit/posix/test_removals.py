@@ -469,8 +469,8 @@ async def test_what_is_made_anew_is_shown_by_the_next_process(mount: MortalMount
 
 
 async def test_a_removal_that_is_sent_again_is_done(mount: MortalMount) -> None:
+    mount.begun = {unique := mount.new_unique()}
     async with killed_after_removing(mount), mount.serving() as process:
-        process.changes.begun = {unique := mount.new_unique()}
         await process.unlink(f"a/{NAMES[-1]}", unique)
         with pytest.raises(FileNotFoundError):
             await process.unlink(f"a/{NAMES[-1]}")

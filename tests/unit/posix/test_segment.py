@@ -15,8 +15,7 @@ from fusefs.posix.directory.segment import (
     Segment,
     segment_from,
 )
-from fusefs.posix.journal.records import MARK, Kind, node_payload
-from fusefs.posix.journal.replay import KernelState
+from fusefs.posix.journal.records import MARK, KernelState, Kind, node_payload
 from fusefs.posix.nodes.inode import Inode
 from fusefs.posix.nodes.offsets import base_of, code_of
 from fusefs.store.interface import ListPage, ObjectInfo

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 
 from fusefs.posix.journal import journal, records
 from fusefs.posix.journal.journal import Journal
-from fusefs.posix.journal.records import LoggedHandle, LoggedNode
-from fusefs.posix.journal.replay import KernelState, UnusableJournalError, replay
+from fusefs.posix.journal.records import (
+    KernelState,
+    LoggedHandle,
+    LoggedNode,
+    UnusableJournalError,
+    replay,
+)
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.store.interface import ObjectInfo
 from tests.support.machine.disks import small_disk

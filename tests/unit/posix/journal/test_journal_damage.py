@@ -13,7 +13,7 @@ import pytest
 from fusefs.posix.journal import records
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
-from fusefs.posix.journal.replay import UnusableJournalError, replay
+from fusefs.posix.journal.records import UnusableJournalError, replay
 from tests.unit.posix.journal.test_journal import filled, tell
 
 # 200 bytes that a journal has behind its last record; the rest is like them.

@@ -129,7 +129,7 @@ async def test_the_content_of_a_damaged_record_is_kept(
 
 def test_a_record_keeps_the_tokens_of_its_requests(tmp_path: Path) -> None:
     record = RecordedAttributes(ObjectInfo("a", 3, '"etag"', 5), {"uid": "3"}, ("t-1", "t-2"))
-    AttributeLog(tmp_path).put(record)
+    AttributeLog(tmp_path).append(record.line())
     assert attribute_log.load(tmp_path) == [record]
 
 
@@ -140,38 +140,38 @@ def recorded(key: str, uid: int) -> RecordedAttributes:
 def test_the_last_line_of_a_key_holds(tmp_path: Path) -> None:
     log = AttributeLog(tmp_path)
     for uid in range(3):
-        log.put(recorded("a", uid))
-        log.put(recorded("b", uid))
+        log.append(recorded("a", uid).line())
+        log.append(recorded("b", uid).line())
     log.done(["b"])
     assert attribute_log.load(tmp_path) == [recorded("a", 2)]
-    log.rewrite([recorded("c", 1)])
-    log.put(recorded("d", 1))
+    log.write_anew([recorded("c", 1).line()])
+    log.append(recorded("d", 1).line())
     assert attribute_log.load(tmp_path) == [recorded("c", 1), recorded("d", 1)]
-    log.rewrite([])
+    log.write_anew([])
     assert (tmp_path / attribute_log.NAME).read_bytes() == b""
-    log.put(recorded("e", 1))
+    log.append(recorded("e", 1).line())
     assert attribute_log.load(tmp_path) == [recorded("e", 1)]
 
 
 @pytest.mark.parametrize("torn", [b'["a", "e", 1', b"\0\0\0", b"7", b'["b", 1]', b"\xff"])
 def test_a_line_that_was_torn_is_passed_over(tmp_path: Path, torn: bytes) -> None:
     log = AttributeLog(tmp_path)
-    log.put(recorded("a", 1))
+    log.append(recorded("a", 1).line())
     with (tmp_path / attribute_log.NAME).open("ab") as file:
         file.write(torn + b"\n")
-    log.put(recorded("c", 2))
+    log.append(recorded("c", 2).line())
     assert attribute_log.load(tmp_path) == [recorded("a", 1), recorded("c", 2)]
 
 
 def test_a_line_that_a_full_disk_cuts_off_is_refused_and_spoils_no_other(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1) as disk:
         log = AttributeLog(disk)
-        log.put(recorded("a", 1))
+        log.append(recorded("a", 1).line())
         fill(disk)
 
         def put_many() -> None:
             for number in range(10_000):
-                log.put(recorded(f"b{number:06}", number))
+                log.append(recorded(f"b{number:06}", number).line())
 
         with pytest.raises(OSError, match="No space") as refused:
             put_many()
@@ -179,6 +179,6 @@ def test_a_line_that_a_full_disk_cuts_off_is_refused_and_spoils_no_other(tmp_pat
         whole = attribute_log.load(disk)
         assert (disk / attribute_log.NAME).read_bytes().endswith(b"\n")
         (disk / "filler").unlink()
-        log.put(recorded("c", 2))
+        log.append(recorded("c", 2).line())
         assert attribute_log.load(disk) == [*whole, recorded("c", 2)]
         log.close(remove=True)

@@ -42,7 +42,7 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
 
 async def append(process: Process) -> None:
     fh = await process.open("file", os.O_WRONLY | os.O_APPEND)
-    size = process.writer._handle(fh).inode.staged.size()  # type: ignore[union-attr]
+    size = process.operations.handles.files[fh].inode.staged.size()  # type: ignore[union-attr]
     await process.write(fh, size, APPENDED, is_appended=True)
     await process.close(fh)
 

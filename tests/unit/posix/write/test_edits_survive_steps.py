@@ -42,7 +42,7 @@ def write(at: int, text: bytes) -> tuple[Step, Model]:
 
 def resize(size: int) -> tuple[Step, Model]:
     async def step(process: Process, fh: int) -> None:
-        inode = process.writer._handle(fh).inode
+        inode = process.operations.handles.files[fh].inode
         await process.writer.stage(inode, keep=size)
 
     def change(content: bytearray) -> None:

@@ -24,7 +24,7 @@ from fusefs.store.interface import (
 from fusefs.store.s3.multipart import Upload
 
 
-class SettledStore:
+class StoreAfterRemovals:
     """As `Store`; belongs to the event loop.
 
     Where a removal fails, so does what waits for it.
