@@ -1,7 +1,7 @@
-"""The bucket: see contract.py."""
+"""The object store: everything that talks to the S3 bucket; contract.py has its interface."""
 
 import os
 
-# Where awscrt is installed, which computes checksums here, botocore would sign with it and import
-# it for every client: a second way of signing, and a slower start.
+# awscrt computes checksums here. Where it is installed, botocore would import it for every client
+# and sign with it: a second way of signing, and a slower start.
 os.environ.setdefault("BOTO_DISABLE_CRT", "true")

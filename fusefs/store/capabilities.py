@@ -1,11 +1,11 @@
-"""The conditions and checksums that one store honours, of those that changes rely on.
+"""The conditions and checksums that a store honours, and the file that remembers them for a day.
 
-A condition may be honoured, refused with an error, or ignored, which no answer tells. So it is
-tried (probing.py), and what was found is kept for a day, for each bucket and endpoint:
+A store may honour a condition, refuse it with an error, or ignore it, which no answer shows. So the
+store is tested (probing.py), and the result is saved for each bucket and endpoint:
 
     DIRECTORY/capabilities-HASH.json    {"conditions": true, "checksums": true}
 
-A damaged or outdated file is as good as none: it is probed again.
+If the file is damaged or outdated, the store is tested again.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from fusefs.linux import files
 
 logger = logging.getLogger("fusefs.store")
 
-# In whose directory the probes are: no mount lists it (posix/nodes/names.py).
+# Directory of the objects that the probes write: no mount lists it (posix/nodes/names.py).
 PROBE_NAME = ".fusefs-probe"
-# A store may be upgraded or configured anew; a day later that is found.
+# An upgraded or reconfigured store is noticed within a day.
 KEPT_S = 24 * 3600.0
-# A part of the file's name. Raised when the probes change: what older ones have found does not
-# count then.
+# Part of the file's name. Raised when the probes change, which invalidates older results.
 FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The capabilities of a store: True, False, or None for what is not known.
+    """The capabilities of a store: True, False, or None if unknown.
 
-    `conditions` of the object that a PUT replaces; `checksums` (`x-amz-checksum-crc32`) of bodies.
+    `conditions`: on the object that a PUT replaces; `checksums`: `x-amz-checksum-crc32` of bodies.
     """
 
     conditions: bool | None = None
@@ -43,12 +42,12 @@ class Capabilities:
 
     @property
     def is_known(self) -> bool:
-        """True if the probes have found out everything."""
+        """True if all capabilities have been determined."""
         return {self.conditions, self.checksums} <= {True, False}
 
     @property
     def missing(self) -> list[str]:
-        """The names of what the store is known not to honour."""
+        """Names of the capabilities that the store is known to lack."""
         return [name for name, value in asdict(self).items() if value is False]
 
 
@@ -58,7 +57,7 @@ def _path(directory: Path, identity: str) -> Path:
 
 
 def load(directory: Path, identity: str) -> Capabilities | None:
-    """The findings about a bucket of the last day; None if there are none. Blocks."""
+    """Return a bucket's saved capabilities, or None if there are none of the last day. Blocks."""
     path = _path(directory, identity)
     try:
         age_s = time.time() - path.stat().st_mtime
@@ -69,9 +68,9 @@ def load(directory: Path, identity: str) -> Capabilities | None:
 
 
 def save(directory: Path, identity: str, found: Capabilities) -> None:
-    """Keep what was found for a day, whole or not at all. Blocks.
+    """Save the capabilities of a bucket atomically. Blocks.
 
-    Where the disk does not take it, the next mount probes again.
+    If the disk refuses, this is only logged, and the next mount probes again.
     """
     text = json.dumps(asdict(found))
     try:

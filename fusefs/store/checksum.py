@@ -1,12 +1,12 @@
-"""Checksums: CRC32s of what is sent and of what is in the cache, and those that S3 keeps.
+"""Checksums: CRC32s of sent and cached bytes, and comparison with the checksums that S3 stores.
 
-CRC32 is computed by ISA-L (94 GB/s for a mebibyte in the processor's cache, where zlib has 1 to 5),
-or by zlib where that cannot be imported.
+CRC32 is computed by ISA-L (94 GB/s for a mebibyte in the processor's cache; zlib has 1 to 5), or by
+zlib if ISA-L cannot be imported.
 
-S3 shows an object's checksums to a GET of all of it that asks for them, not with a range
+S3 returns checksums only to a GET of the whole object that asks for them, not with a range
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html). AWS computes
-a CRC64NVME of whatever comes without one. That of a multipart upload may be composed of its parts',
-and says nothing without them. CRC32C and CRC64NVME are computed where awscrt is installed.
+a CRC64NVME for objects sent without one. The checksum of a multipart upload may be composed of its
+parts', without which it says nothing. CRC32C and CRC64NVME are computed only with awscrt.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ except ImportError:
 # sum: such data is summed in slices. 256 KiB in slices take 19 µs, in one call 3 µs.
 _SLICED = 256 << 10
 _SLICE = 4096
-# What a request asks for them with.
+# The header with which a request asks for checksums.
 ASKING = {"x-amz-checksum-mode": "ENABLED"}
 _PREFIX = "x-amz-checksum-"
 _SIZES = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 
 
 def crc32(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
-    """The CRC32 of data that follows data with the CRC32 `crc`."""
+    """Return the CRC32 of `data`, continuing from `crc`, the CRC32 of the data before it."""
     size = len(data)
     if size <= _SLICE or size > _SLICED:
         return _crc32(data, crc)
@@ -45,9 +45,9 @@ def crc32(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
 def mismatch(
     headers: Mapping[str, str], content: Callable[[], bytes], crc: int | None = None
 ) -> str | None:
-    """The name of a checksum in an answer's headers that the content does not have, or None.
+    """Return the name of a checksum in an answer's headers that the content contradicts, or None.
 
-    What can't be computed counts as right. `crc` is the content's CRC32 where that is known.
+    A checksum that can't be computed counts as right. `crc` is the content's CRC32, if known.
     """
     if headers.get(_PREFIX + "type", "FULL_OBJECT").upper() != "FULL_OBJECT":
         return None
@@ -55,7 +55,7 @@ def mismatch(
         expected = _decoded(headers.get(_PREFIX + name, ""), size)
         if expected is None:
             continue
-        # Imported only where a checksum needs it: that takes 50 ms, in the event loop, and 3 MiB.
+        # awscrt is imported where it is needed: that takes 50 ms, in the event loop, and 3 MiB.
         compute = crc32 if name == "crc32" else _of_awscrt(name)
         if compute is None:
             continue
@@ -66,7 +66,7 @@ def mismatch(
 
 
 def _decoded(text: str, size: int) -> bytes | None:
-    """A checksum of so many bytes; None if the text is none, as that of a store's own invention."""
+    """Decode a checksum of `size` bytes; None if the text is no such checksum."""
     if not text:
         return None
     try:
@@ -82,6 +82,6 @@ def _of_awscrt(name: str) -> Callable[[Any], int] | None:
         from awscrt import checksums
     except ImportError:
         return None
-    # An older one has not all of them.
+    # Older versions of awscrt lack some.
     compute: Callable[[Any], int] | None = getattr(checksums, name, None)
     return compute

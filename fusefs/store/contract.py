@@ -1,4 +1,4 @@
-"""The contract of a bucket's store: what a method promises, and its errors."""
+"""The interface of the bucket's store: the promises and errors of each method."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fusefs.store.s3.multipart import Upload
 
 
 class Store(Source, Protocol):
-    """One bucket. All methods raise `StoreError`. `tokens` are those of the changes (fencing.py).
+    """One bucket. All methods raise `StoreError`. `tokens` mark the mount's changes (fencing.py).
 
-    Callers that find out what became of an earlier change look at the `unanswered` ones, too.
+    A caller that determines the result of an earlier change also consults `unanswered`.
     """
 
     tokens: TokenSource
@@ -42,59 +42,59 @@ class Store(Source, Protocol):
     ) -> ListPage:
         """Return one page of the keys that start with `prefix`, after the full key `start_after`.
 
-        Where the store lists in no order, the folder is listed whole and sorted first
-        (store/s3/sorted_listing.py); with `sorts` False the page is returned as it is, and not
-        `is_ordered`. So are the entries of a page of less than 1,000.
+        If the store lists in no order, the whole folder is listed and sorted first
+        (store/s3/sorted_listing.py); if `sorts` is False, its page is returned unsorted, with
+        `is_ordered` False. A page of less than 1,000 entries is never sorted.
         """
 
     async def head(self, key: str) -> ObjectInfo:
-        """Return what HEAD tells about `key`.
+        """Return the description of the object `key`, by a HEAD request.
 
         Raises:
             NotFoundError: there is no such object.
         """
 
     async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
-        """Make the first `size` bytes of a file the object `key`.
+        """Write the first `size` bytes of a file as the object `key`.
 
-        One PUT up to `part_size` bytes, beyond it a multipart upload, which is aborted if it fails
-        or is cancelled. S3 compares a checksum of all that is sent. After the return, also by
-        cancellation, `fd` is not used any more. A single PUT that is cancelled may come to pass.
-        After it `mtime_ns` is this machine's, to the second: S3 tells its own only to a HEAD, which
-        would take half as long again. The metadata of the answer have the token.
+        Up to `part_size` bytes take one PUT; more take a multipart upload, which is aborted if it
+        fails or is cancelled. S3 compares a checksum of all bytes. After the return, also by
+        cancellation, `fd` is not used any more. A cancelled PUT may still take effect. After a PUT,
+        `mtime_ns` is this machine's time, to the second: only a HEAD returns S3's, which would take
+        half as long again. The metadata in the result includes the token.
 
         Raises:
-            ConflictError: the condition does not hold; `.errno` is EEXIST for
-                IF_ABSENT and ESTALE for IfMatch.
-            CredentialsError: they were not renewed in the retry time.
-            UnsupportedError: the store knows no such condition (others ignore it: probing.py).
+            ConflictError: the condition does not hold; `.errno` is EEXIST for IF_ABSENT and ESTALE
+                for IfMatch.
+            CredentialsError: the credentials were not renewed in the retry time.
+            UnsupportedError: the store refuses such conditions (others ignore them: probing.py).
             ValueError: the metadata can't be sent.
         """
 
     async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
-        """Begin a multipart upload, of whatever size, which `complete` ends.
+        """Begin a multipart upload of any size; `complete` ends it.
 
         Raises:
             ValueError: the metadata can't be sent.
         """
 
     async def resume_upload(self, state: UploadState) -> Upload:
-        """Go on with an upload that perhaps another process began, and may have completed.
+        """Resume an upload that another process may have begun, and may even have completed.
 
-        The bucket tells which parts it has; `verify` compares them with the file.
+        The parts that the bucket has are listed; `verify` compares them with the file.
 
         Raises:
-            NotFoundError: the upload was aborted, or the object replaced.
+            NotFoundError: the upload was aborted, or its object was replaced.
         """
 
     async def complete(self, upload: Upload, size: int, condition: Condition = None) -> ObjectInfo:
         """As `Upload.complete`."""
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
-        """Give an upload up and have its parts deleted; no error if there is none."""
+        """Abort an upload, which deletes its parts; no error if there is no such upload."""
 
     async def list_uploads(self, prefix: str) -> list[PendingUpload]:
-        """All multipart uploads below `prefix`; only those on one's own record may be aborted."""
+        """Return the multipart uploads of all clients below `prefix`; abort only your own."""
 
     async def copy(
         self,
@@ -102,16 +102,16 @@ class Store(Source, Protocol):
         key: str,
         write: Write = PLAIN,
     ) -> ObjectInfo:
-        """Have S3 copy exactly `source` to `key`, however large it is.
+        """Copy exactly `source` to `key` on the server, whatever its size.
 
-        Content type, storage class, tags and the like are kept, and so are the user metadata with
-        the token, unless others are given; then `key` may be the source's. The copy may have
-        another ETag. An `ObjectInfo` as source spares a HEAD, if the metadata is kept; what it does
-        not tell the answer does not either. Where a store knows no conditions of copies, it copies
-        without.
+        Content type, storage class, tags and other properties are kept. User metadata and the token
+        are kept unless `write` has others; then `key` may be the source's. The copy may have
+        another ETag. If the metadata is kept, an `ObjectInfo` as source saves a HEAD; fields that
+        it lacks are missing from the result too. A store without conditions of copies copies
+        unconditionally.
 
         Raises:
-            ConflictError: the strict condition does not hold; `ExistsError` of IF_ABSENT.
+            ConflictError: the strict condition does not hold; `ExistsError` for IF_ABSENT.
             NotFoundError: there is no such source.
             StaleVersionError: the source is no longer this version.
         """
@@ -119,23 +119,22 @@ class Store(Source, Protocol):
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         """Delete an object; no error if there is none.
 
-        With a (quoted) `etag`, and where the store honours it, another object stays, without an
-        error. With `adopts` another one is deleted as well, but never once an answer was lost: the
-        first attempt may have deleted what was meant.
+        With a (quoted) `etag`, and if the store honours it, an object with another ETag is left,
+        without an error. With `adopts`, such an object is deleted too, except after a lost answer:
+        the first attempt may have deleted the intended object.
 
         Raises:
-            ConflictError: a directory's marker was to be deleted, and an object with
-                content is there.
+            ConflictError: a directory's marker was to be deleted, but the object has content.
         """
 
     async def delete_many(
         self, keys: Iterable[str], etags: Mapping[str, str] | None = None
     ) -> list[DeleteFailure]:
-        """Delete objects, a thousand with each request, some with ETags; return what failed."""
+        """Delete objects, a thousand with each request, some with ETags; return the failures."""
 
     def counters(self) -> dict[str, int]:
-        """Requests and bytes since the start, by the names that `status` shows.
+        """Return the requests and bytes since the start, by the names that `status` shows.
 
-        Of the moment are `awaiting_credentials`, the requests that try again because theirs were
-        refused, and `connections`, how many may run at once.
+        Two are of this moment: `awaiting_credentials` (requests being retried because their
+        credentials were refused) and `connections` (the number of requests that may run at once).
         """

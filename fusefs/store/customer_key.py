@@ -1,11 +1,11 @@
 """The key of server-side encryption with customer-provided keys (SSE-C).
 
-S3 does not keep the key: whatever reads or writes an object sends it (GET, HEAD, PUT, the parts of
-an upload, and a copy for its source as well). Listings and deletions need none
+S3 does not store the key: every request that reads or writes an object sends it (GET, HEAD, PUT,
+the parts of an upload; a copy sends it for its source as well). Listings and deletions need no key
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/ServerSideEncryptionCustomerKeys.html).
 
-It is in a file: 32 bytes, or their base64 in one line. A daemon, which may not read its user's
-files, gets the content handed over in memory.
+The key file holds 32 bytes, or their base64 in one line. A daemon, which may not read its user's
+files, gets the content in a file in memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# In a daemon: the path of the content.
+# Environment variable of a daemon: the path of the content in memory.
 VARIABLE = "FUSEFS_CUSTOMER_KEY_CONTENT"
 SIZE = 32  # AES256 is the only algorithm
-# A file that is larger is no key.
+# A larger file cannot be a key.
 _LONGEST = 256
 _HEADER = "x-amz-server-side-encryption-customer-"
 _SOURCE_HEADER = "x-amz-copy-source-server-side-encryption-customer-"
@@ -28,22 +28,22 @@ COPY_SOURCE = "x-amz-copy-source"
 
 
 class CustomerKeyError(ValueError):
-    """A file holds no key; the message is one line for the user, without the content."""
+    """A file contains no key; the message is one line for the user, without the content."""
 
 
 @dataclass(frozen=True, slots=True)
 class CustomerKey:
-    """One key. `text` is its base64, a secret; `identity` names it without giving it away."""
+    """One key. `text` is its base64, a secret; `identity` identifies it without revealing it."""
 
     text: str = field(repr=False)
 
     @property
     def identity(self) -> str:
-        """16 hexadecimal digits of the key's SHA-256."""
+        """The first 16 hexadecimal digits of the key's SHA-256."""
         return hashlib.sha256(base64.b64decode(self.text)).hexdigest()[:16]
 
     def headers(self, *, is_copy: bool) -> dict[str, str]:
-        """The headers of a request of an object, with names in lower case."""
+        """Return the key's headers for a request about an object, with names in lower case."""
         digest = hashlib.md5(base64.b64decode(self.text), usedforsecurity=False).digest()
         md5 = base64.b64encode(digest).decode()
         values = {"algorithm": "AES256", "key": self.text, "key-md5": md5}
@@ -52,7 +52,7 @@ class CustomerKey:
 
 
 def parse(content: bytes, origin: str) -> CustomerKey:
-    """The key that some bytes from `origin` are; a CustomerKeyError if they are none."""
+    """Parse the content of a key file. Raises CustomerKeyError, which names `origin`."""
     if len(content) != SIZE:
         try:
             content = base64.b64decode(content.strip(), validate=True)
@@ -64,10 +64,10 @@ def parse(content: bytes, origin: str) -> CustomerKey:
 
 
 def find(path: Path | None) -> CustomerKey | None:
-    """The key of a mount whose settings name this file: as handed over, or else from the file.
+    """Return the key in memory, else in the file `path`; None if the settings name no file.
 
     Raises:
-        CustomerKeyError: there is none.
+        CustomerKeyError: the file can't be read, or contains no key.
     """
     if path is None:
         return None

@@ -1,7 +1,7 @@
-"""The errors of the bucket, as an errno and a sentence.
+"""The errors of the bucket, each with an errno and a sentence.
 
-`from_body` reads the answers of S3, `translate` the exceptions of botocore, which finds keys.
-Only an answer with status 404 is ever taken for a missing object.
+`from_body` interprets the answers of S3, `translate` the exceptions of botocore, which finds the
+credentials. Only an answer with status 404 is ever taken for a missing object.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 
 class ErrorCode(enum.StrEnum):
-    """Meaning of an error for programs. It travels beside the sentence, which is for people."""
+    """The meaning of an error for programs, beside the sentence for people."""
 
-    INVALID = "invalid"  # as it is configured, no attempt can succeed
+    INVALID = "invalid"  # no attempt can succeed with this configuration
     DENIED = "denied"
     CREDENTIALS = "credentials"
     UNSUPPORTED = "unsupported"
@@ -26,9 +26,9 @@ class ErrorCode(enum.StrEnum):
 
 
 class StoreError(Exception):
-    """A request failed; `errno` says how a system call answers, `s3_code` is S3's code or "".
+    """Failure of a request; `errno` is for the system call, `s3_code` is S3's code or "".
 
-    With `may_be_done` it is open whether S3 has carried out an earlier attempt of it.
+    `may_be_done` is True if S3 may have carried out an earlier attempt of the request.
     """
 
     errno = errno.EIO
@@ -44,20 +44,20 @@ class NotFoundError(StoreError):
 
 
 class AccessDeniedError(StoreError):
-    """The credentials do not allow it, or there are none (401, 403)."""
+    """The credentials do not permit the request, or there are no credentials (401, 403)."""
 
     errno = errno.EACCES
     code = ErrorCode.DENIED
 
 
 class CredentialsError(AccessDeniedError):
-    """The credentials have expired or are rejected: other ones will do."""
+    """The credentials have expired or are rejected: new ones would help."""
 
     code = ErrorCode.CREDENTIALS
 
 
 class MisconfiguredError(StoreError):
-    """There is no such bucket, or no request is sent with these settings."""
+    """There is no such bucket, or these settings make every request impossible."""
 
     code = ErrorCode.INVALID
 
@@ -69,19 +69,19 @@ class StaleVersionError(StoreError):
 
 
 class ConflictError(StoreError):
-    """A conditional write found another object than the one that it was to replace (412)."""
+    """A conditional write found another object than the one it was to replace (412)."""
 
     errno = errno.ESTALE
 
 
 class ExistsError(ConflictError):
-    """A write that was to make a new object found one (412)."""
+    """A write that was to create an object found one already there (412)."""
 
     errno = errno.EEXIST
 
 
 class UnsupportedError(StoreError):
-    """This store does not implement the request (501)."""
+    """The store does not implement the request (501)."""
 
     errno = errno.EOPNOTSUPP
     code = ErrorCode.UNSUPPORTED
@@ -92,7 +92,7 @@ class ArchivedError(StoreError):
 
 
 class PartsError(StoreError):
-    """An upload can't be made an object of the parts that were named: it is to be begun anew."""
+    """S3 cannot make an object of an upload's parts; a new upload must be begun."""
 
 
 class ThrottledError(StoreError):
@@ -100,16 +100,16 @@ class ThrottledError(StoreError):
 
 
 class UnreachableError(StoreError):
-    """No answer in the retry time (refused connections, time-outs, 5xx), or none ever."""
+    """S3 gave no answer in the retry time (refused connections, time-outs, 5xx), or cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed attempt: what it means, and S3's own words.
+    """One failed attempt: its meaning, and S3's own words.
 
-    `status` is 0 where there was no answer. With `has_expired` other credentials may help.
-    `longest_s` is for how long it is worth trying again at most, and `region` where the bucket is
-    if the request went to another.
+    `status` is 0 if there was no answer. `has_expired` says that new credentials may help.
+    `longest_s` limits the time in which a retry is worthwhile. `region` is the bucket's region, if
+    the request was sent to a wrong one.
     """
 
     kind: type[StoreError]
@@ -124,20 +124,20 @@ class Failure:
 
     @property
     def in_full(self) -> str:
-        """The sentence, and S3's own words."""
+        """The sentence, followed by S3's status, code and request id."""
         detail = f"status {self.status} {self.code}, request {self.request_id or 'unknown'}"
         return f"{self.sentence} [{detail}]"
 
     @property
     def is_refusal(self) -> bool:
-        """True if S3 or the source of the credentials refuses this identity."""
+        """True if S3 or the provider of the credentials refuses this identity."""
         is_about_time = self.code in _EXPIRED or self.code == "RequestTimeTooSkewed"
         is_no = self.status in (401, 403) or self.code in _REJECTED
         return is_no and issubclass(self.kind, AccessDeniedError) and not is_about_time
 
 
 class AttemptError(Exception):
-    """One attempt of a request failed; another may succeed (`failure.is_retryable`)."""
+    """Failure of one attempt of a request; another may succeed (`failure.is_retryable`)."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.sentence)
@@ -168,7 +168,7 @@ _DENIED = (AccessDeniedError, "access denied", False)
 PROXY_PASSWORD = "the proxy wants a user and a password, or refuses those that it got"
 _ARCHIVED = (ArchivedError, "it is archived: restore it before it can be read", False)
 _INVALID_NAME = "the name of the bucket is not valid"
-# Kind, sentence, and True if another attempt may succeed: of codes, whatever the status is.
+# By S3's error code, whatever the status: kind, sentence, and True if a retry may succeed.
 _BY_CODE: dict[str, tuple[type[StoreError], str, bool]] = {
     **dict.fromkeys(_SLOW_DOWN_CODES, _SLOW_DOWN),
     **dict.fromkeys(_DAMAGED_CODES, _DAMAGED),
@@ -179,17 +179,17 @@ _BY_CODE: dict[str, tuple[type[StoreError], str, bool]] = {
     "InvalidBucketName": (MisconfiguredError, _INVALID_NAME, False),
     "InvalidPart": (PartsError, "the bucket does not have all the parts that it took", False),
     "InvalidObjectState": _ARCHIVED,
-    # Their source or its administrator will renew them.
+    # Their provider or an administrator will renew them.
     **dict.fromkeys(_EXPIRED, (CredentialsError, "the credentials have expired", True)),
     **{code: (CredentialsError, sentence, False) for code, sentence in _REJECTED.items()},
 }
-# The same of other answers. That to a HEAD has no body, and so no code.
+# The same by status, for other answers. The answer to a HEAD has no body, and so no code.
 _BY_STATUS: dict[int, tuple[type[StoreError], str, bool]] = {
     401: _DENIED,
     403: _DENIED,
     404: (NotFoundError, "there is no such object", False),
     407: (UnreachableError, PROXY_PASSWORD, False),
-    # A proxy's, to a request that took too long to come, or met the end of a connection.
+    # From a proxy whose request came too late, or on a connection that was closing.
     408: (UnreachableError, "S3 failed with status 408", True),
     412: _STALE,
     416: _STALE,
@@ -197,7 +197,7 @@ _BY_STATUS: dict[int, tuple[type[StoreError], str, bool]] = {
     501: _UNSUPPORTED,
     503: _SLOW_DOWN,
 }
-# What codes say beside their status.
+# Sentences for codes whose kind follows from the status.
 _SENTENCES = {
     "NoSuchBucket": "there is no such bucket",
     "NoSuchUpload": "the upload was completed or aborted",
@@ -207,7 +207,7 @@ _SENTENCES = {
     "AuthorizationHeaderMalformed": "the bucket is in another region: set --region",
     "RequestTimeTooSkewed": "the clock of this machine is wrong",
 }
-# The usual status of codes that come for single keys, without one.
+# The usual status of error codes that are given for single keys, without a status.
 _STATUSES = {
     "AccessDenied": 403,
     "InternalError": 500,
@@ -220,7 +220,7 @@ _STATUSES = {
 
 
 def from_status(status: int, code: str, request_id: str) -> Failure:
-    """The failure behind an answer with this HTTP status and S3 error code."""
+    """Return the failure that an HTTP status and an S3 error code stand for."""
     usual = (StoreError, f"S3 answered with status {status} {code}".strip(), False)
     if status >= 500:
         usual = (UnreachableError, f"S3 failed with status {status}", True)
@@ -231,7 +231,7 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
 
 
 def from_code(code: str) -> Failure:
-    """The failure behind an error code for one of many keys."""
+    """Return the failure that an error code stands for, given for one of many keys."""
     return from_status(_STATUSES.get(code, 400), code, "")
 
 
@@ -241,7 +241,7 @@ NO_CREDENTIALS = Failure(
     " name a --profile, or use --anonymous for a public bucket",
 )
 
-# Of what a profile or the environment names as the source of credentials.
+# About the provider of credentials that a profile or the environment names.
 SILENT_SOURCE = Failure(
     CredentialsError,
     "the provider of the credentials does not answer: run the profile's credential_process"
@@ -250,16 +250,16 @@ SILENT_SOURCE = Failure(
 
 
 def translate(error: Exception) -> Failure:
-    """Map an exception to a failure, be it botocore's or an unforeseen one."""
-    if isinstance(error, StoreError):  # of the settings, which no library has seen
+    """Map an exception, of botocore or unforeseen, to a failure."""
+    if isinstance(error, StoreError):  # raised by our own check of the settings
         return Failure(type(error), str(error))
     known = _from_botocore(error)
     if known is not None:
         return known
     if isinstance(error, OSError) and error.filename is not None:
         return Failure(StoreError, f"{error.filename}: {error.strerror}")
-    # What a library trips over (an answer without the headers that it expects)
-    # ends one request, not the mount.
+    # An unforeseen exception of a library (about a missing header, say) ends one request, not the
+    # mount.
     what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return Failure(StoreError, f"S3 can't be used: {what}{_one_line(error)}")
 
@@ -271,7 +271,7 @@ def _from_botocore(error: Exception) -> Failure | None:
     if isinstance(error, exceptions.ClientError):
         failure = _from_answer(error.response)
         if error.operation_name == "AssumeRoleWithWebIdentity" and failure.kind is StoreError:
-            # Other STS than AWS's have codes of their own for a token that they refuse.
+            # Token services other than AWS's STS have codes of their own for a rejected token.
             what = f"{_REJECTED['InvalidIdentityToken']} ({failure.code or failure.status})"
             return replace(failure, kind=CredentialsError, sentence=what)
         return failure
@@ -300,7 +300,7 @@ def _from_botocore(error: Exception) -> Failure | None:
 
 
 def _from_answer(response: Mapping[str, Any]) -> Failure:
-    """The failure in an answer that botocore has read."""
+    """Return the failure in an answer that botocore has parsed."""
     answer = response.get("ResponseMetadata", {})
     code = str(response.get("Error", {}).get("Code") or "")
     if code.isdigit():  # botocore's substitute where the answer has no body
@@ -317,13 +317,13 @@ def _one_line(error: Exception) -> str:
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _REQUEST_ID = re.compile(r"<RequestId>([^<]*)</RequestId>")
 _REGION = re.compile(r"<Region>([a-z0-9-]+)</Region>")
-# Answers to a request that was signed for another region than the bucket's, or sent there.
+# Statuses of answers to a request that was signed for, or sent to, a wrong region.
 _ELSEWHERE = frozenset((301, 302, 307, 400))
 _REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
 
 
 def from_body(status: int, text: str, request_id: str = "") -> Failure:
-    """The failure behind an answer with this status and S3's error document in `text`."""
+    """Return the failure that a status and S3's error document in `text` stand for."""
     code, document_id = (
         match[1] if (match := p.search(text)) else "" for p in (_CODE, _REQUEST_ID)
     )
@@ -331,7 +331,7 @@ def from_body(status: int, text: str, request_id: str = "") -> Failure:
 
 
 def region_of(status: int, headers: Mapping[str, str], text: str) -> str:
-    """The bucket's region where a failure names it, in a header (AWS) or its document; else ""."""
+    """Return the bucket's region that a failure names in a header (AWS) or document, or ""."""
     if status not in _ELSEWHERE:
         return ""
     found = headers.get("x-amz-bucket-region", "")

@@ -1,7 +1,7 @@
-"""The bucket as the rest of fusefs sees it: a few types and one interface.
+"""The types and interfaces through which the rest of fusefs uses the bucket.
 
-Everything above this package speaks of keys (full and decoded), versions and byte ranges. A caller
-has one wait and one error to look at: connections, retries and time-outs are the store's.
+All code above this package speaks of keys (full and decoded), versions and byte ranges. A caller
+awaits one call and handles one error: the store does connections, retries and time-outs.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from fusefs.store.fencing import ChangeToken, TokenSource, stamped
 
 
 class Priority(enum.IntEnum):
-    """The order in which requests get a connection when these are scarce: lower goes first."""
+    """Priority of a request when connections are scarce: the lowest number goes first."""
 
     DEMAND = 0
     WRITE = 1
     PREFETCH = 2
 
 
-# Bodies of more bytes are read from their file by the engine, and answers written into theirs.
+# The engine sends larger bodies from their file, and writes larger answers into theirs.
 LARGE = 256 << 10
 
-# Called each time a connection is free: a download's priority rises when a reader joins
-# what a prefetch has started.
+# Called each time a connection is free, because a download's priority rises when a reader joins a
+# download that a prefetch has started.
 Urgency = Callable[[], Priority]
 
 
 def demanded() -> Priority:
-    """The urgency of what a program waits for."""
+    """The urgency of a request that a program waits for."""
     return Priority.DEMAND
 
 
@@ -43,7 +43,7 @@ def writing() -> Priority:
     return Priority.WRITE
 
 
-# A tuple, for a change of a file makes, compares and looks up a dozen of these.
+# A tuple for speed: a change of a file creates, compares and looks up a dozen of these.
 class ObjectVersion(NamedTuple):
     """One immutable content of one key: what a cache file holds.
 
@@ -55,14 +55,14 @@ class ObjectVersion(NamedTuple):
     size: int
 
 
-# Not frozen, though none is ever changed: to make it would take four times as long (0.9 us),
-# and a page of a listing has a thousand.
+# Not frozen, though no instance is ever changed: creating a frozen one takes four times as long
+# (0.9 us), and a page of a listing has a thousand.
 @dataclass(slots=True, unsafe_hash=True)
 class ObjectInfo:
-    """The facts of an object from a listing or a HEAD; never changed once it is made.
+    """Description of an object, from a listing, a HEAD or a write; never changed once it is made.
 
     `mtime_ns` is nanoseconds since the epoch. `content_type`, `version_id` and `metadata` (the
-    user's, with keys in lower case) are None in a listing. `crc32` is that of what was just sent.
+    user's, keys in lower case) are None in a listing. `crc32` is known after a PUT of this process.
     """
 
     key: str
@@ -81,7 +81,7 @@ class ObjectInfo:
 
     @property
     def token(self) -> ChangeToken | None:
-        """The change that made it, if a mount did and the metadata is known (fencing.py)."""
+        """The token of the change that made the object, or None if none is known (fencing.py)."""
         return ChangeToken.parse(self.metadata)
 
 
@@ -91,8 +91,8 @@ class ListPage:
 
     `prefixes` are the common prefixes with their trailing delimiter. `next_token` is None on the
     last page. `last` is the last key or prefix ("" on an empty page), after which the listing
-    continues. An object with the ETag "" is there for its key alone; `unnamed` entries had no key
-    below the prefix. `listed_at` is when an older page was listed, in monotonic seconds.
+    continues. The ETag "" marks an entry of which only the key is usable; `unnamed` counts entries
+    without a key. `listed_at` is when an older page was listed, in monotonic seconds.
     """
 
     objects: list[ObjectInfo]
@@ -106,29 +106,29 @@ class ListPage:
 
 @dataclass(frozen=True, slots=True)
 class IfAbsent:
-    """Write only where there is no object (`If-None-Match: *`)."""
+    """Condition: write only if the key has no object (`If-None-Match: *`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class IfMatch:
-    """Write only over the object with this (quoted) ETag."""
+    """Condition: write only if the key's object has this (quoted) ETag."""
 
     etag: str
 
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Write over what the mount knows under the key: this (quoted) ETag, or nothing (None).
+    """Condition: the mount expects the key to have this (quoted) ETag, or no object (None).
 
-    Where another object is there, the change is repeated over that one (store/fencing.py). It
-    fails only where a directory's marker is written over content (ConflictError).
+    If the key has another object, the change is repeated over that object (store/fencing.py). The
+    change fails only if it would write a directory's marker over content (ConflictError).
     """
 
     etag: str | None
 
 
 IF_ABSENT = IfAbsent()
-# A condition that must hold. None writes whatever is there.
+# A condition that must hold. None writes unconditionally.
 Strict = IfAbsent | IfMatch | None
 Condition = Strict | Expect
 
@@ -137,13 +137,13 @@ Condition = Strict | Expect
 class Write(NamedTuple):
     """The properties of an object that a PUT, an upload or a copy makes, and its condition.
 
-    The keys of `metadata` are HTTP tokens in lower case, its values printable ASCII, not empty,
-    without spaces at the ends; S3 takes 2 KiB. None is no metadata, or that of the source of a
-    copy. The `token` goes into the metadata (store/fencing.py).
+    The keys of `metadata` are HTTP tokens in lower case; its values are printable ASCII, not empty,
+    without spaces at the ends. S3 allows 2 KiB. None means no metadata; in a copy, that of the
+    source. The `token` is added to the metadata (store/fencing.py).
 
-    Of copies alone: with `keeps_mtime` the metadata says when the source was modified, if it does
-    not yet. With `is_own` the source, an `ObjectInfo`, has a content type and metadata and nothing
-    else, which spares a HEAD.
+    For copies only: `keeps_mtime` adds the source's modification time to the metadata, unless it is
+    there already. `is_own` says that the source, an `ObjectInfo`, has a content type and metadata
+    and no other headers, which saves a HEAD.
     """
 
     metadata: Mapping[str, str] | None = None
@@ -154,11 +154,11 @@ class Write(NamedTuple):
     is_own: bool = False
 
     def with_token(self, tokens: TokenSource) -> Write:
-        """The write with a token, the next one of `tokens` if it has none."""
+        """Return this write with a token: its own, or else the next one of `tokens`."""
         return self if self.token is not None else self._replace(token=tokens.next())
 
     def stamped(self) -> dict[str, str]:
-        """The metadata with the token."""
+        """Return the metadata with the token added."""
         assert self.token is not None
         return stamped(self.metadata or {}, self.token)
 
@@ -167,9 +167,9 @@ PLAIN = Write()
 
 
 class Part(NamedTuple):
-    """A part of an upload that the bucket has; `number` counts from 1, `size` is in bytes.
+    """A part of an upload, as stored in the bucket; `number` counts from 1, `size` is in bytes.
 
-    `checksum` is the CRC32 in base64 ("" if S3 does not tell that of a copied part).
+    `checksum` is the CRC32 in base64, or "" if S3 does not report it for a copied part.
     """
 
     number: int
@@ -179,7 +179,7 @@ class Part(NamedTuple):
 
 
 class UploadState(NamedTuple):
-    """All that another process needs to go on with an upload; first parts have `part_size`."""
+    """The state that another process needs to resume an upload; first parts have `part_size`."""
 
     key: str
     upload_id: str
@@ -188,7 +188,7 @@ class UploadState(NamedTuple):
     parts: tuple[Part, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """The state as JSON can hold it."""
+        """Return the state as a dict that can be written as JSON."""
         return {**self._asdict(), "metadata": dict(self.metadata)}
 
     @staticmethod
@@ -199,7 +199,7 @@ class UploadState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PendingUpload:
-    """A multipart upload, anybody's, that is neither complete nor aborted."""
+    """A multipart upload of any client that is neither completed nor aborted."""
 
     key: str
     upload_id: str
@@ -208,39 +208,40 @@ class PendingUpload:
 
 @dataclass(frozen=True, slots=True)
 class DeleteFailure:
-    """A key that could not be deleted, and why."""
+    """A key that could not be deleted, with the error."""
 
     key: str
     error: StoreError | OSError
 
 
 class NewFile(Protocol):
-    """A file that an engine's thread is to create, with all of an object of LARGE bytes at most."""
+    """A file that the engine's thread will create for a whole object of at most LARGE bytes."""
 
     def new_path(self) -> str:
-        """Choose a path where no file is, another one each time. Its folder may be missing."""
+        """Return a path where no file exists, a new one at each call. Its folder may not exist."""
 
     def created(self, path: str, fd: int) -> int:
-        """Take over the file that was created, and open; return the descriptor of its bytes."""
+        """Take over the open file that was created; return the descriptor to use for its bytes."""
 
 
 class Sink(Protocol):
     """The destination of one download: a file, or `write`. Belongs to the event loop.
 
-    The engine's threads write into the file, and `arrived` tells how far they are. An OSError ends
-    the download.
+    With a file, the engine's threads write into it and report their progress by `arrived`. An
+    OSError that the sink raises ends the download.
     """
 
     async def open(self) -> int | NewFile | None:
-        """The descriptor of a file with the object's bytes at their own offsets, or None."""
+        """Return a descriptor, for the object's own offsets, or a file to create; None: `write`."""
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Write bytes that begin at `offset` of the object."""
 
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
-        """The file has all requested bytes before `stop`; `sums` are (start, stop, CRC32) of those.
+        """Note that all requested bytes before `stop` are written, with CRC32s in `sums`.
 
-        Each is of a mebibyte of the object at most that ends where one ends, or the writing did.
+        Each sum is (start, stop, CRC32); it ends at a multiple of a mebibyte, or where writing
+        stopped.
         """
 
 
@@ -263,23 +264,23 @@ class BytesSink:
 
 
 class UploadLog:
-    """The record of the multipart uploads of `put_file` and `copy`; this one records nothing."""
+    """The record of the multipart uploads of `put_file` and `copy`; this class records nothing."""
 
     def begun(self, key: str, upload_id: str) -> None:
-        """One has begun: if its process dies, the next one has to abort it."""
+        """Record an upload that has begun: if this process dies, its successor has to abort it."""
 
     def ended(self, upload_id: str) -> None:
-        """It has been completed or aborted."""
+        """Remove the record of an upload that was completed or aborted."""
 
     def add(self, key: str, upload_id: str) -> None:
-        """It could not be aborted yet."""
+        """Record an upload that could not be aborted yet."""
 
 
 UNRECORDED = UploadLog()
 
 
 class WholeFileSink:
-    """A download into a file of its own, at the object's offsets."""
+    """A download into a file, at the object's offsets."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -291,11 +292,11 @@ class WholeFileSink:
         os.pwrite(self._fd, data, offset)
 
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
-        """Nothing is told to anybody."""
+        """Ignore the progress."""
 
 
 class Source(Protocol):
-    """The source of the bytes of objects."""
+    """A source of objects' bytes."""
 
     async def download(
         self,
@@ -306,10 +307,10 @@ class Source(Protocol):
         *,
         priority: Urgency = demanded,
     ) -> None:
-        """Bring the bytes [start, stop) of exactly `version` into `sink`, in order.
+        """Download the bytes [start, stop) of exactly `version` into `sink`, in order.
 
-        An exception of the sink, or of its file, ends the download and is raised here. A broken
-        answer is resumed where it stopped. After the return nothing writes any more.
+        An exception of the sink or its file ends the download and is raised. A broken download is
+        resumed where it stopped. After the return nothing writes to the sink any more.
 
         Raises:
             StaleVersionError: the object is no longer this version.
@@ -317,58 +318,58 @@ class Source(Protocol):
         """
 
     def hurry(self) -> None:
-        """Look again at who waits for a connection: a priority has risen."""
+        """Reconsider the order of the requests that wait for a connection: a priority has risen."""
 
 
 class UnansweredChanges:
-    """Changes that were sent and got no answer, so that S3 may carry them out later.
+    """Changes that were sent and got no answer, so that S3 may still carry them out later.
 
-    Here none are known; a store that keeps a record of them (posix/late) overrides all of it.
+    This class knows of none; a subclass with a record of them (posix/late) overrides everything.
     """
 
     @property
     def unsettled_s(self) -> float:
-        """The seconds for which requests of a killed process may be on their way still."""
+        """Seconds for which requests of a killed process may still be on their way."""
         return 0.0
 
     def concerns(self, key: str) -> bool:
-        """True if such a change of a key is known."""
+        """True if an unanswered change of `key` is known."""
         return False
 
     def tokens(self, key: str) -> list[str]:
-        """The tokens that an object has if one of them has made it."""
+        """Return the tokens that the object `key` has if one of its unanswered changes made it."""
         return []
 
     def may_have_made(self, found: ObjectInfo) -> bool:
-        """True if one of them may have made an object."""
+        """True if an unanswered change may have made the object `found`."""
         return False
 
     def has_undone(self, key: str, found: ObjectInfo | None) -> bool:
-        """True if one has undone an acknowledged change, as what is found under the key shows."""
+        """True if `found` shows that an unanswered change has undone an acknowledged one."""
         return False
 
     def may_have_undone(self, key: str) -> bool:
-        """True if one of them may have removed or replaced an object that is expected."""
+        """True if an unanswered change may have removed or replaced the object at `key`."""
         return False
 
     def expected_below(self, prefix: str) -> list[ObjectInfo]:
-        """The objects below a prefix which one of them may have removed or replaced."""
+        """Return the objects below a prefix that unanswered changes may have overwritten."""
         return []
 
     def unconfirmed_below(self, prefix: str) -> list[str]:
-        """The keys below a prefix of which no change was acknowledged since."""
+        """Return the keys below a prefix that have had no acknowledged change since."""
         return []
 
     def confirm(self, key: str, found: ObjectInfo | None) -> None:
-        """Expect what was found under a key: a repeated request has found its change done."""
+        """Expect the object `found` at `key`: a repeated request found its change already made."""
 
     def renamed_below(self, prefix: str) -> None:
-        """Expect nothing below a prefix any more: the directory was renamed."""
+        """Expect no objects below a prefix any more: the directory was renamed."""
 
     async def restored(self, key: str) -> ObjectInfo | None:
-        """Have a key checked now, and what was undone put back; return the expected object."""
+        """Check a key now and redo a change that was undone; return the expected object or None."""
         return None
 
     def counters(self) -> dict[str, int]:
-        """The number of keys that they concern, and of changes that were put back."""
+        """Return the number of keys with unanswered changes, and of changes that were redone."""
         return {"uncertain": 0, "repairs": 0}

@@ -1,12 +1,12 @@
-"""Finds out what a store honours, by trying it once a day.
+"""Tests once a day what a store honours: conditions of writes, and checksums.
 
-An object is put over an ETag that no object has, and a body is sent with a checksum that is not
-its own. A store that honours both refuses both; what another makes, at one key below a name that
-no mount lists (`PROBE_NAME`), is deleted. For `--conflict fail` the object is put in parts: Ceph's
-gateway honours conditions of PUT, and none of completions.
+One probe puts an object over an ETag that no object has, another sends a body with a wrong
+checksum. A store that honours both refuses both. Another store creates an object, at a key below a
+name that no mount lists (`PROBE_NAME`); it is deleted. For `--conflict fail` the object is put in
+parts: Ceph's gateway honours conditions of PUTs, but not of completions.
 
-A condition that the store does not implement counts as not honoured. What could not be tried is
-not known (None), and nothing relies on it.
+A condition that the store does not implement counts as not honoured. A capability that could not be
+tested is unknown (None), and no code relies on it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fusefs.store")
 
-# How long after a probe that failed the next one comes.
+# Seconds from a failed probe to the next.
 AGAIN_S = 300.0
-# No object has these.
+# An ETag and a checksum that no object has.
 _OTHER_ETAG = '"00000000000000000000000000000000"'
 _OTHER_CRC32 = base64.b64encode(b"\1\2\3\4").decode()
 _BODY = b"?"
 
 
 class Prober:
-    """Has one mount's store know its capabilities. Belongs to the event loop.
+    """Determines the capabilities of one mount's store. Belongs to the event loop.
 
-    `directory` keeps what was found, by `identity`. `why_not` says why this
-    mount tries nothing, "" where it does.
+    Results are saved in `directory`, by `identity`. `why_not` is the reason why this mount must not
+    probe, or "".
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class Prober:
         self._fails_on_conflict = fails_on_conflict
         self._identity = f"{identity} in parts" if fails_on_conflict else identity
         self._is_passive = bool(why_not)
-        # Set once nothing more is tried, or tried later; `denial` is S3's refusal to write, or "".
+        # Set once probing has ended or is postponed; `denial` is S3's refusal of the probe, or "".
         self.has_tried = trio.Event()
         self.denial = ""
         if why_not:
             store.fence.why_unknown = why_not
 
     async def recall(self) -> None:
-        """Know what was found in the last day, if anything was."""
+        """Load the capabilities that were saved in the last day, if any."""
         found = await trio.to_thread.run_sync(capabilities.load, self._directory, self._identity)
         if found is not None:
             self._fence.capabilities = found
 
     async def require_strict(self) -> None:
-        """Refuse a mount with `--conflict fail` where that can't hold; probes if need be.
+        """Check that the store can do `--conflict fail`; probe first if that is unknown.
 
         Raises:
             UnsupportedError: the store is known to ignore conditions.
@@ -100,7 +100,7 @@ class Prober:
             )
 
     async def run(self) -> None:
-        """Probe if need be, say what that means, and return."""
+        """Probe until the capabilities are known or S3 denies access; warn of the consequences."""
         while self._wants_to_know:
             try:
                 await self._probe()
@@ -135,10 +135,10 @@ class Prober:
 
 
 async def probe(store: S3Store, prefix: str, *, in_parts: bool) -> Capabilities:
-    """Try what the store honours below a prefix; what a cancelled probe leaves the next deletes.
+    """Test the store below a prefix. If this is cancelled, the next probe deletes its objects.
 
     Raises:
-        StoreError: it may not write there, or the store can't be reached.
+        StoreError: writing is not permitted there, or the store can't be reached.
     """
     key = f"{prefix}{PROBE_NAME}/object"
     with os.fdopen(os.memfd_create("fusefs-probe", os.MFD_CLOEXEC), "wb", buffering=0) as file:
@@ -155,7 +155,7 @@ async def probe(store: S3Store, prefix: str, *, in_parts: bool) -> Capabilities:
 
 
 async def _honours_conditions(store: S3Store, key: str, fd: int, *, in_parts: bool) -> bool:
-    """Put an object over an ETag that no object has; True if that is refused."""
+    """Put an object over an ETag that no object has; return True if the store refuses."""
     write = Write(condition=IfMatch(_OTHER_ETAG)).with_token(store.tokens)
     send = multipart.put if in_parts else put.put
     try:
@@ -168,10 +168,10 @@ async def _honours_conditions(store: S3Store, key: str, fd: int, *, in_parts: bo
 
 
 async def _compares_checksums(requester: Requester, key: str) -> bool:
-    """Send a body with another CRC32 than its own; True if it is refused.
+    """Send a body with a wrong CRC32; return True if the store refuses.
 
     Raises:
-        StoreError: S3 could not tell.
+        StoreError: the answer does not show it.
     """
     call = Call("PUT", "PUT", key, headers={"x-amz-checksum-crc32": _OTHER_CRC32}, body=_BODY)
     try:

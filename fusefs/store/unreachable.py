@@ -1,7 +1,7 @@
-"""Failures of requests that got no answer from S3: the cause, and whether waiting may help.
+"""Failures of requests that got no answer from S3: the cause, and whether a retry may help.
 
-The engine names the kind of error, and hands on OpenSSL's text. What an administrator has to mend
-(a certificate, a proxy's password) is not tried again; a refused connection or a time-out may pass.
+The engine gives the kind of error and OpenSSL's text. An error that an administrator has to fix (a
+certificate, a proxy's password) is not retried; a refused connection or a time-out may pass.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from fusefs.store.engine.engine import Completion
 
 _IN_VAIN = {
-    # It would be as long the next time.
+    # The answer would be as long the next time.
     "too-large": "the answer is longer than any should be",
-    # A header of an object is what somebody has stored, and comes as it is the next time as well.
+    # The header is stored with the object, and would be the same the next time.
     "malformed": "the answer has a header that none should have",
 }
 _UNTRUSTED = "its certificate is of an authority that is not trusted (setting ca-bundle)"
@@ -27,7 +27,7 @@ _OWN = "its certificate is its own authority, and not trusted (setting ca-bundle
 _EARLY = "its certificate is not valid yet: is the clock of this machine right?"
 _NO_TLS = "the server speaks no TLS there (an http:// endpoint?)"
 
-# What OpenSSL says, in the order in which it is looked for.
+# Parts of OpenSSL's messages, in the order in which they are looked for.
 _OPENSSL = (
     ("self-signed certificate in certificate chain", _UNTRUSTED),
     ("unable to get local issuer certificate", _UNTRUSTED),
@@ -43,9 +43,9 @@ _PROBLEM = re.compile("SSL certificate problem: (.*)")
 
 
 def of_engine(completion: Completion, origin: str, proxy: str | None) -> Failure:
-    """The failure of a request of the engine's that got no whole answer from `origin`.
+    """Return the failure of an engine's request that got no complete answer from `origin`.
 
-    `proxy` is the URL of the proxy that it went through.
+    `proxy` is the URL of the proxy that the request went through, or None.
     """
     error = completion.error
     if error in _IN_VAIN:

@@ -1,9 +1,9 @@
 """Access to one bucket: the credentials, and the address to which requests go.
 
-Both are found as users of AWS's tools expect it, by botocore, which sends no request to the
-bucket. To import it, and to ask an identity service, blocks for half a second and more, so it is
-not imported where all that it would find is known: the endpoint is named, no configuration of
-AWS's is there, and nothing in the environment changes how requests are made.
+botocore finds both, in the ways that users of AWS's tools expect; it sends no request to the
+bucket. Importing it, or asking an identity service, blocks for half a second and more. So it is not
+imported if everything is known without it: the endpoint is configured, AWS's configuration files do
+not exist, and no environment variable changes how requests are made.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ T = TypeVar("T")
 
 DEFAULT_REGION = "us-east-1"
 _KEYS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
-# What these say is where keys come from, or is looked at here.
+# Variables that only provide credentials, or that this module evaluates itself.
 _KNOWN_VARIABLES = re.compile(
     "AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN|REGION|DEFAULT_REGION|CA_BUNDLE|CONFIG_FILE"
     "|SHARED_CREDENTIALS_FILE|EC2_METADATA_DISABLED|ROLE_ARN|ROLE_SESSION_NAME"
     "|WEB_IDENTITY_TOKEN_FILE|STS_REGIONAL_ENDPOINTS|ENDPOINT_URL_STS)"
 )
-# The same of a profile in AWS's files.
+# The same for a profile in AWS's files.
 _KNOWN_IN_PROFILE = re.compile("aws_(access_key_id|secret_access_key|session_token)|region|output")
 _FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 RECONNECT_EVERY_S = 2.0
-# For what gives out credentials at a mount's start, which a keeper ends after 30 s of silence.
+# For providers of credentials at a mount's start; a keeper ends a mount after 30 s of silence.
 SOURCE_LIMIT_S = 20.0
-# Seconds before the end of credentials in which requests wait for others, and from one renewal to
-# the next.
+# In the last LAST_S seconds of the credentials' validity, requests wait for new ones. AGAIN_S is
+# the time between two renewals.
 LAST_S = 60
 AGAIN_S = 30.0
 # Credentials that stay the same until an administrator changes them.
@@ -75,20 +75,20 @@ _UNKNOWN_SIGNATURE = Failure(StoreError, "the bucket's requests are signed in an
 
 
 class Access:
-    """The credentials of one bucket's requests, and their address; `keys` alone change."""
+    """The credentials of one bucket's requests, and their address; only `keys` changes."""
 
     def __init__(self, settings: S3Settings, clock: ServerClock | None = None) -> None:
-        """Find both. Blocks.
+        """Find the credentials and the address. Blocks.
 
         Raises:
-            AttemptError: there are no credentials, or they can't be used, or the bucket can't be.
-            StoreError: certificates or proxies that were named can't be used.
+            AttemptError: there are no credentials, or the credentials or the bucket can't be used.
+            StoreError: certificates or proxies that were configured can't be used.
         """
         self._settings = settings
         self.clock = clock or ServerClock()
-        self._session: BotocoreSession | None = None  # where it is needed
+        self._session: BotocoreSession | None = None  # None if not needed
         is_plain = _is_plain(settings, os.environ)
-        # The environment's keys come before all others, for botocore as well.
+        # Keys in the environment have precedence over all others, in botocore as well.
         is_found = settings.anonymous or {name for name, key in os.environ.items() if key} >= _KEYS
         is_found = is_found and settings.profile is None and not _has_files(os.environ)
         if is_plain and (is_found or settings.keys is not None):
@@ -100,17 +100,17 @@ class Access:
             configured = self._session.get_config_variable("ca_bundle")
         self._trust = self._find_trust(configured)
         if self._session is not None and settings.ca_bundle is None and self._trust is not None:
-            # For those that give out credentials, too.
+            # The providers of credentials trust the same certificates.
             self._session.set_config_variable("ca_bundle", self._trust.path)
         self.credentials: Credentials | None = None
         if not settings.anonymous:
             self.credentials = self._find_credentials()
             if self.credentials is None:
                 raise AttemptError(NO_CREDENTIALS)
-        # To sign with; None to sign nothing.
+        # The keys that sign requests; None for unsigned requests.
         self.keys: ReadOnlyCredentials | None = None
         self.renew()
-        # Of the signatures, by which a bucket elsewhere is noticed.
+        # The region of the signatures; a bucket in another region is noticed by it.
         self.region = ""
         self.address = self._plain_address() if is_plain else self._botocores_address()
         self.principal = self._name_of_credentials()
@@ -118,7 +118,7 @@ class Access:
             failure = customer_key_obstacle(self.url, self.address.route.proxy)
             if failure is not None:
                 raise AttemptError(failure)
-            # What was decrypted with a key is for those who have it.
+            # Content decrypted with a key is only for identities that have the key.
             self.principal += f" customer key {settings.customer_key.identity}"
 
     @property
@@ -128,25 +128,25 @@ class Access:
 
     @property
     def name(self) -> str:
-        """The identity as people know it: the access key, or what gives out the credentials."""
+        """The identity for people: the access key, or the provider of the credentials."""
         return self.principal.removesuffix(f" uid {os.geteuid()}")
 
     def ends_in(self, seconds: int | None = None) -> bool:
-        """True if the credentials end so soon; None is 15 minutes, when botocore renews them."""
+        """True if the credentials expire within `seconds` (None: botocore's limit, 15 minutes)."""
         needs_refresh = getattr(self.credentials, "refresh_needed", None)
         return needs_refresh is not None and bool(needs_refresh(seconds))
 
     def renew(self) -> None:
-        """Take the credentials' keys of now, which are renewed if need be. Blocks.
+        """Take the credentials' current keys; botocore renews them if need be. Blocks.
 
         Raises:
-            Exception: whatever botocore raises where it gets no others.
+            Exception: any exception that botocore raises if it gets no new keys.
         """
         if self.credentials is not None:
             self.keys = self.credentials.get_frozen_credentials()
 
     def has_other_credentials(self) -> bool:
-        """True if botocore would find other credentials now. Blocks, and may ask far away."""
+        """True if botocore would now find other credentials. Blocks; may ask a remote service."""
         if isinstance(self.credentials, EnvironmentKeys):
             return False  # the environment stays as it is
         found = _session_for(self._settings).get_credentials()
@@ -157,7 +157,7 @@ class Access:
         try:
             return trust.find(bundle, os.environ, configured)
         except trust.TrustError:
-            # Without TLS it does not matter that what the environment names is missing.
+            # Without TLS, a missing file that the environment names does not matter.
             if bundle is None and url is not None and url.startswith("http:"):
                 return None
             raise
@@ -173,13 +173,13 @@ class Access:
         method = self.credentials.method
         if method in _STATIC and not self.keys.token:
             return f"key {self.keys.access_key}"
-        # Temporary keys change; what they are derived from does not.
+        # Temporary keys change; their source (profile, role) does not.
         role = os.environ.get("AWS_ROLE_ARN", "")
         profile = (self._session.profile if self._session is not None else None) or "default"
         return f"{method} {profile} {role} uid {os.geteuid()}"
 
     def _plain_address(self) -> Address:
-        """The bucket in the path of the endpoint that is configured."""
+        """Return the address for the configured endpoint with the bucket in the path."""
         assert self._settings.endpoint_url is not None
         variables = (os.environ.get("AWS_REGION"), os.environ.get("AWS_DEFAULT_REGION"))
         region = self._settings.region or next(filter(None, variables), DEFAULT_REGION)
@@ -190,7 +190,7 @@ class Access:
         return self._address(url, region, signer)
 
     def _botocores_address(self) -> Address:
-        """The address that botocore finds for a LIST, which it makes and does not send."""
+        """Return the address of the LIST request that botocore makes; it is caught, not sent."""
         from botocore.awsrequest import AWSResponse
 
         sent: list[Any] = []
@@ -224,7 +224,7 @@ class Access:
 
         session, settings = self._session, self._settings
         assert session is not None
-        # Those of the AWS configuration count where the settings say nothing.
+        # The AWS configuration's values apply where the settings have none.
         chosen: dict[str, Any] = {
             "ignore_configured_endpoint_urls": settings.ignores_configured_endpoints or None,
             "signature_version": UNSIGNED if settings.anonymous else None,
@@ -257,24 +257,24 @@ class Access:
 
 
 class SharedCall:
-    """A call in a thread for all that want its result. Belongs to the event loop."""
+    """A call in a thread whose result all waiting tasks share. Belongs to the event loop."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
-        self._failure: Failure | None = None  # of the last one
-        self._ended: trio.Event | None = None  # of the one that is under way
+        self._failure: Failure | None = None  # of the last call
+        self._ended: trio.Event | None = None  # of the running call
 
     @property
     def is_under_way(self) -> bool:
         return self._ended is not None
 
     async def wait(self, work: Callable[[], T], accept: Callable[[T], None]) -> None:
-        """Wait for the end of the call that is under way, or else of one of `work`.
+        """Wait for the running call, or start a call of `work` if there is none.
 
-        Cancelled or too late, the call goes on: `accept` gets its result in any case.
+        If the wait is cancelled or times out, the call goes on, and `accept` still gets its result.
 
         Raises:
-            AttemptError: it failed, or did not end in time.
+            AttemptError: the call failed, or did not end in time.
         """
         ended = self._ended
         if ended is None:
@@ -294,7 +294,7 @@ class SharedCall:
             failure = error.failure
         except RuntimeError as error:  # the system starts no thread
             failure = Failure(StoreError, f"no thread for S3: {error}", is_retryable=True)
-        except Exception as error:  # each source of credentials has its own
+        except Exception as error:  # each provider of credentials has its own
             failure = translate(error)
         finally:
             assert self._ended is not None
@@ -303,14 +303,14 @@ class SharedCall:
 
 
 class AccessSource:
-    """One store's access, which is found anew when it is refused. Belongs to the event loop.
+    """One store's access, renewed after it was refused. Belongs to the event loop.
 
-    `access` is None as long as it is to be found; `principal`, a stable name of the identity
-    without a secret, is known from then on. Requests under way keep an access that is replaced.
+    `access` is None while it has to be found. `principal`, a stable name of the identity without a
+    secret, is known once it was found. Requests under way keep an access that was replaced.
     """
 
     def __init__(self, settings: S3Settings, nursery: trio.Nursery) -> None:
-        """`nursery` has the calls in threads, which outlast those that wait for them."""
+        """`nursery` runs the calls in threads, which outlast the tasks that wait for them."""
         self._settings = settings
         self._nursery = nursery
         self.access: Access | None = None
@@ -320,11 +320,11 @@ class AccessSource:
         self._connected, self._next_renewal = 0.0, -math.inf
 
     async def connect(self) -> Access:
-        """Return the access, which is found if need be, with credentials that are valid.
+        """Return the access with valid credentials; find it first if need be.
 
         Raises:
-            AttemptError: there are no credentials, they can't be used, or what gives them
-                out does not answer in time.
+            AttemptError: there are no credentials, they can't be used, or their provider does not
+                answer in time.
         """
         try:
             while self.access is None:
@@ -334,14 +334,14 @@ class AccessSource:
             if access.ends_in(LAST_S):
                 await self._renewing.wait(access.renew, lambda _: None)
             elif access.ends_in() and time.monotonic() >= self._next_renewal:
-                # botocore would have one request wait for that, and in the last ten minutes all of
-                # them, which then fail with it though their credentials are valid.
+                # botocore would make one request wait for the renewal, and in the last ten minutes
+                # all requests, which then fail with it although their credentials are valid.
                 self._next_renewal = time.monotonic() + AGAIN_S
                 self._nursery.start_soon(self._renew, access)
         except AttemptError as error:
             is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
             if is_lack and self.principal is not None:
-                # There were some: their source is silent or about to be rewritten.
+                # There were credentials before: their provider is silent or about to be rewritten.
                 raise AttemptError(replace(error.failure, is_retryable=True)) from error
             raise
         return access
@@ -358,13 +358,13 @@ class AccessSource:
         self._connected = time.monotonic()
 
     def renew(self) -> None:
-        """Have the next request look for credentials anew: these have expired."""
+        """Make the next request look for new credentials: the current ones have expired."""
         now = time.monotonic()
         if self.access is not None and now - self._connected >= RECONNECT_EVERY_S:
             self.access = None
 
     async def has_renewed(self, used: Access | None) -> bool:
-        """Use other credentials than those of a refused request; False if there are none."""
+        """Switch to other credentials than the refused ones in `used`; False if there are none."""
         current = self.access
         if used is not None and used is not current:
             return True
@@ -387,7 +387,7 @@ class AccessSource:
         return self.access is not current
 
     def relocate(self, region: str, used: Access | None) -> bool:
-        """Go on in the region where the bucket is; False if `used` was refused there itself."""
+        """Switch to the bucket's region; False if `used` was for that region already."""
         used = used or self.access
         if used is None or region == used.region:
             return False
@@ -398,11 +398,11 @@ class AccessSource:
         return True
 
 
-# --- what is known without botocore ---------------------------------------------
+# --- access without botocore ----------------------------------------------------
 
 
 class EnvironmentKeys(NamedTuple):
-    """Keys as the environment has them, with the interface of botocore's Credentials."""
+    """Keys from the environment, with the interface of botocore's Credentials."""
 
     access_key: str
     secret_key: str
@@ -419,7 +419,7 @@ class EnvironmentKeys(NamedTuple):
 
 
 def _is_plain(settings: S3Settings, environment: Mapping[str, str]) -> bool:
-    """True if requests go to this endpoint with the bucket in the path, as far as is seen here."""
+    """True if it is certain that requests go to this endpoint with the bucket in the path."""
     url, is_special = settings.endpoint_url, settings.fips or settings.dual_stack
     if url is None or is_special or settings.addressing == "virtual" or redirects.is_aws(url):
         return False
@@ -433,7 +433,7 @@ def _is_plain(settings: S3Settings, environment: Mapping[str, str]) -> bool:
 
 
 def _has_files(environment: Mapping[str, str]) -> bool:
-    """True if there is one of AWS's files, which botocore would read."""
+    """True if one of AWS's configuration files exists, which botocore would read."""
     for variable, usual in _FILES.items():
         path = environment.get(variable) or os.path.expanduser(usual)
         if path != os.devnull and os.path.exists(path):
@@ -445,15 +445,15 @@ def _has_files(environment: Mapping[str, str]) -> bool:
 
 
 def _session_for(settings: S3Settings) -> BotocoreSession:
-    """A session of botocore's, whose clients wait for credentials as long as those of S3 do.
+    """Return a botocore session whose clients have the same time-outs for credentials as for S3.
 
-    botocore's own limit is five times a minute, and all requests wait for them.
+    botocore's own limit is five times a minute, and all requests wait for the credentials.
     """
     from botocore.config import Config
     from botocore.session import Session
 
     session = Session(profile=settings.profile)
-    # botocore knows AWS_DEFAULT_REGION alone, other programs for AWS know this name too.
+    # botocore reads only AWS_DEFAULT_REGION; other programs for AWS read this name too.
     region = settings.region or os.environ.get("AWS_REGION")
     if region:
         session.set_config_variable("region", region)

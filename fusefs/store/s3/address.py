@@ -1,4 +1,4 @@
-"""Requests of one bucket: what a verb asks for (`Call`), and how it is sent there (`Address`)."""
+"""Requests of one bucket: their description (`Call`), and the bucket's address (`Address`)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 # A listing of a thousand keys of the longest kind has 4 MiB.
 MOST_CONTENT = 16 << 20
 DOCUMENT = MemorySink(MOST_CONTENT)
-# A transfer that gets on by fewer bytes a second, in so many seconds, is given up.
+# A transfer slower than this (bytes a second, over so many seconds) is given up.
 LEAST_RATE, PACE_WINDOW_S = float(1 << 10), 30.0
-# The longest attempt of a request whose answer is no object. S3 begins the answer to a change
-# that takes minutes (a copy), and sends blanks until it is done.
+# The longest attempt of a request whose answer is no object. S3 begins the answer to a change that
+# takes minutes (a copy) at once, and sends blanks until the change is done.
 ATTEMPT_LIMIT_S = 960.0
-# In what an answer is written into a file, its readers are woken.
+# Readers of a file that an answer is written into are woken once per so many bytes.
 PIECE = 1 << 20
 # Headers are sent as Latin-1, and each line is one header.
 _NOT_IN_HEADERS = re.compile("[\\r\\n\\0\u0100-\U0010ffff]")
@@ -39,8 +39,8 @@ _UNSENDABLE = Failure(StoreError, "no header of a request can say that")
 class Call:
     """One request to the bucket or, with a key, to an object, before it is signed.
 
-    `operation` names it in the log and in counters. Names of headers are in lower case. A
-    `document` is a short body, which the signature covers; of another body a checksum is among
+    `operation` names the request in the log and in counters. Names of headers are in lower case. A
+    `document` is a short body, which the signature covers; a checksum of any other `body` is among
     the headers.
     """
 
@@ -55,20 +55,20 @@ class Call:
 
     @property
     def is_large(self) -> bool:
-        """True if a body is long: of more than LARGE bytes, or that of a file which is sent."""
+        """True if the request reads more than LARGE bytes into a file, or sends a file."""
         has_long_answer = isinstance(self.sink, FileSink) and self.sink.length > LARGE
         return has_long_answer or isinstance(self.body, FileBody)
 
     @property
     def makes_object(self) -> bool:
-        """True if it begins an object: a PUT or a copy, or the creation of an upload."""
+        """True if the request creates an object (PUT, copy) or a multipart upload."""
         if self.method == "POST":
             return "uploads" in self.query
         return self.method == "PUT" and not self.query
 
 
 class Address:
-    """The address of a bucket, and what its requests have in common."""
+    """The address of a bucket, and the headers that all its requests share."""
 
     def __init__(self, url: str, settings: S3Settings, signer: Signer | None, route: Route) -> None:
         """`url` is the bucket's; `signer` is None if requests are not signed."""
@@ -89,10 +89,10 @@ class Address:
     def request(
         self, call: Call, credentials: ReadOnlyCredentials | None, *, is_fresh: bool = False
     ) -> Request:
-        """Make the engine's request for a call; with `is_fresh` over a new connection.
+        """Make the engine's request for a call; with `is_fresh`, over a new connection.
 
         Raises:
-            AttemptError: no header can say what the call wants to say.
+            AttemptError: a value of the call can't be sent in a header.
         """
         key = call.key
         target = f"{self._path.rstrip('/')}/{quote(key, safe='/~')}" if key else self._path
@@ -115,7 +115,7 @@ class Address:
             del headers["host"]
         if body is None and call.method in ("PUT", "POST"):
             body = b""
-        # A change that takes minutes is answered with a blank now and then.
+        # While a change takes minutes, the server sends a blank now and then.
         moves_bytes = call.method == "GET" or call.body is not None
         deadlines = Deadlines(
             self._settings.connect_timeout_s,
@@ -138,6 +138,6 @@ class Address:
 
 
 def _quoted(query: Mapping[str, Any]) -> str:
-    """A query as it is signed: by its names."""
+    """Encode a query in the form that is signed: sorted by names."""
     quoted = ((quote(name, safe=""), quote(str(query[name]), safe="")) for name in query)
     return "&".join(f"{name}={value}" for name, value in sorted(quoted))

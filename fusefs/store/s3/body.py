@@ -1,10 +1,10 @@
-"""The checksums that go with the bodies of requests.
+"""The checksums that are sent with the bodies of requests.
 
-The checksum is in a header that is signed, so the file is read twice, the second time by the
-engine. Should the file change in between, S3 refuses the part.
+The checksum is in a signed header, so the file is read twice, the second time by the engine. If the
+file changes in between, S3 refuses the part.
 
-Every S3 compares Content-MD5, but an MD5 takes almost four times as long as a CRC32 (1.6 ms of a
-MiB). So it is sent where the store is not known to compare CRC32s, as Ceph's gateway does not.
+Every S3 server compares Content-MD5, but an MD5 takes almost four times as long as a CRC32 (1.6 ms
+per MiB). So it is sent only if the store may not compare CRC32s; Ceph's gateway does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PIECE = 1 << 20
 
 
 class Sums(NamedTuple):
-    """Checksums of a body: its CRC32, and its MD5 (in base64) if that is sent."""
+    """Checksums of a body: its CRC32, and its MD5 (in base64), which is None if it is not sent."""
 
     crc: int
     md5: str | None
@@ -36,7 +36,7 @@ class Sums(NamedTuple):
         return encoded(self.crc.to_bytes(4, "big"))
 
     def headers(self) -> dict[str, str]:
-        """The headers, with names in lower case."""
+        """Return the checksums' headers, with names in lower case."""
         md5 = {} if self.md5 is None else {"content-md5": self.md5}
         return {"x-amz-checksum-crc32": self.crc32, **md5}
 
@@ -54,11 +54,11 @@ def sums_of(pieces: Iterable[bytes | bytearray | memoryview], *, with_md5: bool)
 
 
 async def sums_of_file(body: FileBody, *, with_md5: bool) -> Sums:
-    """Compute the checksums of a body in a thread. Cancelled, it returns once the thread has ended.
+    """Compute a body's checksums in a thread. Cancelled, it returns after the thread's end.
 
     Raises:
         StoreError: the file is too short.
-        OSError: it can't be read.
+        OSError: the file can't be read.
     """
     return await trio.to_thread.run_sync(lambda: sums_of(_pieces(body), with_md5=with_md5))
 
@@ -76,11 +76,11 @@ def _pieces(body: FileBody) -> Iterator[memoryview]:
 
 
 def encoded(checksum: bytes) -> str:
-    """A checksum as S3 writes it."""
+    """Encode a checksum in base64, as S3 writes it."""
     return base64.b64encode(checksum).decode()
 
 
 def composed(checksums: list[str]) -> str:
-    """S3's CRC32 of an object of parts with these CRC32s."""
+    """Compute S3's CRC32 of an object that is made of parts with these CRC32s."""
     crc = crc32(b"".join(base64.b64decode(checksum) for checksum in checksums))
     return f"{encoded(crc.to_bytes(4, 'big'))}-{len(checksums)}"

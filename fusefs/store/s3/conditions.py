@@ -1,11 +1,11 @@
-"""Conditions of changes: as headers, and what happens where one does not hold.
+"""Conditions of changes: their headers, and the handling of conditions that do not hold.
 
-`Fence.over` sends a change with a strict condition. Where the server refuses it (412), a HEAD shows
-by the token whether the object there is this very change, whose first answer was lost; else its
-ETag is adopted, and the change is sent again over that.
+`Fence.over` sends a change with a strict condition. If the server refuses it (412), a HEAD shows
+the object that is there. If its token shows that it is this very change, the first answer was lost;
+else its ETag is adopted, and the change is sent again over it.
 
-Conditions are sent to each store, and relied on only where it is known to honour them
-(store/probing.py). One that a store answers it does not implement is left out from then on.
+Conditions are sent to every store, but relied on only if the store is known to honour them
+(store/probing.py). A condition that the store does not implement is omitted from then on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fusefs.store.s3.requester import Requester
 
 logger = logging.getLogger("fusefs.store")
 
-# How often a change is repeated over what other clients put under its key meanwhile.
-# After that it is sent without a condition, so that it comes to an end.
+# Number of times that a change is repeated over another client's object. After that it is sent
+# without a condition, so that it comes to an end.
 ADOPTIONS = 5
 NOT_TRIED = "not tried yet"
 
@@ -32,36 +32,36 @@ T = TypeVar("T")
 
 
 def strict(etag: str | None) -> Strict:
-    """The condition that the object with this ETag is there (None: no object)."""
+    """Return the condition that the key has an object with this ETag (None: no object)."""
     return IF_ABSENT if etag is None else IfMatch(etag)
 
 
 def condition_headers(condition: Strict) -> dict[str, str]:
-    """The headers for a condition, with names in lower case."""
+    """Return the headers of a condition, with names in lower case."""
     if isinstance(condition, IfMatch):
         return {"if-match": condition.etag}
     return {"if-none-match": "*"} if condition == IF_ABSENT else {}
 
 
 class Fence:
-    """The conditions of one store's changes, which `requester` sends. Belongs to the event loop."""
+    """Sends one store's changes with their conditions. Belongs to the event loop."""
 
     def __init__(self, requester: Requester) -> None:
         self.requester = requester
         self.tokens = TokenSource()
         self.capabilities = Capabilities()
-        # Why nothing is known of the store, for people to read.
+        # The reason why the store's capabilities are unknown, for people.
         self.why_unknown = NOT_TRIED
         # Conditions that the store does not implement, as people read them.
         self._unsupported: set[str] = set()
 
     @property
     def sends_md5(self) -> bool:
-        """True if a body's MD5 goes with it: the store is not known to compare CRC32s."""
+        """True if bodies are sent with an MD5: the store is not known to compare CRC32s."""
         return self.capabilities.checksums is not True
 
     def sent(self, operation: str, condition: Strict) -> Strict:
-        """The condition of an operation such as "PUT"; None if the store does not implement it."""
+        """The condition to send with an operation ("PUT"); None if the store has no such one."""
         return None if _named(operation, condition) in self._unsupported else condition
 
     def relies_on(self, operation: str, condition: Strict) -> bool:
@@ -71,7 +71,7 @@ class Fence:
     async def send(
         self, operation: str, condition: Strict, send: Callable[[Strict], Awaitable[T]]
     ) -> T:
-        """Have `send` make a change with a condition; without where the store implements none."""
+        """Call `send` with a condition, and again without if the store does not implement it."""
         condition = self.sent(operation, condition)
         try:
             return await send(condition)
@@ -87,7 +87,7 @@ class Fence:
         self._unsupported.add(name)
 
     def describe(self) -> dict[str, Any]:
-        """The knowledge of the store, and its source, as plain data."""
+        """Return the store's capabilities and the reason for unknown ones, as plain data."""
         return {
             "known": self.capabilities.is_known,
             "missing": [*self.capabilities.missing, *sorted(self._unsupported)],
@@ -102,13 +102,13 @@ class Fence:
         operation: str,
         send: Callable[[Strict], Awaitable[ObjectInfo]],
     ) -> ObjectInfo:
-        """Have `send` make a change over what is expected, or over what is there instead.
+        """Make a change by `send` over the expected object, or over another one that is there.
 
-        `token` is the change's own, None if the object will not have it.
+        `token` is the change's own, or None if the new object will not have it.
 
         Raises:
-            ConflictError: an object with content is where a directory's marker was to be.
-            StoreError: of `send`, but for a condition that does not hold.
+            ConflictError: the change is a directory's marker, but the key has content.
+            StoreError: from `send`, except for a condition that does not hold.
         """
         etag = expected.etag
         for _ in range(ADOPTIONS):
@@ -116,7 +116,7 @@ class Fence:
             try:
                 return await self.send(operation, condition, send)
             except ConflictError:
-                # Two writes at the same time, for the whole retry time.
+                # Two writes collided, for the whole retry time.
                 if self.sent(operation, condition) is None:
                     raise
             there = await self.find(key)
@@ -128,7 +128,7 @@ class Fence:
             current = there.etag if there is not None else None
             if current == etag:
                 if etag is not None:
-                    # The server refuses the ETag that it gives itself, as Ceph's gateway does.
+                    # The server refuses the object's own ETag, as Ceph's gateway does.
                     self._leave_out(operation, condition)
                 break
             logger.info("%s: another object is there by now; this change goes over it", key)
@@ -140,13 +140,13 @@ class Fence:
     async def strictly(
         self, key: str, condition: Strict, send: Callable[[Strict], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Have `send` make a change under a condition that nothing replaces.
+        """Make a change by `send` under a condition that is never replaced by another.
 
-        Ceph's gateway refuses a PUT over the very ETag that it gives, unless that has no quotes.
+        Ceph's gateway refuses a PUT over the very ETag that it reports, unless that has no quotes.
 
         Raises:
-            ConflictError: it does not hold.
-            StoreError: of `send`.
+            ConflictError: the condition does not hold.
+            StoreError: from `send`.
         """
         try:
             return await send(condition)
@@ -157,7 +157,7 @@ class Fence:
         return await send(IfMatch(there.etag.strip('"')))
 
     async def find(self, key: str) -> ObjectInfo | None:
-        """The object under a key by a HEAD; None if there is none."""
+        """Return the object at a key, by a HEAD; None if there is none."""
         try:
             return (await head(self.requester, key))[0]
         except NotFoundError:

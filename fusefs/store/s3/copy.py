@@ -1,11 +1,11 @@
-"""Copies on the server: with one request where that is enough, in parts where it takes long.
+"""Copies on the server: in one request where that is enough, in parts where it takes long.
 
-A rename of a directory copies each of its objects, so a source that was listed is copied as it is.
-A HEAD comes first where the copy gets other metadata (S3 then keeps nothing of the rest), and
-where it is made of parts.
+A rename of a directory copies each of its objects, so the listed facts of a source are trusted. A
+HEAD comes first only if the copy gets other metadata (S3 then drops the other headers), or if the
+copy is made in parts.
 
-A copy whose answer was lost may have taken effect. Repeating it does no harm, except onto itself,
-or where there was to be no object: then the object that is there shows whether it is ours.
+A copy whose answer was lost may have taken effect. Repeating it does no harm, except if source and
+target are the same, or if the key was to have no object: then the object there shows if it is ours.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from fusefs.store.s3.list import nanoseconds, text_of
 from fusefs.store.s3.requester import Requester
 
 OPERATION = "CopyObject"
-# S3 copies up to 5 GiB at once, but takes its time, and not every store sends
-# something meanwhile to keep the connection from its time-out.
+# S3 copies up to 5 GiB at once, but takes its time, and not every store sends bytes meanwhile to
+# prevent a time-out of the connection.
 COPY_LIMIT = 256 << 20
 LARGEST_COPY = 5 << 30
-# What HEAD returns and a copy with other metadata would lose.
+# Headers of HEAD that a copy with other metadata would lose.
 _KEPT = (
     "content-type",
     "cache-control",
@@ -60,7 +60,7 @@ async def copy(
     write: Write = PLAIN,
     log: UploadLog = UNRECORDED,
 ) -> ObjectInfo:
-    """As `Store.copy`; in parts with an upload that is on record in `log`."""
+    """Implements `Store.copy`; `log` records a multipart upload while it is under way."""
     write = write.with_token(fence.tokens)
     condition = write.condition
     if write.metadata is not None:
@@ -71,7 +71,7 @@ async def copy(
         try:
             return await _copy(fence, source, key, write, strict, log)
         except NotFoundError as error:
-            # S3 does not say which of the two objects is gone.
+            # S3 does not say which of the two objects is missing.
             if isinstance(strict, IfMatch) and await fence.find(key) is None:
                 raise ConflictError("the object to be replaced is gone") from error
             raise
@@ -123,9 +123,9 @@ async def _copy(
 
 
 def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
-    """An object's metadata with its time in the form of its other attributes; None if it stays.
+    """Return an object's metadata with its time added; None if it has one or can't be sent.
 
-    Without others the form is that of AWS's services if `is_aws`, else of s3fs and rclone.
+    Attributes that are there decide the form; else it is that of AWS if `is_aws`, or of s3fs.
     """
     metadata = info.metadata or {}
     if "mtime" in metadata or "file-mtime" in metadata:
@@ -138,18 +138,18 @@ def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
     try:
         head.check(dated)
     except ValueError:
-        return None  # what is there can't be sent again
+        return None  # the present metadata can't be sent again
     return dated
 
 
 def _has_room(metadata: Mapping[str, str]) -> bool:
-    """True if S3 takes a token beside this, which another client may have filled."""
+    """True if a token fits beside this metadata, which another client may have filled."""
     size = sum(len(head.META) + len(name) + len(value) for name, value in metadata.items())
     return size + len(head.META) + CHANGE_SIZE <= METADATA_LIMIT
 
 
 async def _tagging(requester: Requester, key: str) -> str:
-    """An object's tags as S3 takes them; a multipart upload gets none by itself."""
+    """Return an object's tags as a header's value; a multipart upload does not copy them itself."""
     call = Call("HEAD", "GET", key, {"tagging": ""})
     return urlencode(await requester.send(call, documents.tags, priority=writing))
 
@@ -161,7 +161,7 @@ async def _copy_whole(
     kept: Mapping[str, str] | None,
     condition: Strict,
 ) -> ObjectInfo:
-    """Copy with one request; `kept` go with the metadata of `source`, None keeps everything."""
+    """Copy in one request with headers `kept` and the metadata of `source`; None keeps all."""
     headers = {
         "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
         "x-amz-copy-source-if-match": source.etag,
@@ -177,7 +177,7 @@ async def _copy_whole(
         etag = documents.etag_in(text_of(result, "ETag"))
         try:
             mtime_ns = nanoseconds(text_of(result, "LastModified"))
-        except ValueError:  # it is done, whatever the server takes for a time
+        except ValueError:  # the copy is done, whatever time the server says
             mtime_ns = head.now_ns()
         version_id = answer.headers.get("x-amz-version-id")
         return replace(source, key=key, etag=etag, mtime_ns=mtime_ns, version_id=version_id)
@@ -187,14 +187,14 @@ async def _copy_whole(
             return (there.size, there.etag) == (source.size, source.etag)
         if source.token is not None:
             return there.token == source.token
-        # What was made of parts has another ETag now.
+        # A copy of an object that was made of parts has another ETag.
         return (there.size, there.metadata) == (source.size, dict(source.metadata or {}))
 
     try:
         call = Call("COPY", "PUT", key, headers=headers)
         return await requester.send(call, accept, priority=writing)
     except StaleVersionError as error:
-        # S3 does not say of which of the two objects a condition failed.
+        # S3 does not say for which of the two objects a condition failed.
         may_be_done = error.may_be_done
         if condition is None and not (key == source.key and may_be_done):
             raise
@@ -207,7 +207,7 @@ async def _copy_whole(
         if may_be_done and has_made(there):
             return there
         if condition in (None, IfMatch(there.etag)):
-            raise  # the source is another one
+            raise  # the source has been replaced
         if condition == IF_ABSENT:
             raise ExistsError(f"{key}: there is an object already") from error
         raise ConflictError("the object has been replaced") from error

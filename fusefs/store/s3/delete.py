@@ -1,8 +1,8 @@
-"""Deletes, of one object or of a thousand with a request, over known ETags where that is possible.
+"""Deletes of one object, or of a thousand in one request, with known ETags where possible.
 
-A DELETE that is repeated because its answer was lost, or that the server executes late, may find
-an object that another client has made since. With an ETag (`If-Match`, or in the document of
-DeleteObjects) it deletes only the one that was meant; a 412 has a HEAD show which is there.
+A DELETE that is repeated because its answer was lost, or that the server executes late, may find an
+object that another client has made since. With an ETag (`If-Match`, or in the document of
+DeleteObjects) it deletes only the intended object. After a 412, a HEAD shows which object is there.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fusefs.store.s3.conditions import ADOPTIONS, Fence, condition_headers
 logger = logging.getLogger("fusefs.store")
 
 DELETES_AT_ONCE = 1000
-# Characters that a DeleteObjects request, XML 1.0, has no way to write.
+# Characters that XML 1.0, and so a DeleteObjects request, cannot express.
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
 async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-    """As `Store.delete`."""
+    """Implements `Store.delete`."""
 
     async def send(condition: Strict) -> None:
         call = Call("DELETE", "DELETE", key, headers=condition_headers(condition))
@@ -51,7 +51,7 @@ async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: boo
         except (NotFoundError, ConflictError) as error:
             if fence.sent("DELETE", condition) is None:
                 if isinstance(error, NotFoundError):
-                    return None  # Google's store says so of what is gone already
+                    return None  # Google's store says so of a missing object
                 raise
             may_be_done |= error.may_be_done
         there = await fence.find(key)
@@ -62,7 +62,7 @@ async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: boo
         if IfMatch(there.etag) != condition and (may_be_done or not adopts):
             logger.debug("%s: another object is there by now, and stays", key)
             return None
-        # A server that refuses the ETag that it gives gets the request without one.
+        # A server that refuses the object's own ETag gets the request without a condition.
         etag = None if IfMatch(there.etag) == condition else there.etag
     with suppress(NotFoundError):
         await send(None)
@@ -72,7 +72,7 @@ async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: boo
 async def delete_many(
     fence: Fence, keys: Iterable[str], etags: Mapping[str, str] | None = None
 ) -> list[DeleteFailure]:
-    """As `Store.delete_many`."""
+    """Implements `Store.delete_many`."""
     etags = etags or {}
     failures: list[DeleteFailure] = []
     batch: list[str] = []
@@ -99,7 +99,7 @@ async def _delete_singly(fence: Fence, key: str, etags: Mapping[str, str]) -> li
 async def _send_batch(
     fence: Fence, keys: list[str], etags: Mapping[str, str], condition: Strict
 ) -> list[DeleteFailure]:
-    # Those to be deleted still, and those of which the server has another ETag than expected.
+    # Keys still to be deleted, and keys whose object has another ETag than expected.
     remaining, refused = keys, list[str]()
     failures: list[DeleteFailure] = []
 
@@ -133,7 +133,7 @@ async def _send_batch(
     except StoreError as error:
         failures += [DeleteFailure(key, error) for key in remaining]
     for key in refused:
-        # What has the expected ETag is deleted after all; anything else stays.
+        # An object with the expected ETag is deleted after all; any other is left.
         try:
             there = await fence.find(key)
         except StoreError as error:

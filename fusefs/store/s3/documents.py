@@ -1,7 +1,7 @@
-"""The small XML documents of S3's requests and answers, but for listings of objects.
+"""The small XML documents of S3's requests and answers, except listings of objects.
 
-S3 begins the answer to what takes long before it knows how that ends: one with status 200 may hold
-an error, or no document. What reads one raises AttemptError where it does not tell what it should.
+S3 begins the answer to a slow request before it knows the result: an answer with status 200 may
+contain an error, or no document. Readers raise AttemptError if an answer lacks what it should have.
 
 https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
 """
@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 _ODD_LISTING = Failure(UnsupportedError, "this server's listings make no sense, or do not go on")
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
-# XML reads other ends of lines as line feeds. (xml.sax.saxutils imports half of urllib.)
+# XML parsers turn other line ends into line feeds. (xml.sax.saxutils imports half of urllib.)
 _ESCAPED = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\r": "&#13;", "\n": "&#10;"})
 
 
 def no_result() -> AttemptError:
-    """The error of an answer with status 200 that does not say what was done."""
+    """Return the error for an answer with status 200 that does not say what was done."""
     return AttemptError(Failure(UnreachableError, "S3 did not say what it did", is_retryable=True))
 
 
 def etag_in(text: str | None) -> str:
-    """The ETag in an answer to a change.
+    """Return the ETag in an answer to a change.
 
     Raises:
-        AttemptError: there is none, or one that can't be used.
+        AttemptError: there is no ETag, or it can't be used.
     """
     if not text:
         raise no_result()
@@ -46,7 +46,7 @@ def read(answer: Completion, tag: str) -> Element:
     """Return the root of an answer's document.
 
     Raises:
-        AttemptError: it is an error, or no document with this root.
+        AttemptError: the document is an error, or has another root than `tag`.
     """
     try:
         root = ElementTree.fromstring(answer.body.strip())
@@ -61,7 +61,7 @@ def read(answer: Completion, tag: str) -> Element:
 
 
 def completion(parts: Iterable[Part]) -> bytes:
-    """Write the request that completes an upload of these parts."""
+    """Write the document that completes an upload of these parts."""
     return _written("CompleteMultipartUpload", "".join(_part(part) for part in parts))
 
 
@@ -72,7 +72,7 @@ def _part(part: Part) -> str:
 
 
 def deletion(keys: Iterable[str], etags: Mapping[str, str]) -> bytes:
-    """Write the request that deletes keys, some of them only with a certain ETag."""
+    """Write the document that deletes keys, some of them only with a certain ETag."""
     objects = "".join(_object(key, etags.get(key)) for key in keys)
     return _written("Delete", f"{objects}<Quiet>true</Quiet>")
 
@@ -91,13 +91,13 @@ def _written(tag: str, content: str) -> bytes:
 
 
 def undeleted(answer: Completion) -> list[tuple[str, str]]:
-    """Return the keys that were not deleted, each with an error code."""
+    """Return the keys that were not deleted, each with its error code."""
     root = read(answer, "DeleteResult")
     return [(text_of(one, "Key"), text_of(one, "Code")) for one in root.iterfind("{*}Error")]
 
 
 def upload_id(answer: Completion) -> str:
-    """Return the id of an upload that was created; an AttemptError if there is none."""
+    """Return the id of a newly created upload; an AttemptError if the answer has none."""
     found = text_of(read(answer, "InitiateMultipartUploadResult"), "UploadId")
     if not found:
         raise no_result()
@@ -105,10 +105,10 @@ def upload_id(answer: Completion) -> str:
 
 
 def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dict[str, str] | None]:
-    """Return a page of an upload's parts, and the query of the next one.
+    """Return one page of an upload's parts, and the query of the next page or None.
 
     Raises:
-        AttemptError: it is none, or there is no way to the next.
+        AttemptError: the answer is no such page, or gives no way to the next.
     """
 
     def part(one: Element) -> Part:
@@ -123,7 +123,7 @@ def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dic
 def uploads(
     start: Mapping[str, str], answer: Completion
 ) -> tuple[list[PendingUpload], dict[str, str] | None]:
-    """Return a page of a bucket's uploads, and the query of the next one, as `parts`."""
+    """Return one page of a bucket's uploads, and the query of the next page or None, as `parts`."""
     root = read(answer, "ListMultipartUploadsResult")
     is_encoded = text_of(root, "EncodingType") == "url"
 
@@ -148,10 +148,10 @@ def _rows(root: Element, tag: str, row: Callable[[Element], T]) -> list[T]:
 def _behind(
     root: Element, start: Mapping[str, str], markers: Mapping[str, str]
 ) -> dict[str, str] | None:
-    """Return the markers behind which a listing goes on that began at `start`, None at its end.
+    """Return the markers after which a listing begun at `start` continues; None at its end.
 
     Raises:
-        AttemptError: it would go on for ever.
+        AttemptError: the listing would never end.
     """
     if text_of(root, "IsTruncated") != "true":
         return None
@@ -162,6 +162,6 @@ def _behind(
 
 
 def tags(answer: Completion) -> list[tuple[str, str]]:
-    """Return the tags of an object as names and values."""
+    """Return an object's tags as pairs of name and value."""
     root = read(answer, "Tagging")
     return [(text_of(tag, "Key"), text_of(tag, "Value")) for tag in root.iterfind(".//{*}Tag")]

@@ -1,8 +1,8 @@
-"""Ranged GETs of exactly one version: checked, counted, resumed where an answer broke off.
+"""Ranged GETs of exactly one version: checked, counted, and resumed where an answer broke off.
 
-The engine writes a range into the sink's file, after it has compared ETag, range and size; without
-a file it comes into memory and is compared here. The GET of a small one may be sent twice
-(hedging.py), and a small object counts only once its checksum has been compared.
+The engine compares ETag, range and size, and then writes the range into the sink's file; an answer
+without a file is received in memory and compared here. A slow GET of a small range may be sent
+twice (hedging.py). A small whole object counts only after its checksum has been compared.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from fusefs.store.s3.requester import OTHER_OBJECT, OTHER_RANGE, OTHER_SIZE, Req
 
 logger = logging.getLogger("fusefs.store")
 
-# What the event loop has the time to take in.
+# Answers up to this size are received in memory, in the event loop.
 SMALL = LARGE
-# What a server that knows no ranges may send of a small object in place of one.
+# Most bytes of a small object accepted from a server that ignores ranges.
 MOST_UNASKED = 1 << 20
-# An attempt that brings less has brought nothing: others that are alike would go on for ever.
+# An attempt that brings fewer bytes counts as no progress, so that retries end.
 PROGRESS = 16 << 10
-# For how long an object is fetched again that arrives with other bytes than S3 has.
+# Seconds for which an object is fetched again whose bytes differ from S3's checksum.
 WRONG_BYTES_S = 10.0
-# The digits of the largest size that is one.
+# Digits of the largest possible size.
 _LONGEST_SIZE = 19
 _TOO_SHORT = Failure(UnreachableError, "the answer was too short", is_retryable=True)
 
@@ -74,7 +74,7 @@ class Getter:
         self._requester = requester
         self._described = described
         self.hedging = Hedging(requester.connections, requester.counted)
-        self._has_checksums = True  # whether requests may want the checksums of objects
+        self._has_checksums = True  # False once the store refused to show any
 
     async def download(
         self,
@@ -85,13 +85,13 @@ class Getter:
         *,
         priority: Urgency = demanded,
     ) -> None:
-        """As `Store.download`."""
+        """Implements `Store.download`."""
         part = RangeDownload(version, start, stop, sink, self._requester.counted)
         part.has_checksums = self._has_checksums
         try:
             await self._download(part, priority)
         except StoreError as error:
-            # What a server says that does not know the header.
+            # The answer of a server that does not know the header.
             is_refused = type(error) in (StoreError, UnsupportedError)
             if not is_refused or not part.is_whole_and_small:
                 raise
@@ -126,8 +126,8 @@ class Getter:
 class RangeDownload:
     """The download of the bytes [start, stop) of a version, over several attempts.
 
-    Up to `position` they are in the file `fd`, or in `new`, one that the engine creates; both are
-    None if they come into memory.
+    The bytes before `position` are in the file `fd`, or in `new`, which the engine creates; both
+    are None for a download into memory.
     """
 
     def __init__(
@@ -148,17 +148,17 @@ class RangeDownload:
 
     @property
     def size(self) -> int:
-        """The number of bytes that have not come yet."""
+        """The number of bytes that are still missing."""
         return self.stop - self.position
 
     @property
     def is_whole_and_small(self) -> bool:
-        """True if a whole small object is missing: S3 shows the checksum of no range."""
+        """True if a whole small object is missing: S3 shows no checksum of a range."""
         is_whole = self.position == 0 and 0 < self.stop == self.version.size
         return self.has_checksums and is_whole and self.stop <= SMALL
 
     def call(self) -> Call:
-        """Make the request for what is missing, and begin an attempt."""
+        """Make the request for the missing bytes, and begin an attempt."""
         self._began_at = self.position
         etag = self.version.etag
         headers = {"range": f"bytes={self.position}-{self.stop - 1}"}
@@ -174,10 +174,10 @@ class RangeDownload:
         return Call("GET", "GET", self.version.key, headers=headers, sink=sink)
 
     def accept(self, answer: Completion) -> bytes:
-        """Check the answer to `call`; return the missing bytes if they are in memory.
+        """Check the answer to `call`; return the missing bytes, or b"" if they are in the file.
 
         Raises:
-            AttemptError: it is not what was requested, or not all of it.
+            AttemptError: the answer is not what was requested, or not all of it.
         """
         self.headers = answer.headers
         if self.fd is not None:
@@ -199,13 +199,13 @@ class RangeDownload:
         return content
 
     def _compare(self, etag: str | None, start: int, size: int | None) -> None:
-        """Compare an answer with the version: some servers ignore If-Match, and some ranges.
+        """Compare an answer with the version: some servers ignore If-Match or ranges.
 
-        `size` is the whole object's, None where the answer does not tell. Google's store may
-        unpack what is stored compressed, and sends the ETag of what is stored.
+        `size` is the whole object's, None if the answer does not give it. Google's store may
+        decompress a stored object, but sends the ETag of the stored bytes.
 
         Raises:
-            AttemptError: it is another.
+            AttemptError: the answer is for another version or range.
         """
         if etag is None or quoted(etag) != self.version.etag:
             raise AttemptError(OTHER_OBJECT)
@@ -217,10 +217,10 @@ class RangeDownload:
     def _verify(
         self, headers: Mapping[str, str], content: Callable[[], bytes], crc: int | None = None
     ) -> None:
-        """Compare the checksums in an answer that is all of a small object.
+        """Compare the checksums in an answer that holds the whole small object.
 
         Raises:
-            AttemptError: the bytes have another one.
+            AttemptError: the bytes have another checksum.
         """
         name = checksum.mismatch(headers, content, crc)
         if name is not None:
@@ -231,18 +231,18 @@ class RangeDownload:
             raise AttemptError(failure)
 
     def _read(self) -> bytes:
-        """Read what has just been written; it is in the page cache."""
+        """Read the bytes that were just written; they are in the page cache."""
         assert self.fd is not None
         return os.pread(self.fd, self.stop, 0)
 
     # --- progress of the attempts ---------------------------------------------------
 
     def has_progressed(self) -> bool:
-        """True if the last attempt brought enough to be worth another one."""
+        """True if the last attempt brought enough to justify another one."""
         return self.position - self._began_at >= PROGRESS
 
     def completed(self, transfer: Transfer) -> Completion:
-        """Take what an attempt has brought of which nothing was told before."""
+        """Take over the file and progress of a finished attempt; return its completion."""
         completion = transfer.completion
         assert completion is not None
         if self.new is not None and self._path is not None and (fd := transfer.take_file()) >= 0:
@@ -252,7 +252,7 @@ class RangeDownload:
         return completion
 
     def arrived(self, received: int, sums: Sums) -> None:
-        """So many bytes of this attempt are in the file."""
+        """Note that `received` bytes of this attempt are in the file."""
         if self.is_whole_and_small:
             self._sums = sums  # `accept` takes them, or they are written anew
         elif self.fd is not None:
@@ -274,9 +274,9 @@ def _first_byte(content_range: str | None) -> int:
 
 
 def _size_of(content_range: str | None, length: str) -> int | None:
-    """The size of the object of which an answer has a part, or else all, in `length` bytes.
+    """Return the size of the whole object, from Content-Range or else from the length.
 
-    None where a part is of something of unknown size.
+    None if the range is of an object of unknown size.
     """
     size = length if content_range is None else content_range.rpartition("/")[2]
     return int(size) if size.isdecimal() and len(size) <= _LONGEST_SIZE else None

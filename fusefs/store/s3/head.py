@@ -1,4 +1,4 @@
-"""HEAD requests, and what all requests say and learn about an object: its metadata."""
+"""HEAD requests, and the metadata of objects in the headers of all requests and answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusefs.store.s3.requester import Requester
 
 META = "x-amz-meta-"
 SECOND_NS = 1_000_000_000
-# The content type of what is stored without one.
+# S3's content type of objects that were stored without one.
 UNTYPED = "binary/octet-stream"
 NO_HEADERS: Mapping[str, str] = {}
 _KEY = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
@@ -26,14 +26,14 @@ _VALUE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 def check(metadata: Mapping[str, str], content_type: str | None = None) -> None:
-    """Raise a ValueError if metadata can't be HTTP headers."""
+    """Raise a ValueError if metadata can't be sent as HTTP headers."""
     for name, value in (*metadata.items(), ("content-type", content_type or "none")):
         if not _is_sendable(name, value):
             raise ValueError(f"no metadata: {name!r}: {value!r}")
 
 
 def sendable(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The part of an object's metadata that can be sent again: other clients write what can't."""
+    """Return the part of an object's metadata that can be sent; other clients may write more."""
     return {name: value for name, value in metadata.items() if _is_sendable(name, value)}
 
 
@@ -42,7 +42,7 @@ def _is_sendable(name: str, value: str) -> bool:
 
 
 def metadata_headers(metadata: Mapping[str, str], content_type: str | None) -> dict[str, str]:
-    """The headers for metadata."""
+    """Return the headers for metadata and, unless None, a content type."""
     headers = {f"{META}{name}": value for name, value in metadata.items()}
     if content_type is not None:
         headers["content-type"] = content_type
@@ -50,13 +50,13 @@ def metadata_headers(metadata: Mapping[str, str], content_type: str | None) -> d
 
 
 def copy_source(bucket: str, key: str) -> str:
-    """The header that names the source of a copy; an access point is named by its ARN."""
+    """Return the header value that names a copy's source; an access point is named by its ARN."""
     place = f"{bucket}/object" if bucket.startswith("arn:") else bucket
     return quote(f"{place}/{key}", safe="/~")
 
 
 def now_ns() -> int:
-    """The time, in whole seconds as S3 has it."""
+    """Return the time in ns since the epoch, in whole seconds, as S3 has it."""
     return int(time.time()) * SECOND_NS
 
 
@@ -66,7 +66,7 @@ async def head(
     priority: Urgency = demanded,
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> tuple[ObjectInfo, Mapping[str, str]]:
-    """Return the object by a HEAD, and all headers of the answer, with names in lower case.
+    """Send a HEAD; return the object, and all headers of the answer with names in lower case.
 
     Raises:
         NotFoundError: there is no such object.
@@ -81,12 +81,12 @@ async def head(
 async def find(
     requester: Requester, key: str, size: int, metadata: Mapping[str, str], checksum: str
 ) -> ObjectInfo | None:
-    """Return the object `key` if it is this very one, else None.
+    """Return the object `key` if this very write made it, else None.
 
     The token decides; without one, size, metadata and `checksum` (S3's CRC32 in base64) do.
 
     Raises:
-        StoreError: S3 could not tell.
+        StoreError: S3 gave no usable answer.
     """
     try:
         info, headers = await head(requester, key, headers=ASKING)
@@ -100,10 +100,10 @@ async def find(
 
 
 def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
-    """The object that an answer's headers describe.
+    """Return the object that an answer's headers describe.
 
     Raises:
-        AttemptError: some are missing.
+        AttemptError: headers are missing or unusable.
     """
     try:
         modified = parsedate_to_datetime(headers["last-modified"])
