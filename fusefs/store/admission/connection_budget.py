@@ -1,14 +1,14 @@
-"""The budget of requests that run at once, with priorities.
+"""The budget of connections: which requests run at once, by priority.
 
-At most `maximum` requests run at once. When S3 throttles, the number that is allowed halves, at
-most every 0.1 s; a full round of successes raises it by one (additive increase, multiplicative
-decrease). Where it goes on throttling, the rate of requests is limited instead (rate.py), and a
-request waits for a connection and for its turn in the same queue.
+At most `maximum` requests run at once. When S3 throttles, the permitted number halves, at most
+every 0.1 s; a full round of successes raises it by one (additive increase, multiplicative
+decrease). If S3 continues to throttle, the rate of requests is limited instead (rate.py); a request
+then waits for a connection and for its turn in the same queue.
 
-Demanded requests go before uploads and these before prefetching ones; both leave a few connections
-free for the next demand. Of one priority the objects take turns, so that a reader of one small
-file waits for one request of each other object, not for all the parts of a large one. What has
-been passed over PASSED_MOST times goes next, so that an upload does not wait for ever.
+Requests for waiting programs go before uploads, and uploads before prefetching; the latter two
+leave a few connections free for the next demand. Within a priority the objects take turns, so that
+a reader of one small file waits for one request of each other object, not for all parts of a large
+one. A request that was passed over PASSED_MOST times goes next, so that uploads never starve.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fusefs.store.admission.rate import Rate
 from fusefs.store.interface import Priority, Urgency
 from fusefs.telemetry.stalls import WaitCause, stage
 
-# A few round trips: what is refused meanwhile was sent before the last reduction.
+# A few round trips: requests refused in this time were sent before the last reduction.
 BACK_OFF_EVERY_S = 0.1
-# How many more urgent requests go before one that waits; a ninth is enough to make progress.
+# More urgent requests that may pass a waiting one; a ninth of all is enough for progress.
 PASSED_MOST = 8
 
 
@@ -42,7 +42,7 @@ class _Waiter:
 
 
 class _Queue:
-    """The waiters of one priority: objects take turns, requests for one object go in order."""
+    """The waiters of one priority: objects take turns, and each object's requests go in order."""
 
     def __init__(self) -> None:
         # Ordered dictionaries, since a cancelled waiter leaves the middle.
@@ -61,21 +61,21 @@ class _Queue:
             del self._of[waiter.key]
 
     def take(self, waiter: _Waiter) -> None:
-        """Remove a waiter that goes; the next for its object goes after those for others."""
+        """Remove the next waiter; its object's other waiters go behind those of other objects."""
         self.remove(waiter)
         if waiter.key in self._of:
             self._of.move_to_end(waiter.key)
 
 
 class ConnectionBudget:
-    """The budget of one store. Belongs to the event loop."""
+    """The connection budget of one store. Belongs to the event loop."""
 
     def __init__(
         self, maximum: int, nursery: trio.Nursery, next_budget: ConnectionBudget | None = None
     ) -> None:
-        """`nursery` has the task that admits requests while there is a rate limit.
+        """`nursery` runs the task that admits requests while there is a rate limit.
 
-        With `next_budget`, what gets a connection here waits for one there as well.
+        `next_budget`, if not None, is the budget that a request waits for after this one.
         """
         self.maximum = maximum
         self._nursery = nursery
@@ -84,8 +84,8 @@ class ConnectionBudget:
         self._running = dict.fromkeys(Priority, 0)
         self.in_use = 0
         self._queues = {rank: _Queue() for rank in Priority}
-        self.waiting = 0  # for a connection, or for their turn
-        # How many more urgent requests have gone since the last one of a priority.
+        self.waiting = 0  # requests that wait for a connection or their turn
+        # By priority, the more urgent requests admitted since its last one.
         self._passed = dict.fromkeys(Priority, 0)
         self._backed_off = -math.inf
         self._is_timing = False
@@ -97,38 +97,38 @@ class ConnectionBudget:
         return max(1, int(self._allowed))
 
     def lease(self, priority: Urgency, key: str = "") -> _Lease:
-        """Wait for a connection and hold it (`async with`). Cancelling gives it back.
+        """Return an `async with` context that holds a connection; cancelling gives it back.
 
-        `key` is that of the object which the request is about.
+        `key` is the key of the object that the request is about.
         """
         return _Lease(self, priority, key)
 
     def note_throttled(self) -> None:
-        """Note that S3 answered that requests come too fast."""
+        """Note that S3 refused a request because requests come too fast."""
         now = trio.current_time()
-        # With a rate, fewer connections would only leave some of it unused.
+        # With a rate limit, fewer connections would only leave a part of the rate unused.
         if self.rate.limit is None and now - self._backed_off >= BACK_OFF_EVERY_S:
             self._backed_off = now
             self._allowed = max(1.0, self._allowed / 2)
 
     def note_success(self) -> None:
-        """A request went well."""
+        """Note that a request succeeded."""
         self.rate.note_success()
         if self._allowed < self.maximum:
             self._allowed = min(float(self.maximum), self._allowed + 1 / self._allowed)
             self._admit()
 
     def reprioritize(self) -> None:
-        """Ask the waiters for their priorities again: one has risen."""
+        """Reconsider the priorities of all waiters: one has risen."""
         for queue in self._queues.values():
             for waiter in list(queue):
                 self._rank(waiter)
         self._admit()
 
     async def acquire(self, priority: Urgency, key: str = "") -> Priority:
-        """Wait for a connection, to be given back by `release`; cancelled, it holds none.
+        """Wait for a connection, which `release` gives back; a cancelled call holds none.
 
-        Returns the priority with which it was given.
+        Returns the priority with which the connection was given.
         """
         rank = priority()
         if not self.waiting and self._has_room(rank) and self.rate.is_due():
@@ -153,16 +153,16 @@ class ConnectionBudget:
         return waiter.rank
 
     def release(self, rank: Priority) -> None:
-        """Give a connection back that was given with a priority."""
+        """Give back a connection that was given with the priority `rank`."""
         self.in_use -= 1
         self._running[rank] -= 1
         if self.waiting:
             self._admit()
 
     def take_spare(self) -> bool:
-        """Take a connection that nothing else needs, with the priority PREFETCH; never waits.
+        """Take an unused connection, with the priority PREFETCH, without waiting.
 
-        False if requests wait, or the store has refused some of late as too many.
+        Returns False if requests wait, or the store has recently refused some as too many.
         """
         if self._is_throttled or self.waiting or not self._has_room(Priority.PREFETCH):
             return False
@@ -171,13 +171,13 @@ class ConnectionBudget:
 
     @property
     def _is_throttled(self) -> bool:
-        """True if the store has refused requests of late as too many."""
+        """True if the store has recently refused requests as too many."""
         if self.rate.limit is not None or self.allowed < self.maximum:
             return True
         return self._next_budget is not None and self._next_budget._is_throttled
 
     def _take(self, rank: Priority) -> None:
-        """Count a request that has a connection now."""
+        """Count a request that has got a connection."""
         self.in_use += 1
         self._running[rank] += 1
         self.rate.note_sent()
@@ -197,7 +197,7 @@ class ConnectionBudget:
             if not self.rate.is_due():
                 if not self._is_timing:
                     self._is_timing = True
-                    # Not a waiter's task: each may be cancelled, and leave the others waiting.
+                    # Not in a waiter's task: its cancellation would leave the others waiting.
                     self._nursery.start_soon(self._admit_in_time)
                 return
             self._queues[waiter.rank].take(waiter)
@@ -209,7 +209,7 @@ class ConnectionBudget:
             waiter.turn.set()
 
     async def _admit_in_time(self) -> None:
-        """Admit waiters as their turns come, while turns are what they wait for."""
+        """Admit waiters as their turns come, until none waits for the rate limit."""
         try:
             while self.waiting and not self.rate.is_due():
                 await trio.sleep_until(self.rate.due)
@@ -218,7 +218,7 @@ class ConnectionBudget:
             self._is_timing = False
 
     def _next(self) -> _Waiter | None:
-        """The most urgent waiter for which there is room, or one that was passed over too often."""
+        """Return the most urgent waiter for which there is room, or one passed over too often."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)
@@ -240,7 +240,7 @@ class ConnectionBudget:
 
 
 class _Lease:
-    """A connection for the time of an `async with`: a class costs half of what a generator does."""
+    """A connection for an `async with` block; a class takes half the time of a generator."""
 
     __slots__ = ("_budget", "_key", "_priority", "_rank")
 

@@ -1,13 +1,13 @@
-"""Hedged requests: a small GET that is slow to answer is sent again on another connection.
+"""Hedged requests: a small GET whose answer is slow is sent again on another connection.
 
-Of many GETs a few take ten times as long as the others, for reasons of the one server that happens
-to answer them; sent again, they are answered before the first (Dean and Barroso, "The Tail at
-Scale", CACM 56(2), 2013). So one that has no first byte after what nearly all of the latest small
-GETs took, and after twice the median, is sent again. The first success counts, and the other is
-given up with its connection. Of large ranges a reader waits for the transfer: they are not hedged.
+A few of many GETs take ten times as long as the others, for reasons of the one server that answers
+them; a second GET is then answered before the first (Dean and Barroso, "The Tail at Scale", CACM
+56(2), 2013). So a GET is sent again if it has no first byte after the time that 95% of the latest
+small GETs took, and after twice the median. The first success counts; the other GET is given up
+with its connection. Large ranges are not hedged: their readers wait for the transfer.
 
-Hedges are SHARE of the GETs at most, counted from the beginning, use connections that nothing else
-waits for, and stop while the store asks to slow down.
+Hedges are at most SHARE of all GETs, use connections that no other request waits for, and stop
+while the store asks to slow down.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.engine.engine import Completion, Engine, Request, Transfer
 from fusefs.store.interface import Priority
 
-# Of all GETs, how many are sent again at most, and how many of these at once.
+# The largest share of GETs that are sent again, and the most hedges at once.
 SHARE = 0.03
 MOST_AT_ONCE = 3
-# Slow is what takes longer than this share of GETs, and so many times the median.
+# A GET is slow if it takes longer than this share of GETs, and so many times the median.
 QUANTILE = 0.95
 MEDIANS = 2.0
-# A server nearby is slow now and then because this machine is busy; to ask again helps nothing.
+# A nearby server is slow now and then because this machine is busy; a second GET would not help.
 LEAST_S = 0.02
 LEAST_SAMPLES = 100
 SAMPLES = 512
-RENEW_EVERY = 32  # samples; to sort them takes 40 us
+RENEW_EVERY = 32  # samples; sorting them takes 40 us
 
 
 class Hedging:
-    """First-byte times of one store's small GETs, and the delay after which another is sent.
+    """First-byte times of one store's small GETs, and the delay before a second GET is sent.
 
     Belongs to the event loop.
     """
@@ -46,10 +46,10 @@ class Hedging:
         self._allowance = 0.0
         self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._is_renewed_in = LEAST_SAMPLES
-        # First GETs, and when each is slow.
+        # First GETs, each with the time from which it is slow.
         self._sent: deque[tuple[float, Transfer]] = deque()
         self._is_watching = False
-        # Seconds without a first byte after which another GET is sent; infinite is never.
+        # Seconds without a first byte after which a second GET is sent; infinite means never.
         self.wait_s = math.inf
 
     def note_sent(self) -> None:
@@ -57,7 +57,7 @@ class Hedging:
         self._allowance = min(float(MOST_AT_ONCE), self._allowance + SHARE)
 
     def note_first_byte(self, took_s: float) -> None:
-        """Note the time of a first byte, or for how long it was not there when the second's was."""
+        """Record a GET's time to its first byte, or its age when the second GET had answered."""
         self._samples.append(took_s)
         self._is_renewed_in -= 1
         if not self._is_renewed_in:
@@ -67,7 +67,7 @@ class Hedging:
             self.wait_s = max(quantile, MEDIANS * ordered[len(ordered) // 2], LEAST_S)
 
     def take(self) -> bool:
-        """Take a connection for a second GET, if the allowance has one and nothing waits for it."""
+        """Take a connection for a second GET; False if none is allowed or spare."""
         if self._allowance < 1 or not self._connections.take_spare():
             return False
         self._allowance -= 1
@@ -76,14 +76,14 @@ class Hedging:
         return True
 
     def give_back(self, *, has_won: bool) -> None:
-        """Give the connection of a second GET back, which has ended or was not sent after all."""
+        """Give back a second GET's connection; `has_won` tells if its answer was used."""
         self._connections.release(Priority.PREFETCH)
         self._counted["hedged_won"] += has_won
 
     async def race(self, engine: Engine, request: Request) -> Transfer:
-        """Send a GET, and again if its answer is slow to begin; return the first that stands.
+        """Send a GET, and a second one if the first is slow; return the one that counts, complete.
 
-        It is complete. If none stands, it is the first GET.
+        That is the first to succeed, or the first GET if both failed.
         """
         first = engine.submit(request)
         self.note_sent()
@@ -100,7 +100,7 @@ class Hedging:
         return first
 
     async def _watch(self) -> None:
-        """Wake those whose answer is slow: a time limit for each would cost a tenth of a GET."""
+        """Wake the tasks of slow GETs; a time limit for each would cost a tenth of a GET."""
         try:
             while self._sent:
                 due, first = self._sent.popleft()
@@ -130,7 +130,7 @@ class Hedging:
 
 
 def _stands(outcome: Completion | None) -> bool:
-    """True of a success, or of a refusal that the other request would get as well."""
+    """True if `outcome` is a success, or a refusal that the other GET would get as well."""
     if outcome is None or (outcome.error is not None and outcome.status < 300):
         return False
     return outcome.status < 500 and outcome.status != 429

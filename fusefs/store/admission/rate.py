@@ -1,14 +1,14 @@
-"""The rate of requests to a store that has refused some (503 SlowDown).
+"""The rate limit for a store that has refused requests as too many (503 SlowDown).
 
 A budget of connections does not bound the rate: four connections to a server that answers in a
-millisecond are 4,000 requests a second. So after the first refusals the requests of a second are
-counted that were *not* refused, and from then on no more are sent, evenly spaced.
+millisecond are 4,000 requests a second. So after the first refusals, the requests of a second that
+were *not* refused are counted, and from then on no more are sent, evenly spaced.
 
-That limit is felt for (AIMD, as TCP does it): it rises by 1% in the first second, by 2% in the
-next, then 4%, up to 20%; with the next refusal it falls to 95%, and to what was really taken since
-the last in the time in which requests used it up. Against a server with a fixed allowance that is
-a few refusals every few seconds, with nearly all of the allowance used; a limit that is too low
-doubles within ten seconds. After a minute without refusals there is no limit.
+The limit adapts (AIMD, as in TCP): it rises by 1% in the first second, by 2% in the next, then 4%,
+up to 20%. With the next refusal it falls to 95%, but at most to the rate accepted since the last
+one while requests used up the limit. Against a server with a fixed allowance that makes a few
+refusals every few seconds, with nearly all of the allowance used; a limit that is too low doubles
+within ten seconds. After a minute without refusals there is no limit.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import trio
 
 logger = logging.getLogger("fusefs.store")
 
-# Refusals within this time of a reduction are of requests that were sent before it.
+# Refusals so soon after a reduction are for requests that were sent before it.
 SETTLE_S = 1.0
-# A count that took longer says nothing of what the store takes now. While there is a limit,
-# the time counts in which requests used it up; less than LEAST_IN_USE_S of that says nothing.
+# An older count says nothing about what the store accepts now. While there is a limit, only the
+# time counts in which requests used it up; less than LEAST_IN_USE_S says nothing.
 FRESH_S = 2.0
 FRESH_IN_USE_S = 10.0
 LEAST_IN_USE_S = 0.5
@@ -32,29 +32,29 @@ LAST_INCREASE = 0.2
 FORGET_S = 60.0
 LOG_EVERY_S = 60.0
 LEAST = 1.0
-# Turns that a busy machine has missed are made up for, so many seconds' worth at most; stores
-# let more than that through at once.
+# Turns that a busy machine missed are made up for, at most of so many seconds; stores allow larger
+# bursts.
 LATE_S = 0.1
 
 
 class Rate:
-    """One store's rate limit. Belongs to the event loop.
+    """The rate limit of one store. Belongs to the event loop.
 
-    `limit` is in requests a second; None is that there is none.
+    `limit` is in requests a second; None means no limit.
     """
 
     def __init__(self) -> None:
         self.limit: float | None = None
         self._accepted = 0
         self._refused = 0
-        # Since the last reduction: when it was, and how many requests had been taken by then.
+        # Time of the last reduction, and the number of requests accepted by then.
         self._since = -FORGET_S
         self._accepted_then = 0
         self._unused_s = 0.0  # time in which less was sent than the limit allows
         self._grown = 0.0  # when the limit was last raised
         self.due = 0.0  # when the next request may be sent, while there is a limit; trio's seconds
         self._logged = -LOG_EVERY_S
-        self._logged_refused = 0  # how many the log has
+        self._logged_refused = 0  # refusals that have been logged
 
     def is_due(self) -> bool:
         """True if a request may be sent now."""
@@ -67,7 +67,7 @@ class Rate:
         return now >= self.due
 
     def note_sent(self) -> None:
-        """A request is sent."""
+        """Count a request that is sent: it uses one turn of the limit."""
         if self.limit is not None:
             now = trio.current_time()
             self._grow(now)
@@ -79,7 +79,7 @@ class Rate:
         self._accepted += 1
 
     def note_refused(self, what: str) -> None:
-        """The store refused a request as one too many; `what` describes both, for the log."""
+        """Lower the limit after a refusal; `what` describes request and refusal for the log."""
         self._refused += 1
         now = trio.current_time()
         self._reduce(now)
@@ -112,15 +112,15 @@ class Rate:
         self._unused_s = 0.0
 
     def _pass_unused(self, now: float) -> None:
-        """Count the time in which turns were not taken, and give these up."""
+        """Count the time of unused turns, and drop these turns."""
         unused_s = max(0.0, now - LATE_S - self.due)
         self._unused_s += unused_s
         self.due += unused_s
 
     def _grow(self, now: float) -> None:
-        """Raise the limit by what the time since its last reduction is worth."""
+        """Raise the limit according to the time since its last reduction."""
         assert self.limit is not None
         share = min(LAST_INCREASE, FIRST_INCREASE * 2.0 ** int(now - self._since))
-        # A second at most: what was not sent has tried nothing.
+        # Count at most a second: a rate that was not used has not been tested.
         self.limit *= 1 + share * min(1.0, now - self._grown)
         self._grown = now

@@ -1,11 +1,10 @@
 """HTTP requests from the event loop, sent by libcurl in threads of their own.
 
-The compiled part (_engine.c) has a few worker threads that never hold the interpreter
-lock. A request is handed to one of them; the worker sends it, writes the body of the
-answer to its sink, and puts the completion on a list. One task here waits for that list
-with an eventfd and wakes the tasks that sent the requests: a hundred completions are one
-wake-up. Requests with small bodies and requests with large ones have separate workers, so
-that a small answer never waits until a large one is written.
+The compiled part (_engine.c) has a few worker threads that never hold the interpreter lock. Each
+request is given to a worker, which sends it, writes the body of the answer to its sink, and adds
+the completion to a list. One task here waits for this list with an eventfd and wakes the tasks that
+sent the requests: a hundred completions are one wake-up. Requests with large bodies have workers of
+their own, so that a small answer never waits until a large one is written.
 
 One call of `send` is one request: nothing is signed, retried, queued or redirected here.
 """
@@ -23,13 +22,13 @@ import trio
 
 from fusefs.store.engine import _engine
 
-# A worker receives about 700 MB/s over TLS; more of them than processors gain nothing.
+# A worker receives about 700 MB/s over TLS; more workers than processors gain nothing.
 _MOST_LARGE_WORKERS: Final = 8
 _SMALL_WORKERS: Final = 1
 
 
 class MemorySink(NamedTuple):
-    """Receive the body as bytes. One of more than `limit` bytes is the error "too-large"."""
+    """Receive the body as bytes. A body of more than `limit` bytes is the error "too-large"."""
 
     limit: int = 1 << 20
 
@@ -37,16 +36,17 @@ class MemorySink(NamedTuple):
 class FileSink(NamedTuple):
     """Write the body of an answer with status 200 or 206 to a file.
 
-    `fd` is duplicated for as long as the request lives. The `length` bytes of the object from
-    `start` on go to `offset` of the file, and no byte outside of [offset, offset + length) is
-    written. Before the first one, the answer's ETag and size are compared with `etag` and
-    `size`, and its range with `start` and `length`, except for those that are None.
+    `fd` is duplicated for the request's lifetime. The `length` bytes of the object from `start` on
+    go to `offset` of the file, and no byte outside of [offset, offset + length) is written. Before
+    the first byte is written, the answer's ETag and size are compared with `etag` and `size`, and
+    its range with `start` and `length`; None is not compared.
 
-    With `sums`, progress comes with the CRC32 of what was written: (start, stop, sum) by offsets
-    of the file, cut where a mebibyte of the file ends.
+    With `sums`, progress reports include the CRC32 of the written bytes: (start, stop, sum) by
+    offsets of the file, cut where a mebibyte of the file ends.
 
-    With a `path`, at which no file is, and -1 for `fd`, the file is created once all of `length`
-    bytes are there, 256 KiB at most; its folder may be missing. `Transfer.take_file` hands it over.
+    With a `path`, at which no file exists, and -1 for `fd`, the file is created once all `length`
+    bytes are there, at most 256 KiB; its folder may not exist. `Transfer.take_file` returns the
+    file.
     """
 
     fd: int
@@ -70,9 +70,9 @@ class FileBody(NamedTuple):
 class Route(NamedTuple):
     """The way to a server.
 
-    `proxy` is a URL with http:// or https://, None to connect directly; the environment is
-    never looked at. `ca_file` has the authorities that are trusted, of the server and of a
-    proxy with https; None for a server without TLS.
+    `proxy` is a URL with http:// or https://, or None for a direct connection; the environment is
+    never consulted. `ca_file` lists the trusted authorities, for the server and for a proxy with
+    https; None for a server without TLS.
     """
 
     proxy: str | None = None
@@ -82,10 +82,10 @@ class Route(NamedTuple):
 class Deadlines(NamedTuple):
     """Time limits of one request, in seconds.
 
-    `connect_s` is for the name, the connection and TLS. After that, `silence_s` without a byte in
-    either direction, or `total_s` since `submit` (0: no limit), are the error "timeout". While a
-    body is sent or received, a mean of less than `least_rate` bytes per second in a window of
-    `window_s` is the error "low-speed" (0: no limit).
+    `connect_s` is for the name lookup, the connection and TLS. After that, `silence_s` without a
+    byte in either direction, or `total_s` since `submit` (0: no limit), cause the error "timeout".
+    While a body is sent or received, a mean rate below `least_rate` bytes per second in a window of
+    `window_s` causes the error "low-speed" (0: no limit).
     """
 
     connect_s: float = 10.0
@@ -98,12 +98,11 @@ class Deadlines(NamedTuple):
 class Request(NamedTuple):
     """One HTTP/1.1 request.
 
-    `url` is percent-encoded and sent byte for byte. `headers` are all that is sent beside Host
-    and Content-Length; a body of None has no Content-Length, one of b"" has 0. The body of any
-    answer that is not 2xx comes into memory, whatever the sink; one of more than 1 MiB is
-    dropped. While a FileSink is filled, progress is reported once the first 64 KiB and each
-    time that `progress` more bytes are there (0: only at the end). With `fresh`, no connection
-    is reused.
+    `url` is percent-encoded and sent byte for byte. Only `headers`, Host and Content-Length are
+    sent; a body of None has no Content-Length, one of b"" has 0. The body of an answer that is not
+    2xx is received in memory, whatever the sink; above 1 MiB it is dropped. While a FileSink is
+    filled, progress is reported at the first 64 KiB and after each further `progress` bytes (0:
+    only at the end). With `fresh`, no connection is reused.
     """
 
     method: str
@@ -124,15 +123,15 @@ class Completion(NamedTuple):
     `body` is that of a MemorySink, or the document of an answer that is not 2xx. `received` bytes
     of the body are in the sink, also after an error.
 
-    `error` is None if the whole answer is in the sink, or one of: resolve, connect, proxy,
-    certificate, tls, timeout, low-speed, reset, short, protocol (network and server);
-    too-large, range, etag, size (an answer that the sink must not have); sink-full (ENOSPC,
-    EDQUOT), sink-failed, source-failed (`errno` says why, 0: the file is too short); memory;
-    cancelled. A status of 300 and more stands, whatever comes after the headers. `detail` is
-    libcurl's sentence, `proxy_status` the answer to CONNECT, or 0. `may_have_been_executed` is
-    True if a byte of the request was sent and no whole answer came.
+    `error` is None if the whole answer is in the sink, else one of: resolve, connect, proxy,
+    certificate, tls, timeout, low-speed, reset, short, malformed, protocol (network and server);
+    too-large, range, etag, size (the answer does not fit the sink); sink-full (ENOSPC, EDQUOT),
+    sink-failed, source-failed (see `errno`; 0: the file is too short); memory; cancelled. A status
+    of 300 and above counts, even if the rest of the answer is missing. `detail` is libcurl's
+    sentence, `proxy_status` the answer to CONNECT, or 0. `may_have_been_executed` is True if a byte
+    of the request was sent and no whole answer came.
 
-    Times are seconds since `submit`, 0 for what did not happen.
+    Times are seconds since `submit`; 0 for an event that did not happen.
     """
 
     status: int
@@ -153,17 +152,17 @@ Sums: TypeAlias = list[tuple[int, int, int]]
 OnProgress: TypeAlias = Callable[[int, Sums], None]
 
 _SUM = struct.Struct("@QQQ")
-# All that is sent beside Host and Content-Length: what libcurl would add by itself.
+# Headers that libcurl would add by itself, switched off.
 _NOT_ADDED = "Accept:\nProxy-Connection:\n"
 _UNSENDABLE = re.compile("[^!-~]")
-# CURLcode of curl/curl.h. Others are "protocol".
+# Errors by CURLcode (curl/curl.h). All other codes are "protocol".
 _ERRORS = {
     5: "proxy",  # COULDNT_RESOLVE_PROXY
     6: "resolve",  # COULDNT_RESOLVE_HOST
     7: "connect",  # COULDNT_CONNECT
     8: "malformed",  # WEIRD_SERVER_REPLY: a header without a colon or with a NUL, for two
     18: "short",  # PARTIAL_FILE
-    27: "malformed",  # OUT_OF_MEMORY, which is what a header that is too long is to libcurl
+    27: "malformed",  # OUT_OF_MEMORY: libcurl's code for a header that is too long
     28: "timeout",  # OPERATION_TIMEDOUT
     35: "tls",  # SSL_CONNECT_ERROR
     52: "reset",  # GOT_NOTHING
@@ -171,7 +170,7 @@ _ERRORS = {
     56: "reset",  # RECV_ERROR
     59: "tls",  # SSL_CIPHER
     60: "certificate",  # PEER_FAILED_VERIFICATION
-    65: "reset",  # SEND_FAIL_REWIND, of a repetition that is not made
+    65: "reset",  # SEND_FAIL_REWIND: libcurl could not repeat the body
     77: "tls",  # SSL_CACERT_BADFILE
     83: "certificate",  # SSL_ISSUER_ERROR
     97: "proxy",  # PROXY
@@ -179,11 +178,11 @@ _ERRORS = {
 
 
 class Transfer(_engine.Transfer):
-    """A request that an engine has been given. One task at a time may wait for it.
+    """A request that was submitted to an engine. Only one task at a time may wait for it.
 
-    `completion` is there once no thread uses the request's descriptors and body any more. Without
-    an `on_progress`, `sums` are those of all that was written by then. `take_file`, once it is
-    complete, hands over the descriptor of the file that it has created, or -1: one that is not
+    `completion` is set once no thread uses the request's descriptors and body any more. Without an
+    `on_progress`, `sums` then has the checksums of all written bytes. `take_file` of a complete
+    transfer returns the descriptor of the file that it created, or -1. A created file that is not
     taken is removed.
     """
 
@@ -214,15 +213,15 @@ class Transfer(_engine.Transfer):
         return self.status != 0
 
     def cancel(self) -> None:
-        """End the transfer soon, unless it is complete already. `completed` returns then."""
+        """End the transfer soon, unless it is complete already; `completed` then returns."""
         self._was_cancelled = True
         self._native.cancel(self)
 
     async def completed(self) -> Completion:
-        """Return the completion, which may be an error.
+        """Wait for the completion, which may be an error, and return it.
 
-        Cancelled, the transfer is ended first, and `completion` is there when this raises. One
-        that is complete by then returns normally.
+        Cancellation ends the transfer first: `completion` is set when Cancelled is raised. If the
+        transfer is complete by then, the call returns normally.
 
         Raises:
             trio.ClosedResourceError: the engine was closed.
@@ -232,7 +231,7 @@ class Transfer(_engine.Transfer):
         return completion
 
     async def completed_or_slow(self) -> Completion | None:
-        """As `completed`; None if `look_up` was called meanwhile."""
+        """Wait as `completed`; return None if `look_up` is called before the completion."""
         cancelled: list[Callable[[], object]] = []
 
         def abort(raise_cancel: Callable[[], object]) -> trio.lowlevel.Abort:
@@ -253,7 +252,7 @@ class Transfer(_engine.Transfer):
         return self.completion
 
     def progressed(self, received: int, packed: bytes) -> None:
-        """Report progress; `packed` has sums as _engine.c keeps them."""
+        """Report progress; `packed` holds the checksums in the format of _engine.c."""
         sums = list(_SUM.iter_unpack(packed))
         if self._on_progress is not None:
             self._on_progress(received, sums)
@@ -261,7 +260,7 @@ class Transfer(_engine.Transfer):
             self.sums += sums
 
     def complete(self, outcome: _engine.Outcome) -> None:
-        """Take the outcome and wake the task that waits for it."""
+        """Set the completion from `outcome` and wake the waiting task."""
         status, head, body, received, error, code, number, proxy_status, detail, *_ = outcome
         may_have_been_executed, submitted, connected, first, last = outcome[9:]
         if error is None and code:
@@ -292,7 +291,7 @@ class Transfer(_engine.Transfer):
 
 
 def _parsed(head: bytes) -> dict[str, str]:
-    """Headers of "name\\0value\\0..."; those with the same name are joined (RFC 9110, 5.3)."""
+    """Parse headers of the form "name\\0value\\0..."; repeated names are joined (RFC 9110, 5.3)."""
     parts = head.decode("latin-1").split("\0")
     headers = dict(zip(parts[::2], parts[1::2], strict=False))
     if len(headers) < len(parts) // 2:
@@ -303,10 +302,10 @@ def _parsed(head: bytes) -> dict[str, str]:
 
 
 def _lines(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Headers as libcurl takes them, a line for each.
+    """Return the headers in libcurl's form, one line each.
 
     Raises:
-        ValueError: a header would be more than a line, or is not Latin-1.
+        ValueError: a header has a line break or a NUL, or is not Latin-1.
     """
     lines = list(map(": ".join, headers))
     text = "".join([f"{line}\n" for line in lines])
@@ -318,7 +317,7 @@ def _lines(headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 def _flat(request: Request) -> tuple[object, ...]:
-    """A request as `_engine.Engine.submit` takes it."""
+    """Return a request in the form that `_engine.Engine.submit` takes."""
     body, sink = request.body, request.sink
     if _UNSENDABLE.search(request.method + request.url):
         raise ValueError("a URL is percent-encoded ASCII")
@@ -346,31 +345,31 @@ def _flat(request: Request) -> tuple[object, ...]:
 class Engine:
     """Sends requests by libcurl. Belongs to the event loop.
 
-    Its threads start with the first request, so that a process may fork before it. `nursery` has
-    its task, and those of the parts above that send by it.
+    Its threads start with the first request, so that a process may fork before. `nursery` runs the
+    engine's task, and those of higher layers that send by it.
     """
 
     def __init__(self, nursery: trio.Nursery, max_connections: int) -> None:
-        """`open_engine` makes them.
+        """Use `open_engine` to create an engine.
 
-        `max_connections` is how many idle connections each worker keeps open at most.
+        `max_connections` limits the idle connections that each worker keeps open.
         """
         self.nursery = nursery
         processors = len(os.sched_getaffinity(0))
         large_workers = min(_MOST_LARGE_WORKERS, max(2, processors // 2))
         self._settings = _SMALL_WORKERS, large_workers, max_connections
         self._native: _engine.Engine | None = None
-        # Ends with `close` alone: tasks that are cancelled wait for their transfers' completions.
+        # Only `close` ends it: cancelled tasks wait for their transfers' completions.
         self._delivery = trio.CancelScope(shield=True)
         self._is_closed = False
 
     def submit(self, request: Request, on_progress: OnProgress | None = None) -> Transfer:
-        """Hand a request to a worker.
+        """Give a request to a worker; return its transfer at once.
 
-        `on_progress` gets the number of bytes that are in a FileSink, in order and without gaps,
-        and those sums of them that it has not had yet (see FileSink). It gets all of them before
-        the transfer has a completion, whatever its end is. It is called in the event loop and
-        must raise nothing.
+        `on_progress` gets the number of bytes in a FileSink, in order and without gaps, and their
+        checksums that were not reported before (see FileSink). All are reported before the transfer
+        has its completion, however it ends. `on_progress` is called in the event loop and must not
+        raise.
 
         Raises:
             ValueError: the request can't be expressed in HTTP (a line break in a header).
@@ -385,12 +384,12 @@ class Engine:
         return transfer
 
     async def send(self, request: Request, on_progress: OnProgress | None = None) -> Completion:
-        """As `submit`, and then `Transfer.completed`."""
+        """Submit a request as `submit` does, wait for its completion and return it."""
         await trio.lowlevel.checkpoint_if_cancelled()
         return await self.submit(request, on_progress).completed()
 
     async def close(self) -> None:
-        """Cancel what is under way and end the threads. Does not return before that."""
+        """Cancel all transfers and end the threads; return after their end."""
         self._is_closed = True
         native, self._native = self._native, None
         if native is not None:
@@ -413,7 +412,7 @@ class Engine:
 
 @asynccontextmanager
 async def open_engine(max_connections: int) -> AsyncIterator[Engine]:
-    """Hand out an engine. At the end of the block all that is under way is cancelled.
+    """Yield an engine. At the end of the block all its transfers are cancelled.
 
     An exception of the block is raised as it is, not in a group.
     """
@@ -432,7 +431,7 @@ async def open_engine(max_connections: int) -> AsyncIterator[Engine]:
 
 
 def _deliver(native: _engine.Engine) -> None:
-    """Wake the tasks whose transfers are complete or have got on."""
+    """Wake the tasks of completed transfers, and report the progress of others."""
     completed, progressed = native.collect()
     for transfer, received, packed in progressed:
         transfer.progressed(received, packed)

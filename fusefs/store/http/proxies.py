@@ -1,13 +1,13 @@
-"""The proxy of a connection to S3: one answer for every library.
+"""Selection of the proxy for connections to S3, the same for every library.
 
 The variables are those of curl and of most programs: `HTTPS_PROXY` for https, `HTTP_PROXY` for
-http, `ALL_PROXY` for what has none of these, and `NO_PROXY` for the hosts that are reached
-without; each also in lower case, which wins. botocore knows no `ALL_PROXY`, and its `NO_PROXY` no
-networks; libcurl has rules of its own. So the answer is found here, and each library is given it.
+http, `ALL_PROXY` if the other is not set, and `NO_PROXY` for hosts that are reached directly. Each
+may also be in lower case, which wins. botocore ignores `ALL_PROXY`, and networks in `NO_PROXY`;
+libcurl has rules of its own. So the proxy is chosen here and passed to each library.
 
-`NO_PROXY` is a list with commas or blanks. An element is `*`, a host name (with all names below
-it, also where it is written `.example.org` or `*.example.org`), an IP address or a network such
-as `10.0.0.0/8`, and may end with a port. Names are not looked up.
+`NO_PROXY` is a list separated by commas or blanks. An element is `*`, a host name (which includes
+all names below it, also if written `.example.org` or `*.example.org`), an IP address or a network
+such as `10.0.0.0/8`, and may end with a port. Names are not resolved.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ProxyError(StoreError):
 
 
 def choose(url: str, environment: Mapping[str, str]) -> str | None:
-    """The URL of the proxy for a URL, None to do without. It may have a password: not for the log.
+    """Return the URL of the proxy for `url`, or None. It may have a password: don't log it.
 
     Raises:
-        ProxyError: no proxy of its kind can be used.
+        ProxyError: the configured proxy can't be used.
     """
 
     def value(name: str) -> str:
@@ -38,7 +38,7 @@ def choose(url: str, environment: Mapping[str, str]) -> str | None:
         return environment[lower] if lower in environment else environment.get(name, "")
 
     parts = urlsplit(url)
-    # Where REQUEST_METHOD is set, the request's header `Proxy` stands in HTTP_PROXY (CGI).
+    # If REQUEST_METHOD is set (CGI), HTTP_PROXY holds the request's header `Proxy`.
     is_cgi = "REQUEST_METHOD" in environment and "http_proxy" not in environment
     proxy = "" if is_cgi and parts.scheme == "http" else value(f"{parts.scheme.upper()}_PROXY")
     proxy = proxy or value("ALL_PROXY")
@@ -50,7 +50,7 @@ def choose(url: str, environment: Mapping[str, str]) -> str | None:
 
 
 def shown(proxy: str) -> str:
-    """A proxy's URL without user and password."""
+    """Return a proxy's URL without user and password."""
     parts = urlsplit(proxy)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
@@ -74,7 +74,7 @@ def _usable(proxy: str) -> str:
 
 
 def _fits(element: str, host: str, port: int) -> bool:
-    """True if an element of NO_PROXY is about this host."""
+    """True if an element of NO_PROXY matches this host and port."""
     name, _, number = element.rpartition(":")
     if number.isdecimal() and name and _network(element) is None:
         if int(number) != port:
@@ -89,7 +89,7 @@ def _fits(element: str, host: str, port: int) -> bool:
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """The network that a text is; an address is a network of one."""
+    """Parse a network; an address is a network of one. None if the text is neither."""
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Answers that send the client to another address (301, 302, 303, 307, 308): never followed.
+"""Answers that redirect to another address (301, 302, 303, 307, 308): never followed.
 
-A signature, and with it a session token, is for one host. AWS redirects to the region where
-the bucket is, which it names, and the request is signed anew for that. With any other endpoint
-a redirect is mostly a mistake of the configuration (http where it should be https, a
-console instead of the API), so the user gets to know where it leads.
+A signature, and with it a session token, is for one host. AWS redirects to the bucket's region and
+names it; the request is then signed anew for that region. From any other endpoint, a redirect is
+mostly a mistake in the configuration (http instead of https, a console instead of the API), so the
+user is told its target.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REDIRECTS = (301, 302, 303, 307, 308)
 
 
 def complaint(location: str | None, url: str, *, knows_region: bool = False) -> str | None:
-    """A sentence about a redirect of `url`; None for its own address with the bucket's region."""
+    """Describe a redirect of `url`; None if it is to itself and names the bucket's region."""
     requested, target = urlsplit(url), urlsplit(urljoin(url, location or ""))
     if (requested.scheme, requested.netloc) != (target.scheme, target.netloc):
         host = target.netloc.rpartition("@")[2]
@@ -29,5 +29,5 @@ def complaint(location: str | None, url: str, *, knows_region: bool = False) -> 
 
 
 def is_aws(url: str) -> bool:
-    """True if a URL is one of AWS's own."""
+    """True if a URL's host is one of AWS's."""
     return (urlsplit(url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))

@@ -1,6 +1,6 @@
-"""The store's time, which requests are signed with where this machine's clock is wrong.
+"""The store's time, with which requests are signed if this machine's clock is wrong.
 
-S3 refuses a signature that is more than 15 minutes off; the date of such a refusal tells its time.
+S3 refuses a signature that is more than 15 minutes off; the refusal's date header gives S3's time.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from email.utils import parsedate_to_datetime
 
 logger = logging.getLogger("fusefs.store")
 
-# Less than S3 allows, more than an answer's date can be off by its way.
+# Less than S3 allows; more than an answer's date can be off because of its travel time.
 LEAST_SKEW_S = 300.0
 SKEWED = "RequestTimeTooSkewed"
 
 
 class ServerClock:
-    """One store's time."""
+    """The clock of one store: this machine's, corrected by `offset_s`."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
 
     def now(self) -> float:
-        """The store's time in seconds since the epoch."""
+        """Return the store's time in seconds since the epoch."""
         return time.time() + self.offset_s
 
     def corrects(
         self, status: int, code: str, headers: Mapping[str, str], signed_offset_s: float
     ) -> bool:
-        """Take over the date of a refusal; False if the time is not why it was one.
+        """Adopt the time of a refusal; return False if a wrong time was not its reason.
 
         `signed_offset_s` is the `offset_s` with which the request was signed.
         """

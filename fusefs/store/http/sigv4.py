@@ -1,8 +1,8 @@
-"""AWS Signature Version 4 for requests of S3: as botocore signs them, at a tenth of the time.
+"""AWS Signature Version 4 for requests to S3: botocore's result in a tenth of the time.
 
-A key is derived once for a day, region and secret, and each request is one
-SHA256 and one HMAC. The payload is a short document, empty or unsigned; a checksum
-among the headers, which are all signed, speaks for the bytes of an object.
+The signing key is derived once per day, region and secret, so each request takes one SHA256 and one
+HMAC. The payload is a short document, empty or unsigned; all headers are signed, and a checksum
+among them covers the bytes of an object.
 
 https://docs.aws.amazon.com/IAM/latest/UserGuide/create-signed-request.html
 """
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 _ALGORITHM = "AWS4-HMAC-SHA256"
 EMPTY = hashlib.sha256(b"").hexdigest()
 UNSIGNED = "UNSIGNED-PAYLOAD"
-# What proxies and the way of sending may change.
+# Headers that proxies or the transport may change.
 _NOT_SIGNED = {"accept-encoding", "expect", "user-agent"}
 
 
 @functools.lru_cache(256)  # requests of one kind have the same headers
 def _order(names: tuple[str, ...]) -> tuple[list[str], str]:
-    """The headers that are signed, in order, and their list."""
+    """Return the names of the headers that are signed, sorted, and their list as signed."""
     signed = sorted(set(names) - _NOT_SIGNED)
     return signed, ";".join(signed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """The key that signs the requests of one day, and what it was made from.
+    """The signing key of one day, with the secret and day that it was derived from.
 
-    `mac` is copied for each: to get the lock back after `hmac.digest` takes longer than the rest.
+    `mac` is copied for each request: `hmac.digest` releases the lock, which takes longer.
     """
 
     secret: str
@@ -49,7 +49,7 @@ class _Key:
 
 
 class Signer:
-    """Signs for one region and service, from any number of threads."""
+    """Signs requests for one region and service, from any number of threads."""
 
     def __init__(self, region: str, service: str, clock: ServerClock | None = None) -> None:
         self._clock = clock or ServerClock()
@@ -67,7 +67,7 @@ class Signer:
         credentials: ReadOnlyCredentials,
         payload: str = EMPTY,
     ) -> dict[str, str]:
-        """The headers (Latin-1, lower-case names, `host` among them) with a signature.
+        """Return the headers (Latin-1, lower-case names, including `host`) with a signature added.
 
         `path` and `query` are as they are sent: quoted, and the query sorted. `payload` is the
         SHA256 of the body in hexadecimal digits, or UNSIGNED.
@@ -92,7 +92,7 @@ class Signer:
         return signed
 
     def _moment(self) -> str:
-        """The time as it is signed, which is written once a second."""
+        """Return the time in the signed format; it is formatted once a second."""
         now = int(self._clock.now())
         second, text = self._second
         if second != now:

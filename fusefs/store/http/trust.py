@@ -1,16 +1,16 @@
-"""The certificates that are trusted for S3: one answer for every library that opens a connection.
+"""The certificates that are trusted for S3, the same for every library that opens a connection.
 
-botocore and libcurl have lists and variables of their own. Here they are looked up in this order:
+botocore and libcurl have lists and variables of their own. Here the first of these is used:
 
 1. `--ca-bundle`;
 2. `AWS_CA_BUNDLE`, or `ca_bundle` of the AWS configuration, and then
    `REQUESTS_CA_BUNDLE`, as botocore does;
 3. `SSL_CERT_FILE` and `SSL_CERT_DIR`, both if both are set, as OpenSSL does
    (SSL_CTX_set_default_verify_paths(3));
-4. the system's list, which has the authorities that were installed;
-5. botocore's, on a machine without any.
+4. the system's list, which includes authorities that an administrator installed;
+5. botocore's list, on a machine without any.
 
-All libraries get them as a path; what is no single file becomes one in memory.
+All libraries get the path of one file; anything else is first copied to a file in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from fusefs.store.errors import StoreError
 
-# Where distributions keep their list: Debian, Fedora, SUSE, RHEL's older place, Alpine.
+# Paths of the system's list: Debian, Fedora, SUSE, RHEL's older path, Alpine.
 SYSTEM_FILES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
@@ -37,25 +37,25 @@ _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Certificates of authorities, in the file `path`, which is there as long as this is."""
+    """Trusted certificates in the file `path`, which exists as long as this object."""
 
     path: str
-    _memory: object = None  # keeps a file that is in memory alone
+    _memory: object = None  # keeps the file in memory open, if there is one
 
 
 class TrustError(StoreError):
-    """The certificates that were named can't be used."""
+    """The configured certificates can't be used."""
 
 
 def find(
     bundle: str | None, environment: Mapping[str, str], configured: str | None = None
 ) -> Trust:
-    """The certificates to trust. Blocks.
+    """Return the certificates to trust. Blocks.
 
-    `bundle` is a setting's path, `configured` botocore's `ca_bundle`.
+    `bundle` is the path in the settings, `configured` is botocore's `ca_bundle`.
 
     Raises:
-        TrustError: what was named can't be read, or has no certificate.
+        TrustError: the configured file can't be read, or has no certificate.
     """
     named = (
         (bundle, "--ca-bundle"),
@@ -65,11 +65,11 @@ def find(
     for path, origin in named:
         if path:
             return _trust([path], origin)
-    # A list of directories, as PATH is one.
+    # A list of directories separated by colons, like PATH.
     directories = environment.get("SSL_CERT_DIR", "").split(":")
     files = list(filter(None, [environment.get("SSL_CERT_FILE"), *directories]))
     if files:
-        # As with OpenSSL, one of them may be missing.
+        # As in OpenSSL, one of them may be missing.
         found = [path for path in files if os.path.exists(path)]
         return _trust(found or files[:1], "SSL_CERT_FILE or SSL_CERT_DIR")
     return _system()
@@ -88,13 +88,13 @@ def _system() -> Trust:
 
 
 def _trust(paths: list[str], origin: str) -> Trust:
-    """The certificates of files, and of all files of directories, each once."""
+    """Return the certificates in files, and in all files of directories, without duplicates."""
     found: dict[bytes, None] = {}
     try:
         for path in map(Path, paths):
-            # OpenSSL looks for names that are hashes; a mounted ConfigMap has others.
+            # OpenSSL expects hashes as names; files of a mounted ConfigMap have other names.
             for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-                # There may be keys beside them, which are not for everybody.
+                # There may also be keys, which are not readable for everybody.
                 if file == path or (file.is_file() and os.access(file, os.R_OK)):
                     found |= dict.fromkeys(_CERTIFICATE.findall(file.read_bytes()))
     except OSError as error:

@@ -1,13 +1,13 @@
-"""LIST requests, and their answers (ListObjectsV2).
+"""LIST requests and their answers (ListObjectsV2).
 
 botocore's own parser takes 69 ms for a page of 1,000 keys, more than the server needs to make it,
-and an XML parser in C 5 ms. So the entries are cut out of the document and read by regular
-expressions, field by field, in 2 ms, and what is left is XML. An entry without a proper size, time
-or ETag is an object with the ETag "", which is hidden; one without a key is counted alone.
+and an XML parser in C 5 ms. So the entries are cut out of the document and parsed by regular
+expressions, field by field, in 2 ms; the rest is parsed as XML. An entry without a valid size, time
+or ETag becomes an object with the ETag "", which is hidden; one without a key is only counted.
 
-Keys travel URL-encoded, since XML 1.0 has no control characters. Ceph's gateway does not encode
-the prefix and the key to start after, which it repeats: those are not needed, and what XML has no
-way to write is taken out of them.
+Keys are sent URL-encoded, since XML 1.0 cannot express control characters. Ceph's gateway repeats
+the prefix and the key to start after without encoding them: these are not needed, and characters
+that are not valid in XML are removed from them.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from fusefs.store.errors import AttemptError, Failure, StoreError, UnreachableEr
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.store.s3.address import Call
 
-# How long a request is repeated whose answer is no listing.
+# Seconds for which a request is repeated if its answer is no listing.
 GARBLED_TIME_S = 3.0
-# Of an entry. S3 has none of them twice in one.
+# The fields of an entry. S3 repeats none of them in one entry.
 _NAMES = ("Key", "Size", "ETag", "LastModified", "StorageClass")
 _FIELDS = [re.compile(f"<{name}>([^<]*+)</{name}>") for name in _NAMES]
-# Characters that XML 1.0 has no way to write, as they are and as references.
+# Characters that XML 1.0 cannot express, as such and as references.
 _NOT_XML = (
     "[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"
     "|&#0*(?:[0-8]|1[124-9]|2[0-9]|3[01]);|&#[xX]0*(?:[0-8bcefBCEF]|1[0-9a-fA-F]);"
 )
-# Sizes and times are kept in 64 bits, one of them for the sign.
+# Sizes and times are stored in 64 bits, one of them for the sign.
 MOST_64 = (1 << 63) - 1
-# More than any server has. What it says of an object goes into headers of requests and records.
+# Longer than the values of any server. Such values go into headers of requests and into records.
 LONGEST_VALUE = 1024
-# What a header can have: visible characters of Latin-1 (RFC 9110, section 8.8.3), and blanks.
+# The characters of a header: visible ones of Latin-1 (RFC 9110, section 8.8.3), and blanks.
 _ETAG = re.compile(f"[ -~\xa1-\xff]{{1,{LONGEST_VALUE}}}")
 _VALUE = re.compile(f"(?=.{{1,{LONGEST_VALUE}}}$)[!-~]([ -~]*[!-~])?")
 
@@ -49,9 +49,9 @@ _VALUE = re.compile(f"(?=.{{1,{LONGEST_VALUE}}}$)[!-~]([ -~]*[!-~])?")
 def list_call(
     prefix: str, delimiter: str, start_after: str, max_keys: int, token: str = ""
 ) -> Call:
-    """Make the request for a page of at most `max_keys` entries; "" is none.
+    """Make the request for a page of at most `max_keys` entries, as `Store.list_page`.
 
-    It is as `Store.list_page`, or goes on from a continuation token.
+    An empty `delimiter`, `start_after` or (continuation) `token` is omitted.
     """
     query: dict[str, Any] = {
         "list-type": 2,
@@ -65,10 +65,10 @@ def list_call(
 
 
 def page_of(answer: Completion, prefix: str) -> ListPage:
-    """Read the page in an answer, without what is not below its prefix.
+    """Parse the page in an answer; entries that are not below the prefix are dropped.
 
     Raises:
-        AttemptError: it is no listing.
+        AttemptError: the answer is no listing.
     """
     page = parse(answer.body)
     objects = [info for info in page.objects if info.key.startswith(prefix)]
@@ -78,16 +78,16 @@ def page_of(answer: Completion, prefix: str) -> ListPage:
 
 
 def parse(body: bytes) -> ListPage:
-    """Read a ListBucketResult.
+    """Parse a ListBucketResult.
 
     Raises:
-        AttemptError: it is not one.
+        AttemptError: the document is no listing.
     """
     try:
         entries, rest = _cut(body.decode())
         return _page(_root(rest), entries)
     except (ElementTree.ParseError, ValueError) as error:
-        # One that was cut is whole the next time; what the server itself writes stays.
+        # A truncated document may be whole the next time; any other stays the same.
         is_whole = b"<ListBucketResult" in body and body.rstrip().endswith(b"</ListBucketResult>")
         sentence = f"the answer is not a listing: {error}"
         raise AttemptError(
@@ -96,7 +96,7 @@ def parse(body: bytes) -> ListPage:
 
 
 def _cut(text: str) -> tuple[list[str], str]:
-    """The contents of a document's entries, and the document without them."""
+    """Return the contents of a document's entries, and the document without the entries."""
     first, *others = text.split("<Contents>")
     entries, rest = [], [first]
     for other in others:
@@ -135,7 +135,7 @@ def _page(root: ElementTree.Element, entries: list[str]) -> ListPage:
     last = max(objects[-1].key if objects else "", prefixes[-1] if prefixes else "")
     token = None
     if text_of(root, "IsTruncated") == "true" and last:
-        # Without a token the listing still goes on, behind its last key.
+        # Without a token the listing still continues after its last key.
         token = text_of(root, "NextContinuationToken") or last
     elif unnamed and text_of(root, "IsTruncated") == "true":
         raise ValueError("its entries have no keys")
@@ -143,11 +143,11 @@ def _page(root: ElementTree.Element, entries: list[str]) -> ListPage:
 
 
 def _objects(entries: list[str], is_encoded: bool) -> list[ObjectInfo]:
-    """Read entries all at once, or each by itself where something can't be used."""
+    """Parse entries all at once, or each by itself if a field can't be used."""
     text = "".join(entries)
     keys, sizes, etags, times, classes = (field.findall(text) for field in _FIELDS)
     if "&" in text:
-        # The ways in which nearly all servers write ETags, spelled out for speed.
+        # The two usual encodings of ETags' quotes, replaced here for speed.
         etags = [etag.replace("&quot;", '"').replace("&#34;", '"') for etag in etags]
         etags = list(map(unescape, etags))
         keys = list(map(unescape, keys))
@@ -167,12 +167,12 @@ def _objects(entries: list[str], is_encoded: bool) -> list[ObjectInfo]:
 
 
 def usable(value: str | None) -> str | None:
-    """The value of an answer beside an object's ETag, if a request can have it as well."""
+    """Return a value of an answer if a request's header can carry it too, else None."""
     return value if value and _VALUE.fullmatch(value) else None
 
 
 def size_of(text: str) -> int:
-    """An object's size; a ValueError if it is none."""
+    """Parse an object's size; raise a ValueError if it is not valid."""
     size = int(text)
     if not 0 <= size <= MOST_64:
         raise ValueError(f"no object has {size} bytes")
@@ -180,12 +180,12 @@ def size_of(text: str) -> int:
 
 
 def quoted(etag: str) -> str:
-    """An ETag in the quotes that some servers leave out, and without what makes it weak.
+    """Return an ETag in quotes, which some servers leave out, and without the mark of a weak ETag.
 
-    S3's are strong; proxies weaken them on the way (`W/"…"`), in some answers and not in others.
+    S3's ETags are strong; some proxies weaken them (`W/"…"`), but not in all answers.
 
     Raises:
-        AttemptError: no request could carry it.
+        AttemptError: no request could carry the ETag.
     """
     etag = etag.removeprefix("W/")
     etag = etag if etag.startswith('"') else f'"{etag}"'
@@ -195,17 +195,17 @@ def quoted(etag: str) -> str:
 
 
 def decoded(text: str, is_encoded: bool) -> str:
-    """The key that an element's text stands for."""
+    """Return the key that an element's text stands for."""
     # Encoded, a plus sign stands for a space; a plus itself is %2B.
     return unquote_plus(text) if is_encoded and ("%" in text or "+" in text) else text
 
 
 @lru_cache(maxsize=1024)
 def nanoseconds(text: str) -> int:
-    """2026-11-21T04:15:07.000Z in nanoseconds since the epoch, in whole seconds.
+    """Parse a time like 2026-11-21T04:15:07.000Z to whole seconds, in ns since the epoch.
 
-    Some stores (Ceph's gateway) tell fractions in listings. The answers to HEAD
-    and GET have none, so with them an object would have two times.
+    Some stores (Ceph's gateway) give fractions in listings. The answers to HEAD and GET have no
+    fractions, so an object would have two different times.
     """
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
@@ -214,13 +214,13 @@ def nanoseconds(text: str) -> int:
 
 
 def whole_seconds(moment: datetime) -> int:
-    """A moment in ns since the epoch; years that 64 bits have no room for become the nearest.
+    """Return a time in ns since the epoch, in whole seconds, clipped to 64 bits.
 
-    Servers without a time say the year 1, or 9999.
+    Servers that do not know a time give the year 1, or 9999.
     """
     return max(-MOST_64, min(MOST_64, int(moment.timestamp()) * 1_000_000_000))
 
 
 def text_of(element: ElementTree.Element, name: str) -> str:
-    """The text of an element's child; "" if there is none."""
+    """Return the text of an element's child, or "" if there is none."""
     return element.findtext(f"{{*}}{name}") or ""

@@ -1,11 +1,11 @@
-"""A multipart upload: parts in parallel, each retried by itself, of a file that may grow.
+"""Multipart uploads: parts of a file that may grow, sent in parallel, each with its own retries.
 
-Each part is sent with its CRC32, which S3 compares; those of all parts go into the request that
-completes the upload, so that S3 refuses other parts than ours. What another process has sent does
-not count before it has been compared with the file.
+Each part is sent with its CRC32, which S3 compares. The CRC32s of all parts go into the request
+that completes the upload, so that S3 refuses parts that are not ours. Parts that another process
+sent count only after they have been compared with the file.
 
-When the answer to the completing request is lost, the object itself shows what became of it: it is
-ours if its size, its composed checksum and its metadata are.
+If the answer to the completing request is lost, the object in the bucket shows the result: it is
+ours if its size, its composed checksum and its metadata are the expected ones.
 """
 
 from __future__ import annotations
@@ -54,44 +54,44 @@ from fusefs.store.s3.requester import Requester
 
 T = TypeVar("T")
 
-# Of one upload. Measured against a server with as many processors as the client
-# has, 32 took a third longer than 12 to 20.
+# Parts of one upload at a time. Measured against a server with as many processors as the client, 32
+# took a third longer than 12 to 20.
 PARTS_AT_ONCE = 16
-# S3 copies parts of up to 5 GiB; smaller ones are copied side by side.
+# S3 copies parts of up to 5 GiB; smaller ones are copied in parallel.
 COPY_PART = 128 << 20
 ABORT_TIME_S = 5.0
 # S3 takes 10,000 parts of up to 5 GiB.
 MOST_PARTS = 10_000
-# How many parts have the same size before it doubles.
+# Number of parts of the same size before the size doubles.
 ALIKE = 1_000
 LARGEST = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The schedule of a file's parts, counted from 1; the first have `first` bytes.
+    """The offsets and sizes of a file's parts, counted from 1; the first ones have `first` bytes.
 
-    It does not depend on the file's size, which is not known while the file is written: after
-    each thousand parts they are twice as large. With first parts of 8 MiB, all of them hold
-    8 TiB, and a file of 8 GB has none but these.
+    They do not depend on the file's size, which is unknown while the file is written: the size of
+    parts doubles after each thousand. With first parts of 8 MiB, all 10,000 hold 8 TiB, and all
+    parts of a file of 8 GB have the first size.
     """
 
     first: int
 
     def size_of(self, number: int) -> int:
-        """The size of a part in bytes, unless it is the last; a ValueError if S3 takes no such."""
+        """Return the size of any part but the last; a ValueError if S3 takes no such part."""
         if not 1 <= number <= MOST_PARTS:
             raise ValueError(f"there is no part {number}")
         return self._size_in((number - 1) // ALIKE)
 
     def start_of(self, number: int) -> int:
-        """The offset of a part."""
+        """Return the offset of a part."""
         group, behind = divmod(number - 1, ALIKE)
         size = self.size_of(number)
         return sum(ALIKE * self._size_in(one) for one in range(group)) + behind * size
 
     def part_at(self, offset: int) -> int:
-        """The number of the part that has this byte; a ValueError if no object is as large."""
+        """Return the number of the part with this byte; a ValueError if S3 takes no such object."""
         number = 1
         for group in range(MOST_PARTS // ALIKE):
             size = self._size_in(group)
@@ -102,11 +102,11 @@ class Schedule:
         raise ValueError("the file is too large for S3")
 
     def count(self, size: int) -> int:
-        """The number of parts of a file of `size` bytes."""
+        """Return the number of parts of a file of `size` bytes."""
         return self.part_at(size - 1) if size else 0
 
     def range_of(self, number: int, size: int) -> tuple[int, int]:
-        """The bytes [start, stop) of a part of a file; a ValueError if it has no such part."""
+        """Return a part's bytes [start, stop); a ValueError if the file has no such part."""
         start = self.start_of(number)
         if start >= size:
             raise ValueError(f"a file of {size} bytes has no part {number}")
@@ -119,8 +119,8 @@ class Schedule:
 class Upload:
     """A multipart upload under way, of a file that may still grow. Belongs to the event loop.
 
-    Where its parts begin does not depend on the file's size (`Schedule`). It stays in the
-    bucket, and is paid for, until it is completed or aborted.
+    The offsets of its parts do not depend on the file's size (`Schedule`). It occupies paid space
+    in the bucket until it is completed or aborted.
     """
 
     def __init__(self, fence: Fence, state: UploadState, *, is_resumed: bool = False) -> None:
@@ -131,32 +131,32 @@ class Upload:
         self.part_at = self._schedule.part_at
         self.part_range = self._schedule.range_of
         self.part_count = self._schedule.count
-        # What the bucket has of what the file has; and of what it perhaps has.
+        # Parts in the bucket that equal the file's, and parts that are not compared yet.
         self._parts: dict[int, Part] = {}
         self._unverified = {part.number: part for part in state.parts}
-        # Those on their way that were not dropped since, one at a time of each number.
+        # Numbers of the parts being sent and not dropped since. One task at a time sends a part.
         self._valid: set[int] = set()
         self._turns: defaultdict[int, trio.Lock] = defaultdict(trio.Lock)
         self._may_be_done = is_resumed
-        self._object: ObjectInfo | None = None  # once it is known to be there
+        self._object: ObjectInfo | None = None  # set once the object is known to exist
 
     @property
     def state(self) -> UploadState:
-        """The state to put on record; it changes with each part."""
+        """The state to record so that the upload can be resumed; it changes with each part."""
         parts = self._unverified | self._parts
         return self._state._replace(parts=tuple(parts[number] for number in sorted(parts)))
 
     def has(self, number: int) -> bool:
-        """True if the part has been sent or copied, and not been dropped since."""
+        """True if the part was sent or copied, and not dropped since."""
         return number in self._parts
 
     def missing(self, size: int) -> list[int]:
-        """The parts to be sent or copied before a file of `size` bytes is complete."""
+        """Return the parts that a file of `size` bytes still needs to be sent or copied."""
         numbers = range(1, self.part_count(size) + 1)
         return [number for number in numbers if not self._fits(self._parts.get(number), size)]
 
     def drop(self, number: int) -> None:
-        """The file has other bytes in this part now: what was sent, or is being sent, is void."""
+        """Invalidate a part that was sent, or is being sent: the file has changed there."""
         self._parts.pop(number, None)
         self._unverified.pop(number, None)
         self._valid.discard(number)
@@ -164,8 +164,8 @@ class Upload:
     async def send(self, fd: int, numbers: Iterable[int], size: int) -> None:
         """Send these parts of a file of `size` bytes, in parallel, unless they have been sent.
 
-        Also waits for those that another task sends. After the return, also by cancellation, `fd`
-        is not used any more, and the parts that were done stay done.
+        Parts that another task is sending are waited for. After the return, also by cancellation,
+        `fd` is not used any more, and finished parts remain valid.
 
         Raises:
             StoreError: a part could not be sent, or the file is shorter than `size`.
@@ -205,7 +205,7 @@ class Upload:
         await self._obtain(number, copy, lambda: False)
 
     async def copy_all(self, source: ObjectVersion) -> None:
-        """Copy the parts from another object, byte for byte."""
+        """Copy all missing parts from another object, byte for byte."""
 
         async def copy_one(number: int) -> None:
             await self._copy_part(number, source, *self.part_range(number, source.size))
@@ -213,12 +213,12 @@ class Upload:
         await self._in_parallel(copy_one, self.missing(source.size))
 
     async def verify(self, fd: int, size: int) -> None:
-        """Drop what another process sent and the file, of `size` bytes, does not have.
+        """Compare another process's parts with the file of `size` bytes, and drop different ones.
 
         After the return, also by cancellation, `fd` is not used any more.
 
         Raises:
-            NotFoundError: the upload has been completed, but not with what the file has.
+            NotFoundError: the upload has been completed, but with other bytes than the file's.
             StoreError: the file is shorter than `size`.
         """
 
@@ -228,7 +228,7 @@ class Upload:
             if part is not None and self._fits(part, size):
                 sums = await sums_of_file(self._body(fd, number, size), with_md5=False)
                 is_same = sums.crc32 == part.checksum
-            # Unless it was dropped or sent meanwhile.
+            # The part may have been dropped or sent meanwhile.
             if part is not None and self._unverified.pop(number, None) is part and is_same:
                 self._parts[number] = part
 
@@ -238,13 +238,13 @@ class Upload:
             raise NotFoundError("the upload has been completed with other bytes")
 
     async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
-        """Make an object of the first `size` bytes' parts; cancelled, it may come to be as well.
+        """Make the object of the first `size` bytes; it may appear even after a cancellation.
 
         Raises:
             ConflictError: the condition does not hold.
             NotFoundError: the upload was aborted.
-            PartsError: the store takes no object of these parts, as Ceph's gateway does where more
-                were sent. Another upload is to be begun.
+            PartsError: the store makes no object of these parts (Ceph's gateway, if more were
+                sent). A new upload must be begun.
             ValueError: parts are missing or not verified, or `size` is 0.
         """
         missing = self.missing(size)
@@ -270,11 +270,11 @@ class Upload:
             may_be_done = True
             if result.find("{*}ETag") is None:
                 raise documents.no_result()
-            # Ceph's gateway completes an upload without an ETag in its answer: "" is no object's.
+            # Ceph's gateway may give no ETag in its answer; no object has the ETag "".
             return quoted(text_of(result, "ETag"))
 
         async def judge(failure: Failure) -> Failure:
-            if failure.code == "BadDigest":  # of a part, which will not change
+            if failure.code == "BadDigest":  # a part's checksum, which stays the same
                 return replace(failure, kind=StoreError, is_retryable=False)
             if failure.status == 500 and await self._is_gone():
                 return from_code("NoSuchUpload")
@@ -288,7 +288,7 @@ class Upload:
             if self._object is None:
                 raise
         else:
-            # One that can't be seen is replaced already, say.
+            # If the object can't be seen, it may have been replaced already.
             key, storage_class = self._state.key, self._requester.storage_class
             self._object = await self._seen(used) or ObjectInfo(
                 key, size, etag, head.now_ns(), storage_class, metadata=self._state.metadata
@@ -304,23 +304,23 @@ class Upload:
         return False
 
     async def _seen(self, parts: list[Part]) -> ObjectInfo | None:
-        """As `_find`; None also where S3 could not tell."""
+        """Return the object as `_find`; None also if S3 could not tell."""
         with suppress(StoreError):
             return await self._find(parts)
         return None
 
     async def _find(self, parts: list[Part]) -> ObjectInfo | None:
-        """The object if this upload has been completed with these parts, and is the last one."""
+        """Return the object at the key if this upload, with these parts, made it; else None."""
         state = self._state
         size = sum(part.size for part in parts)
         checksum = composed([part.checksum for part in parts])
         return await head.find(self._requester, state.key, size, state.metadata, checksum)
 
     async def discover(self) -> None:
-        """Find out what the bucket has of the upload.
+        """Determine which parts of the upload the bucket has, or that it was completed.
 
         Raises:
-            NotFoundError: there is no such upload, and no object of it.
+            NotFoundError: there is no such upload, and no object made by it.
         """
         recorded, self._unverified = self._unverified, {}
         try:
@@ -337,7 +337,7 @@ class Upload:
                 self._unverified[part.number] = part
 
     async def _look_for_object(self, recorded: Mapping[int, Part]) -> None:
-        """Find out whether the upload, of which there is nothing any more, became an object."""
+        """Determine if an upload that no longer exists became an object; NotFoundError if not."""
         info, _ = await head.head(self._requester, self._state.key)
         size = info.size
         parts = [recorded.get(number) for number in range(1, self.part_count(size) + 1)]
@@ -349,7 +349,7 @@ class Upload:
         self._unverified = {part.number: part for part in used}
 
     async def _list_parts(self) -> list[Part]:
-        """The parts that the bucket has of the upload."""
+        """Return the upload's parts that the bucket has."""
         call = partial(self._call, "LIST PARTS", "GET")
         return await _listed(self._requester, call, documents.parts)
 
@@ -374,7 +374,7 @@ class Upload:
     async def _obtain(
         self, number: int, obtain: Callable[[], Awaitable[Part]], is_there: Callable[[], bool]
     ) -> None:
-        """Have the bucket get a part, unless another task has; it counts if it is not dropped."""
+        """Send a part by `obtain` unless another task has; ignore it if it is dropped meanwhile."""
         async with self._turns[number]:
             if number in self._valid and is_there():
                 return
@@ -389,7 +389,7 @@ class Upload:
         return FileBody(fd, start, stop - start)
 
     def _fits(self, part: Part | None, size: int) -> bool:
-        """True if it is all of the part that a file of `size` bytes has there."""
+        """True if `part` is the whole part of a file of `size` bytes."""
         if part is None or part.number > self.part_count(size):
             return False
         start, stop = self.part_range(part.number, size)
@@ -398,7 +398,7 @@ class Upload:
     async def _in_parallel(
         self, work: Callable[[int], Awaitable[None]], numbers: Iterable[int]
     ) -> None:
-        """Do `work` for each number; the first failure ends the others and is raised."""
+        """Call `work` for each number; the first failure cancels the other calls and is raised."""
         failures: list[Exception] = []
         waiting = iter(numbers)
 
@@ -426,7 +426,7 @@ class Upload:
 
 
 def is_mistakable(key: str) -> bool:
-    """True if a key is another one when it is decoded once more.
+    """True if decoding the key once more gives another key.
 
     Ceph's gateway does that with the source of a copied part, and ignores its condition.
     """
@@ -434,7 +434,7 @@ def is_mistakable(key: str) -> bool:
 
 
 async def abort(requester: Requester, key: str, upload_id: str) -> None:
-    """As `Store.abort_upload`."""
+    """Implements `Store.abort_upload`."""
     call = Call("ABORT UPLOAD", "DELETE", key, {"uploadId": upload_id})
     with suppress(NotFoundError):
         await requester.send(call, lambda _: None)
@@ -443,7 +443,7 @@ async def abort(requester: Requester, key: str, upload_id: str) -> None:
 async def put(
     fence: Fence, key: str, fd: int, size: int, write: Write, log: UploadLog = UNRECORDED
 ) -> ObjectInfo:
-    """As `Store.put_file`, with a multipart upload that is on record in `log`."""
+    """Implements `Store.put_file` by a multipart upload, which `log` records meanwhile."""
     begun = await begin(fence, key, write)
     async with _aborted_on_failure(fence.requester, begun, log) as upload:
         await upload.send(fd, upload.missing(size), size)
@@ -459,10 +459,10 @@ async def copy(
     condition: Condition,
     log: UploadLog,
 ) -> ObjectInfo:
-    """Copy an object that is too large for one copy; `headers` and `metadata` are the copy's.
+    """Copy an object that is too large for one request; `headers` and `metadata` are the copy's.
 
     Raises:
-        UnsupportedError: some stores would copy another object, which is there.
+        UnsupportedError: some stores would copy another object, which exists.
     """
     other = unquote(source.key)
     if is_mistakable(source.key) and await fence.find(other) is not None:
@@ -495,7 +495,7 @@ async def _aborted_on_failure(
 
 
 async def begin(fence: Fence, key: str, write: Write = PLAIN) -> Upload:
-    """As `Store.begin_upload`."""
+    """Implements `Store.begin_upload`."""
     metadata = write.with_token(fence.tokens).stamped()
     head.check(metadata, write.content_type)
     kept = {} if write.content_type is None else {"content-type": write.content_type}
@@ -512,14 +512,14 @@ async def _begin(
 
 
 async def resume(fence: Fence, state: UploadState) -> Upload:
-    """As `Store.resume_upload`."""
+    """Implements `Store.resume_upload`."""
     upload = Upload(fence, state, is_resumed=True)
     await upload.discover()
     return upload
 
 
 async def pending(requester: Requester, prefix: str) -> list[PendingUpload]:
-    """As `Store.list_uploads`."""
+    """Implements `Store.list_uploads`."""
     query = {"uploads": "", "prefix": prefix, "encoding-type": "url"}
 
     def call(start: Mapping[str, str]) -> Call:
@@ -533,7 +533,7 @@ async def _listed(
     call: Callable[[dict[str, str]], Call],
     read: Callable[[dict[str, str], Completion], tuple[list[T], dict[str, str] | None]],
 ) -> list[T]:
-    """All entries of a listing, which goes on behind the markers that each page tells."""
+    """Return all entries of a listing; each page gives the markers of the next."""
     found: list[T] = []
     start: dict[str, str] | None = {}
     while start is not None:

@@ -1,11 +1,11 @@
-"""Single writes: PUT of a file that is one part.
+"""Writes in one request: PUT of a file that is at most one part.
 
-A small file that is in the page cache is read and summed in the event loop; the engine reads
-others from the disk. S3 compares a CRC32 with what has arrived.
+A small file in the page cache is read and summed in the event loop; the engine reads other files
+from the disk. S3 compares a CRC32 with the bytes that it received.
 
-A write whose answer was lost may have taken effect. Repeating it does no harm,
-except that a condition need not hold any more: then the token in the metadata
-shows whether the object is this very one (fencing.py).
+A write whose answer was lost may have taken effect. Repeating it does no harm, but a condition may
+not hold any more: then the token in the metadata shows whether the object is from this very write
+(fencing.py).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fusefs.store.s3.body import sums_of, sums_of_file
 from fusefs.store.s3.conditions import Fence, condition_headers
 from fusefs.store.s3.documents import etag_in
 
-# What the event loop has the time to read and to sum.
+# Files up to this size are read and summed in the event loop.
 SMALL = 128 << 10
 
 
 async def put_file(
     fence: Fence, key: str, fd: int, size: int, write: Write = PLAIN, log: UploadLog = UNRECORDED
 ) -> ObjectInfo:
-    """As `Store.put_file`; `log` has a multipart upload on record while it is under way."""
+    """Implements `Store.put_file`; `log` records a multipart upload while it is under way."""
     write = write.with_token(fence.tokens)
     if size <= fence.requester.settings.part_size:
         return await put(fence, key, fd, size, write)
@@ -45,7 +45,7 @@ async def put_file(
 
 
 async def put(fence: Fence, key: str, fd: int, size: int, write: Write) -> ObjectInfo:
-    """As `Store.put_file`, with one PUT."""
+    """Implements `Store.put_file` by one PUT."""
     requester = fence.requester
     head.check(write.stamped(), write.content_type)
 
@@ -66,13 +66,13 @@ async def put(fence: Fence, key: str, fd: int, size: int, write: Write) -> Objec
 
 
 def _read_now(fd: int, size: int) -> bytearray | None:
-    """Return the content of a small file, None if that is not in the page cache."""
+    """Return the content of a small file; None if it is not in the page cache."""
     content = bytearray(size)
     try:
         if size and os.preadv(fd, [content], 0, os.RWF_NOWAIT) < size:
             return None
     except OSError:
-        return None  # it is on the disk, or on tmpfs
+        return None  # the content is on the disk, or on tmpfs
     return content
 
 

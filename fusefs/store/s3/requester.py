@@ -1,11 +1,11 @@
-"""Requests of one bucket with everything they share: connections, retries, credentials, counters.
+"""Sending of one bucket's requests: connections, retries, credentials and counters.
 
-There is one way for each request (`Requester.send`): it gets a connection of the budget, is
-signed (address.py), sent by the engine, and its answer judged; again and again with full jitter,
-until the retry time has passed without progress. All of it runs in the event loop.
+Every request takes the same way (`Requester.send`): it gets a connection of the budget, is signed
+(address.py) and sent by the engine, and its answer is judged. This is repeated with full jitter
+until the retry time has passed without progress. Everything runs in the event loop.
 
-A failed attempt has consequences for all others: throttling lowers the rate, expired credentials
-are looked up again, and a change without an answer is noted, for the server may execute it later.
+A failed attempt also affects other requests: throttling lowers the rate, expired credentials are
+looked up again, and a change without an answer is noted, as the server may execute it later.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fusefs.telemetry.stalls import WaitCause, stage
 logger = logging.getLogger("fusefs.store")
 
 OTHER_OBJECT = Failure(StaleVersionError, "the object has been replaced")
-# Perhaps a proxy's mistake.
+# Perhaps a proxy's mistake, so a retry may help.
 _OTHER_RANGE = "S3 sent another range than the requested one"
 OTHER_RANGE = Failure(StoreError, _OTHER_RANGE, is_retryable=True, longest_s=10.0)
 _OTHER_SIZE = "what S3 sends is not the object as it is stored (is that compressed?)"
@@ -67,9 +67,9 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
-# How long a refusal that has nothing to do with the credentials stands for the next ones.
+# Seconds for which a refusal that is not due to the credentials is not examined again.
 EXPLAIN_EVERY_S = 5.0
-# How long new connections are made after a time-out. Idle ones are closed soon after that.
+# Seconds after a time-out in which only new connections are used. Idle ones are closed later.
 DOUBTFUL_S = 10.0
 
 _WRITES = {
@@ -82,7 +82,7 @@ _WRITES = {
     "DELETE": "deletes",
     "ABORT UPLOAD": "deletes",
 }
-# Operations, by their names in the log, and what they count as.
+# Counters of the operations, by their names in the log.
 _COUNTERS = {
     "GET": "gets",
     "CLUSTER GET": "gets",
@@ -103,63 +103,63 @@ _SHOWN = (
     "hedged",
     "hedged_won",
 )
-# What does not say that a change was refused: no answer (0), and gateways' own failures,
-# of which 520 to 527 are Cloudflare's.
+# Statuses that do not mean that a change was refused: no answer (0), and failures of gateways, of
+# which 520 to 527 are Cloudflare's.
 _NO_ANSWERS = frozenset((0, 500, 502, 504, *range(520, 528)))
 
 
 class RetryBudget:
-    """The time for retries of a request (`time_s` seconds without progress), and for pauses."""
+    """The time for retries of one request (`time_s` seconds without progress), and the pauses."""
 
     def __init__(self, time_s: float) -> None:
         self._time_s = time_s
-        self.may_be_done = False  # an earlier attempt has failed
+        self.may_be_done = False  # True once an attempt has failed
         self.has_moved = self.has_retried_400 = False
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew: an attempt has made progress."""
+        """Start the retry time anew: an attempt has made progress."""
         self._began = trio.current_time()
         self._end = self._began + self._time_s
         self._attempts = 0
 
     def note_sent(self) -> None:
-        """An attempt has a connection: before the first, the request waited for others alone."""
+        """Start the time as the first attempt gets a connection: queueing before does not count."""
         if not self._attempts:
             self.restart()
 
     def has_time(self, longest_s: float = math.inf) -> bool:
-        """True if a retry pays; `longest_s` is for how long this failure is worth one.
+        """True if there is time for a retry; `longest_s` limits the time for this failure.
 
-        However long the first attempt took, there is a second.
+        `longest_s` never prevents the first retry.
         """
         end = self._end if self._attempts == 0 else min(self._end, self._began + longest_s)
         return trio.current_time() < end
 
     def pause_s(self) -> float:
-        """The seconds to wait before the next attempt."""
-        # Full jitter: clients that failed together do not come back together.
+        """Return the seconds to wait before the next attempt, and count it."""
+        # Full jitter: clients that failed together do not retry together.
         self._attempts += 1
         longest = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**self._attempts)
         return min(random.uniform(0, longest), max(0.0, self._end - trio.current_time()))
 
 
 class Progress(Protocol):
-    """The part of a request that outlasts a failed attempt."""
+    """The state of a download that survives a failed attempt."""
 
     def has_progressed(self) -> bool:
-        """True if the last attempt achieved something that the next need not repeat."""
+        """True if the last attempt achieved something that the next one need not repeat."""
 
     def arrived(self, received: int, sums: Sums) -> None:
-        """So many bytes of the answer are in its file by now, with these new sums of them."""
+        """Note that `received` bytes of the answer are in the file, with their new checksums."""
 
 
-# Sends a request that only reads, and perhaps again, and tells of its progress.
+# Sends a read request, perhaps twice, and reports its progress.
 Hedge: TypeAlias = Callable[[Engine, Request], Awaitable[Completion]]
 
 
 class ChangeUnderWay:
-    """A change of some keys; doubtful once an attempt got no answer, or was cancelled."""
+    """A change of some keys; doubtful once an attempt was cancelled or got no answer."""
 
     __slots__ = ("is_doubtful", "keys")
 
@@ -169,38 +169,39 @@ class ChangeUnderWay:
 
 
 class Requester:
-    """Sends one bucket's requests, which `requests` counts. Belongs to the event loop."""
+    """Sends one bucket's requests, counted in `requests`. Belongs to the event loop."""
 
     def __init__(
         self, settings: S3Settings, engine: Engine, requests: S3Requests = S3_REQUESTS
     ) -> None:
-        """`engine` may be shared with other stores; its nursery has the tasks of this."""
+        """`engine` may be shared with other stores; its nursery runs this requester's tasks."""
         self.settings = settings
         self._requests = requests
-        # Of what is written here.
+        # The storage class of objects written here.
         self.storage_class = settings.write_options.storage_class or "STANDARD"
         self.connections = ConnectionBudget(settings.max_connections, engine.nursery)
-        # Of these, the ones for large bodies, which take buffers.
+        # The connections that may transfer large bodies, which take buffers.
         streams = min(settings.max_streams, settings.max_connections)
         self._streams = ConnectionBudget(streams, engine.nursery, self.connections)
-        # So many small bodies are in memory at a time; those of the others are on the disk.
+        # Small bodies in memory at a time; the others are on the disk.
         self.small_bodies = trio.Semaphore(2 * streams)
         self.engine = engine
         self.source = AccessSource(settings, engine.nursery)
         self.counted: Counter[str] = Counter()
-        # When S3 last fulfilled a request, or could not for want of an object; trio's seconds.
+        # When S3 last fulfilled a request, or found no object to fulfil it; trio's seconds.
         self.last_answer = -math.inf
-        # The last failed attempt and its time, and when the first one since `last_answer` was sent.
+        # The last failed attempt with its time, and when the first one since `last_answer` was
+        # sent.
         self._last_failure: tuple[Failure, float] | None = None
         self._failing_since = math.inf
-        # Those of which somebody wants to know whether the server may execute them later.
+        # The changes whose callers want to know if the server may still execute them later.
         self.changes: set[ChangeUnderWay] = set()
         self._last_explained = self._timed_out = -math.inf
-        # The requests that are retried because their credentials were refused.
+        # Requests being retried because their credentials were refused.
         self._refused: set[RetryBudget] = set()
 
     def counters(self) -> dict[str, int]:
-        """As `Store.counters`."""
+        """Implements `Store.counters`."""
         return {
             **{name: self.counted[name] for name in _SHOWN},
             "awaiting_credentials": len(self._refused),
@@ -208,9 +209,9 @@ class Requester:
         }
 
     def last_error(self) -> dict[str, Any] | None:
-        """The last failed attempt, `ago_s`; `since_s` is None where S3 has answered since.
+        """Describe the last failed attempt and its age `ago_s`; None if there was none.
 
-        A missing object and a condition that does not hold are answers.
+        `since_s` is how long S3 has not answered, None if it has since; a 404 or 412 is an answer.
         """
         if self._last_failure is None:
             return None
@@ -219,7 +220,7 @@ class Requester:
         return {"what": failure.sentence, "ago_s": now - at, "since_s": since_s}
 
     def reprioritize(self) -> None:
-        """Ask the requests that wait for their priorities again: one has risen."""
+        """Reconsider the priorities of waiting requests: one has risen."""
         self._streams.reprioritize()
         self.connections.reprioritize()
 
@@ -235,15 +236,15 @@ class Requester:
         hedge: Hedge | None = None,
         judge: Callable[[Failure], Awaitable[Failure]] | None = None,
     ) -> T:
-        """Send a request, again and again while that may help; return what `accept` returns.
+        """Send a request, with retries while they may help; return the result of `accept`.
 
-        `accept` reads an answer with a status below 300, and raises AttemptError if it is not what
-        it should be. `condition` is that of the headers, `judge` looks into the failure of an
-        attempt, and a request that only reads may have a `hedge`.
+        `accept` reads an answer with a status below 300, and raises AttemptError if the answer is
+        not as it should be. `condition` is that of the headers, `judge` may reinterpret an
+        attempt's failure, and a read request may have a `hedge`.
 
         Raises:
-            StoreError: it did not help; there is one log line about it.
-            Exception: whatever `accept`, `progress` and the sink's file raise.
+            StoreError: all attempts failed; one log line says so.
+            Exception: any exception of `accept`, `progress` or the sink's file.
         """
         budget = RetryBudget(retry_time_s or self.settings.retry_time_s)
         try:
@@ -275,7 +276,7 @@ class Requester:
                     raise self.failed(one, failure, may_be_done=budget.may_be_done)
                 budget.may_be_done = True
                 self.counted["retries"] += not failure.region
-                # Throttling has a line a minute (rate.py).
+                # Throttling is logged once a minute (rate.py).
                 level = logging.DEBUG if failure.kind is ThrottledError else logging.INFO
                 logger.log(level, "%s again: %s", one.operation, self._describe(one, failure))
                 with stage(_cause_of_pause(one.operation, failure)):
@@ -294,7 +295,7 @@ class Requester:
     ) -> Completion:
         """Send a request once; return its answer, which has a status below 300.
 
-        `begun` is called once there is a connection. Cancelled, the request may have been executed.
+        `begun` is called once there is a connection. A cancelled request may have been executed.
 
         Raises:
             AttemptError: there was no such answer.
@@ -342,7 +343,7 @@ class Requester:
     async def _weigh(
         self, call: Call, failure: Failure, used: Access | None, budget: RetryBudget
     ) -> Failure:
-        """Find out if other credentials or another region make a retry worth while."""
+        """Return the failure, made retryable if other credentials or another region may help."""
         if failure.region and not budget.has_moved and self.source.relocate(failure.region, used):
             budget.has_moved = True
             return replace(failure, is_retryable=True)
@@ -351,7 +352,7 @@ class Requester:
             failure = replace(failure, sentence=where, region="")
         failure = classify(call.operation, await self._explain(call, failure))
         if (failure.status, failure.code) == (400, "") and not budget.has_retried_400:
-            # The credentials had expired, and have been renewed since.
+            # The credentials may have expired, and been renewed since.
             budget.has_retried_400 = True
             failure = replace(failure, is_retryable=True, has_expired=True)
         if failure.kind is CredentialsError and not failure.is_retryable:
@@ -361,7 +362,7 @@ class Requester:
         return failure
 
     async def _explain(self, call: Call, failure: Failure) -> Failure:
-        """The failure, or what a LIST says of the credentials where S3 gave no code.
+        """Return the failure, or that of a LIST about the credentials if S3 gave no code.
 
         The answer to a HEAD has no body, so it has no code.
         """
@@ -376,9 +377,9 @@ class Requester:
         return failure
 
     def failed(self, call: Call, failure: Failure, *, may_be_done: bool = False) -> StoreError:
-        """Make the error of a request that failed for good, which is counted and logged here."""
-        # A missing object is an answer that many lookups get; that a condition does not hold is
-        # what it was sent for.
+        """Make the error of a request that finally failed; count and log it."""
+        # A missing object is a usual answer to lookups, and a condition that does not hold is what
+        # the condition is for.
         is_answer = issubclass(failure.kind, NotFoundError | ConflictError)
         self.counted["errors"] += not is_answer
         level = logging.DEBUG if is_answer else logging.WARNING
@@ -390,7 +391,7 @@ class Requester:
         return error
 
     def _note_unanswered(self, call: Call, failure: Failure | None = None) -> None:
-        """Note a change of which an attempt has failed with this, or was cancelled (None)."""
+        """Mark changes of the call's key doubtful if the attempt got no answer or was cancelled."""
         if call.operation in _WRITES and (failure is None or failure.status in _NO_ANSWERS):
             for change in self.changes:
                 change.is_doubtful |= call.key in change.keys
@@ -399,12 +400,12 @@ class Requester:
         self.last_answer, self._failing_since = trio.current_time(), math.inf
 
     def _react(self, call: Call, failure: Failure, budget: RetryBudget, sent: float) -> None:
-        """Do what a failed attempt, which began at `sent`, calls for."""
+        """React to a failed attempt that was sent at `sent`: counters, credentials and the rate."""
         if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
             self._note_answer()
         elif not failure.region:
             self._last_failure = failure, trio.current_time()
-            # One object, or all writing, may be forbidden to an identity that may read others.
+            # An identity may be denied one object, or all writes, and still read others.
             if failure.kind is not AccessDeniedError or call.operation == "LIST":
                 self._failing_since = min(self._failing_since, sent)
         if failure.has_expired:
@@ -422,14 +423,14 @@ class Requester:
 
 
 def _cause_of_pause(operation: str, failure: Failure) -> int:
-    """The cause that a request waits for which is to be sent again."""
+    """Return the cause of the wait before a retry."""
     if failure.kind is ThrottledError:
         return WaitCause.THROTTLED
     return WaitCause.CREDENTIALS if failure.kind is CredentialsError else cause_of(operation)
 
 
 def for_condition(failure: Failure, condition: Strict) -> Failure:
-    """The meaning of a failure for a request with this condition."""
+    """Return the failure with its meaning for a request with this condition."""
     is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
     if condition is None or not (failure.status == 412 or is_gone):
         return failure
@@ -439,14 +440,14 @@ def for_condition(failure: Failure, condition: Strict) -> Failure:
 
 
 def classify(operation: str, failure: Failure) -> Failure:
-    """The meaning of a failure for a certain operation."""
+    """Return the failure with its meaning for this operation."""
     if operation == "LIST" and failure.kind is NotFoundError:
         # A LIST asks for no object.
         return replace(failure, kind=MisconfiguredError, sentence="there is no such bucket")
     if operation == "DELETE" and failure.code == "NoSuchBucket":
-        return replace(failure, kind=StoreError)  # which does not say that it is deleted
+        return replace(failure, kind=StoreError)  # this does not mean that the object is deleted
     if operation in _WRITES and failure.kind is CredentialsError:
-        # What has been written must not be lost because an administrator rotates keys.
+        # Written data must not be lost because an administrator rotates keys.
         return replace(failure, is_retryable=True, has_expired=True)
     return failure
 
@@ -454,9 +455,9 @@ def classify(operation: str, failure: Failure) -> Failure:
 def failure_of(
     completion: Completion, call: Call, access: Access, signed_offset_s: float
 ) -> Failure | None:
-    """The failure that a completion stands for; None if S3 did what was requested.
+    """Return the failure of a completed attempt; None if S3 did what was requested.
 
-    `signed_offset_s` is that of the store's clock at the signature.
+    `signed_offset_s` is the offset of the store's clock at the signature.
 
     Raises:
         OSError: the local file of the sink or the body can't be used.
@@ -467,7 +468,7 @@ def failure_of(
     if error is None:
         return None
     if error == "too-large" and call.method == "GET" and call.key:
-        return None  # the headers tell which object came in place of the requested one
+        return None  # the headers show that another object came
     if error in _LOCAL:
         if not completion.errno:
             return _TOO_SHORT

@@ -1,8 +1,8 @@
-"""Settings of requests to one bucket: where it is, who asks, and the objects that are made in it.
+"""Settings of requests to one bucket: address, identity, and properties of new objects.
 
-An access point that is named by its ARN has a host name of its own, and requests are signed for
-its region (https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html).
-Directory buckets (S3 Express One Zone) are refused: nothing here makes the sessions that they take.
+An access point that is given by its ARN has a host name of its own, and requests are signed for its
+region (https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html). Directory
+buckets (S3 Express One Zone) are refused: they need sessions, which are not implemented.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from fusefs.settings.mount import MountSettings
 
 _ENCRYPTION = "x-amz-server-side-encryption"
-# AWS gives no other bucket, and no other access point, a name with one of these ends.
+# Endings of names that AWS reserves for directory buckets and their access points.
 DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """None leaves a choice to the bucket. `kms_key` is an id, an ARN or an alias.
+    """Options of new objects; None leaves a choice to the bucket. `kms_key`: id, ARN or alias.
 
-    With `is_aws_form` a copy says its source's time as AWS's services do, not as s3fs does.
+    With `is_aws_form`, a copy records its source's time as AWS's services do, not as s3fs does.
     """
 
     storage_class: str | None = None
@@ -40,19 +40,19 @@ class WriteOptions:
 
     @classmethod
     def of(cls, settings: MountSettings) -> WriteOptions:
-        """The options that a mount's settings choose."""
-        # A key alone is for the usual way of using it.
+        """Return the options that a mount's settings choose."""
+        # A key without an encryption implies the usual one.
         encryption = settings.encryption or (Encryption.KMS if settings.kms_key else None)
         is_aws_form = settings.attribute_form is AttributeForm.AWS
         return cls(settings.storage_class, encryption, settings.kms_key, settings.acl, is_aws_form)
 
     def headers(self) -> dict[str, str]:
-        """The headers, with names in lower case."""
+        """Return the options' headers, with names in lower case."""
         chosen = {
             "x-amz-storage-class": self.storage_class,
             _ENCRYPTION: self.encryption,
             f"{_ENCRYPTION}-aws-kms-key-id": self.kms_key,
-            # One request to KMS for many objects. S3 has no such keys for double encryption.
+            # Bucket keys: one request to KMS for many objects. Double encryption has none.
             f"{_ENCRYPTION}-bucket-key-enabled": "true" if self.encryption == "aws:kms" else None,
             "x-amz-acl": self.acl,
         }
@@ -64,11 +64,11 @@ NO_OPTIONS = WriteOptions()
 
 @dataclass(frozen=True, slots=True)
 class S3Settings:
-    """The bucket, its place, the identity and the patience of its requests.
+    """The bucket, its address, and the identity and time-outs of its requests.
 
-    `keys` are fixed ones, by the names that the environment has for them, instead of those
-    that botocore would find. They and `customer_key` are secrets, and do not show themselves.
-    With `ignores_configured_endpoints`, no environment and no file of AWS's names a host.
+    `keys` are fixed credentials, by the names of the environment's variables, instead of those that
+    botocore would find. They and `customer_key` are secrets, and not in the repr. With
+    `ignores_configured_endpoints`, AWS's variables and files may not set the host.
     """
 
     bucket: str
@@ -94,12 +94,12 @@ class S3Settings:
 
 
 def access_point_region(bucket: str) -> str | None:
-    """The region in `arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME`; None for a bucket's name."""
+    """Return the region in `arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME`; None if it is no ARN."""
     return bucket.split(":")[3] if bucket.startswith("arn:") else None
 
 
 def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
-    """The reason why a bucket cannot be mounted, whatever it holds."""
+    """Return the reason why a bucket of this name cannot be mounted, or None."""
     if is_aws and bucket.endswith(DIRECTORY_BUCKETS):
         sentence = "directory buckets (S3 Express One Zone) take sessions, which mounts do not make"
         return Failure(UnsupportedError, sentence)
@@ -110,7 +110,7 @@ def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
 
 
 def customer_key_obstacle(url: str, proxy: str | None) -> Failure | None:
-    """The reason why a customer key must not go to an endpoint: it could be read on the way."""
+    """Return a failure if a customer key could be read on its way to the endpoint, else None."""
     address = urlsplit(url)
     if address.scheme == "https" or (proxy is None and _is_loopback(address.hostname or "")):
         return None

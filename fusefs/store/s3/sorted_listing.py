@@ -1,11 +1,11 @@
-"""Listings that come in no order, listed whole and sorted here.
+"""Listings of stores without an order: a folder is listed whole and sorted here.
 
-All that reads listings relies on S3's order, that of the keys' bytes: a page goes on behind
-the last key of the one before. Some stores have no order (Storj), SeaweedFS has that of path
-segments, and some know no key to start after. A folder with a page in no order is listed to its
-end by continuation tokens, into a temporary SQLite database, which holds a few MiB in memory and
-the rest in a file without a name. Pages are read from there for a while; they tell when they
-were listed.
+All readers of listings rely on S3's order, that of the keys' bytes: a page continues after the last
+key of the page before. Some stores have no order (Storj), SeaweedFS has that of path segments, and
+some ignore the key to start after. A folder with an unordered page is listed to its end by
+continuation tokens, into a temporary SQLite database, which keeps a few MiB in memory and the rest
+in an unnamed file. Pages are read from the database for a while; `listed_at` is the time of the
+listing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fusefs.store.interface import ListPage, ObjectInfo
 
 logger = logging.getLogger("fusefs.store")
 
-# For so long, in seconds, a listing's later pages are read from what was listed whole.
+# Seconds for which a listing's later pages are read from the database.
 KEPT_S = 60.0
 MOST_KEPT = 4
 _MEMORY_KIB = 2048
-# Folders that are known to be in no order; another one takes a page more.
+# Most folders remembered as unordered; any other costs one page more.
 MOST_NOTED = 4096
 _LAST = "\U0010ffff"
 
@@ -36,9 +36,9 @@ Fetch = Callable[[str, str, str], Awaitable[ListPage]]
 
 
 def is_in_order(page: ListPage, delimiter: str, start_after: str) -> bool:
-    """True if a listing can go on behind this page's last key, and went on behind `start_after`.
+    """True if a listing can continue after this page's last key, and did after `start_after`.
 
-    Without a delimiter the order of path segments is as good: a folder's keys follow each other.
+    Without a delimiter the order of path segments is enough: a folder's keys are contiguous.
     """
     if page.next_token is None and not start_after:
         return True
@@ -54,7 +54,7 @@ def _ascend(names: list[str]) -> bool:
 
 
 class _WholeListing:
-    """One folder's entries, sorted. `listed_at` is when it was begun, in monotonic seconds."""
+    """One folder's entries, sorted. `listed_at` is the listing's start, in monotonic seconds."""
 
     def __init__(self) -> None:
         self.listed_at = time.monotonic()
@@ -67,7 +67,7 @@ class _WholeListing:
         )
 
     def add(self, page: ListPage) -> bool:
-        """Take a page in; False if it has nothing new. Blocks."""
+        """Add a page; return False if it has no new entries. Blocks."""
         rows: list[tuple[object, ...]] = [(prefix, *[None] * 4) for prefix in page.prefixes]
         rows += [(o.key, o.size, o.etag, o.mtime_ns, o.storage_class) for o in page.objects]
         before = self._database.total_changes
@@ -78,7 +78,7 @@ class _WholeListing:
         return self._database.total_changes > before
 
     def page(self, prefix: str, start_after: str, most: int) -> ListPage:
-        """As `Store.list_page`. Blocks."""
+        """Return a page as `Store.list_page`. Blocks."""
         rows = self._database.execute(
             "SELECT * FROM entries WHERE key > ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
             (start_after, prefix, prefix + _LAST, most + 1),
@@ -93,31 +93,31 @@ class _WholeListing:
 
 
 class SortedListings:
-    """The folders of one bucket that its store lists in no order. Belongs to the event loop."""
+    """The folders of one bucket that its store lists without order. Belongs to the event loop."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
-        # By folder and delimiter, in the order of their use: the latest with their listings.
+        # By folder and delimiter, in the order of use: only the latest still have their listings.
         self._known: dict[tuple[str, str], _WholeListing | None] = {}
         self._lock = trio.Lock()
-        # How many folders were listed whole, each time counted.
+        # Number of complete listings of folders.
         self.count = 0
 
     def has(self, prefix: str, delimiter: str) -> bool:
-        """True if a folder is known to be listed in no order."""
+        """True if the store is known to list the prefix's folder without order."""
         return (_folder(prefix), delimiter) in self._known
 
     async def page(self, prefix: str, delimiter: str, start_after: str, most: int) -> ListPage:
-        """As `Store.list_page`; the first page is always new.
+        """Return a page as `Store.list_page`; the first page always comes from a new listing.
 
         Raises:
-            StoreError: the bucket could not tell, or the local disk does not take the listing.
+            StoreError: the listing failed, or the local disk cannot hold it.
         """
         which = _folder(prefix), delimiter
         found = self._known.get(which)
         try:
             if not start_after or found is None or time.monotonic() > found.listed_at + KEPT_S:
-                async with self._lock:  # one after the other: each takes memory
+                async with self._lock:  # one listing at a time: each takes memory
                     found = await self._listed_whole(*which)
             return await trio.to_thread.run_sync(found.page, prefix, start_after, most)
         except sqlite3.Error as error:
@@ -153,5 +153,5 @@ class SortedListings:
 
 
 def _folder(prefix: str) -> str:
-    """The prefix to list for another one, up to its last slash."""
+    """Return the prefix up to its last slash."""
     return prefix[: prefix.rfind("/") + 1]

@@ -1,9 +1,9 @@
 """One bucket over S3: the implementation of `fusefs.store.contract.Store`.
 
 Each verb has a module of its own, which describes its requests (address.py) and reads their
-answers. All of them are sent in one way (requester.py): they get a connection of the budget,
-are signed here and sent by libcurl in threads of its own (store/engine). botocore finds the
-credentials, and the address where that is not plain (access.py).
+answers. All requests are sent in the same way (requester.py): they get a connection of the budget,
+are signed here, and are sent by libcurl in threads of its own (store/engine). botocore finds the
+credentials, and the address if it does not follow from the settings (access.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHECK_TIME_S = 5.0
 
 
 class S3Store:
-    """A bucket; see `fusefs.store.contract.Store` for the contract."""
+    """One bucket; implements `fusefs.store.contract.Store`."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class S3Store:
         requests: S3Requests = S3_REQUESTS,
         described: Described = lambda _info: None,
     ) -> None:
-        """`requests` counts those that are sent."""
+        """`requests` counts sent requests; `described` gets the metadata that GETs show."""
         self.settings = settings
         self.requester = requester = Requester(settings, engine, requests)
         self.unanswered = UnansweredChanges()
         self.fence = fence = Fence(requester)
         self.tokens = fence.tokens
-        # Whether `check` found nothing.
+        # True if `check` found no object.
         self.is_prefix_empty = False
         self.sorted_listings = SortedListings(partial(self._page, max_keys=1000))
         self.getter = Getter(requester, described)
@@ -75,14 +75,14 @@ class S3Store:
 
     @property
     def answered(self) -> float:
-        """The time at which S3 last fulfilled a request, in trio's seconds."""
+        """The time (trio's seconds) at which S3 last fulfilled a request."""
         return self.requester.last_answer
 
     async def check(self, prefix: str) -> None:
-        """See whether the bucket can be listed.
+        """Check that the bucket can be listed below `prefix`.
 
         Raises:
-            StoreError: it can't; the message is one line for the user.
+            StoreError: it can't be listed; the message is one line for the user.
         """
         where = f"s3://{self.settings.bucket}/{prefix}"
         try:
@@ -92,7 +92,7 @@ class S3Store:
         self.is_prefix_empty = not (page.objects or page.prefixes)
 
     def _in_full(self, what: str, error: StoreError) -> str:
-        """A sentence for the user: the endpoint, and if access is denied which right of whose key.
+        """Return a sentence for the user; it names the endpoint and, if denied, the missing right.
 
         The endpoint may come from the AWS configuration.
         """
@@ -107,9 +107,9 @@ class S3Store:
         return f"{what}{at}: {error}{whose}"
 
     async def is_refused(self, prefix: str) -> bool | None:
-        """True if S3 refuses, with credentials that are fresh, to list a prefix; None if unknown.
+        """True if S3 refuses, with fresh credentials, to list a prefix; False if it lists it.
 
-        None if that stays open: no answer, expired credentials, a wrong clock.
+        None if neither is certain: no answer, expired credentials, a wrong clock.
         """
         source = self.requester.source
         for _ in range(2):
@@ -177,7 +177,7 @@ class S3Store:
 async def open_store(
     settings: S3Settings, described: Described = lambda _info: None
 ) -> AsyncIterator[S3Store]:
-    """Hand out a store with an engine of its own, whose tasks end with the block.
+    """Yield a store with an engine of its own; their tasks end with the block.
 
     An exception of the block is raised as it is.
     """
