@@ -1,10 +1,9 @@
 """The errors of calls, as a gRPC status code and a sentence.
 
-The code decides what the caller does next. After ABORTED, UNAVAILABLE,
-CANCELLED and DEADLINE_EXCEEDED kubelet and the provisioner take the operation
-for unfinished and call again; after any other code they take it for failed,
-clean up, and may never call again. So what is not known to be final, an
-unexpected exceptions included, is UNAVAILABLE.
+The code decides what the caller does next. After ABORTED, UNAVAILABLE, CANCELLED and
+DEADLINE_EXCEEDED kubelet and the provisioner regard the operation as unfinished and call again;
+after any other code they regard it as failed, clean up, and may never call again. So an error that
+is not known to be final, unexpected exceptions included, is UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import grpc
 
 from fusefs.store.errors import ErrorCode, StoreError
 
-# What an error of the store, or of a mount's daemon, means to the caller.
+# The status code for an error of the store, or of a mount's daemon.
 _STATUSES = {
     ErrorCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     ErrorCode.DENIED: grpc.StatusCode.PERMISSION_DENIED,
@@ -26,61 +25,61 @@ _STATUSES = {
 
 
 class CsiError(Exception):
-    """A call cannot be answered; `code` says what that means, the message is for people."""
+    """A call failed; `code` is the gRPC status code, the message is for people."""
 
     code: grpc.StatusCode
 
 
 class InvalidArgumentError(CsiError):
-    """A field is missing, or has a value that this driver does not take."""
+    """A field is missing, or has a value that this driver does not accept."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class VolumeNotFoundError(CsiError):
-    """There is no such volume, or not at that path."""
+    """There is no such volume, or it is not at that path."""
 
     code = grpc.StatusCode.NOT_FOUND
 
 
 class AlreadyExistsError(CsiError):
-    """Something else was made earlier under this name or path."""
+    """Another volume or mount already exists under this name or path."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class FailedPreconditionError(CsiError):
-    """The volume's state, or the store, does not allow it."""
+    """The volume's state, or the store, does not allow the call."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class OutOfRangeError(CsiError):
-    """No volume can have this size."""
+    """The requested size is not possible for a volume."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
 
 
 class AbortedError(CsiError):
-    """Another call for the volume, or its work, is under way: call again."""
+    """Another call for the volume, or this call's own work, is under way: call again."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class UnavailableError(CsiError):
-    """It did not work this time: call again."""
+    """The call failed this time and may succeed later: call again."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
 
 class ResourceExhaustedError(CsiError):
-    """The node has no room for it at the moment."""
+    """The node has no room for another mount or user at the moment."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class MountError(CsiError):
-    """A mount could not be made, for a reason that its daemon gives."""
+    """A mount could not be made, for the reason that its daemon gives."""
 
     def __init__(self, sentence: str, reason: ErrorCode) -> None:
         super().__init__(sentence)
@@ -94,7 +93,7 @@ class UnauthenticatedError(CsiError):
 
 
 def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """The status that a call ends with that raised `error`."""
+    """Return the status code and the message with which a call that raised `error` ends."""
     if isinstance(error, CsiError):
         return error.code, str(error) or error.code.name
     if isinstance(error, StoreError):
@@ -104,17 +103,17 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.UNAVAILABLE, f"the driver failed: {type(error).__name__}; see its log"
 
 
-# As the store's errors give it.
+# The request id as it appears in the store's messages.
 _REQUEST_ID = re.compile(r" \(request [^\s()]+\)")
 _NO_ANSWER = re.compile(r"no answer from \S+ in time")
-# The most bytes that Kubernetes takes for the text of an event. gRPC drops a status whose text
-# has over 8 KiB, after each byte that is not ASCII has become three.
+# The maximum number of bytes of a Kubernetes event's text. gRPC drops a status whose text is over 8
+# KiB once each non-ASCII byte is escaped as three.
 _MOST = 1024
 _GAP = " … "
 
 
 def bounded(sentence: str) -> str:
-    """A sentence of at most 1024 bytes: of what is longer, as it quotes a value, both ends."""
+    """Return the sentence in at most 1024 bytes; a longer one keeps both ends only."""
     text = sentence.encode(errors="replace")
     if len(text) <= _MOST:
         return sentence
@@ -124,11 +123,11 @@ def bounded(sentence: str) -> str:
 
 
 def event_text(sentence: str) -> str:
-    """The sentence of an error as a caller gets it, which becomes an event of a pod or a claim.
+    """Return an error's sentence as the caller gets it, for an event of a pod or a claim.
 
-    Kubelet counts equal events and keeps each different one, so the id of a request,
-    which is in the driver's log, is left out. A connection that is dropped without an
-    answer is what a network policy does.
+    Kubelet counts equal events but keeps each different one, so the request id, which is in the
+    driver's log, is left out. For a connection that is dropped without an answer, the sentence
+    names a NetworkPolicy as a possible cause.
     """
     sentence = _REQUEST_ID.sub("", sentence)
     return bounded(

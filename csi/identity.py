@@ -1,8 +1,8 @@
-"""The Identity service: who the driver is, and that it lives.
+"""The CSI Identity service: the driver's name, version and capabilities, and Probe.
 
-Every instance of a version answers the same, whichever services it has beside.
-Probe makes no request: kubelet ends a container whose probe fails, and a store that
-is down is no reason to end the mounts of another.
+Every instance of a version gives the same answers, whichever other services it has. Probe sends no
+request to S3: kubelet ends a container whose probe fails, and one store that is down is no reason
+to end the mounts of another store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXPANSION = csi_pb2.PluginCapability.VolumeExpansion
 
 
 class IdentityService(csi_pb2_grpc.IdentityServicer):
-    """Answers at once, without any state."""
+    """The Identity service. It has no state and answers at once."""
 
     register = staticmethod(csi_pb2_grpc.add_IdentityServicer_to_server)
 

@@ -1,7 +1,7 @@
-"""One call at a time for each volume: the second waits for as long as it may, and is refused.
+"""One call at a time for each volume: a second call waits for a limited time, then is refused.
 
-Kubelet and the provisioner call again by themselves, and a queue without end would only
-fill the server's threads with calls whose caller has long given up.
+Kubelet and the provisioner call again by themselves, and an endless queue would only fill the
+server's threads with calls whose caller has long given up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from csi.errors import AbortedError
 
 
 class Claims:
-    """The volumes that have a call under way. Any thread may claim."""
+    """The volumes that have a call under way. Any thread may claim one."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -23,10 +23,10 @@ class Claims:
 
     @contextlib.contextmanager
     def claim(self, volume: str, ends: float = 0.0) -> Iterator[None]:
-        """Have `volume` to oneself, after a wait until `ends` (monotonic clock) at most.
+        """Claim `volume` for the block; wait until `ends` (monotonic clock) at most.
 
         Raises:
-            AbortedError: another call has it still.
+            AbortedError: another call still has the claim.
         """
         with self._changed:
             left_s = max(0.0, ends - time.monotonic())

@@ -1,12 +1,12 @@
 """The command `fusefs-csi`: node, controller, all, daemons, list.
 
-`node` serves kubelet on each node, `controller` serves the provisioner and the resizer
-once per cluster, and `all` serves both on one socket, for tests and single machines.
-`daemons` runs the mounts' daemons. `list` shows the volumes of a node's pods.
+`node` serves kubelet on each node, `controller` serves the provisioner and the resizer once per
+cluster, and `all` serves both on one socket, for tests and single machines. `daemons` runs the
+mounts' daemons. `list` shows the volumes of a node's pods.
 
-Every failure is one line on standard error that begins with `fusefs-csi: `.
-Exit status: 0 ended by SIGTERM, 1 it failed, 2 the command line, the stores' file or that
-of the cluster caches cannot be used.
+Every failure is one line on standard error that begins with `fusefs-csi: `. Exit status: 0 ended by
+SIGTERM, 1 failed, 2 invalid command line, or the file of the stores or of the cluster caches cannot
+be used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ try:
     from csi.server import Server, Service
     from csi.volume.stores import ConfigurationError, Stores, read_stores
 except ModuleNotFoundError as error:
-    # The command is installed without the driver's optional packages, too.
+    # The command is installed even without the driver's optional packages.
     if (error.name or "").partition(".")[0] not in ("grpc", "google", "prometheus_client"):
         raise
     sys.exit(
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _set_up_log(level: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(OneLineFormatter())
-    # Libraries log the headers of requests, and thereby tokens.
+    # Libraries log the headers of requests, which include tokens.
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for package in ("csi", "fusefs"):
         logging.getLogger(package).setLevel(level)
@@ -75,7 +75,7 @@ def _complain(what: object) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; tests of the manifests use it, too."""
+    """Return the parser of the whole command line; tests of the manifests use it, too."""
     parser = Parser(prog="fusefs-csi", description="The fusefs CSI driver.")
     parser.add_argument("--version", action="version", version=f"fusefs-csi {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -112,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _controller(options: argparse.Namespace, stores: Stores) -> Service:
-    # Imported here, because its client for S3 would take .13 s and 13 MB of each node's driver.
+    # Imported here, because its S3 client would take .13 s and 13 MB of each node's driver.
     from csi.controller.service import ControllerService
 
     return ControllerService(stores, options.cluster_id.strip())
@@ -179,7 +179,7 @@ def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
         host, port = options.metrics
         serve(host, port, registry_of(collector, calls))
     logging.getLogger(__name__).info("serving %s at %s", options.command, server.path)
-    # Python runs signal handlers only in this thread, so it has to wake up.
+    # Python runs signal handlers only in this thread, so it has to wake up regularly.
     while not ending.wait(1.0):
         pass
     server.stop()
@@ -187,14 +187,14 @@ def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
         close = getattr(service, "close", None)
         if close is not None:
             close()
-    # The interpreter would wait for the threads of calls that were cut off, as long as these
-    # wait for a store or for uploads, and the node has no driver meanwhile. Each call may end
-    # anywhere: the next one goes on.
+    # The interpreter would wait for the threads of calls that were cut off, as long as these wait
+    # for a store or for uploads, and the node has no driver meanwhile. A call may stop at any
+    # point: when it is repeated, it continues from there.
     logging.shutdown()
     os._exit(0)
 
 
 def _targets(services: Sequence[Service]) -> list[MetricsTarget]:
-    """The volumes of this node, if this process serves kubelet."""
+    """Return the volumes of this node, if this process serves kubelet; else an empty list."""
     nodes = (service for service in services if isinstance(service, node.NodeService))
     return [target for each in nodes for target in each.metrics_targets()]

@@ -1,7 +1,7 @@
 """`/metrics` of the driver: its calls, and on nodes the metrics of all volumes.
 
-prometheus_client is imported where metrics are wanted (--metrics), so that the
-driver does without its memory elsewhere.
+prometheus_client is imported only if metrics are wanted (--metrics), to save its memory in other
+drivers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fusefs.exporter.main import address_of
 if TYPE_CHECKING:
     from prometheus_client import Histogram
 
-# Calls take milliseconds, or wait for S3, for uploads and for warming.
+# Calls take milliseconds, unless they wait for S3, for uploads or for warming.
 CALL_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 110.0)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flag of node and controller."""
+    """Add the flag of `fusefs-csi node` and `controller`."""
     parser.add_argument(
         "--metrics",
         type=address_of,
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def call_times() -> Histogram:
-    """The durations of calls, by method and code."""
+    """Make the histogram of the durations of calls, by method and code."""
     from prometheus_client import Histogram
 
     return Histogram(

@@ -1,12 +1,11 @@
 """The gRPC server on a Unix socket, and the common part of every call.
 
 Each call is logged in one line and ends with a status: `csi.errors` gives the code for an
-exception. The services know nothing of this: a handler returns its response or raises.
+exception. The services need not know this: a handler returns its response or raises.
 
-Calls may take minutes (uploads, warming, deletions), and a node's kubelet
-makes many at once. So there are more threads than calls that may run: what
-answers at once (Probe above all, after which kubelet kills the container) is
-never behind what waits.
+Calls may take minutes (uploads, warming, deletions), and a node's kubelet makes many at the same
+time. So there are more threads than long calls that may run: quick calls (Probe above all, without
+whose answer kubelet kills the container) never wait for slow ones.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ if TYPE_CHECKING:
     from prometheus_client import Histogram
 
 DRIVER_NAME = "s3.csi.fusefs.dev"
-# The provisioner's own default is 100 workers for creating and as many for deleting.
+# The provisioner's own default is 100 workers for creating and 100 for deleting.
 MAX_CALLS = 100
 QUICK_THREADS = 28
 # Kubelet gives a call two minutes; a call without a deadline gets a bit less.
 LONGEST_CALL_S = 110.0
-# A deadline further away than this is none.
+# A deadline further away than this counts as no deadline.
 NO_DEADLINE_S = 86400.0
-# Between our own end of a call and the caller's.
+# Time between the driver's own end of a call and the caller's deadline.
 MARGIN_S = 3.0
-# How long calls may go on after SIGTERM; a pod gets 30 s by default.
+# Time that calls may continue after SIGTERM; a pod gets 30 s by default.
 GRACE_S = 20.0
-# How long the library may take to cut off the rest.
+# Time that the library may take to cut off the remaining calls.
 CUT_OFF_S = 2.0
 
 # Calls that may take long.
@@ -68,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 class Service(Protocol):
-    """A service of CSI; `register` adds it to a server."""
+    """A CSI service; `register` adds it to a server."""
 
     @property
     def register(self) -> Callable[[Any, grpc.Server], Any]: ...
@@ -86,7 +85,7 @@ class Server:
         services: Sequence[Service],
         call_times: Histogram | None = None,
     ) -> None:
-        """Raises InvalidArgumentError where `endpoint` is no Unix socket's."""
+        """Raises InvalidArgumentError if `endpoint` is not the address of a Unix socket."""
         self.path = socket_path(endpoint)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS + QUICK_THREADS, thread_name_prefix="call"),
@@ -96,7 +95,7 @@ class Server:
             service.register(service, self._server)
 
     def start(self) -> None:
-        """Answer calls from now on.
+        """Begin to answer calls.
 
         Raises:
             OSError: the socket cannot be made.
@@ -116,12 +115,12 @@ class Server:
         self._server.start()
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """Take no new calls, and return when those under way have ended or were cut off."""
+        """Accept no new calls, and return when running calls have ended or were cut off."""
         self._server.stop(grace_s).wait(grace_s + CUT_OFF_S)
 
 
 def end_of(context: grpc.ServicerContext) -> float:
-    """The time by which a call has to be answered, of the monotonic clock."""
+    """Return the time (monotonic clock) by which a call has to be answered."""
     remaining_s = time_left(context)
     if remaining_s is None:
         remaining_s = LONGEST_CALL_S
@@ -129,20 +128,20 @@ def end_of(context: grpc.ServicerContext) -> float:
 
 
 def time_left(context: grpc.ServicerContext) -> float | None:
-    """The seconds until a call's deadline, or None if it has none.
+    """Return the seconds until a call's deadline, or None if it has no deadline.
 
-    For a call without a deadline gRPC's documentation says None, and its
-    library some 290 years, which is more than any wait of Python's takes.
+    gRPC's documentation promises None for a call without a deadline, but its library returns some
+    290 years, which is more than any wait in Python accepts.
     """
     remaining_s: float | None = context.time_remaining()
     return remaining_s if remaining_s is not None and remaining_s < NO_DEADLINE_S else None
 
 
 def socket_path(endpoint: str) -> Path:
-    """The path in `unix:///path`; `unix:/path` and a bare path will do.
+    """Return the path in `unix:///path`; `unix:/path` and a bare path are accepted, too.
 
     Raises:
-        InvalidArgumentError: it is something else, or longer than the kernel takes.
+        InvalidArgumentError: `endpoint` is something else, or too long for the kernel.
     """
     text = endpoint.removeprefix("unix:")
     if text.startswith("//"):
@@ -226,6 +225,6 @@ def _volume_of(request: Message) -> str:
 
 
 def _line(*parts: str) -> str:
-    """The parts in one line of the log: text of a caller must not forge others."""
+    """Join the parts to one line of the log: text of a caller must not forge other lines."""
     line = " ".join(filter(None, parts))
     return "".join(character if character.isprintable() else "?" for character in line)

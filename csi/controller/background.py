@@ -1,8 +1,7 @@
-"""Calls whose work may outlast them: a store that is silent, a bucket with many objects.
+"""Runs the work of calls in threads, as a silent store or a large bucket may take too long.
 
-A thread does the work of a call. The call waits for it, and is answered ABORTED with the
-progress when that takes too long: before its deadline, so that the caller gets a reason.
-The same call, made again, waits on for the same work.
+A call waits for its thread. Shortly before its deadline it is answered ABORTED with the progress so
+far, so that the caller gets a reason. When the caller repeats the call, it waits for the same work.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from google.protobuf.message import Message
 from csi.errors import AbortedError
 from csi.server import MAX_CALLS, time_left
 
-# Between the answer and the call's deadline.
+# Time between the answer and the call's deadline.
 MARGIN_S = 2.0
-# How long a call waits that has no deadline.
+# Time that a call without a deadline waits.
 PATIENCE_S = 30.0
 
 T = TypeVar("T")
 
 
 class Progress:
-    """The state of a call's work: `done`, and the request that it waits for."""
+    """The progress of a call's work: `done` is text; the store request under way is noted, too."""
 
     def __init__(self) -> None:
         self.done = ""
         self._request, self._since = "", time.monotonic()
 
     def wait_for(self, request: str) -> None:
-        """Note that a request is sent to the store; "" when its answer has come."""
+        """Note the request that now waits for the store's answer; "" after the answer."""
         self._request, self._since = request, time.monotonic()
 
     def __str__(self) -> str:
@@ -45,7 +44,7 @@ class Progress:
 
 
 class BackgroundWork:
-    """The work that is under way, by calls. Thread-safe."""
+    """The work under way for each call. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,10 +59,10 @@ class BackgroundWork:
         work: Callable[[Progress], T],
         limit_s: float = PATIENCE_S,
     ) -> T:
-        """Start the work of a call, or join that of an equal one, and return its result.
+        """Start the work of a call, or join the work of an equal call, and return its result.
 
         Raises:
-            AbortedError: the work goes on, and the call's deadline or `limit_s` is near.
+            AbortedError: the work goes on, but the call's deadline or `limit_s` is near.
             Exception: the error that `work` raised.
         """
         future, progress = self._start_or_join(request, work)

@@ -1,11 +1,11 @@
-"""The controller's requests to a bucket: the store of the mounts, for callers in threads.
+"""The controller's requests to a bucket, sent with the mounts' `S3Store` from plain threads.
 
 Requests are signed with the keys of a Secret, or else with the driver's credentials. A Secret's
-key of SSE-C goes with what reads and writes records, as a bucket's policy may demand.
-They go only to the store's own host, through the environment's proxy where there is one:
-neither redirects nor the AWS configuration send them elsewhere.
+SSE-C key is sent when records are read and written, because a bucket policy may demand it. Requests
+go only to the store's own host, through the environment's proxy if there is one: neither redirects
+nor the AWS configuration send them elsewhere.
 
-All of them are sent from one event loop, in a thread that lives as long as the process.
+All requests are sent from one event loop, in a thread that lives as long as the process.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from fusefs.store.s3.address import Call
 from fusefs.store.s3.settings import NO_OPTIONS, S3Settings, WriteOptions, customer_key_obstacle
 from fusefs.store.s3.store import S3Store
 
-# Of a record, which has some hundred; whoever writes into the bucket may put any object there.
+# Limit for a record, which has some hundred bytes; other writers may put any object there.
 MOST_BYTES = 1 << 20
 # The maximum number of keys of a listing's page.
 PAGE = 1000
 CONNECTIONS = 16
-# The caller tries again, and sees the reason meanwhile.
+# Short, because the caller tries again and sees the reason meanwhile.
 RETRY_TIME_S = 3.0
 
 T = TypeVar("T")
@@ -65,11 +65,11 @@ class Bucket:
         write_options: WriteOptions = NO_OPTIONS,
         progress: Progress | None = None,
     ) -> None:
-        """`progress` is told of the requests.
+        """`progress` gets each request that is sent.
 
         Raises:
             InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does, or the
-                key of SSE-C would be sent in the clear.
+                SSE-C key would be sent unencrypted.
         """
         store.check_address()
         if customer_key is not None and store.endpoint_url is not None:
@@ -84,28 +84,28 @@ class Bucket:
         self._store = store_of(store, name, region, keys, customer_key, write_options)
 
     def put_new(self, key: str, body: bytes) -> None:
-        """Write an object that is not there.
+        """Write an object that does not exist yet.
 
         Raises:
-            ExistsError: it is.
+            ExistsError: the object exists.
         """
         headers = {"content-type": "application/json", "if-none-match": "*"}
         call = Call("PUT", "PUT", key, headers=headers, document=body)
         self._send(call, lambda _: None, condition=IF_ABSENT)
 
     def get(self, key: str) -> bytes:
-        """An object's content; nothing of one that has more than `MOST_BYTES`.
+        """Return an object's content.
 
         Raises:
-            NotFoundError: there is none.
-            OtherKeyError: it is encrypted with a key of SSE-C that the Secret does not have.
+            NotFoundError: there is no such object.
+            OtherKeyError: the object is encrypted with an SSE-C key that the Secret does not have.
         """
         try:
             call = Call("GET", "GET", key, sink=MemorySink(MOST_BYTES))
             return self._send(call, lambda answer: answer.body)
         except StoreError as error:
-            # AWS' code, and SeaweedFS', for a GET without the key that an object needs. To one
-            # with another key AWS answers with AccessDenied, as to one without rights.
+            # The code of AWS and SeaweedFS for a GET without the SSE-C key that the object needs.
+            # If the key is wrong, AWS answers AccessDenied, as it does when rights are missing.
             if error.s3_code in ("InvalidRequest", "InvalidArgument"):
                 raise OtherKeyError(f"{error}: it may be encrypted with another key") from error
             raise
@@ -136,7 +136,7 @@ class Bucket:
         self._run(key, self._store.delete, key)
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete objects. After a failure some may be gone."""
+        """Delete objects. If it fails, some of them may be gone already."""
         for failed in self._run(keys[0], self._store.delete_many, keys):
             assert isinstance(failed.error, StoreError)
             raise self._explained(failed.error, failed.key)
@@ -186,7 +186,7 @@ class NoSuchBucketError(NotFoundError):
 
 
 class OtherKeyError(StoreError):
-    """An object that only those with another key of SSE-C can read."""
+    """The object is encrypted with another SSE-C key than the one in use."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -198,7 +198,7 @@ def store_of(
     customer_key: CustomerKey | None = None,
     write_options: WriteOptions = NO_OPTIONS,
 ) -> S3Store:
-    """The store for a bucket, the same for the same arguments."""
+    """Return the store for a bucket; equal arguments give the same store."""
     settings = S3Settings(
         name,
         store.endpoint_url,
@@ -220,7 +220,7 @@ _starting = threading.Lock()
 
 
 def _event_loop() -> tuple[trio.lowlevel.TrioToken, Engine]:
-    """The event loop of all requests, which is started if need be, and its engine."""
+    """Return the event loop of all requests, which is started if need be, and its engine."""
     with _starting:
         return _started()
 

@@ -1,10 +1,10 @@
 """Deletes a volume's data.
 
-Data are deleted only if all of this is certain: the record asks for deletion, this
-cluster made the volume, a segment of the prefix is the volume's own name, and no other
-volume's prefix overlaps. The last condition is checked again before every batch, as
-volumes are created meanwhile. Otherwise the data are retained: one line in the log,
-and no error. After an interruption the next call starts again with the remaining objects.
+The data are deleted only if all of these conditions hold: the record asks for deletion, this
+cluster made the volume, a segment of the prefix is the volume's own name, and no other volume's
+prefix overlaps. The last condition is checked again before every batch, because volumes may be
+created meanwhile. Otherwise the data are retained: one line in the log, and no error. After an
+interruption the next call starts again with the remaining objects.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def delete(
     records: VolumeRecords,
     progress: Progress,
 ) -> None:
-    """Delete a volume's data, unless they are retained, and then its record.
+    """Delete a volume's data, unless they must be retained, and then its record.
 
     Raises:
-        StoreError: a request failed; another call deletes the remaining objects.
+        StoreError: a request failed; a repeated call deletes the remaining objects.
     """
     try:
         record = read(bucket, volume)
@@ -64,7 +64,7 @@ def delete(
 
 
 def _why_retained(record: VolumeRecord, volume: VolumeId, cluster: str) -> str:
-    """The reason for which the record forbids to delete the data; "" if it does not."""
+    """Return the reason for which the data must not be deleted; "" if there is no such reason."""
     if not record.deletes:
         return "its class says onDelete: retain"
     if not cluster:
@@ -83,7 +83,7 @@ def _delete_data(
     records: VolumeRecords,
     progress: Progress,
 ) -> str:
-    """Delete all objects below the prefix; "" when done, else why the deletion stopped."""
+    """Delete all objects below the prefix. Return "" when done, else why the deletion stopped."""
     # Listed once more after the last object, as a node may have uploaded meanwhile.
     is_empty, deleted = False, 0
     progress.done = "0 objects deleted so far"
@@ -106,7 +106,7 @@ def _delete_data(
 def _why_shared(
     bucket: Bucket, volume: VolumeId, record: VolumeRecord, records: VolumeRecords
 ) -> str:
-    """The other volume whose data may overlap; "" if there is none."""
+    """Return a sentence about another volume whose data may overlap; "" if there is none."""
     own = None
     for key, other in records.now(bucket):
         if isinstance(other, VolumeRecordError):

@@ -1,10 +1,10 @@
 """The Controller service: creates and deletes volumes.
 
-CreateVolume writes only the volume's record (see `volume_record`), because a prefix
-exists as soon as a pod writes below it. It gives no claim the folder of an equal claim of
-another cluster. `deletion` deletes. There is no quota: the
-size of a volume is recorded and reported, but not enforced. What asks the store is done in
-the `background`, so that each call is answered in time.
+CreateVolume writes only the volume's record (see `volume_record`), because a prefix exists as soon
+as a pod writes below it. It refuses a claim's folder that an equally named claim of another cluster
+has. Data are deleted by `deletion`. There is no quota: the size of a volume is recorded and
+reported, but not enforced. All calls that send requests to the store run in `background`, so that
+each call is answered in time.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from fusefs.store.s3.settings import WriteOptions
 DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"
 _CLAIM = ("csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/namespace")
-# The size that a mount reports to `df`, too.
+# The size that a mount reports to `df`.
 MAX_BYTES = 1 << 60
-# A call that only reads or writes a record: below the sidecars' default --timeout, 10 s.
+# Limit for calls that only read or write a record: below the sidecars' default --timeout, 10 s.
 ANSWER_S = 9.0
 
 _RPC = csi_pb2.ControllerServiceCapability.RPC
@@ -115,9 +115,9 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         )
 
     def _refuse_shared(self, bucket: Bucket, record: VolumeRecord) -> None:
-        """Refuse a folder named after a claim that a claim of another cluster has.
+        """Refuse a folder named after a claim if another cluster has a claim of this name in it.
 
-        Neither owner would know that its files are the other's as well.
+        Otherwise the two clusters would share the files, and neither owner would know.
         """
         if not self._cluster:
             return
@@ -133,7 +133,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
                 )
 
     def _withdraw_if_shared(self, bucket: Bucket, volume: VolumeId, record: VolumeRecord) -> None:
-        """Remove a new record if another cluster has just made one, too."""
+        """Remove a new record, and raise AbortedError, if another cluster just made one."""
         try:
             self._refuse_shared(bucket, record)
         except FailedPreconditionError as error:
@@ -141,7 +141,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             raise AbortedError(str(error)) from error
 
     def _planned(self, request: csi_pb2.CreateVolumeRequest) -> tuple[VolumeRecord, VolumeId]:
-        """The record and the id of the requested volume, after all checks."""
+        """Return the record and the id of the requested volume, after all checks."""
         if not request.name:
             raise InvalidArgumentError("name: missing")
         check_capabilities(request.volume_capabilities)
@@ -239,7 +239,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         )
 
     def _existing(self, request: Any, context: grpc.ServicerContext) -> VolumeRecord:
-        """The record of a request's volume."""
+        """Return the record of a request's volume; raise VolumeNotFoundError if there is none."""
         if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
         return self._work.run(request, context, partial(self._read, request), ANSWER_S)
@@ -272,9 +272,9 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 def _create(
     bucket: Bucket, volume: VolumeId, record: VolumeRecord, request: csi_pb2.CreateVolumeRequest
 ) -> tuple[VolumeRecord, bool]:
-    """Write the record of a new volume, or return an existing record that is equal.
+    """Write the record of a new volume, or return the existing record if it is equal.
 
-    Returns the record, and whether it is new.
+    Returns the record, and True if it is new.
     """
     try:
         bucket.put_new(volume_record.key_of(volume), record.to_json())
@@ -302,17 +302,17 @@ def _create(
 
 
 def _is_of_claim(template: str) -> bool:
-    """True if the claim's name alone makes a prefix, so that equal claims have equal ones."""
+    """True if a prefix template has the claim's name but not `pv.name`, so claims may collide."""
     return "${pvc." in template and "${pv.name}" not in template
 
 
 def _claim(parameters: Mapping[str, str]) -> dict[str, str]:
-    """The claim that a volume is made for, as the provisioner says; nodes list it."""
+    """Return the parameters that name the volume's claim, as the provisioner set them."""
     return {name: parameters[name] for name in _CLAIM if name in parameters}
 
 
 def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
-    """The variables of a prefix template; "" if the request lacks the value."""
+    """Return the values of a prefix template's variables; "" where the request has none."""
     parameters = request.parameters
     return {
         "pvc.namespace": parameters.get("csi.storage.k8s.io/pvc/namespace", ""),
@@ -324,7 +324,7 @@ def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
 def _check_settings(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
 ) -> None:
-    """Refuse settings that no node could mount with, before a pod waits for the volume."""
+    """Raise InvalidArgumentError for settings that every node would refuse, before a pod waits."""
     settings = without_location(attributes)
     for capability in capabilities:
         read_options(settings, list(capability.mount.mount_flags), is_inline=False)
@@ -333,9 +333,9 @@ def _check_settings(
 def _write_options(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
 ) -> WriteOptions:
-    """The options that the volume's record is written with: as the volume's mounts write.
+    """Return the write options for the volume's record: the same as its mounts use.
 
-    A bucket's policy may demand an encryption or an ACL of every object.
+    A bucket policy may demand an encryption or an ACL of every object.
     """
     flags = [flag for capability in capabilities for flag in capability.mount.mount_flags]
     return WriteOptions.of(
@@ -344,7 +344,7 @@ def _write_options(
 
 
 def _size(capacity: csi_pb2.CapacityRange) -> int:
-    """The size of a volume in bytes; 0 if none was requested."""
+    """Return the requested size of a volume in bytes; 0 if none was requested."""
     required, limit = capacity.required_bytes, capacity.limit_bytes
     if required < 0 or limit < 0:
         raise InvalidArgumentError("capacity_range: a size is negative")

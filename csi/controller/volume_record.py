@@ -1,9 +1,8 @@
 """The record of a volume: an object in the volume's bucket.
 
-CreateVolume writes `.fusefs/volumes/<name>.json` first, and DeleteVolume removes it
-last. So every volume has a record, and a caller that lost an answer finds the state by
-calling again. A record is written once, by a conditional PUT, and never changed. Mounts
-do not show it.
+CreateVolume writes `.fusefs/volumes/<name>.json` first, and DeleteVolume removes it last. So every
+volume has a record, and a caller that never got an answer can repeat its call and find the state. A
+record is written once, by a conditional PUT, and never changed. Mounts hide it.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ READERS = 8
 
 
 class VolumeRecordError(ValueError):
-    """An object among the records cannot be read as a record."""
+    """An object among the records is not a valid record."""
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeRecord:
-    """One volume. `name` is the caller's, `attributes` are the volume's context.
+    """The record of one volume. `name` is the request's, `attributes` are the volume context.
 
-    `cluster` is the id of the cluster that made it, or "".
-    `made_at` distinguishes the volume from an earlier one of the same name.
+    `cluster` is the id of the cluster that made the volume, or "". `made_at` distinguishes the
+    volume from an earlier volume of the same name.
     """
 
     name: str
@@ -48,15 +47,15 @@ class VolumeRecord:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        """The content of the record's object."""
+        """Serialise the record for its object."""
         return json.dumps(asdict(self), ensure_ascii=False, sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, body: bytes) -> VolumeRecord:
-        """The record that `to_json` wrote.
+        """Parse a record that `to_json` wrote.
 
         Raises:
-            VolumeRecordError: it is something else.
+            VolumeRecordError: `body` is something else.
         """
         try:
             values = json.loads(body)
@@ -88,7 +87,7 @@ def key_of(volume: VolumeId) -> str:
 
 
 def lost(volume: VolumeId) -> str:
-    """Reasons, in words, why a volume that somebody knows of may have no record."""
+    """Return a sentence with the reasons for which a known volume may have no record."""
     return (
         f"there is no record s3://{volume.bucket}/{key_of(volume)}: the volume is static or was"
         " deleted before; or somebody, or a lifecycle rule of the bucket, has removed the record"
@@ -96,10 +95,10 @@ def lost(volume: VolumeId) -> str:
 
 
 def read(bucket: Bucket, volume: VolumeId) -> VolumeRecord | None:
-    """A volume's record; None if there is no such volume.
+    """Read a volume's record; None if there is no such volume.
 
     Raises:
-        VolumeRecordError: what is there is no record.
+        VolumeRecordError: the object is not a valid record.
     """
     try:
         return VolumeRecord.from_json(bucket.get(key_of(volume)))
@@ -108,18 +107,18 @@ def read(bucket: Bucket, volume: VolumeId) -> VolumeRecord | None:
 
 
 class VolumeRecords:
-    """The records of whole buckets. Any thread may ask.
+    """Cached reader of all records in a bucket. Any thread may use it.
 
-    A record never changes, so one that was read under an ETag is known for good.
+    Records never change, so a record is cached for good with its key and ETag.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ObjectVersion], VolumeRecord] = {}
-        # By bucket: who comes second finds what the first has read.
+        # By bucket URL: a second reader of the same page finds the records that the first one read.
         self._reading: dict[str, threading.Lock] = {}
 
     def now(self, bucket: Bucket) -> Iterator[tuple[str, VolumeRecord | VolumeRecordError]]:
-        """The records that are in the bucket now, with their keys, or why one cannot be read.
+        """Yield the key of each record now in the bucket, with the record or its read error.
 
         Raises:
             StoreError: a request failed.
@@ -138,7 +137,7 @@ class VolumeRecords:
     def _read_page(
         self, bucket: Bucket, page: list[ObjectVersion]
     ) -> list[tuple[ObjectVersion, VolumeRecord | VolumeRecordError]]:
-        """The records of a page of the listing, but for those that were removed meanwhile."""
+        """Return the records on a page of the listing. Records removed meanwhile are left out."""
 
         def read_one(item: ObjectVersion) -> bytes | VolumeRecordError | None:
             try:
@@ -148,7 +147,7 @@ class VolumeRecords:
             except OtherKeyError as error:
                 return VolumeRecordError(str(error))
 
-        # Another thread, whose listing was made before, may drop what is found here.
+        # Another thread with an older listing may drop from `_known` what this thread adds.
         known: dict[ObjectVersion, VolumeRecord | VolumeRecordError | None] = {
             item: self._known.get((bucket.url, item)) for item in page
         }

@@ -1,7 +1,7 @@
-"""The clients of `fusefs-csi daemons`: for its descriptor store, and for its supervisor.
+"""Clients of `fusefs-csi daemons`: one for its descriptor store, one for its supervisor.
 
-The descriptor store has copies of the mounts' /dev/fuse descriptors, and loses them
-when it dies. So keepers are asked now and then to bring missing ones.
+The descriptor store has copies of the mounts' /dev/fuse descriptors, and loses them when its
+process dies. So the keepers are asked now and then to send missing copies again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class FdStoreClient:
         self._path = os.fspath(path)
 
     def held(self) -> set[tuple[int, int]]:
-        """The numbers of the mounts that it holds, with their connections; none without one.
+        """Return (mount number, connection) of each held descriptor; empty if nothing listens.
 
         Raises:
-            ControlError: one listens, and does not answer.
+            ControlError: a process listens, but does not answer.
         """
         held = set()
         try:
@@ -44,16 +44,16 @@ class FdStoreClient:
         return held
 
     def has(self, root: KernelMount) -> bool:
-        """True if it holds a mount's connection; raises as `held`."""
+        """True if the store holds a descriptor of this mount; raises as `held`."""
         return not self.lacks([root])
 
     def lacks(self, roots: Sequence[KernelMount]) -> list[KernelMount]:
-        """Those of the mounts that it does not hold; raises as `held`."""
+        """Return the mounts whose descriptors the store does not hold; raises as `held`."""
         held = self.held() if roots else set()
         return [root for root in roots if _name(root) not in held]
 
     def bring(self, root: KernelMount) -> None:
-        """Have a mount's keeper give it a copy, within moments.
+        """Ask the mount's keeper to send a copy to the store; it follows within moments.
 
         Raises:
             ControlError: the keeper does not answer.
@@ -63,10 +63,10 @@ class FdStoreClient:
         )
 
     def drop(self, root: KernelMount) -> None:
-        """Have it hold a mount's connection no longer; without any other holder that ends.
+        """Make the store close its copy of a mount's descriptor, which may be the last one.
 
         Raises:
-            ControlError: it does not answer.
+            ControlError: the store does not answer.
         """
         try:
             supervisor_protocol.drop(self._path, *_name(root))
@@ -87,17 +87,17 @@ def _name(root: KernelMount) -> tuple[int, int]:
 
 
 class Daemons:
-    """The daemons that are started for mounts by a supervisor."""
+    """The daemons that a supervisor starts for mounts."""
 
     def __init__(self, supervisor: launcher.SupervisorAddress, node: str) -> None:
         self.supervisor = supervisor
         self._node = node
 
     def check(self) -> None:
-        """See that daemons can be started.
+        """Check that daemons can be started.
 
         Raises:
-            UnavailableError: the daemons' pod, which has to start them, is not there.
+            UnavailableError: the daemons' pod, which has to start them, does not run.
         """
         if self.supervisor.is_needed:
             try:
@@ -111,7 +111,7 @@ class Daemons:
                 ) from error
 
     def serve(self, root: Path, *, if_silent: bool = False) -> bool:
-        """True if there is one for the mount at `root`; `if_silent` where no answer comes."""
+        """True if a daemon serves the mount at `root`; `if_silent` if there is no answer."""
         path, number = os.fspath(self.supervisor.socket), launcher.mount_number(root)
         try:
             return supervisor_protocol.count(path, number) > 0
@@ -121,10 +121,10 @@ class Daemons:
             return if_silent
 
     def may_serve(self, root: Path) -> bool:
-        """True if there is one, or a supervisor listens and does not answer."""
+        """True if a daemon serves the mount, or the supervisor listens but does not answer."""
         return self.serve(root, if_silent=True)
 
     def end(self, root: Path) -> None:
-        """Kill those of the mount at `root`."""
+        """Kill the daemons of the mount at `root`."""
         with contextlib.suppress(OSError):  # then there is none
             supervisor_protocol.end(os.fspath(self.supervisor.socket), launcher.mount_number(root))

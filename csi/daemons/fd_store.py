@@ -1,6 +1,6 @@
 """The descriptor store: copies of the mounts' /dev/fuse descriptors, in the supervisor's process.
 
-What is held goes with the process, and when it is dropped or the mount is gone.
+A copy is closed when it is dropped, when its mount ends, and when the process ends.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from functools import partial
 
 from fusefs.keeper.control import Loop
 
-# The numbers of a mount and of its connection.
+# The number of a mount, and the number of its connection.
 Held = tuple[int, int]
 
 
 class FdStore:
-    """Holds descriptors, those that are `held` from the beginning; all of them are its own.
+    """Holds descriptors and owns them; `held` gives the first ones.
 
-    `loop` is its process's.
+    `loop` is the event loop of the process.
     """
 
     def __init__(self, loop: Loop, held: Mapping[Held, int]) -> None:
@@ -28,17 +28,17 @@ class FdStore:
             self.hold(name, fd)
 
     def hold(self, name: Held, fd: int) -> None:
-        """Hold a descriptor, in the place of the one of this name."""
+        """Hold a descriptor under this name, instead of an earlier one."""
         self.drop(name)
         self._held[name] = fd
-        # For no event: the kernel reports POLLERR, which is the mount's end, in any case.
+        # No events are asked for: POLLERR, which marks the mount's end, is reported in any case.
         self._loop.watch(fd, 0, partial(self._forget, name))
 
     def _forget(self, name: Held) -> None:
         self.drop(name)
 
     def drop(self, name: Held) -> bool:
-        """Close what is held under a name; False if nothing is."""
+        """Close the descriptor of this name; False if there is none."""
         fd = self._held.pop(name, -1)
         if fd < 0:
             return False
@@ -47,5 +47,5 @@ class FdStore:
         return True
 
     def following(self, name: Held) -> tuple[Held, int] | None:
-        """The first held descriptor behind this name, in the order of names; None at the end."""
+        """Return the first held descriptor whose name is greater than `name`; None at the end."""
         return min((item for item in self._held.items() if item[0] > name), default=None)

@@ -1,13 +1,13 @@
 """Forks the daemons of a node's mounts from the supervisor, which has done their imports.
 
-Imports take most of the time of a daemon's start, and a third of its memory: a node that
-starts many volumes pays for them once.
+Imports take most of the time of a daemon's start, and a third of its memory: a node that starts
+many volumes pays for them once.
 
-No mount's process gets anything of another's. The supervisor reads neither settings, keys nor
-the environments that it passes on, so there is no secret in the memory that forked processes
-share. A daemon changes its user, gives up all rights for good, closes what is not its own and
-can't be inspected, before it reads anything. What the daemons of one supervisor have in common
-is where libraries lie in their memory, and the order of hashes.
+No mount's process gets data of another mount. The supervisor reads neither settings nor keys nor
+the environments that it passes on, so there is no secret in the memory that forked processes share.
+Before a daemon reads anything, it changes its user, gives up all rights for good, closes foreign
+descriptors and forbids inspection. The daemons of one supervisor have the same addresses of
+libraries in memory and the same hash seed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fusefs.keeper import protocol, supervisor_protocol
 from fusefs.linux.libc import forbid_inspection
 from fusefs.linux.processes import Credentials, become_in_place, close_all_but, yield_memory
 
-# A daemon's life in its process; returns the exit status.
+# The function that runs a daemon in its process; returns the exit status.
 Serve = Callable[[], int]
 
-# A daemon's in the kernel's list of processes.
+# A daemon's name in the kernel's list of processes.
 NAME = "fusefs.daemon"
 
 
 def prepare() -> Serve:
-    """Import what daemons need; return what a daemon's process does. Blocks."""
+    """Import what daemons need; return the function that runs a daemon. Blocks."""
     from fusefs.daemon.entry import main
 
     for name in ("botocore.client", "botocore.httpsession", "botocore.session"):
@@ -54,7 +54,7 @@ def fork(
 ) -> int:
     """Fork a daemon with these sockets and files; return its pid.
 
-    `environment` is a file with the keeper's part of its environment, a JSON object.
+    `environment` is a file with the keeper's part of the daemon's environment, a JSON object.
 
     Raises:
         OSError: no process can be forked.

@@ -1,14 +1,14 @@
-"""`fusefs-csi daemons`: where the daemons of the node's mounts run, without privilege.
+"""`fusefs-csi daemons`: runs the daemons of the node's mounts, without privilege.
 
-`fusefs-csi node` mounts and has the keepers; the daemons are started here (supervisor.py), in a
-pod of their own, so that each side may die or be replaced without the other. The same process is
-the descriptor store (fd_store.py): a mount lives while it, the keeper or the daemon has its
-/dev/fuse.
+`fusefs-csi node` mounts and runs the keepers; the daemons are started here (supervisor.py), in a
+pod of their own, so that either pod may die or be replaced without the other. This process is also
+the descriptor store (fd_store.py): a mount lives as long as this process, its keeper or its daemon
+has its /dev/fuse open.
 
-A process that starts beside an earlier one takes over descriptors, the socket and the daemons
-(migration.py), and is ready then. The earlier one, at SIGTERM, ends after its last daemon; if the
-new one ends instead, it comes back. With `--successor=after` the next process starts when this
-one has ended, and finds the mounts through their keepers.
+A process that starts beside an earlier one takes over its descriptors, socket and daemons
+(migration.py), and then is ready. After SIGTERM the earlier process ends with its last daemon; if
+the new process ends first, the earlier one listens again. With `--successor=after` the next process
+starts when this one has ended, and finds the mounts through their keepers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.control import Loop
 from fusefs.linux.processes import close_all_but, die_with_parent
 
-# For the supervisor before this one to answer.
+# Time limit for the previous supervisor's answer.
 HELD_S = 30.0
 
 log = logging.getLogger(__name__)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `fusefs-csi daemons`."""
+    """Add the flags of `fusefs-csi daemons`."""
     parser.add_argument(
         "--ready-file",
         type=Path,
@@ -65,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look after daemons until SIGTERM, and until they have ended; return the exit status.
+    """Supervise daemons until SIGTERM has come and they have ended; return the exit status.
 
     Raises:
         OSError: the directory of the sockets cannot be used.
@@ -100,9 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _forget_variables() -> None:
-    """Begin again without the variables that a daemon has from its keeper.
+    """Start this program again without the variables that daemons get from their keepers.
 
-    Others, which may be secrets, would stay in the memory that its process is forked with.
+    Otherwise their values, which may be secrets, would be in the memory of each forked daemon.
     """
     own = {
         name: text
@@ -114,7 +114,7 @@ def _forget_variables() -> None:
 
 
 def running(path: Path) -> socket.socket | None:
-    """The supervisor that is there already."""
+    """Connect to the supervisor that already listens on `path`; None if there is none."""
     try:
         return supervisor_protocol.connect(os.fspath(path))
     except OSError:
@@ -130,7 +130,7 @@ def _move(old: socket.socket | None, state: Path, number: int, ready: Path | Non
 
 
 def held_before(path: Path) -> dict[tuple[int, int], int]:
-    """Copies of what the supervisor before this one holds, as far as it answers."""
+    """Return copies of the descriptors that the previous supervisor holds, as far as it answers."""
     held: dict[tuple[int, int], int] = {}
     deadline = time.monotonic() + HELD_S
     while True:
@@ -150,7 +150,7 @@ def held_before(path: Path) -> dict[tuple[int, int], int]:
 
 
 def _fork_mover(loop: Loop, old: socket.socket | None, move: Callable[[], None]) -> None:
-    """Move the daemons in a child, which ends with this process; `loop` waits for its end."""
+    """Run `move` in a child, which ends with this process; `loop` reaps the child."""
     pid = os.fork()
     if pid:
         pidfd = os.pidfd_open(pid)

@@ -1,10 +1,10 @@
 """Moves a node's mounts from one `fusefs-csi daemons` to the next, as `fusefs upgrade` does.
 
-Each keeper moves its own mount: it starts a new daemon, under the new supervisor, lets the old
-one finish what it has begun, and has the new one take over. If that fails, the old daemon goes
-on, and the move is tried again. If the new daemon cannot begin for long, the old one is killed
-and replaced as after any death: one volume does not hold a roll-out up. A mount does not move at
-all if the new daemon cannot read the old one's state, or the kernel could not send requests again.
+Each keeper moves its own mount: it starts a new daemon under the new supervisor, the old daemon
+finishes its running requests, and the new daemon takes over. If that fails, the old daemon
+continues, and the move is tried again. If the new daemon cannot start for `PATIENCE_S`, the old one
+is killed and replaced as after any death: one volume must not block a roll-out. A mount never moves
+if the new daemon cannot read the old one's state, or if the kernel cannot resend requests.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fusefs.launch import control
 
 log = logging.getLogger(__name__)
 
-# Each has two daemons for a moment.
+# Mounts that move at the same time: each has two daemons meanwhile.
 AT_ONCE = 4
 EVERY_S = 0.5
 STATUS_S = 2.0
-# A new daemon checks the bucket, for as long as requests are retried.
+# Time limit: a new daemon checks the bucket, for as long as requests are retried.
 UPGRADE_S = 600.0
 PATIENCE_S = 120.0
 
 
 class Migration:
-    """From the supervisor behind `old` to the one of this number. `keepers` has their sockets."""
+    """Moves all mounts from the supervisor behind `old` to supervisor `number`."""
 
     def __init__(self, old: socket.socket, keepers: Path, number: int) -> None:
         self._old = old
@@ -40,7 +40,7 @@ class Migration:
         self._since: dict[Path, float] = {}
 
     def run(self) -> None:
-        """Return when nothing is left to move."""
+        """Move the mounts; return when the old supervisor has no daemon left."""
         with ThreadPoolExecutor(AT_ONCE) as threads:
             while self._left():
                 sockets = sorted(self._keepers.glob("*.keeper"))
@@ -48,9 +48,9 @@ class Migration:
                 time.sleep(EVERY_S)
 
     def _left(self) -> int:
-        """The count of the old supervisor's daemons; at least one where it does not answer in time.
+        """Return the count of the old supervisor's daemons; 1 if it does not answer in time.
 
-        On a busy node that may take long, and its daemons would end with it, unmoved.
+        A busy node may answer late, and with 0 the remaining daemons would end unmoved.
         """
         try:
             return supervisor_protocol.ask(
@@ -87,5 +87,5 @@ class Migration:
             try:
                 control.exchange(keeper, {"do": "replace"}, STATUS_S)
             except control.ControlError as error:
-                # Before Linux 6.9 the mount would end, so it stays where it is.
+                # Before Linux 6.9 this would end the mount, so it stays where it is.
                 log.warning("%s is not moved by force: %s", keeper.name, error)

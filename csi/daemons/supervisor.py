@@ -1,11 +1,11 @@
 """Starts the daemons of a node's mounts for their keepers, watches them, and holds descriptors.
 
-The keepers are in another container, which is privileged; this process is not, but for setting
-its children's users. They send their requests over a named socket
-(fusefs/keeper/supervisor_protocol.py). A daemon gets what it works with, /dev/fuse above all,
-through the socket to its keeper; one whose keeper is gone goes on, and is given to the next that
-adopts it. Daemons are forked from this process (forking.py), and end when it is gone. It reads
-nothing from them, as they may be hostile.
+The keepers are in another container, which is privileged; this process has no privilege but to set
+its children's users. Keepers send their requests over a named socket
+(fusefs/keeper/supervisor_protocol.py). A daemon gets /dev/fuse and its other resources from its
+keeper over their socket. A daemon whose keeper is gone continues, and is given to the next keeper
+that adopts it. Daemons are forked from this process (forking.py), and end with it. It reads nothing
+from them, as they may be hostile.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from fusefs.linux.sockets import is_trusted, send
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-# For daemons whose mounts are ending already, and their uploads.
+# Time for daemons whose mounts are ending already, and for their uploads.
 LINGER_S = 2.0
-# For a killed process to go; one that takes longer than the second hangs in the kernel.
+# Time for a killed process to end; a process that takes over HANGING_S hangs in the kernel.
 GOING_S = 1.0
 HANGING_S = 5.0
 
 
 class Child:
-    """A daemon, and the connection of its keeper while that lives."""
+    """A daemon, and the connection of its keeper while the keeper lives."""
 
     def __init__(self, pid: int, mount: int, uid: int, channel: socket.socket) -> None:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.mount = mount
         self.uid = uid
-        self.channel = channel  # on which it hears of another keeper
+        self.channel = channel  # receives the sockets of later keepers
         self.keeper: socket.socket | None = None
-        self.doomed: float | None = None  # since when it is to be gone, of the monotonic clock
+        self.doomed: float | None = None  # monotonic time of the first SIGKILL
 
     def signal(self, number: int) -> None:
-        """Signal it, as the user that it is if root may not."""
+        """Send the daemon a signal; as the daemon's own user if root may not."""
         try:
             signal.pidfd_send_signal(self.pidfd, number)
         except PermissionError:
@@ -69,14 +69,13 @@ class Child:
 
 
 class Supervisor:
-    """Listens at `path`; daemons do `serve`. One process may have one of them.
+    """Starts and watches daemons, which run `serve`; listens at `path`. One per process.
 
-    It begins with the descriptors of mounts that are `held`, by the numbers of mount and
-    connection. `old` is a connection to the supervisor before this one, which may still have
-    daemons. When another has taken this one's place and is gone, this one listens again.
-    Without `has_successor_beside` nothing takes the daemons over while this process lives:
-    after SIGTERM it ends with them, once each mount has a keeper that holds it until the
-    next process is there.
+    `held` are the descriptors to begin with, by the numbers of mount and connection. `old` is a
+    connection to the previous supervisor, which may still have daemons. If a later supervisor takes
+    over the socket and then ends, this one listens again. Without `has_successor_beside` no other
+    process takes the daemons over: after SIGTERM this process ends together with them, once each
+    mount has a keeper, which holds the mount until the next process is there.
 
     Raises:
         OSError: it cannot listen.
@@ -91,7 +90,7 @@ class Supervisor:
         *,
         has_successor_beside: bool = True,
     ) -> None:
-        # What tells it from others, for keepers' answers.
+        # Distinguishes this supervisor from others, in keepers' answers.
         self.number = time.time_ns()
         self._path = path
         self._serve = serve
@@ -106,7 +105,7 @@ class Supervisor:
         self._listen()
 
     def run(self) -> None:
-        """Serve until SIGTERM has come and all daemons have ended, or may end with this."""
+        """Serve until SIGTERM has come and all daemons have ended, or may end with this process."""
         signal.signal(signal.SIGTERM, self._end)
         signal.signal(signal.SIGINT, self._end)
         while not self._is_over():
@@ -120,8 +119,8 @@ class Supervisor:
             return self._is_ending
         if self._has_successor_beside or time.monotonic() < self._lingers_until:
             return False
-        # A mount without a keeper would die with its daemon: while the driver's pod is replaced,
-        # too, this waits for the next one.
+        # A mount without a keeper would end with its daemon: if the driver's pod is replaced at the
+        # same time, this process waits for its new keepers.
         orphans = sum(child.keeper is None for child in self._children.values())
         if orphans != self._orphans:
             log.info("%d of the daemons wait for a keeper", orphans)
@@ -129,7 +128,7 @@ class Supervisor:
         return not orphans
 
     def _end(self, _number: int, _frame: FrameType | None) -> None:
-        # Whoever comes meanwhile may still ask for what there is, and take it over.
+        # Clients may still connect, ask for descriptors and daemons, and take them over.
         if not self._is_ending:
             log.info("ending when %d daemons have", len(self._children))
             self._lingers_until = time.monotonic() + LINGER_S
@@ -143,7 +142,7 @@ class Supervisor:
         self._loop.watch(listening.fileno(), select.POLLIN, self._accept)
 
     def _keep_listening(self) -> None:
-        """Come back where another, which had taken this one's place, is gone."""
+        """Listen again if another supervisor had taken over the socket and has ended."""
         if self._listener.has_name:
             return
         try:
@@ -257,7 +256,7 @@ class Supervisor:
         return child
 
     def _give(self, message: KeeperMessage) -> Child:
-        """The mount's daemon that has no keeper, which gets the new one's socket."""
+        """Give the new keeper's socket to the mount's daemon that has no keeper; return it."""
         orphans = [child for child in self._of(message.d) if child.keeper is None]
         if not message.d or not orphans:
             raise ProcessLookupError(errno.ESRCH, "it has none without a keeper")
@@ -266,9 +265,9 @@ class Supervisor:
         return orphans[0]
 
     def _retire(self, mount: int) -> int:
-        """Kill a mount's daemons, here and before here; tell how many could still do anything.
+        """Kill a mount's daemons, also the previous supervisor's; return how many may still act.
 
-        Two that serve one mount would both be wrong.
+        Two daemons that serve one mount would both be wrong.
         """
         if not mount:
             return 0
@@ -284,7 +283,7 @@ class Supervisor:
             return left
         try:
             answer = wire.ask(self._old, wire.pack(wire.END, mount))
-            # One that came too late to the last question may be before it.
+            # A late answer to the previous question may arrive before this question's answer.
             return left + (answer.a if answer.d == mount else 1)
         except TimeoutError:
             return left + 1

@@ -1,13 +1,13 @@
-"""Cache domains: the user and the cache directory that mounts of one identity share.
+"""Cache domains: each is one user and one cache directory, shared by mounts of one identity.
 
 A domain stands for a store, a bucket and an identity. Its daemons run as one uid, which no other
-domain has, and share one cache directory with mode 0700, owned by that uid: the owner is the
-record of the uid, which so cannot be lost without the cache that it protects. Mounts may outlive
-it, as when the node gets another disk for its caches. A domain that no mount uses may be set
-aside (see `cache_gc`): its uid is reused only after the last of its files is gone.
+domain has, and share one cache directory with mode 0700, owned by that uid. The directory's owner
+is the only record of the uid, so it cannot be lost without the cache that it protects. Mounts may
+outlive the directory, as when the node gets another disk for its caches. A domain that no mount
+uses may be set aside (see `cache_gc`): its uid is reused only after the last of its files is gone.
 
-A keyed hash names a domain, so its name, which mountinfo shows, reveals nothing of the keys. The
-hash's key lies beside the directories, so names survive a reboot.
+A domain's name is a keyed hash, so the name, which mountinfo shows, reveals nothing of the keys.
+The hash's key lies beside the directories, so names survive a reboot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusefs.linux.files import replace as replace_file
 _KEY_SIZE = 32
 _NAME = re.compile(r"[0-9a-f]{32}")
 _LEAVING = ".leaving"
-# What of a cache directory cannot be fetched again (fusefs/cache/disk.py).
+# The entries of a cache directory that cannot be fetched again (fusefs/cache/disk.py).
 _STATE = frozenset(("mounts", "format"))
 
 
@@ -43,7 +43,7 @@ class CacheDomain:
 
 @dataclass(frozen=True, slots=True)
 class UnusedDomain:
-    """A domain that was used last `unused_s` seconds ago, as its directory's time says."""
+    """A domain whose directory has not been modified for `unused_s` seconds."""
 
     name: str
     uid: int
@@ -55,7 +55,7 @@ class UnusedDomain:
 class CacheDomains:
     """The domains below `directory`, with uids from `first` to `last`. Thread-safe.
 
-    `of_mounts` returns the uids of all mounts on record, by the names of their domains.
+    `of_mounts` returns the uid of each mount on record, by the name of its domain.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CacheDomains:
         last: int,
         of_mounts: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """Raises OSError where the directory cannot be used."""
+        """Raises OSError if the directory cannot be used."""
         self.directory = directory
         self._of_mounts = of_mounts
         self.lacks_uids = False
@@ -75,12 +75,12 @@ class CacheDomains:
             self._key = _key(directory / "identity.key")
 
     def name_of(self, *parts: str) -> str:
-        """The name of the domain of these parts: always the same, and without any trace of them."""
+        """Return the domain name for these parts: a keyed hash, which does not reveal them."""
         text = b"".join(len(part.encode()).to_bytes(4) + part.encode() for part in parts)
         return hmac.digest(self._key, text, "sha256").hex()[:32]
 
     def claim(self, name: str) -> CacheDomain:
-        """The domain of this name; made if there is none.
+        """Return the domain of this name; its directory is made if need be.
 
         Raises:
             ResourceExhaustedError: all uids are taken.
@@ -98,7 +98,7 @@ class CacheDomains:
             except OSError as error:
                 raise UnavailableError(f"{directory}: {error.strerror}") from error
             uid = directory.lstat().st_uid
-            # A directory of root was left by a crash between mkdir and chown.
+            # A crash between mkdir and chown leaves a directory that root owns.
             if uid == 0:
                 uid = of_mounts.get(name) or self._free_uid(of_others)
                 os.chown(directory, uid, uid, follow_symlinks=False)
@@ -113,10 +113,10 @@ class CacheDomains:
     # --- unused domains ---
 
     def in_use(self) -> set[str]:
-        """The names of the domains that mounts use.
+        """Return the names of the domains that mounts use.
 
         Raises:
-            ValueError: a mount's is not known, so that it may be any.
+            ValueError: a mount's domain is not known, so any domain may be in use.
         """
         names = set(self._of_mounts())
         if not all(map(_NAME.fullmatch, names)):
@@ -124,13 +124,13 @@ class CacheDomains:
         return names
 
     def touch(self, names: Iterable[str]) -> None:
-        """Note that these domains are in use."""
+        """Update the modification times of these domains, which are in use."""
         for name in names:
             with suppress(FileNotFoundError):
                 os.utime(self.directory / name, follow_symlinks=False)
 
     def unused(self) -> list[UnusedDomain]:
-        """All domains, the longest unused first."""
+        """Return all domains, the longest unused first."""
         found = []
         for entry in os.scandir(self.directory):
             if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
@@ -144,14 +144,14 @@ class CacheDomains:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep others from claiming a domain within the block."""
+        """Lock the domains, so that nobody else can claim one within the block."""
         with self._locked():
             yield
 
     def set_aside(self, domain: UnusedDomain, *, keeps_state: bool = False) -> Path:
         """Rename a domain's directory so that no mount finds it. Only within `alone`.
 
-        With `keeps_state` what mounts left stays in its place, and the rest is moved.
+        With `keeps_state` the directory and the mounts' state stay; its other entries are moved.
         """
         aside = domain.directory.with_name(f"{domain.name}.{time.time_ns():x}{_LEAVING}")
         if not keeps_state:
@@ -166,7 +166,7 @@ class CacheDomains:
         return aside
 
     def leaving(self) -> list[Path]:
-        """The directories that were set aside and still exist."""
+        """Return the directories that were set aside and still exist."""
         return [path for path in self.directory.iterdir() if path.name.endswith(_LEAVING)]
 
     def _free_uid(self, of_mounts: Collection[int]) -> int:
@@ -186,16 +186,16 @@ class CacheDomains:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Among threads and processes."""
+        """Lock the domains among threads and processes."""
         with open(self.directory / "lock", "ab") as lock:
-            # Whoever may read it could lock it, and a daemon's user passes through here.
+            # Every user who may read the file could lock it; daemons' users can get here.
             os.fchmod(lock.fileno(), 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
 
 def _key(path: Path) -> bytes:
-    """The key of this node's names, made when there is none."""
+    """Return the key for the hash of names; it is made if there is none."""
     try:
         key = path.read_bytes()
     except FileNotFoundError:

@@ -1,13 +1,13 @@
-"""Removes the caches of identities that no pod on the node has any more.
+"""Removes the caches of identities that no pod on the node uses any more.
 
-A cache that no mount has used for `KEEP_S` is removed; if the disk lacks free space or inodes, or
-uids run out, sooner, the longest unused first. The modification time of a domain's directory is
-the time of its last use. Files that were never uploaded are logged once and stay, with their uid:
-the next mount of the volume uploads them.
+A cache that no mount has used for `KEEP_S` is removed. If the disk lacks free space or inodes, or
+uids run out, caches are removed sooner, the longest unused first. The modification time of a
+domain's directory is the time of its last use. Files that were never uploaded are logged once and
+stay, with their uid: the next mount of the volume uploads them.
 
-A cache is first renamed, or moved out of its directory, so that no mount finds it or waits for
-it, and then removed by a process of its own user, which can access nothing else
-(fusefs/cache/purge.py). A removal that was killed halfway goes on in the next round.
+A cache is first renamed, or moved out of its directory, so that no mount finds it or waits for it.
+Then a process with the cache's own user, which can access nothing else, removes it
+(fusefs/cache/purge.py). A removal that was killed halfway continues in the next round.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 300.0
 KEEP_S = 14 * 86_400.0
-# Also when space is scarce: a pod that is replaced may be back soon.
+# Lower limit even if space is scarce: a pod that is replaced may be back soon.
 KEEP_IF_SCARCE_S = 900.0
-# Meanwhile no mount of the node may claim a domain, as both lock what waits for its upload.
+# Both this check and a mount's claim take the lock, so the node's mounts wait this long at most.
 LOOK_TIMEOUT_S = 10.0
 REMOVAL = [sys.executable, "-P", "-m", "fusefs.cache.purge"]
 
 
 class CacheCollector(threading.Thread):
-    """Checks all domains every `EVERY_S` seconds, in its own thread.
+    """Thread that checks all domains every `EVERY_S` seconds.
 
-    `shares` has the space to leave free.
+    `shares` says how much space must stay free.
     """
 
     def __init__(self, domains: CacheDomains, shares: NodeShares) -> None:
@@ -63,7 +63,7 @@ class CacheCollector(threading.Thread):
         self._ending.set()
 
     def collect(self) -> None:
-        """Remove the caches that are due now."""
+        """Remove the caches that are due now, and finish earlier removals."""
         for directory in self._domains.leaving():
             with _keeping_no_other():
                 self._finish(directory)
@@ -77,7 +77,7 @@ class CacheCollector(threading.Thread):
                     self._remove_unused(domain)
 
     def _is_scarce(self) -> bool:
-        """True if the disk has less free than the caches must leave, or no uid is free."""
+        """True if the caches leave less space or fewer inodes than they must, or no uid is free."""
         status = os.statvfs(self._domains.directory)
         free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
         return (
@@ -88,7 +88,7 @@ class CacheCollector(threading.Thread):
 
     def _remove_unused(self, domain: UnusedDomain) -> None:
         with self._domains.alone():
-            # A mount may have claimed the domain since, and ended again.
+            # A mount may have claimed the domain meanwhile, and ended again.
             is_unchanged = domain.directory.lstat().st_mtime_ns == domain.mtime_ns
             if domain.name in self._domains.in_use() or not is_unchanged:
                 return
@@ -115,10 +115,10 @@ class CacheCollector(threading.Thread):
         self._finish(leaving)
 
     def _finish(self, directory: Path) -> None:
-        """Remove a directory that no mount finds any more."""
+        """Remove a directory that was set aside, which no mount finds any more."""
         uid = directory.lstat().st_uid
         if uid == 0:
-            # The process that made it was killed before it gave it to the domain's user.
+            # The process that made the directory was killed before chown.
             try:
                 directory.rmdir()
             except OSError as error:
@@ -131,7 +131,7 @@ class CacheCollector(threading.Thread):
 
 @contextlib.contextmanager
 def _keeping_no_other() -> Iterator[None]:
-    """Log that a directory cannot be removed now, as a hostile identity's, and go on."""
+    """Log an OSError of the block, which one hostile identity may cause, and carry on."""
     try:
         yield
     except OSError as error:

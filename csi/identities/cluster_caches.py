@@ -1,8 +1,8 @@
-"""Cluster caches: which domain's volumes read through which store near the nodes.
+"""Cluster caches: maps each cache domain to the S3 store near the nodes that its volumes use.
 
-Whoever may write a cluster cache's blocks decides what readers get, and whoever has the domain's
-key can forge them. So the administrator of the nodes maps domains to cluster caches in a TOML
-file, and a volume names its domain and nothing more (`cacheDomain`; options.py):
+Anybody who may write the blocks of a cluster cache and has the domain's key can forge what readers
+get. So the administrator of the nodes maps domains to cluster caches in a TOML file, and a volume
+names only its domain (`cacheDomain`; options.py):
 
     [cluster-caches.training]
     url = "s3://fusefs-cache/training"
@@ -10,9 +10,9 @@ file, and a volume names its domain and nothing more (`cacheDomain`; options.py)
     credentials-file = "/etc/fusefs-csi-cluster-caches/training/credentials"
     key-file = "/etc/fusefs-csi-cluster-caches/training/key"
 
-`"*"` in place of a domain's name is for the volumes that name none, but inline ones. The secrets
-are read each time that a mount is planned, because a mounted Secret changes under its path. Each
-mount keeps a copy of what it began with (credentials.py).
+`"*"` in place of a domain's name is for volumes without a domain, except inline volumes. The
+secrets are read each time that a mount is planned, because a mounted Secret changes under its path.
+Each mount keeps a copy of the secrets that it began with (credentials.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fusefs.cluster_cache.access import AccessError as ClusterCacheAccessError
 from fusefs.cluster_cache.access import read as check_cluster_cache
 from fusefs.settings.mount import RawValue, SettingsError, build
 
-# For volumes without a cacheDomain; no domain's name has such a character.
+# Entry for volumes without a cacheDomain; no domain's name may have this character.
 OTHERS = "*"
-# The names in the file, and the mount's settings.
+# The names in the file, and the mount settings that they stand for.
 _SETTINGS = {
     "url": "cluster_cache",
     "endpoint": "cluster_cache_endpoint",
@@ -51,25 +51,25 @@ class CacheSecrets:
 
     @property
     def proof(self) -> str:
-        """The proof that differs if either differs; a secret's digest, so only for a keyed hash."""
+        """A digest of both secrets, as input of a keyed hash only."""
         lengths = len(self.credentials).to_bytes(8)
         return hashlib.sha256(lengths + self.credentials + self.key).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterCacheConfig:
-    """One domain's cluster cache: the texts of a mount's settings for it, by their names."""
+    """One domain's cluster cache: the values of a mount's settings for it, by setting names."""
 
     domain: str
     texts: Mapping[str, str]
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings but for the paths of the secrets, of which each mount has a copy."""
+        """The settings without the paths of the secrets, because each mount has copies of these."""
         return {name: text for name, text in self.texts.items() if name not in _OF_SECRETS}
 
     def check(self, origins: Mapping[str, str]) -> None:
-        """Refuse what no mount takes. Blocks. `origins` name the settings in messages.
+        """Check that a mount could use this. Blocks. `origins` name the settings in messages.
 
         Raises:
             SettingsError: a setting cannot be read.
@@ -79,10 +79,10 @@ class ClusterCacheConfig:
         check_cluster_cache(build(layer, anywhere()))
 
     def secrets(self) -> CacheSecrets:
-        """The secrets that the files hold now. Blocks.
+        """Read the secrets from their files. Blocks.
 
         Raises:
-            FailedPreconditionError: one of them cannot be used.
+            FailedPreconditionError: a secret cannot be used.
         """
         try:
             self.check({setting: name for name, setting in _SETTINGS.items()})
@@ -102,17 +102,17 @@ class ClusterCaches:
     by_domain: Mapping[str, ClusterCacheConfig] = field(default_factory=dict)
 
     def of(self, domain: str | None, *, is_inline: bool) -> ClusterCacheConfig | None:
-        """The cluster cache of a volume with this cacheDomain, or with none."""
+        """Return the cluster cache for this cacheDomain (None: unnamed); None if there is none."""
         if domain is None and is_inline:
             return None
         return self.by_domain.get(OTHERS if domain is None else domain)
 
 
 def read_cluster_caches(path: Path | None) -> ClusterCaches:
-    """The cluster caches of the file at `path`; None is no file. Blocks.
+    """Read the cluster caches from the file at `path`; empty if `path` is None. Blocks.
 
     Raises:
-        ConfigurationError: the file, or one that it names, cannot be read or used.
+        ConfigurationError: the file, or a file that it names, cannot be read or used.
     """
     if path is None:
         return ClusterCaches()

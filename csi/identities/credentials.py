@@ -1,17 +1,17 @@
-"""The identity that a volume is read with, and its credentials for the mount's daemon.
+"""The identity with which a volume's mount accesses S3, and its credentials for the daemon.
 
-There are five, chosen in this order: the access keys of the volume's Secret; the role that
-`roleArn` names, which the pod's own service account assumes; the role that EKS Pod Identity
-associates with that account (`podIdentity`); anonymous; and the driver's own, which is never for
-inline volumes, since any author of a pod can write these.
+There are five kinds of identity: the access keys of the volume's Secret; the role that `roleArn`
+names, which the pod's own service account assumes; the role that EKS Pod Identity associates with
+that account (`podIdentity`); anonymous; and the driver's own identity. The last one is for volumes
+that ask for no other, but never for inline volumes, since any author of a pod can write these.
 
-What is secret goes into files of each mount, on tmpfs, 0600 and the daemon's user's own, in a
-directory that is root's; the daemon's environment names the files and no more. botocore, in the
-daemon, reads them again before what it got for them expires. Kubelet publishes each volume every
-minute or so, and the files are replaced then: rotated keys and fresh tokens need nothing else.
+Secrets go into files of each mount on tmpfs, mode 0600, which the daemon's user owns, in a
+directory that root owns; the daemon's environment has the files' paths only. botocore, in the
+daemon, reads the files again before its credentials expire. Kubelet publishes each volume about
+every minute, and the files are replaced then: rotated keys and fresh tokens need nothing else.
 
-A Secret's key of SSE-C is a part of the identity: another key is another mount's, with a cache of
-its own.
+A Secret's SSE-C key is a part of the identity: with another key there is another mount, with a
+cache of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOKENS = "csi.storage.k8s.io/serviceAccount.tokens"
 NAMESPACE = "csi.storage.k8s.io/pod.namespace"
 ACCOUNT = "csi.storage.k8s.io/serviceAccount.name"
 
-# EKS: the audience of the tokens that its agent takes, and the agent's address on each node
+# EKS: the audience of the tokens that its agent accepts, and the agent's address on each node
 # (https://docs.aws.amazon.com/eks/latest/userguide/pod-id-how-it-works.html).
 POD_IDENTITY_AUDIENCE = "pods.eks.amazonaws.com"
 POD_IDENTITY_AGENT = "http://169.254.170.23/v1/credentials"
@@ -52,7 +52,7 @@ _CACHE_CREDENTIALS = "cluster-cache-credentials"
 _CACHE_KEY = "cluster-cache-key"
 _CUSTOMER_KEY = "customer-key"
 
-# Who reads as the driver itself.
+# Name of the driver's own identity.
 DRIVER = "the driver"
 
 _NOT_FOR_SESSION = re.compile(r"[^\w+=,.@-]", re.ASCII)
@@ -61,9 +61,9 @@ _MAX_SESSION = 64
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity that reads. Two of one `proof` are the same, whatever their keys and tokens are.
+    """An identity for S3 requests. Equal `proof` means the same identity, even with new tokens.
 
-    `who` is for people. Neither `repr` nor `str` shows a secret.
+    `who` is the name for people. Neither `repr` nor `str` shows a secret.
     """
 
     who: str
@@ -77,7 +77,7 @@ class Identity:
 
     @property
     def key_proof(self) -> tuple[str, ...]:
-        """The proof that those who share a cache have in common; for a keyed hash."""
+        """The SSE-C key's part of `proof`; mounts that share a cache have it in common. Secret."""
         return ("customer key", self.customer_key.text) if self.customer_key else ()
 
 
@@ -89,10 +89,10 @@ def choose(
     *,
     is_inline: bool,
 ) -> Identity:
-    """The identity that reads a volume. May request the driver's own keys from their source.
+    """Choose the identity for a volume. May request the driver's own keys from their source.
 
     Raises:
-        InvalidArgumentError: no identity is named, or several are, or a key is none.
+        InvalidArgumentError: no identity is named, or several are, or a key is invalid.
         FailedPreconditionError: the pod's token is missing.
         UnauthenticatedError: the driver has no credentials of its own.
     """
@@ -112,7 +112,7 @@ def _choose(
     *,
     is_inline: bool,
 ) -> Identity:
-    """The identity, whatever it encrypts with; see `choose`."""
+    """Choose the identity without its SSE-C key; see `choose`."""
     keys = keys_from(secrets)
     named = [
         keys is not None,
@@ -175,7 +175,7 @@ def _of_pod_identity(
 
 
 def _account(context: Mapping[str, str], attribute: str) -> tuple[str, str]:
-    """The pod's namespace and service account, which kubelet merges over what an author wrote."""
+    """Return the pod's namespace and service account, which only kubelet can set."""
     namespace, account = context.get(NAMESPACE, ""), context.get(ACCOUNT, "")
     if not namespace or not account:
         raise FailedPreconditionError(
@@ -208,10 +208,10 @@ def _own_session() -> Any:
 
 
 def _own_keys() -> AccessKeys:
-    """The driver's own credentials, from wherever botocore finds them and renews them. May block.
+    """Return the driver's own credentials; botocore finds and renews them. May block.
 
     Raises:
-        UnauthenticatedError: there are none, or their source does not give them out.
+        UnauthenticatedError: there are none, or their source refuses.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -229,7 +229,7 @@ def _own_keys() -> AccessKeys:
 
 
 class CredentialFiles:
-    """The files below `directory`, one directory per mount. `agent` is Pod Identity's URL."""
+    """The credential files below `directory`, in one directory per mount. `agent` is an EKS URL."""
 
     def __init__(self, directory: Path, agent: str = POD_IDENTITY_AGENT) -> None:
         self._directory = directory
@@ -237,7 +237,7 @@ class CredentialFiles:
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def store(self, mount: str, identity: Identity, uid: int) -> None:
-        """Replace what the mount's daemon, which is user `uid`, signs with."""
+        """Replace the keys or the token of a mount's daemon, which runs as user `uid`."""
         directory = self._prepare(mount, uid)
         if identity.keys is not None:
             replace_file(directory / "keys", _as_profile(identity.keys), owner=uid)
@@ -247,10 +247,10 @@ class CredentialFiles:
     def store_kept(
         self, mount: str, identity: Identity, cluster_cache: CacheSecrets | None, uid: int
     ) -> None:
-        """Write the secrets that a mount keeps from its beginning on: those in `settings_of`.
+        """Write a mount's lasting secrets: the files in `settings_of`.
 
-        The launcher reads those of the cluster cache, as root. They are the daemon's user's as
-        well, for a daemon that has lost its keeper starts another, and hands them on.
+        The launcher, as root, reads the cluster cache's secrets. The daemon's user owns them
+        nevertheless, as a daemon that has lost its keeper starts another keeper and passes them on.
         """
         directory = self._prepare(mount, uid)
         if identity.customer_key is not None:
@@ -262,7 +262,7 @@ class CredentialFiles:
     def settings_of(
         self, mount: str, identity: Identity, *, has_cluster_cache: bool
     ) -> dict[str, str]:
-        """The settings that name the files of `store_kept`."""
+        """Return the mount settings whose values are the paths of `store_kept`'s files."""
         names = {"customer_key": _CUSTOMER_KEY} if identity.customer_key else {}
         if has_cluster_cache:
             names["cluster_cache_credentials"] = _CACHE_CREDENTIALS
@@ -274,7 +274,7 @@ class CredentialFiles:
         directory = self._directory / mount
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
-        # Root's, so that the daemon can plant nothing; it may pass through.
+        # Root owns the directory, so the daemon cannot add files; its group may search it.
         os.chown(directory, 0, uid)
         directory.chmod(0o710)
         return directory
@@ -282,9 +282,9 @@ class CredentialFiles:
     def environment(
         self, mount: str, identity: Identity, store: StoreSettings, *, is_fips: bool = False
     ) -> dict[str, str]:
-        """The environment by which botocore in the daemon finds its credentials. It has no secret.
+        """Return the environment by which the daemon's botocore finds its credentials. No secrets.
 
-        `is_fips`: AWS' STS, too, is called at its endpoint with validated cryptography.
+        `is_fips`: the endpoint of AWS STS, too, is the one with validated cryptography.
         """
         directory = self._directory / mount
         variables = {

@@ -1,8 +1,8 @@
 """The keys in a Secret: access keys, and a key of server-side encryption (SSE-C).
 
-Its fields are `access_key_id`, `secret_access_key` and, for temporary keys, `session_token`;
-`accessKeyId` and `AWS_ACCESS_KEY_ID` are the same name. `customer_key` is the key with which S3
-encrypts; it may be there without access keys, for a volume that is read as a role.
+A Secret's fields are `access_key_id`, `secret_access_key` and, for temporary keys, `session_token`;
+the spellings `accessKeyId` and `AWS_ACCESS_KEY_ID` are accepted, too. `customer_key` is the SSE-C
+key; a Secret may have it without access keys, for a volume that is read as a role.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _BY_SPELLING = {name.replace("_", ""): name for name in _ALL}
 
 @dataclass(frozen=True, slots=True)
 class AccessKeys:
-    """The keys that requests are signed with. Neither `repr` nor `str` shows it."""
+    """The access keys that sign requests. Neither `repr` nor `str` shows them."""
 
     access_key_id: str = field(repr=False)
     secret_access_key: str = field(repr=False)
     session_token: str | None = field(default=None, repr=False)
 
     def environment(self) -> dict[str, str]:
-        """The keys by the names that the environment has for them."""
+        """Return the keys as the environment variables of AWS."""
         values = (self.access_key_id, self.secret_access_key, self.session_token or "")
         return {f"AWS_{name.upper()}": value for name, value in zip(_FIELDS, values, strict=True)}
 
 
 def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
-    """The access keys in a Secret's fields; None if it has none at all.
+    """Return the access keys in a Secret's fields; None if it has no such field.
 
     Raises:
-        InvalidArgumentError: a field is missing, or is none that is known.
+        InvalidArgumentError: a field is missing or unknown.
     """
     found = _fields(secrets)
     found.pop(_CUSTOMER_KEY, None)
@@ -52,10 +52,10 @@ def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
 
 
 def customer_key_from(secrets: Mapping[str, str]) -> CustomerKey | None:
-    """The key of SSE-C in a Secret's fields, or None.
+    """Return the SSE-C key in a Secret's fields; None if it has none.
 
     Raises:
-        InvalidArgumentError: what is there is no key, or a field is none that is known.
+        InvalidArgumentError: the value is not a key, or a field is unknown.
     """
     text = _fields(secrets).get(_CUSTOMER_KEY)
     if text is None:
@@ -67,7 +67,7 @@ def customer_key_from(secrets: Mapping[str, str]) -> CustomerKey | None:
 
 
 def _fields(secrets: Mapping[str, str]) -> dict[str, str]:
-    """The fields by their names here."""
+    """Return the fields by their names in this module; raise InvalidArgumentError for others."""
     found: dict[str, str] = {}
     for name, value in own(secrets).items():  # kubelet may add tokens of service accounts
         spelling = name.lower().replace("_", "").replace("-", "").removeprefix("aws")
@@ -75,7 +75,7 @@ def _fields(secrets: Mapping[str, str]) -> dict[str, str]:
             raise InvalidArgumentError(f"the Secret's field {name!r} is none of {_listed(_ALL)}")
         if _BY_SPELLING[spelling] in found:
             raise InvalidArgumentError(f"the Secret has {_BY_SPELLING[spelling]} under two names")
-        # A file that was made by an editor ends with a line's end.
+        # A file that was made with an editor ends with a line feed.
         found[_BY_SPELLING[spelling]] = value.strip()
     return found
 

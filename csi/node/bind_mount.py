@@ -1,13 +1,12 @@
-"""Mounts and mount points at the system's level: what is where, bind, and unmount.
+"""Mounts and mount points at the system's level: look up, bind, and unmount.
 
-What is mounted is read from /proc/self/mountinfo, and no path is opened or
-stat'ed that may be a mount: its daemon may be dead, or never answer. A bind is
-made detached, given its flags and only then put in its place (open_tree,
-mount_setattr, move_mount; Linux 5.12), so no program ever sees a read-only one
-that can be written. It is made private as well: a clone is a peer of its original and of all
-its other clones (Documentation/filesystems/sharedsubtree.rst), so what is stacked on one pod's
-would be stacked on, and unmounted from, those of all pods. In its place below kubelet's shared
-directory it gets peers of its own, which are the containers with `HostToContainer`.
+Mounts are looked up in /proc/self/mountinfo, and no path that may be a mount is opened or stat'ed:
+its daemon may be dead, or never answer. A bind mount is made detached, given its flags and only
+then attached (open_tree, mount_setattr, move_mount; Linux 5.12), so no program ever sees a
+read-only one that can be written. It is made private as well: a clone is a peer of its original and
+of all its other clones (Documentation/filesystems/sharedsubtree.rst), so a mount on top of one
+pod's clone would be mounted on, and unmounted from, all pods' clones. Attached below kubelet's
+shared directory it gets new peers: the containers with `HostToContainer`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MOUNT_ATTR_NOSUID = 2
 _MOUNT_ATTR_NODEV = 4
 _MS_PRIVATE = 1 << 18
 
-# A path has a mount for each time that its daemon was lost, and no more.
+# Each loss of a daemon may add a mount on the same path; there are no other reasons.
 MOST_STACKED = 1000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,20 +59,20 @@ class MountTable:
         self._mounts = kernel_mounts()
 
     def stack(self, path: Path) -> list[KernelMount]:
-        """The mounts at exactly `path`, the topmost last."""
+        """Return the mounts at exactly `path`, the topmost last."""
         return [mount for mount in self._mounts if mount.mountpoint == path]
 
     def top(self, path: Path) -> KernelMount | None:
-        """The topmost mount at a path; None if there is none."""
+        """Return the topmost mount at a path; None if there is none."""
         stack = self.stack(path)
         return stack[-1] if stack else None
 
     def of_device(self, device: str) -> list[KernelMount]:
-        """All mounts of one file system."""
+        """Return all mounts of one file system."""
         return [mount for mount in self._mounts if mount.device == device]
 
     def fusefs_above(self, path: Path) -> KernelMount | None:
-        """A mount of ours that `path` lies below, if there is one."""
+        """Return a fusefs mount that `path` lies below; None if there is none."""
         for mount in self._mounts:
             if mount.is_fusefs and mount.mountpoint in path.parents:
                 return mount
@@ -84,7 +83,7 @@ def bind(source: Path, target: Path, *, is_read_only: bool) -> None:
     """Mount the root of the mount at `source` on top of `target`.
 
     Raises:
-        OSError: it cannot be; nothing was mounted.
+        OSError: a system call failed; nothing was mounted.
     """
     tree = _syscall(
         _SYS_OPEN_TREE,
@@ -112,10 +111,10 @@ def bind(source: Path, target: Path, *, is_read_only: bool) -> None:
 
 
 def pop_all(path: Path) -> None:
-    """Unmount whatever is mounted at `path`, however often.
+    """Unmount every mount at `path`, in a lazy way if it is busy.
 
     Raises:
-        OSError: one of them cannot be.
+        OSError: a mount cannot be unmounted.
     """
     for _ in range(MOST_STACKED):
         if MountTable().top(path) is None:
@@ -131,10 +130,10 @@ def pop_all(path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int) -> None:
-    """Have a directory at `path`, where nothing is mounted; its parent is there.
+    """Make a directory at `path` if there is none. The parent exists; nothing is mounted at `path`.
 
     Raises:
-        OSError: it cannot be made, or something else is there.
+        OSError: it cannot be made, or `path` is no directory.
     """
     try:
         path.mkdir(mode=mode)
@@ -146,7 +145,7 @@ def make_directory(path: Path, mode: int) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove an empty directory, if it is there.
+    """Remove an empty directory, if it exists.
 
     Raises:
         OSError: it is not empty, or something is mounted there.

@@ -1,7 +1,7 @@
 """The administrator's decisions about a node: directories, users, and each mount's share.
 
-The node's budget of memory and connections is the share of a mount times the
-most mounts that there may be; that of the disk is what caches have to leave free.
+The node's budget of memory and connections is the share of one mount times the maximum number of
+mounts; for disks the setting is the free space that caches have to leave.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusefs.settings.types import CONNECTIONS, MIB, MIN_FREE, SIZE, SettingType,
 
 # The socket of `fusefs-csi daemons`, below the state directory.
 SUPERVISOR = "daemons.sock"
-# Directories below the state directory: where mounts are registered, and the driver's records.
+# Directories below the state directory: the registry of mounts, and the driver's records.
 RUNTIME = "fusefs"
 MOUNT_RECORDS = "mounts"
 POD_RECORDS = "pods"
@@ -51,7 +51,7 @@ RESEND_SINCE = (6, 9)
 
 @dataclass(frozen=True, slots=True)
 class NodeConfiguration:
-    """`uids` are the first and the last of the identity domains' users."""
+    """Settings of the node service. `uids` are the first and the last uid of cache domains."""
 
     node_id: str
     kubelet_directory: Path
@@ -69,14 +69,14 @@ class NodeConfiguration:
 
     @property
     def supervisor(self) -> SupervisorAddress:
-        """The socket of `fusefs-csi daemons`."""
+        """The address of the supervisor, `fusefs-csi daemons`."""
         return SupervisorAddress(self.state_directory / SUPERVISOR, self.daemons == "there")
 
     def prepare(self) -> None:
-        """Make the directories, which the mounts' users may pass through.
+        """Make the directories, which the mounts' users may search.
 
         Raises:
-            FailedPreconditionError: secrets would get onto a disk, or the cache onto the system's.
+            FailedPreconditionError: secrets would be on a disk, or the cache on the system's disk.
             OSError: a directory cannot be made.
         """
         self.state_directory.mkdir(parents=True, exist_ok=True)
@@ -92,10 +92,10 @@ class NodeConfiguration:
 
 
 def be_the_only_driver(state: Path) -> None:
-    """Return when no other process serves the node with this state, and keep others waiting.
+    """Lock the node's state directory, after the end of any other driver that has locked it.
 
-    Two drivers, as of overlapping pools or a pod that was deleted by force, would each end
-    mounts that the other is just making. The lock ends with this process.
+    Two drivers, as of overlapping pools or a pod that was deleted by force, would each end mounts
+    that the other driver is just making. The lock ends with this process.
 
     Raises:
         OSError: the lock's file cannot be made.
@@ -111,14 +111,14 @@ def be_the_only_driver(state: Path) -> None:
 def check_disk(directory: Path, host_path: Path) -> None:
     """Refuse a cache whose path on the host is a plain directory of the system's disk.
 
-    mountinfo has the path within the file system that a bind mount shows. On a disk that is
-    mounted on the way it is the rest of the host's path; on the system's it ends with all of it.
-    So a directory of a disk that is itself bound to the host's path needs another path there.
-    Devices' numbers do not tell more: the container sees the system's root nowhere, and kubelet's
-    directory may be on either disk.
+    For a bind mount, mountinfo has the directory's path within its own file system. If a disk is
+    mounted at or above `host_path`, that is only the last part of `host_path`; on the system's disk
+    it ends with all of `host_path`. So a directory of a disk that is itself bound to the same path
+    on the host needs another path there. Device numbers do not help: the container sees the
+    system's root nowhere, and kubelet's directory may be on either disk.
 
     Raises:
-        FailedPreconditionError: there is no such disk.
+        FailedPreconditionError: the cache is on the system's disk.
     """
     roots = [mount.root for mount in kernel_mounts() if mount.mountpoint == directory]
     if not roots:
@@ -134,7 +134,7 @@ def check_disk(directory: Path, host_path: Path) -> None:
 
 
 def kernel_warning(release: str) -> str | None:
-    """The warning that this kernel, as `uname -r` names it, gives for roll-outs; None if none."""
+    """Return a warning about roll-outs if this kernel (`uname -r`) is too old; else None."""
     found = re.match(r"(\d+)\.(\d+)", release)
     if found is None or (int(found[1]), int(found[2])) >= RESEND_SINCE:
         return None
@@ -147,12 +147,12 @@ def kernel_warning(release: str) -> str | None:
 def _file_system(directory: Path) -> str:
     real = resolve_path(directory)
     above = [one for one in kernel_mounts() if real.is_relative_to(one.mountpoint)]
-    # Of several at one path, the last one is on top.
+    # Of several mounts at one path, the last one is on top.
     return max(above, key=lambda one: len(one.mountpoint.parts)).filesystem if above else ""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `fusefs-csi node`."""
+    """Add the flags of `fusefs-csi node`."""
     group = parser.add_argument_group("node")
     _add_places(group)
     _add_limits(group)
@@ -177,7 +177,7 @@ def _add(
 
 
 def _add_places(group: argparse._ArgumentGroup) -> None:
-    """Directories, and where daemons and credentials come from."""
+    """Add the flags for directories, and for the sources of daemons and credentials."""
     kubelet = Path("/var/lib/kubelet")
     add = partial(_add, group)
     add("--kubelet-dir", Path, kubelet, "DIR", "kubelet's directory, with all target paths")
@@ -264,7 +264,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def add_host_path_flag(group: argparse._ActionsContainer) -> None:
-    """The flag for a cache on a disk of its own: each process that writes there has it."""
+    """Add the flag for a cache on its own disk; each process that writes there has this flag."""
     group.add_argument(
         "--cache-host-path",
         type=Path,
@@ -290,7 +290,7 @@ def _uids(text: str) -> tuple[int, int]:
 
 
 def _value_of(kind: SettingType[Any]) -> Callable[[str], Any]:
-    """Reads a text of this kind. Only of this class of errors argparse shows the sentence."""
+    """Make an argparse type of a setting type. argparse shows messages of this error class only."""
 
     def read(text: str) -> object:
         try:
@@ -302,7 +302,7 @@ def _value_of(kind: SettingType[Any]) -> Callable[[str], Any]:
 
 
 def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
-    """The configuration of a command line.
+    """Return the configuration of a command line.
 
     Raises:
         ConfigurationError: a cluster cache cannot be used as it is configured.

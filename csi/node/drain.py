@@ -1,9 +1,9 @@
 """Ends a mount after its uploads, so that no written file is lost.
 
-`close` returns when a file is in the bucket, so files wait for their upload only
-where that failed, or where a volume has chosen `durability=local`. Then the end of
-the mount waits for up to `drainTimeout`, over as many calls as that takes. Files
-that cannot be uploaded by then stay on the node's disk, and the log says where.
+`close` returns when a file is in the bucket, so files wait for their upload only if an upload
+failed, or if a volume has chosen `durability=local`. Then the end of the mount waits for up to
+`drainTimeout`, over as many calls as that takes. Files that cannot be uploaded by then stay on the
+node's disk, and the log says where.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusefs.settings.types import MIB
 log = logging.getLogger(__name__)
 
 MOST_NAMED = 3
-# For a mount without targets to end.
+# Time for the daemon of a mount without targets to end.
 LINGER_S = 6.0
 
 
@@ -31,14 +31,14 @@ class UploadingError(AbortedError):
 
 
 class Drains:
-    """The mounts that are about to end, and since when. One call at a time for each volume."""
+    """The mounts that are about to end, with the start time. One call at a time for each volume."""
 
     def __init__(self, mounts: Mounts) -> None:
         self._mounts = mounts
         self._began: dict[str, float] = {}
 
     def check(self, record: MountRecord) -> None:
-        """Return if no file waits for its upload, or the time for that is over.
+        """Return if no file waits for its upload, or if `drainTimeout` is over.
 
         Raises:
             UploadingError: files wait for their upload; the message names them.
@@ -51,13 +51,13 @@ class Drains:
             log.error("given up: %s; the files are kept below %s", pending, where)
 
     def end(self, record: MountRecord, ends: float) -> bool:
-        """End the mount; False if it goes on without targets, and with nothing to upload.
+        """End the mount; False if it stays without targets, and with nothing to upload.
 
-        Then another mount namespace has a copy of a target, as an agent with a private copy of
-        kubelet's directory does. No pod waits for that, and it ends with `drainTimeout`.
+        It stays if another mount namespace has a copy of a target, such as an agent's private copy
+        of kubelet's directory. No pod waits for it, and it is forced to end after `drainTimeout`.
 
         Raises:
-            AbortedError: the daemon still works at `ends` (monotonic clock).
+            AbortedError: the daemon still has files to upload at `ends` (monotonic clock).
             OSError: the mount cannot be unmounted.
         """
         while True:
@@ -75,7 +75,7 @@ class Drains:
                 return True
 
     def reset(self, record: MountRecord) -> None:
-        """A pod uses the mount again: its next end has the whole `drainTimeout`."""
+        """Forget that the mount was ending, as a pod uses it again: `drainTimeout` starts anew."""
         self._began.pop(record.key, None)
 
     def _is_given_up(self, record: MountRecord) -> bool:
@@ -83,7 +83,7 @@ class Drains:
         return time.monotonic() - began >= record.drain_timeout_s
 
     def _pending(self, record: MountRecord) -> str:
-        """The files that wait for their upload, as a sentence; "" if there are none."""
+        """Describe the files that wait for their upload in a sentence; "" if there are none."""
         table = MountTable()
         if table.top(Path(record.root)) is None:
             return ""
@@ -94,7 +94,7 @@ class Drains:
         return self._reported(record)
 
     def _reported(self, record: MountRecord) -> str:
-        """As `_pending`, by the daemon's own account."""
+        """As `_pending`, from the daemon's own status."""
         status = self._mounts.ask(record)
         try:
             if status is not None:

@@ -1,9 +1,9 @@
 """`fusefs-csi list`: the volumes that pods of this node use, one line for each pod.
 
-It runs in the driver's container beside the driver and reads what the driver has on
-record, the kernel's table of mounts and the daemons' status. No mount is touched, and
-a daemon that does not answer within a second, or answers what is no status (a hostile one,
-or one of another version), is listed as such.
+It runs in the driver's container beside the driver and reads the driver's records, the kernel's
+table of mounts and the daemons' status. No mount is touched. A daemon that does not answer within a
+second, or whose answer is no valid status (a hostile daemon, or another version), is listed as
+such.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NO_POD = PodRecord("", "", "")
 _HEADINGS = ("POD", "CLAIM", "VOLUME", "SOURCE", "IDENTITY", "CACHE", "PENDING", "STATE")
 
 
-# One volume of one pod, as `_row` makes it; `cache_bytes` is what the identity has cached.
+# One volume of one pod, from `_row`; `cache_bytes` is the size of the identity's cache.
 Row = dict[str, Any]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `fusefs-csi list`."""
+    """Add the flags of `fusefs-csi list`."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def rows_of(state: Path) -> Iterator[Row]:
-    """The volumes on record below the driver's state directory, mounted or not."""
+    """Yield the volumes on record below the driver's state directory, mounted or not."""
     use_runtime_directory(state / RUNTIME)
     records = state / MOUNT_RECORDS
     if not records.is_dir():
@@ -71,7 +71,7 @@ def rows_of(state: Path) -> Iterator[Row]:
             for mount in (table.of_device(root.device) if root is not None else [])
             if mount.mountpoint.name != record.key
         ]
-        # Those of subPaths are the same pod's.
+        # The targets of subPaths belong to the same pod.
         shown: list[Path | None] = [path for path in targets if "volume-subpaths" not in path.parts]
         for target in shown or [None]:
             pod = pods.get(target) if target is not None else None
@@ -123,10 +123,10 @@ def _ask(record: MountRecord) -> dict[str, Any] | None:
 
 
 def _count(answer: dict[str, Any], name: str) -> int:
-    """A number of a daemon's answer, which may be a hostile one's.
+    """Return a count from a daemon's answer; the daemon may be hostile.
 
     Raises:
-        KeyError, TypeError, ValueError: there is none that counts anything.
+        KeyError, TypeError, ValueError: the value is missing or is no valid count.
     """
     count = answer[name]
     if not isinstance(count, int):
@@ -148,7 +148,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def as_table(rows: Sequence[Sequence[str]]) -> str:
-    """The rows below their headings, in columns."""
+    """Format the rows in columns, below their headings."""
     lines = [_HEADINGS, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADINGS))]
     return "\n".join(

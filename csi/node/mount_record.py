@@ -1,8 +1,8 @@
 """The driver's records of its mounts, below /run.
 
-A record is written before its mount is made and removed after the last trace of it,
-so everything that a killed call leaves behind belongs to a record. Records hold no
-secrets. A reboot removes them together with the mounts.
+A record is written before its mount is made and removed after the last trace of the mount, so
+everything that a killed call leaves behind belongs to a record. Records hold no secrets. A reboot
+removes them together with the mounts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from csi.node.record_files import RecordFiles
 
 @dataclass(frozen=True, slots=True)
 class MountRecord:
-    """One mount: `key` names it, `root` is where it is.
+    """The record of one mount: `key` is its name, `root` is its path.
 
-    `arguments` stand for what it was published with but for what may change;
-    `settings` are its MountSettings as texts, `environment` is its daemon's.
+    `arguments` stand for the publish request without its changeable parts; `settings` are its
+    MountSettings as texts, `environment` is its daemon's.
     """
 
     key: str
@@ -38,9 +38,9 @@ class MountRecord:
 
     @property
     def cache_directory(self) -> Path | None:
-        """The cache that the mount uses, of its cache domain; None if it cannot be read."""
+        """The cache directory in the mount's settings; None if they cannot be read."""
         try:
-            # Only this one: to build the settings of a hundred mounts takes a tenth of a second.
+            # Only this setting: building all of a hundred mounts takes a tenth of a second.
             return Path(self.settings["cache_dir"])
         except (KeyError, TypeError):
             return None
@@ -55,7 +55,7 @@ class MountRecords(RecordFiles[MountRecord]):
 
     @contextmanager
     def one_more(self, most: int) -> Iterator[None]:
-        """Let no other thread add a record while the block adds one.
+        """Lock the records while the block adds one.
 
         Raises:
             ResourceExhaustedError: there are `most` records already.
@@ -70,10 +70,10 @@ class MountRecords(RecordFiles[MountRecord]):
             yield
 
     def of_volume(self, volume_id: str) -> list[MountRecord]:
-        """The records of a volume's mounts, one for each identity."""
+        """Return the records of a volume's mounts, one for each identity."""
         return [record for record in self.all() if record.volume_id == volume_id]
 
     def uids_of_domains(self) -> dict[str, int]:
-        """The users of all mounts, by the names of their cache domains, or else by `?key`."""
+        """Return the users of all mounts, by cache domain; by `?key` if the domain is unknown."""
         caches = ((record.cache_directory, record) for record in self.all())
         return {cache.name if cache else f"?{it.key}": it.uid for cache, it in caches}

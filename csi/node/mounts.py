@@ -1,13 +1,13 @@
 """The mounts behind the volumes: one for each key, made once and bound to many target paths.
 
-Pods of a node that use a volume in the same way, as the same identity, share one mount. Its uses
-are read from mountinfo: all mounts of its file system but its own root.
+Pods of a node that use a volume in the same way, as the same identity, share one mount. The target
+paths of a mount are read from mountinfo: all mounts of its file system but its own root.
 
-A mount is *alive* while its keeper or its daemon holds its connection, as their sockets show; the
-mount itself is never touched. A dead mount is unmounted from its root and made anew; its bind
-mounts stay below the new ones (see `service`). A mount that only the descriptor store holds is
-resumed, and never replaced while that may still succeed. Where it can't be resumed for
-`RESUME_S`, the store drops it, so that programs get an error, and then it is dead.
+A mount is *alive* while its keeper or its daemon has its connection open, as their sockets show;
+the mount itself is never touched. A dead mount is unmounted from its root and made anew; its bind
+mounts stay below the new ones (see `service`). A mount whose connection only the descriptor store
+holds is resumed, and is never replaced while that may still succeed. If it cannot be resumed for
+`RESUME_S`, the store drops the connection, so that programs get an error, and the mount is dead.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from fusefs.settings.mount import MountSettings, SettingsError
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
-# For the processes of a mount to end, by themselves without a connection, and when killed.
+# Time for a mount's processes to end: by themselves without a connection, and when killed.
 ENDED_S = 2.0
 KILL_S = 5.0
 POLL_S = 0.05
-# As long as a keeper would try (LONGEST_PAUSE in service.py).
+# The time for which a keeper would try (LONGEST_PAUSE in service.py).
 RESUME_S = 900.0
 
 
@@ -66,9 +66,9 @@ class Mounts:
         self._roots = roots
         self._fd_store = fd_store
         self.daemons = daemons
-        # Mounts that just can't be resumed, by key, and since when.
+        # When mounts first could not be resumed, by key.
         self._stuck: dict[str, float] = {}
-        # Children of this process, which has to wait for them.
+        # Children of this process, for which it has to wait.
         self._keepers: set[subprocess.Popen[bytes]] = set()
         roots.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -78,32 +78,32 @@ class Mounts:
         return self._roots / key
 
     def unknown(self) -> list[str]:
-        """The keys of the mount directories that have no record."""
+        """Return the keys of the mount directories that have no record."""
         return [key for key in os.listdir(self._roots) if self.records.read(key) is None]
 
     def key_behind(self, mount: KernelMount, table: MountTable) -> str | None:
-        """The key of the mount that is bound to a target path."""
+        """Return the key of the mount that is bound to a target path; None if it is unknown."""
         for one in table.of_device(mount.device):
             if one.mountpoint.parent == self._roots:
                 return one.mountpoint.name
         return None
 
     def behind(self, mount: KernelMount, table: MountTable) -> MountRecord | None:
-        """The record of the mount that is bound to a target path."""
+        """Return the record of the mount that is bound to a target path; None if it has none."""
         key = self.key_behind(mount, table)
         return self.records.read(key) if key is not None else None
 
     def references(self, key: str, table: MountTable) -> list[Path]:
-        """The target paths that a mount is bound to."""
+        """Return the target paths that a mount is bound to."""
         top = table.top(self.root_of(key))
         if top is None:
             return []
         found = (one.mountpoint for one in table.of_device(top.device))
-        # Compared by name, as the root may be visible under several paths.
+        # Compared by name, as the root may be visible at several paths.
         return [path for path in found if path.name != key]
 
     def is_alive(self, record: MountRecord, table: MountTable) -> bool:
-        """True if the mount has a keeper, or will have one; the mount is not touched."""
+        """True if the mount has a keeper, or will get one; the mount is not touched."""
         root = Path(record.root)
         top = table.top(root)
         if top is None or not top.is_fusefs:
@@ -113,7 +113,7 @@ class Mounts:
         except ControlError:
             if keeper_pid(root) is not None:
                 return True
-            # A supervisor's daemon waits for a keeper; any other goes on without.
+            # A supervisor's daemon waits for a new keeper; other daemons run on without.
             return daemon_pid(root) is not None and not self.daemons.serve(root)
 
     def ask(
@@ -123,7 +123,7 @@ class Mounts:
         *,
         command: str = "status",
     ) -> dict[str, Any] | None:
-        """The daemon's answer to a command; None if it has none within `timeout_s`."""
+        """Return the daemon's answer to a command; None if there is none within `timeout_s`."""
         try:
             return daemon_request(Path(record.root), {"command": command}, timeout_s)
         except ControlError:
@@ -135,13 +135,13 @@ class Mounts:
         """Make the record's mount, or resume it. `deadline` is of the monotonic clock.
 
         Raises:
-            CsiError: the mount could not be made, and nothing of it is mounted; or it is not
-                resumed yet, and may be used on.
+            CsiError: a new mount could not be made, and nothing is mounted; or an existing mount
+                is not resumed yet, and may be resumed later.
         """
         root = Path(record.root)
         top = MountTable().top(root)
         if top is None:
-            self._end_processes(root)  # of which another mount namespace has a copy
+            self._end_processes(root)  # another mount namespace has a copy of the mount
         elif not self._is_held(top):
             self._end_processes(root)
             bind_mount.pop_all(root)
@@ -159,10 +159,10 @@ class Mounts:
         log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
 
     def resume(self, record: MountRecord, deadline: float) -> bool:
-        """Go on with a mount that has no keeper; False if it is dead.
+        """Resume a mount that has no keeper; False if the mount is dead.
 
         Raises:
-            UnavailableError: it may still be resumed.
+            UnavailableError: the mount is not resumed yet, but may be later.
         """
         path = Path(record.root)
         root = MountTable().top(path)
@@ -192,7 +192,7 @@ class Mounts:
                 self._fd_store.drop(root)
 
     def _run(self, record: MountRecord, deadline: float, *, is_mounted: bool) -> None:
-        """Start a mount, or resume the one that is there."""
+        """Start a mount, or resume the existing one."""
         inherited = {
             name: text
             for name, text in os.environ.items()
@@ -202,7 +202,7 @@ class Mounts:
         self._reap()
         begin = resume if is_mounted else start
         try:
-            # After a roll-back they may have been written by a newer driver.
+            # After a roll-back the settings may have been written by a newer driver.
             settings = MountSettings.from_texts(record.settings)
             environment = inherited | record.environment
             if not is_mounted:
@@ -227,13 +227,13 @@ class Mounts:
         self._keepers.add(keeper)
 
     def _reap(self) -> None:
-        """Wait for the keepers that have ended."""
+        """Collect the exit status of the keepers that have ended."""
         for keeper in tuple(self._keepers):
             if keeper.poll() is not None:
                 self._keepers.discard(keeper)
 
     def ensure_held(self, record: MountRecord, deadline: float) -> None:
-        """Make sure that the descriptor store holds the connection, and that a daemon serves it.
+        """Make sure that the descriptor store holds the mount's descriptor and a daemon serves it.
 
         Raises:
             CsiError: no daemon came up.
@@ -253,7 +253,7 @@ class Mounts:
             self.start(record, deadline)
 
     def not_held(self) -> list[str]:
-        """The sources of the mounts whose connection the descriptor store does not hold."""
+        """Return the sources of the mounts whose connection the descriptor store does not hold."""
         table = MountTable()
         roots = [(record.source, table.top(Path(record.root))) for record in self.records.all()]
         mounted = {root: source for source, root in roots if root is not None}
@@ -269,17 +269,17 @@ class Mounts:
         """End an unused mount, and remove every trace of it.
 
         Raises:
-            AbortedError: the daemon still works at `deadline` (monotonic clock).
+            AbortedError: the daemon is still at work at `deadline` (monotonic clock).
             OSError: the mount cannot be unmounted.
         """
         self.end_key(record.key, deadline, is_forced=is_forced)
         log.info("the mount of %s for %s has ended", record.source, record.volume_id)
 
     def end_key(self, key: str, deadline: float, *, is_forced: bool = False) -> None:
-        """`end` for a mount of which only the directory may be left.
+        """Do the same as `end` for a mount of which only the directory may be left.
 
         Raises:
-            AbortedError: it still ends at `deadline`, in seconds of the monotonic clock.
+            AbortedError: the mount is still ending at `deadline` (monotonic clock).
         """
         root = self.root_of(key)
         with self._processes(root) as processes:
@@ -297,7 +297,7 @@ class Mounts:
         self.records.remove(key)
 
     def _have_ended(self, root: Path, processes: list[int], deadline: float) -> bool:
-        """Wait for a mount's processes, and the supervisor's daemons, which may outlive them."""
+        """Wait for a mount's processes and the supervisor's daemons; False if `deadline` passes."""
         if not _have_ended(processes, deadline):
             return False
         while self.daemons.may_serve(root):
@@ -308,7 +308,7 @@ class Mounts:
 
     @contextlib.contextmanager
     def _processes(self, root: Path) -> Iterator[list[int]]:
-        """The processes of a mount as pidfds, the keeper first, as it would start others.
+        """Yield the processes of a mount as pidfds; first the keeper, which could start others.
 
         Processes in other pid namespaces are not visible here.
         """
@@ -326,12 +326,12 @@ class Mounts:
             yield pidfds
 
     def _end_processes(self, root: Path) -> None:
-        """End what an earlier mount at `root` has left."""
+        """Kill the processes of an earlier mount at `root`."""
         with self._processes(root) as processes:
             self._kill(root, processes)
 
     def _kill(self, root: Path, processes: list[int]) -> None:
-        """End a mount's connection, and kill its processes, which would go on with it."""
+        """Abort a mount's connection, and kill its processes, which would otherwise continue."""
         with contextlib.suppress(ControlError, OSError):
             abort_connection(keeper_status(root, ANSWER_TIMEOUT_S)["connection"])
             _have_ended(processes, time.monotonic() + ENDED_S)
@@ -344,5 +344,5 @@ class Mounts:
 
 
 def _have_ended(processes: list[int], deadline: float) -> bool:
-    """Wait until all have ended; False if `deadline` (monotonic clock) passes first."""
+    """Wait until all processes have ended; False if `deadline` (monotonic clock) passes first."""
     return all(has_ended(process, deadline - time.monotonic()) for process in processes)

@@ -1,13 +1,14 @@
-"""The pod that has a volume at a target path, and its claim: for `fusefs-csi list`, for the
-metrics, and for the bounds of inline volumes.
+"""Records of the pod and the claim at each target path.
 
-The scheduler counts PersistentVolumes, but no inline ones, of which the author of one pod
-can write as many as there are mounts on a node. So a pod and a namespace may have some of
-them on a node and no more.
+`fusefs-csi list`, the metrics and the limits of inline volumes use them.
 
-A record is one file for each target path, below /run. Kubelet names the pod when it
-publishes, and again each minute, so a record that was lost comes back. One that a killed
-driver left goes once the pod's directory has gone.
+The scheduler counts PersistentVolumes, but not inline volumes, of which the author of one pod can
+write as many as a node may have mounts. So their number on a node is limited for each pod and each
+namespace.
+
+A record is one file for each target path, below /run. Kubelet names the pod when it publishes, and
+again each minute, so a record that was lost comes back. If a killed driver left a record behind, it
+is removed once the pod's directory no longer exists.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from csi.node.record_files import RecordFiles
 
 log = logging.getLogger(__name__)
 
-# Keys of the volume's context that kubelet sets, and the provisioner through the controller.
+# Keys of the volume's context: kubelet sets the first two, the provisioner sets the third.
 POD_NAME = "csi.storage.k8s.io/pod.name"
 POD_NAMESPACE = "csi.storage.k8s.io/pod.namespace"
 CLAIM_NAME = "csi.storage.k8s.io/pvc/name"
@@ -34,7 +35,7 @@ CLAIM_NAME = "csi.storage.k8s.io/pvc/name"
 
 @dataclass(frozen=True, slots=True)
 class PodRecord:
-    """One pod that has a volume at `target`; a text is "" where nothing names it."""
+    """One pod that has a volume at `target`; a field is "" if it is unknown."""
 
     target: str
     namespace: str
@@ -44,29 +45,29 @@ class PodRecord:
 
     @classmethod
     def of(cls, target: Path, context: Mapping[str, str], *, is_inline: bool) -> PodRecord:
-        """The record from the context of a publish call."""
-        # An inline volume's author may write any key but kubelet's.
+        """Make the record from the context of a publish call."""
+        # An inline volume's author may write any key except kubelet's.
         claim = "" if is_inline else context.get(CLAIM_NAME, "")
         namespace, name = context.get(POD_NAMESPACE, ""), context.get(POD_NAME, "")
         return cls(os.fspath(target), namespace, name, claim, is_inline)
 
     @property
     def directory(self) -> Path:
-        """The pod's: PODS/uid of PODS/uid/volumes/kubernetes.io~csi/VOLUME/mount."""
+        """The pod's directory, PODS/uid in PODS/uid/volumes/kubernetes.io~csi/VOLUME/mount."""
         parents = Path(self.target).parents
         return parents[min(3, len(parents) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class InlineBounds:
-    """The numbers of inline volumes that a pod, and a namespace's pods, may have on a node."""
+    """The maximum numbers of inline volumes of a pod, and of a namespace's pods, on a node."""
 
     of_pod: int
     of_namespace: int
 
 
 class PodRecords:
-    """The records below `directory`, by target paths. For any number of threads."""
+    """The records below `directory`, by target paths. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._files = RecordFiles(directory, PodRecord)
@@ -74,11 +75,11 @@ class PodRecords:
 
     @contextmanager
     def publishing(self, record: PodRecord, bounds: InlineBounds) -> Iterator[None]:
-        """Put a pod on record while the block publishes its volume, and keep that if it does.
+        """Write a pod's record; if the block, which publishes its volume, fails, remove it again.
 
         Raises:
-            ResourceExhaustedError: its pod or its namespace has as many inline volumes
-                on this node as it may have.
+            ResourceExhaustedError: the pod or its namespace already has the maximum number of
+                inline volumes on this node.
         """
         with self._lock:
             is_new = self._files.read(_name(record.target)) is None
@@ -93,7 +94,7 @@ class PodRecords:
             raise
 
     def note(self, record: PodRecord) -> None:
-        """Put the pod of a published path on record."""
+        """Write the record of a published path's pod, if it is new. A failure is only logged."""
         name = _name(record.target)
         if self._files.read(name) == record:
             return
@@ -103,12 +104,12 @@ class PodRecords:
             log.warning("the pod %s/%s is not listed: %s", record.namespace, record.name, error)
 
     def forget(self, target: Path) -> None:
-        """The path is published no more."""
+        """Remove the record of a path that is no longer published."""
         with suppress(OSError):
             self._files.remove(_name(os.fspath(target)))
 
     def all(self) -> dict[Path, PodRecord]:
-        """All records, by their target paths."""
+        """Return all records, by their target paths."""
         return {Path(record.target): record for record in self._files.all()}
 
     def _check_bounds(self, record: PodRecord, bounds: InlineBounds) -> None:
@@ -126,7 +127,7 @@ class PodRecords:
                 )
 
     def _existing(self) -> Iterator[PodRecord]:
-        """The records of pods that are there; others are removed."""
+        """Yield the records of pods that exist; remove all other records."""
         for target, record in self.all().items():
             if os.path.lexists(record.directory):
                 yield record

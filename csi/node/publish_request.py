@@ -1,7 +1,7 @@
-"""The request of one NodePublishVolume, read and checked, without asking anybody.
+"""The request of one NodePublishVolume, parsed and checked without asking anybody.
 
-Kubelet puts what it knows of the pod into the volume's context, under names of
-its own; the rest is what the volume's author wrote.
+Kubelet adds what it knows of the pod to the volume's context, under its own keys; all other
+attributes are written by the volume's author.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from csi.volume.location import LOCATION_KEYS, own, without_location
 from fusefs.launch.registry import resolve as resolve_path
 
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
-# Modes under which a node may have a volume at one path alone.
+# Access modes under which a node may have a volume at only one path.
 _ONE_TARGET = frozenset(
     (
         Mode.SINGLE_NODE_WRITER,
@@ -29,10 +29,10 @@ _ONE_TARGET = frozenset(
         Mode.SINGLE_NODE_SINGLE_WRITER,
     )
 )
-# What kubelet calls an inline volume: a digest of the pod's uid and the volume's name.
+# The volume id that kubelet gives an inline volume: a digest of pod uid and volume name.
 _INLINE_ID = re.compile("csi-[0-9a-f]{64}")
 _MAX_GROUP = 2**32 - 2
-# Longer ones are too large, and Python refuses to read the longest.
+# Longer numbers are too large, and Python refuses to read the longest.
 _GROUP = re.compile(r"[0-9]{1,20}")
 
 
@@ -40,8 +40,8 @@ _GROUP = re.compile(r"[0-9]{1,20}")
 class PublishRequest:
     """One volume at one target path.
 
-    `location` are the attributes that say where the volume is, `attributes` all
-    others of its author; `context` is what kubelet sent, and may hold a token.
+    `location` has the attributes that say where the volume is, `attributes` all other attributes of
+    its author.
     """
 
     volume_id: str
@@ -58,11 +58,11 @@ class PublishRequest:
 
     @property
     def arguments(self) -> str:
-        """The part of the call that has a mount of its own, as its record has it.
+        """The unchangeable part of the publish request, as the mount's record has it.
 
-        Kubelet publishes again every minute, and takes a refusal for the end of the pod's
-        volume. So what an administrator may change while pods run is not in it: the mount options,
-        and the access mode, as Kubernetes documents for ReadWriteOncePod.
+        Kubelet publishes again every minute, and treats a refusal as the end of the pod's volume.
+        So the things that an administrator may change while pods run are left out: the mount
+        options, and the access mode, as Kubernetes documents for ReadWriteOncePod.
         """
         return json.dumps(
             [self.volume_id, self.fs_group, self.location, self.attributes], sort_keys=True
@@ -72,7 +72,7 @@ class PublishRequest:
 def read_request(
     request: csi_pb2.NodePublishVolumeRequest, kubelet_directory: Path, own_directory: Path
 ) -> PublishRequest:
-    """Read what `request` asks for.
+    """Parse and check `request`.
 
     Raises:
         InvalidArgumentError: a field is missing or cannot be used.
@@ -106,16 +106,16 @@ def read_request(
 def _is_inline(volume_id: str, context: Mapping[str, str]) -> bool:
     """True if a pod's author wrote the volume.
 
-    Kubelet says so while the CSIDriver object has podInfoOnMount; it always shows in the id.
+    Kubelet says so if the CSIDriver object has podInfoOnMount; the volume id always shows it.
     """
     return context.get(EPHEMERAL) == "true" or bool(_INLINE_ID.fullmatch(volume_id))
 
 
 def target_of(text: str, kubelet_directory: Path, own_directory: Path) -> Path:
-    """The target path that a request names, as mountinfo shows it.
+    """Return the target path that a request names, as mountinfo shows it.
 
     Raises:
-        InvalidArgumentError: no volume can be there.
+        InvalidArgumentError: no volume may be published there.
     """
     if not text:
         raise InvalidArgumentError("target_path: missing")

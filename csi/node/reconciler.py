@@ -1,11 +1,11 @@
 """Brings the mounts into the state that their records and pods need, every few seconds.
 
-A driver that was killed leaves unused mounts, directories of mounts that have ended,
-and, where the descriptor store held their connections, mounts that wait for a daemon.
-The records and mountinfo show all of them.
+A killed driver leaves unused mounts, directories of mounts that have ended, and, if the descriptor
+store holds their connections, mounts that wait for a daemon. The records and mountinfo show all of
+them.
 
-Volumes are reconciled in parallel, because a mount that hangs may take a minute: up
-to `AT_ONCE` volumes work at a time, and volumes that only wait do not count.
+Volumes are reconciled in parallel, because a mount that hangs may take a minute: up to `AT_ONCE`
+volumes work at a time, and volumes that only wait do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusefs.launch.control import ControlError
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-# To resume a mount.
+# Time to resume a mount.
 START_S = 60.0
 # Resuming a mount costs half a second of processor time, and two more processes.
 AT_ONCE = 4
@@ -56,7 +56,7 @@ class Reconciler(threading.Thread):
             self._ending.wait(EVERY_S)
 
     def stop(self) -> None:
-        """Start no more work. Work in progress is left to the next driver."""
+        """Start no more work. The next driver finishes work in progress."""
         self._ending.set()
 
     def reconcile_all(self) -> None:
@@ -134,7 +134,7 @@ class Reconciler(threading.Thread):
             self._mounts.ensure_held(record, time.monotonic() + START_S)
 
     def _remove_leftovers(self) -> None:
-        """End mounts without a record, and remove their directories, as after a reboot."""
+        """End mounts without a record, and remove their directories, which a reboot leaves, too."""
         for key in self._mounts.unknown():
             try:
                 # A publish call that makes this mount anew claims it before it writes the record.

@@ -1,8 +1,7 @@
-"""The driver's records: a JSON file for each, which a newer version of it may have written.
+"""The driver's records: one JSON file each, which a newer version of the driver may have written.
 
-After a roll-back the older driver finds what the newer one has on record. It leaves out
-the fields that it does not know: with a record that counts as lost, a running pod would
-lose its mount.
+After a roll-back the older driver finds the newer driver's records. It ignores the fields that it
+does not know, because if it ignored the whole record, a running pod would lose its mount.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ R = TypeVar("R")
 
 
 class RecordFiles(Generic[R]):
-    """The records below `directory`, which are of the dataclass `kind`. Any thread may use them."""
+    """The records below `directory`, of the dataclass `kind`. Any thread may use them."""
 
     def __init__(self, directory: Path, kind: type[R]) -> None:
         self._directory = directory
@@ -27,12 +26,12 @@ class RecordFiles(Generic[R]):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        """The names of all records, in order."""
+        """Return the names of all records, in order."""
         found = (name for name in os.listdir(self._directory) if name.endswith(".json"))
         return sorted(name.removesuffix(".json") for name in found)
 
     def read(self, name: str) -> R | None:
-        """A record; None if there is none that can be read."""
+        """Read a record; None if it is missing or cannot be read."""
         try:
             found = dict(json.loads(self._path(name).read_text()))
             known = {field.name for field in fields(self._kind)}
@@ -42,7 +41,7 @@ class RecordFiles(Generic[R]):
         return record
 
     def all(self) -> list[R]:
-        """All records that can be read."""
+        """Return all records that can be read."""
         found = (self.read(name) for name in self.names())
         return [record for record in found if record is not None]
 
@@ -50,13 +49,13 @@ class RecordFiles(Generic[R]):
         """Write a record, whole or not at all.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the record cannot be written.
         """
         written: Any = record
         replace_file(self._path(name), json.dumps(asdict(written)))
 
     def remove(self, name: str) -> None:
-        """Remove a record, if it is there."""
+        """Remove a record, if it exists."""
         self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:

@@ -1,13 +1,13 @@
 """The Node service: publishes a volume at a path for kubelet, and unpublishes it.
 
-There is no staging: the pod's identity, fresh tokens and fsGroup come with publish alone.
+There is no staging, because only publish has the pod's identity, fresh tokens and fsGroup.
 Publishing finds or makes the mount for the volume (see `mounts`) and binds it to the target path;
-`_plan` decides which mount, cache and cluster cache. Kubelet publishes every minute or so what is
-published already, to bring fresh credentials; such a call only stores them. A dead mount it
-replaces by a new one on top: running containers see only mounts that are stacked.
+`_plan` decides which mount, cache and cluster cache. Kubelet repeats each publish call about every
+minute, to bring fresh credentials; then the credentials are only stored. If the mount is dead, a
+new one is put on top of it: running containers see only mounts that are stacked.
 
-The state of a volume is what mountinfo and its mount records say. Each call starts from there and
-can be cut off anywhere: the next one, or the reconciler, goes on. No call touches a mount.
+mountinfo and the mount records are the whole state of a volume. Each call starts from there and can
+be cut off anywhere: the next call, or the reconciler, continues. No call touches a mount.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ __all__ = ["NodeService", "add_flags", "make_service"]
 log = logging.getLogger(__name__)
 
 TARGET_MODE = 0o750
-# Characters of a mount's key that tell the mounts of one volume apart in metrics.
+# Characters of a mount's key that distinguish the mounts of one volume in metrics.
 KEY_LENGTH = 8
-# Without a daemon. Kubelet waits for up to five minutes before it starts a container again.
+# Pause without a daemon. Kubelet takes up to five minutes before it starts a container again.
 LONGEST_PAUSE = "15m"
 UPLOADS_POLL_S = 0.5
-# At the end: for the daemons' container to start again, and the reconciler to bring it what
-# it is to hold.
+# Time at the end for the daemons' container to start again, and for the reconciler to send it the
+# descriptors that it must hold.
 HELD_S = 30.0
 HELD_POLL_S = 0.2
 
@@ -95,7 +95,7 @@ CAPABILITIES = (
 
 
 def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
-    """The service that the command line asks for.
+    """Make the service that the command line describes.
 
     Raises:
         CsiError, OSError: a directory cannot be used.
@@ -111,7 +111,7 @@ def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The mount that a volume needs, its secrets, and what of it to warm."""
+    """The mount that a volume needs, its secrets, and the parts of the volume to warm."""
 
     identity: Identity
     record: MountRecord
@@ -120,12 +120,12 @@ class _Plan:
 
 
 class NodeService(csi_pb2_grpc.NodeServicer):
-    """The Node service of CSI. `close` when no more calls come."""
+    """The Node service of CSI. Call `close` after the last call."""
 
     register = staticmethod(csi_pb2_grpc.add_NodeServicer_to_server)
 
     def __init__(self, configuration: NodeConfiguration, stores: Stores) -> None:
-        """Raises CsiError or OSError where a directory cannot be used."""
+        """Raises CsiError or OSError if a directory cannot be used."""
         self._configuration = configuration
         self._stores = stores
         configuration.prepare()
@@ -153,10 +153,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._collector.start()
 
     def close(self) -> None:
-        """Stop the background threads. The mounts go on.
+        """Stop the background threads. The mounts stay.
 
-        Waits for up to `HELD_S` until the daemons' container holds every mount: without it
-        the keepers, which end with this process' container, hold them alone.
+        Waits for up to `HELD_S` until the daemons' container holds every mount's connection,
+        because the keepers end with this process' container.
         """
         if self._configuration.daemons == "there":
             self._wait_until_held(time.monotonic() + HELD_S)
@@ -184,13 +184,13 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 cold = self._publish_if_warm(request, publish, ends)
             if cold is None:
                 return csi_pb2.NodePublishVolumeResponse()
-            # Without the claim, so that running pods of the volume need not wait.
+            # Not under the claim, so that running pods of the volume need not wait.
             self._warmups.wait(*cold, publish.target, ends)
 
     def _publish_if_warm(
         self, request: Request, publish: PublishRequest, ends: float
     ) -> tuple[MountRecord, WarmOption] | None:
-        """Publish, or return the mount whose warm-up comes first."""
+        """Publish and return None, or return the mount and the warm-up that has to come first."""
         table = MountTable()
         pod = PodRecord.of(publish.target, request.volume_context, is_inline=publish.is_inline)
         if self._refresh_if_published(request, publish, table, ends):
@@ -203,10 +203,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _refresh_if_published(
         self, request: Request, publish: PublishRequest, table: MountTable, ends: float
     ) -> bool:
-        """True if the volume is published there and alive; then its credentials are renewed.
+        """Renew a published volume's credentials; True if the volume is published there and alive.
 
-        A mount without a keeper is gone on with: with rotated keys or other mount options the
-        volume would get another mount, on top of one that lives.
+        A mount without a keeper is resumed: otherwise, with rotated keys or other mount options,
+        the volume would get a second mount on top of a live one.
         """
         top = table.top(publish.target)
         if top is None:
@@ -261,7 +261,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         else:
             self._begin(plan, ends)
         if self._warmups.blocks_publish(record, warm):
-            # With the claim: nothing uses the mount but this waiting target.
+            # Under the claim: the only use of the mount is this waiting target.
             self._warmups.add_waiter(record.key, warm, publish.target)
             return record, warm
         self._bind(record, publish)
@@ -276,7 +276,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if at_target is None:
             bind_mount.make_directory(publish.target, TARGET_MODE)
         elif root is not None and at_target.device == root.device:
-            return  # it was gone on with
+            return  # it was resumed
         bind_mount.bind(Path(record.root), publish.target, is_read_only=publish.is_read_only)
 
     def _begin(self, plan: _Plan, ends: float) -> None:
@@ -308,10 +308,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         return identity, location, options
 
     def _plan(self, request: Request, publish: PublishRequest, ends: float) -> _Plan:
-        """The mount that a volume needs, whether it is there or not, and what of it to warm."""
+        """Choose the mount that a volume needs, new or existing, and the parts of it to warm."""
         identity, location, options = self._who(request, publish)
         cluster_cache = None
-        if identity.customer_key is None:  # what that encrypts is stored nowhere else
+        if identity.customer_key is None:  # what is encrypted with that key is stored nowhere else
             cluster_cache = self._configuration.cluster_caches.of(
                 options.cache_domain, is_inline=publish.is_inline
             )
@@ -327,7 +327,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
         cache_secrets = cluster_cache.secrets() if cluster_cache else None
         if cache_secrets is not None:
-            # A mount keeps the secrets that it began with.
+            # A mount keeps its first secrets, so other secrets need another mount.
             texts.append(cache_secrets.proof)
         key = self._domains.name_of("mount", name, publish.arguments, *identity.proof, "", *texts)
         known = self._mounts.records.read(key)
@@ -368,7 +368,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         return _Plan(identity, record, options.warm, cache_secrets)
 
     def _domain_name(self, identity: Identity, location: Location, options: Options) -> str:
-        """The name of the local cache that a volume uses."""
+        """Return the name of the cache domain that a volume uses."""
         store = location.store
         where = (store.name, store.endpoint_url or "", location.bucket)
         shared = identity.proof
@@ -393,7 +393,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             except UploadingError:
                 if time.monotonic() + UPLOADS_POLL_S > ends:
                     raise
-            # Without the claim, so that the volume's next pod need not wait for these uploads.
+            # Not under the claim, so that the volume's next pod need not wait for these uploads.
             time.sleep(UPLOADS_POLL_S)
 
     def _unpublish(self, volume_id: str, target: Path, ends: float) -> None:
@@ -405,7 +405,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         for mount in stack:
             record = self._mounts.behind(mount, table)
             if record is not None and record.volume_id != volume_id:
-                return  # that of another volume; this one is not here
+                return  # another volume is mounted here; this volume is not
             key = self._mounts.key_behind(mount, table)
             if record is None and key is not None:
                 lost.add(key)
@@ -443,9 +443,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     # --- queries ---
 
     def metrics_targets(self) -> list[MetricsTarget]:
-        """The volumes of this node, for the metrics, with the pods that use them.
+        """Return the volumes of this node, for the metrics, with the pods that use them.
 
-        A volume that has several mounts here (one for each identity, or for each group) is named
+        A volume with several mounts on this node (one for each identity, or each group) is named
         with the end of the mount's key as well: no two mounts have the same labels.
         """
         records, table, pods = self._mounts.records.all(), MountTable(), self._pods.all()
@@ -478,7 +478,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         )
 
     def _published_path(self, text: str) -> Path:
-        """The path of a published volume."""
+        """Return the target path; raise VolumeNotFoundError if no volume may be published there."""
         directory = self._configuration.kubelet_directory
         try:
             return target_of(text, directory, self._own)

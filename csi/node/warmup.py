@@ -1,14 +1,14 @@
 """Warms volumes: fetches them into the node's cache before, or while, their pods start.
 
-The mount's daemon does the work (`fusefs warm`), at a request on its socket, which is the
-driver's alone: a pod's author says what to fetch in the volume's attributes. A pod that waits for
-it is published in several calls: each waits until its deadline and is then aborted with the
-progress; the next call goes on. Meanwhile the mount is kept although no target is bound to it.
-When `warmTimeout` is over, the pod starts and the warming goes on.
+On request, the mount's daemon does the work (`fusefs warm`). Only the driver can use the daemon's
+socket, so a pod's author says in the volume's attributes what to fetch. A pod that waits for
+warming is published in several calls: each call waits until its deadline and then ends with ABORTED
+and the progress; the next call continues. Meanwhile the mount is kept without a bound target. When
+`warmTimeout` is over, the pod starts and the warming continues.
 
-A mount is warmed once, however many pods use it; where each pod has a part of it fetched
-(`warmShards`), each part once. The beginning and the waiting targets are on record beside the
-mounts' records, so a restarted driver goes on counting. Times are of the monotonic clock,
+A mount is warmed only once, however many pods use it; if each pod fetches its own part
+(`warmShards`), each part is fetched once. The start time and the waiting targets are recorded
+beside the mounts' records, so a restarted driver knows them. Times are of the monotonic clock,
 which all processes of a boot share.
 """
 
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
 POLL_S = 0.5
-# Kubelet calls again within two minutes; after five it has given the pod up.
+# Kubelet calls again within two minutes; after five minutes it has given up.
 PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """`began` is when the first publish came, `waiting` when each target's last one did."""
+    """A warm-up: `began` is the time of the first publish, `waiting` each target's last."""
 
     began: float
     is_over: bool = False
@@ -56,9 +56,9 @@ class Warmups:
         self._lock = threading.Lock()
 
     def begin(self, record: MountRecord, warm: WarmOption) -> None:
-        """Start the warm-up of a served mount, if it has had none; does not wait for it.
+        """Start the warm-up of a served mount, unless it has had one; does not wait for its end.
 
-        A failure is logged: the volume is published already.
+        A failure is only logged, because the volume is published already.
         """
         name = _name(record.key, warm)
         if warm.paths and self._files.read(name) is None:
@@ -79,12 +79,12 @@ class Warmups:
         return known is None or not known.is_over
 
     def add_waiter(self, key: str, warm: WarmOption, target: Path) -> float:
-        """Record that a target waits; return when the first call that waits for the same began.
+        """Record that a target waits; return when the first waiting call for this warm-up began.
 
-        That is in seconds of the monotonic clock.
+        The time is in seconds of the monotonic clock.
 
         Raises:
-            OSError: it cannot be recorded.
+            OSError: the record cannot be written.
         """
         now = time.monotonic()
 
@@ -97,7 +97,7 @@ class Warmups:
         """Return when the mount is warm, or the volume's `warmTimeout` has passed.
 
         Raises:
-            AbortedError: neither was so at `ends` (monotonic clock); it has the progress.
+            AbortedError: warming is not done at `ends` (monotonic clock); has the progress.
         """
         began = self.add_waiter(record.key, warm, target)
         status = "is starting"
@@ -128,15 +128,15 @@ class Warmups:
         self._change(_name(record.key, warm), lambda known: replace(known, is_over=True))
 
     def is_awaited(self, key: str) -> bool:
-        """True if a publish call waits for a mount that is not bound to a target yet."""
+        """True if a publish call waits for the warm-up of a mount without a bound target."""
         records = filter(None, map(self._files.read, self._names(key)))
         since = max((when for record in records for when in record.waiting.values()), default=0.0)
         return bool(since) and time.monotonic() - since < PATIENCE_S
 
     def remove_waiter(self, key: str, target: Path) -> None:
-        """The target waits no longer: the mount is bound to it, or the pod is gone.
+        """Record that the target no longer waits: the mount is bound to it, or the pod is gone.
 
-        Where that cannot be put on record it counts as waiting for `PATIENCE_S`.
+        If that cannot be recorded, the target counts as waiting for `PATIENCE_S`.
         """
         for name in self._names(key):
             known = self._files.read(name)
@@ -164,17 +164,17 @@ class Warmups:
             return record
 
     def _names(self, key: str) -> list[str]:
-        """The names of a mount's records: one for the whole of it, one for each part."""
+        """Return the names of a mount's records: one for the whole mount, one for each part."""
         return [name for name in self._files.names() if name.partition(".")[0] == key]
 
 
 def _name(key: str, warm: WarmOption) -> str:
-    """The name of the record of a mount's warm-up, or of that of a part."""
+    """Return the name of the record of a mount's warm-up, or of its part's warm-up."""
     return key if warm.part is None else f"{key}.{warm.part}"
 
 
 def _describe(jobs: list[Message]) -> str:
-    """The progress of warming jobs, or their end."""
+    """Describe the progress of warming jobs, or their end."""
     if all(map(warm_jobs.has_ended, jobs)):
         return "; ".join(
             f"{job['path'] or '.'}: {status_report.warm_progress(job)}" for job in jobs
@@ -183,7 +183,7 @@ def _describe(jobs: list[Message]) -> str:
 
 
 def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
-    """The mount's jobs for the volume's paths; those that the daemon does not have are started."""
+    """Return the daemon's warming jobs for the volume's paths; start those that are missing."""
     root = Path(record.root)
     answer = daemon_request(root, {"command": "warming"}, ANSWER_TIMEOUT_S)
     jobs = {job.get("id", job["path"]): job for job in answer["jobs"]}
@@ -194,7 +194,7 @@ def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
 
 
 def job_id(path: str, warm: WarmOption) -> str:
-    """The daemon's id for the job of a path (JobSpec.id in fusefs/daemon/jobs)."""
+    """Return the daemon's id for the job of a path (JobSpec.id in fusefs/daemon/jobs)."""
     return path if warm.part is None else f"{path}\0shard {warm.part}/{warm.shards}"
 
 

@@ -1,7 +1,7 @@
-"""The allowed uses of a volume: what is refused, of the controller's and the node's calls alike.
+"""Checks of volume capabilities, the same for the controller's and the node's calls.
 
-Every access mode is served but the unknown one. Several writers on several
-nodes are served as S3 serves them: each object is one writer's, whole.
+Every access mode but the unknown one is accepted. Several writers on several nodes get what S3
+gives them: each object is the whole object of one writer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FS_TYPES = frozenset(("", "fusefs"))
 
 
 def check_capability(capability: csi_pb2.VolumeCapability) -> None:
-    """Raises InvalidArgumentError where no volume of this driver can be used so."""
+    """Raises InvalidArgumentError if no volume of this driver can be used in this way."""
     if capability.HasField("block"):
         raise InvalidArgumentError("volumeMode: a bucket is no block device; use Filesystem")
     if not capability.HasField("mount"):
@@ -31,7 +31,7 @@ def check_capability(capability: csi_pb2.VolumeCapability) -> None:
 
 
 def check_capabilities(capabilities: Iterable[csi_pb2.VolumeCapability]) -> None:
-    """`check_capability` for all of them, of which there has to be one.
+    """Check every capability with `check_capability`; there has to be at least one.
 
     Raises:
         InvalidArgumentError: there is none, or one is refused.
@@ -44,5 +44,5 @@ def check_capabilities(capabilities: Iterable[csi_pb2.VolumeCapability]) -> None
 
 
 def is_read_only(capability: csi_pb2.VolumeCapability) -> bool:
-    """True if its access mode is one of readers only."""
+    """True if the capability's access mode is for readers only."""
     return capability.access_mode.mode in READ_ONLY_MODES

@@ -1,8 +1,8 @@
 """The location of a volume's data, and the format of volume ids.
 
-A volume is a bucket or a prefix of one, in a configured store. The id of a volume that
-the driver made is `<store>/<bucket>/<name>`; an administrator chooses any id for the
-others. The location of both kinds is in the attributes; CreateVolume writes it there.
+A volume is a bucket or a prefix of a bucket, in a configured store. The id of a volume that the
+driver made is `<store>/<bucket>/<name>`; for other volumes an administrator chooses any id. The
+location of both kinds is in the attributes; CreateVolume writes it there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fusefs.store.s3.settings import obstacle as bucket_obstacle
 LOCATION_KEYS = frozenset(("store", "bucket", "prefix", "region"))
 # Prefixes of the keys that kubelet and the sidecars add to attributes and parameters.
 _ADDED = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
-# An S3 key has at most 1024 bytes; the rest is for the names of files.
+# An S3 key has at most 1024 bytes; the others are left for the names of files.
 MAX_PREFIX = 900
-# The most that the CSI specification lets a field have.
+# The maximum length of a field in the CSI specification.
 MAX_ID = 128
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -46,7 +46,7 @@ class VolumeId:
 
     @classmethod
     def parse(cls, text: str) -> VolumeId | None:
-        """The volume that `text` names; None if no volume of CreateVolume can have that id."""
+        """Parse a volume id; None if no volume of CreateVolume can have this id."""
         parts = text.split("/")
         if len(parts) != 3 or len(text.encode()) > MAX_ID:
             return None
@@ -57,9 +57,9 @@ class VolumeId:
 
 
 def new_volume_id(store: str, bucket: str, name: str) -> VolumeId:
-    """The id for a name that the caller chose, which may be any text.
+    """Return the id for a name that the caller chose, which may be any text.
 
-    A name that doesn't fit into an id gets a digest in its place.
+    A name that does not fit into an id is replaced by a digest.
     """
     if VolumeId.parse(str(VolumeId(store, bucket, name))) is None:
         name = "volume-" + hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -68,7 +68,7 @@ def new_volume_id(store: str, bucket: str, name: str) -> VolumeId:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The place of a volume's data. `prefix` is "" or ends with its only trailing slash."""
+    """The location of a volume's data. `prefix` is "" or ends with its only trailing slash."""
 
     store: StoreSettings
     bucket: str
@@ -80,21 +80,21 @@ class Location:
 
 
 def own(given: Mapping[str, str]) -> dict[str, str]:
-    """Parameters or attributes without what kubelet and the sidecars add."""
+    """Return parameters or attributes without the entries that kubelet and the sidecars add."""
     return {name: value for name, value in given.items() if not name.startswith(_ADDED)}
 
 
 def without_location(attributes: Mapping[str, str]) -> dict[str, str]:
-    """The attributes that are settings of a volume's mounts."""
+    """Return only the attributes that are settings of a volume's mounts."""
     return {name: value for name, value in attributes.items() if name not in LOCATION_KEYS}
 
 
 def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
-    """The place of the volume with these attributes.
+    """Return the location of the volume with these attributes.
 
     Raises:
-        InvalidArgumentError: they don't say it, or say what is refused; the
-            sentence names the attribute.
+        InvalidArgumentError: the location is missing or refused; the message names
+            the attribute.
     """
     store = stores.choose(attributes.get("store", AWS))
     bucket = attributes.get("bucket", "")
@@ -115,16 +115,17 @@ def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
 
 
 def is_bucket(text: str) -> bool:
-    """True if a bucket may be called so. What may not could be another host, or an ARN."""
+    """True if `text` is a valid bucket name. Anything else could be another host, or an ARN."""
     return bool(_BUCKET.fullmatch(text)) and ".." not in text and not _ADDRESS.fullmatch(text)
 
 
 def normal_prefix(text: str) -> str:
-    """The prefix as keys have it: "" for a whole bucket, else without leading and with one
-    trailing slash, so that `team-a` is nothing of `team-ab`.
+    """Return the normal form of a prefix: "" for a whole bucket, else without a leading slash.
+
+    It ends with one slash, so that `team-a` does not include `team-ab`.
 
     Raises:
-        InvalidArgumentError: a segment of it is none that a path can have.
+        InvalidArgumentError: a segment cannot be part of a path, or the prefix is too long.
     """
     if text in ("", "/"):
         return ""
@@ -152,7 +153,7 @@ def _check_segment(prefix: str, segment: str) -> None:
 
 
 def fill_in(template: str, values: Mapping[str, str]) -> str:
-    """The prefix that a template with `${variables}` stands for, in its normal form.
+    """Fill in the `${variables}` of a prefix template; return the normal form of the prefix.
 
     Raises:
         InvalidArgumentError: a variable is unknown, its value is missing or has
@@ -179,7 +180,7 @@ def fill_in(template: str, values: Mapping[str, str]) -> str:
 
 
 def has_segment(template: str, segment: str) -> bool:
-    """True if one whole segment of a prefix or template is `segment`."""
+    """True if `segment` is one whole segment of a prefix or template."""
     return segment in template.split("/")
 
 

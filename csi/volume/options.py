@@ -1,10 +1,10 @@
 """The options for a volume's mounts, from its attributes and mount options.
 
-Both take the settings of `fusefs mount` that a user of a node may choose, under the setting's own
-name (`cache-size`) or as Kubernetes spells (`cacheSize`). Attributes also say who reads, how the
-volume's end is dealt with, and what is fetched before it is read (`_OWN`). Everything else is
-refused by name: what names a path of the node, reaches another host, or is the node's to decide.
-The author of an inline volume may say less, since any author of a pod can write one.
+Both accept the settings of `fusefs mount` that a user of a node may choose, under the setting's own
+name (`cache-size`) or in Kubernetes' spelling (`cacheSize`). Attributes also choose the identity,
+the end of the volume, and the files to fetch before they are read (`_OWN`). Anything else is
+refused by name: settings that name a path of the node, reach another host, or are for the node to
+decide. An inline volume may have fewer options, since any author of a pod can write one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError,
 from fusefs.settings.sources import split_options
 from fusefs.settings.types import DURATION, SIZE, SWITCH, Durability, MinFree, MountSource
 
-# Settings that are taken as they are given.
+# Settings whose values are accepted as they are.
 _FREE = frozenset(
     (
         "read_only",
@@ -45,7 +45,7 @@ _FREE = frozenset(
         "attribute_form",
     )
 )
-# Settings of which the node gives each mount a share: a volume may take less, never more.
+# Settings of which the node gives each mount a share: a volume may ask for less, never for more.
 _SHARED = frozenset(("cache_size", "memory_limit", "max_connections"))
 _TAKEN = _FREE | _SHARED
 _OWN = frozenset(
@@ -62,7 +62,7 @@ _OWN = frozenset(
         "warmTimeout",
     )
 )
-# What an administrator answers for.
+# Attributes for which an administrator is responsible.
 _NOT_INLINE = frozenset(("cacheDomain", "allowLocalDurability"))
 _KNOWN_FLAGS = {"ro": ("read_only", "true"), "rw": ("read_only", "false")}
 
@@ -70,28 +70,28 @@ _ROLE = re.compile(r"arn:[a-z0-9-]+:[a-z0-9-]*:[a-z0-9-]*:[0-9]*:role/[\w+=,.@/-
 _DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 DRAIN_TIMEOUT_S = 600.0
 WARM_TIMEOUT_S = 600.0
-# The most completions that Kubernetes documents for an Indexed Job with a backoffLimitPerIndex.
+# Kubernetes' maximum of completions of an Indexed Job with a backoffLimitPerIndex.
 MOST_SHARDS = 100_000
-# Each is a job of the daemon; a directory or a pattern stands for any number of files.
+# Each path is a job of the daemon; a directory or a pattern stands for any number of files.
 MOST_WARM_PATHS = 100
-# How the names of pods with a number end. An Indexed Job names them JOB-INDEX-RANDOM (the random
+# The end of the names of numbered pods. An Indexed Job names its pods JOB-INDEX-RANDOM (the random
 # part has these letters, so that it is no word); a StatefulSet, and the workers of most operators,
 # NAME-INDEX. (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode)
 _NUMBERED = re.compile(r"-([0-9]{1,5})(?:-[bcdfghjklmnpqrstvwxz2456789]{5})?\Z")
-# The most bytes that a key can have.
+# The maximum length of a key in bytes.
 _LONGEST_KEY = 1024
-# A call that is tried again for longer would outlast its caller.
+# Longer retries of a request would outlast its caller.
 LONGEST_RETRY_S = 300.0
-# A change of policies may take effect here and there at first; a minute of refusals may pass.
+# A change of policies takes effect in some places first; a minute of refusals may pass by itself.
 REVOKE_AFTER = "120s"
 
 
 @dataclass(frozen=True, slots=True)
 class WarmOption:
-    """The part of a volume that is fetched before it is read, relative to it; "" is all.
+    """The paths of a volume that are fetched before they are read, relative to it; "" is all of it.
 
-    With `is_first` a pod starts when that is done, or after `timeout_s`. With `shards` each pod
-    has one of so many parts fetched, `part`, counting from 0.
+    With `is_first` a pod starts only when they are fetched, or after `timeout_s`. With `shards` the
+    files are split into that many parts, and each pod fetches `part`, counted from 0.
     """
 
     paths: tuple[str, ...] = ()
@@ -101,11 +101,11 @@ class WarmOption:
     part: int | None = None
 
     def of_pod(self, name: str) -> WarmOption:
-        """The part that is fetched for the pod of this name; of a pod without a number no part is.
+        """Return the option for a pod of this name; a name without a number fetches nothing.
 
-        Kubelet sends a driver the pod's name and neither its labels nor its annotations, and to
-        read these from the API server every node would need the right to read all pods. The
-        controllers of pods with numbers put the number into the name.
+        Kubelet sends a driver the pod's name, but neither its labels nor its annotations; to read
+        these from the API server, every node would need the right to read all pods. The controllers
+        of numbered pods put the number into the name.
         """
         if self.shards is None:
             return self
@@ -117,8 +117,8 @@ class WarmOption:
 class Options:
     """The options that a volume's attributes and mount options ask for.
 
-    `settings` are texts of `fusefs mount`'s settings, by field, and `wanted` their values, for a
-    mount anywhere. Times are in seconds.
+    `settings` are the texts of `fusefs mount`'s settings, by field; `wanted` are their values, with
+    placeholders for paths. Times are in seconds.
     """
 
     settings: Layer
@@ -133,7 +133,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class NodeShares:
-    """The shares of its node that one mount may have. Sizes are in bytes; None is no limit."""
+    """The node's limits for one mount. Sizes are in bytes; None is no limit."""
 
     memory_limit: int
     max_connections: int
@@ -144,10 +144,10 @@ class NodeShares:
 def read_options(
     attributes: Mapping[str, str], mount_flags: Sequence[str], *, is_inline: bool
 ) -> Options:
-    """The options of a volume; `attributes` has none that say where it is.
+    """Read the options of a volume; `attributes` must not include its location.
 
     Raises:
-        InvalidArgumentError: the sentence names the attribute or option.
+        InvalidArgumentError: the message names the attribute or option.
     """
     if is_inline:
         for name in sorted(_NOT_INLINE & attributes.keys()):
@@ -229,7 +229,7 @@ def _wanted(settings: Layer) -> MountSettings:
 
 
 def anywhere() -> Layer:
-    """A place for settings that are only checked."""
+    """Return a placeholder location, to check settings with."""
     return {
         "source": RawValue("s3://bucket", "source"),
         "mountpoint": RawValue("/mnt", "mountpoint"),
@@ -238,7 +238,7 @@ def anywhere() -> Layer:
 
 
 def _check_tenant(settings: Layer, attributes: Mapping[str, str]) -> None:
-    """Refuse what would cost others of the node: a long wait for uploads, and a long log."""
+    """Refuse options that harm others on the node: long waits for uploads, long logs."""
     if _duration(attributes, "drainTimeout", DRAIN_TIMEOUT_S) > DRAIN_TIMEOUT_S:
         raise InvalidArgumentError(
             f"drainTimeout: at most {DURATION.show(DRAIN_TIMEOUT_S)} for an inline volume"
@@ -249,7 +249,7 @@ def _check_tenant(settings: Layer, attributes: Mapping[str, str]) -> None:
 
 
 def is_cache_domain(text: str) -> bool:
-    """True if a volume can have this `cacheDomain`."""
+    """True if `text` is a valid `cacheDomain`."""
     return _DOMAIN.fullmatch(text) is not None
 
 
@@ -332,12 +332,12 @@ def mount_layer(
     is_read_only: bool,
     fs_group: int | None,
 ) -> dict[str, RawValue]:
-    """The settings of a volume's mount but for the paths and the user, as texts.
+    """Return the settings of a volume's mount as texts, but for the paths and the user.
 
-    `cluster_cache` are those of its domain's cluster cache.
+    `cluster_cache` has the settings of the domain's cluster cache.
 
     Raises:
-        InvalidArgumentError: a setting contradicts another.
+        InvalidArgumentError: two settings contradict each other.
     """
     layer = {"read_only": RawValue("false", "the driver's default"), **options.settings}
     if is_read_only:
@@ -356,12 +356,12 @@ def mount_layer(
         "ca_bundle": str(store.ca_bundle) if store.ca_bundle else None,
         "anonymous": "true" if options.is_anonymous else None,
         "min_free": str(shares.min_free),
-        # Whoever has no rights any more reads on from the cache for no longer.
+        # After its rights end, an identity may still read from the cache for this long.
         "revoke_after": REVOKE_AFTER,
         "allow_other": "true",
-        # Its directory is one identity's, whose keys may change.
+        # The cache directory is for one identity, whose keys may change.
         "shared_cache": "true",
-        # Standard error, which is the container's log.
+        # The log goes to standard error, which is the container's log.
         "foreground": "true",
         "session": "kernel",
         **cluster_cache,
@@ -373,7 +373,7 @@ def mount_layer(
 
 def _limited(options: Options, shares: NodeShares) -> dict[str, RawValue]:
     settings, wanted = options.settings, options.wanted
-    # What a volume does not say is the node's share, which may be more than a mount's default.
+    # If a volume does not say, it gets the node's share, which may exceed a mount's default.
     memory_limit, connections = shares.memory_limit, shares.max_connections
     if "memory_limit" in settings:
         memory_limit = min(wanted.memory_limit, memory_limit)
@@ -392,10 +392,10 @@ def _limited(options: Options, shares: NodeShares) -> dict[str, RawValue]:
 
 
 def finished(layer: Layer, **more: str) -> MountSettings:
-    """The settings of a layer and the texts that were missing.
+    """Build the settings from a layer and the texts that it lacked.
 
     Raises:
-        InvalidArgumentError: a setting contradicts another.
+        InvalidArgumentError: two settings contradict each other.
     """
     try:
         return build({name: RawValue(text, name) for name, text in more.items()}, layer)

@@ -1,8 +1,8 @@
 """The S3 stores that volumes may be in: those that the driver's configuration names.
 
-Whoever can write a PersistentVolume or a pod says where the driver sends
-requests signed with its own or the pod's credentials. So they choose a store
-by its name and never write an address. `aws` is always there.
+The author of a PersistentVolume or a pod decides where the driver sends requests signed with its
+own or the pod's credentials. So authors choose a store by its name and never write an address. The
+store `aws` always exists.
 
 The file is TOML:
 
@@ -14,8 +14,8 @@ The file is TOML:
     sts-url = "https://minio.storage.svc:9000"
     audience = "minio"              # of the tokens that the STS takes; needed for roleArn
 
-Addresses from which a cloud hands credentials to a machine are refused, when
-the file is read and again when a name of it is looked up.
+Addresses at which a cloud gives a machine its credentials are refused, both when the file is read
+and when a host name is looked up.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 AWS = "aws"
 AWS_AUDIENCE = "sts.amazonaws.com"
-# A volume id holds it, a bucket's name and a volume's, and has 128 bytes.
+# A volume id has a store's, a bucket's and a volume's name, and at most 128 bytes.
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
-# It becomes part of a host's name, and is no number.
+# A region becomes part of a host name, and must not be a number.
 _REGION = re.compile(r"(?!\d+$)[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _METADATA_HOSTS = {"metadata", "metadata.google.internal", "instance-data"}
-# Beside the link-local ones: AWS (IPv6), Alibaba Cloud, Azure, Oracle.
+# Metadata addresses that are not link-local: AWS (IPv6), Alibaba Cloud, Azure, Oracle.
 _METADATA_ADDRESSES = {
     ipaddress.ip_address(text)
     for text in ("fd00:ec2::254", "fd00:ec2::23", "100.100.100.200", "168.63.129.16", "192.0.0.192")
@@ -56,12 +56,11 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The place of a store. `endpoint_url` is None for AWS, and the URLs have no path.
+    """The address of a store. `endpoint_url` is None for AWS, and the URLs have no path.
 
-    `sts_url` is where tokens are exchanged; None is AWS' own for the region if
-    there is no `endpoint_url` either, else that the store takes no tokens. `audience` is
-    that of the tokens. A store of the configuration names its own: one that got tokens for
-    AWS' STS could exchange them there.
+    `sts_url` is the STS that exchanges tokens. If it is None, AWS' STS of the region is used for
+    AWS, and other stores accept no tokens. `audience` is the tokens' audience. A configured store
+    has its own audience: if it got tokens for AWS' STS, the store could exchange them there.
     """
 
     name: str
@@ -76,8 +75,8 @@ class StoreSettings:
         """Look up the names of the store's hosts. Blocks.
 
         Raises:
-            InvalidArgumentError: one is an address to which no request is ever sent.
-            UnavailableError: a name is not known now.
+            InvalidArgumentError: a host has an address to which requests are never sent.
+            UnavailableError: a name cannot be resolved now.
         """
         for url in filter(None, (self.endpoint_url, self.sts_url)):
             for address in _addresses(url):
@@ -98,10 +97,10 @@ class Stores:
         return self.by_name.get(name)
 
     def choose(self, name: str) -> StoreSettings:
-        """The store that a volume names.
+        """Return the store of this name.
 
         Raises:
-            InvalidArgumentError: there is none.
+            InvalidArgumentError: there is no such store.
         """
         store = self.named(name)
         if store is None:
@@ -110,7 +109,7 @@ class Stores:
 
 
 def read_stores(path: Path | None) -> Stores:
-    """The stores of the file at `path`; None is no file.
+    """Read the stores from the file at `path`; only `aws` if `path` is None.
 
     Raises:
         ConfigurationError: the file cannot be read or used.
@@ -124,10 +123,10 @@ def read_stores(path: Path | None) -> Stores:
 
 
 def read_tables(path: Path, name: str) -> dict[str, Any]:
-    """The tables `[name.KEY]` of a TOML file that has nothing else, by their keys.
+    """Read the tables `[name.KEY]` of a TOML file, by their keys.
 
     Raises:
-        ValueError: the file cannot be read, or has something else.
+        ValueError: the file cannot be read, or has any other entry.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -143,12 +142,12 @@ def read_tables(path: Path, name: str) -> dict[str, Any]:
 
 
 def is_region(text: str) -> bool:
-    """True if `text` may stand for a region."""
+    """True if `text` may be the name of a region."""
     return _REGION.fullmatch(text) is not None
 
 
 def is_forbidden(address: str) -> bool:
-    """True if nothing is ever sent to this IP address."""
+    """True if requests are never sent to this IP address."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped:
         found = found.ipv4_mapped
@@ -199,10 +198,10 @@ def _store(name: str, table: dict[str, Any]) -> StoreSettings:
 
 
 def read_url(text: str) -> str:
-    """The URL of a host, without a path.
+    """Check the URL of a host and return it without a path.
 
     Raises:
-        ValueError: it is none, or requests are never sent there.
+        ValueError: it is invalid, or its host must never get requests.
     """
     url = URL.read(text)
     parts = urlsplit(url)
