@@ -1,6 +1,6 @@
-"""Finds what a mount that has ended has left on the local disk, because the bucket lacks it.
+"""Finds the files that an ended mount has left on the local disk and that the bucket lacks.
 
-The daemon's user owns these files, and root's commands read them: each is opened without
+The daemon's user owns these files, and root's commands read them: each file is opened without
 following links, and only the first bytes of a regular file are read.
 """
 
@@ -13,15 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# What the logs of a staging directory hold (posix/metadata/attribute_log.py and others).
+# Logs in a staging directory, with a name for users (posix/metadata/attribute_log.py and others).
 _LOGS = {"attributes": "changed attributes", "removals": "removals"}
 
 
 def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The files of a staging directory that the bucket lacks, each with `key`, `state` and `error`.
+    """List the files of a staging directory that the bucket lacks, with `key`, `state` and `error`.
 
-    `errors` are files that the daemon could not upload, by key. Where the record of a file does
-    not name its key (a program had it open when the daemon was killed) its path stands for it.
+    `errors` are the daemon's failed uploads. A file that was open in a program when the daemon was
+    killed may have no key in its record; then its path takes the place of `key`.
     """
     why = {entry["key"]: entry["error"] for entry in errors}
     try:
@@ -38,14 +38,14 @@ def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, A
             key = None
         if key is not None:
             found.append({"key": key, "state": "not uploaded", "error": why.get(key)})
-    # Beside the directories of all mounts there: renames that they have not ended.
+    # The unfinished renames are beside the staging directories of all mounts.
     if any((staging.parents[1] / "renames").glob("*.json")):
         found.append({"key": "renames of directories", "state": "not finished", "error": None})
     return found
 
 
 def _pending_key(path: str) -> str | None:
-    """The key of a staged content that the bucket lacks; None for other files."""
+    """Return the key of a staged content that the bucket lacks; None for other files."""
     from fusefs.posix.write import staging_record  # only after a mount that left something
 
     with suppress(OSError, ValueError, LookupError, TypeError):

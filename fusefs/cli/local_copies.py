@@ -1,4 +1,4 @@
-"""`fusefs unpin`, `fusefs drop` and `fusefs status PATH`: what of a path is on the local disk."""
+"""`fusefs unpin`, `fusefs drop` and `fusefs status PATH`: the local copies of a path's files."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.settings.display import counted, shown
 
-# What the beginnings of names say of jobs, and not of paths.
+# Prefixes of the names of job facts, which say nothing of paths.
 OF_JOBS = ("has_ended", "why", "in_use", "dropped")
 
 Job = dict[str, Any]
 
 
 def unpin(paths: Sequence[Path]) -> None:
-    """Unpin what is pinned at and below these paths.
+    """Unpin all that is pinned at and below these paths.
 
     Raises:
-        CommandError: nothing is pinned at or below a path; the others are unpinned.
+        CommandError: nothing is pinned at or below a path; the other paths are unpinned.
         ControlError: a mount has ended, or its daemon refused.
     """
     wrong = []
@@ -68,11 +68,11 @@ def drop(path: Path) -> bool:
 
 
 def give_up(path: Path) -> bool:
-    """Give up what the bucket lacks at and below a path, and print it; False if some stays.
+    """Give up unsent changes at and below a path, and print how many; False if some stay.
 
     Raises:
         CommandError: `path` is in no mount.
-        ControlError: the mount has ended, or S3 does not tell what it has.
+        ControlError: the mount has ended, or S3 does not answer.
     """
     mountpoint, below = sync.find(path)
     files, in_use, remaining = 0, 0, 1
@@ -88,7 +88,7 @@ def give_up(path: Path) -> bool:
 
 
 def status(mountpoint: Path, below: str) -> Job:
-    """The share of a mount's path that is in its cache; sizes in bytes.
+    """Return how much of a mount's path is in its cache; sizes in bytes.
 
     Raises:
         CommandError: there is no such file.

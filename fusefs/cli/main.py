@@ -1,14 +1,12 @@
 """The command `fusefs`: mount, umount, status, warm, pin, drop, sync and others.
 
-`mount` reads the settings (see `settings`), makes the checks that need no S3
-and starts the daemon (see `launch`). The other commands find the daemon in the
-registry (launch/registry.py). They answer at once, even when the machine is busy or
-the mount is wedged: each imports what it needs when it runs, since most of the time
-of a short command goes into imports.
+`mount` reads the settings (see `settings`), makes the checks that need no S3 and starts the daemon
+(see `launch`). The other commands find the daemon in the registry (launch/registry.py). They answer
+at once, even if the machine is busy or the mount hangs: each command imports its modules when it
+runs, because imports take most of the time of a short command.
 
-Every failure is one line on standard error that begins with `fusefs: `. Exit
-status: 0 success, 1 failure, 2 the command line or a setting cannot be read.
-What the command line may be is in parser.py.
+Every failure is one line on standard error that begins with `fusefs: `. Exit status: 0 success, 1
+failure, 2 the command line or a setting cannot be read. The command line is described in parser.py.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _spelled(arguments: Sequence[str]) -> Sequence[str]:
-    """The command line with `--help` and `--version` for what people write in their place."""
+    """Replace `help`, `version` and an empty command line by `--help` and `--version`."""
     match list(arguments):
         case []:
             return ["--help"]
@@ -78,7 +76,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _status_of(error: Exception) -> int:
-    """The exit status for an error that is meant for the user; any other is raised."""
+    """Return the exit status for an error that is meant for the user; raise any other error."""
     from fusefs.launch import control, preflight, registry
     from fusefs.linux import unmount
     from fusefs.settings.mount import SettingsError
@@ -113,7 +111,7 @@ def _settings_error(sentence: str) -> Exception:
 
 
 def _prepare_streams() -> None:
-    """Make the standard streams usable: names can be printed, whatever they and the locale are.
+    """Make the standard streams able to print every name, in any locale.
 
     A closed stream is opened on /dev/null, or the next opened file would get its number.
     """
@@ -126,7 +124,7 @@ def _prepare_streams() -> None:
 
 
 def _written(error: UnicodeError) -> tuple[str | bytes, int]:
-    """The text for a character that the stream's encoding lacks."""
+    """Return the text for a character that the stream's encoding lacks: a codec error handler."""
     assert isinstance(error, UnicodeEncodeError)
     error.end = error.start + 1  # of several in a row each is judged by itself
     try:
@@ -214,7 +212,7 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _fetch(requests: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
-    """Have daemons do jobs of `fusefs warm` or `fusefs pin`."""
+    """Let daemons do jobs of `fusefs warm` or `fusefs pin`; return the exit status."""
     from fusefs.cli import status_report, warm
     from fusefs.settings.display import shown
 
@@ -307,7 +305,7 @@ def _show_settings(options: argparse.Namespace) -> int:
 
 
 def _place_in_mount(path: Path) -> tuple[Path, str] | None:
-    """The mountpoint of a path in a mount, and the path below it; None if it is no such path."""
+    """Split `path` into mountpoint and path below; None for a mountpoint or outside."""
     from fusefs.cli import sync
     from fusefs.launch.control import CommandError
 

@@ -1,8 +1,8 @@
-"""Lists of paths: `fusefs warm --manifest FILE`, and more paths than a request has room for.
+"""Lists of paths: `fusefs warm --manifest FILE`, and lists too long for one request.
 
-A line is a path: relative to a directory of the mount, absolute, or the s3:// URI of an
-object of the mount's bucket. Empty lines and those that begin with `#` stand for nothing.
-The daemon gets one line for each line of the file, so that its numbers are the file's.
+A line is a path: relative to a directory of the mount, absolute, or the s3:// URI of an object of
+the mount's bucket. Empty lines and lines that begin with `#` are ignored. The daemon gets one line
+for each line of the file, so that both have the same line numbers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fusefs.launch.mount_requests import daemon_request
 from fusefs.linux import mountinfo
 
 ANSWER_TIMEOUT_S = 5.0
-# Bytes of a list in one request, which has at most 256 KiB: each is at most six in JSON.
+# Bytes of a list in one request, which has at most 256 KiB: JSON makes up to six of each.
 PIECE = 40_000
 
 
 class LineError(Exception):
-    """A line of a list is no path of the mount."""
+    """A line of a list is not a path in the mount."""
 
 
 def send(mountpoint: Path, lines: Iterable[str]) -> str:
-    """Give the mount's daemon a list of paths relative to the mountpoint; return its name.
+    """Send the mount's daemon a list of paths relative to the mountpoint; return the list's name.
 
     Raises:
         ControlError: the mount has ended, or its daemon refused.
@@ -52,8 +52,8 @@ def send(mountpoint: Path, lines: Iterable[str]) -> str:
 
 
 def has_line(path: str) -> bool:
-    """True if a line of a list can stand for a path relative to the mountpoint."""
-    # Bytes that are not UTF-8 are surrogates here.
+    """True if a line of a list can hold this path relative to the mountpoint."""
+    # Bytes that are not UTF-8 are surrogates in `path`.
     is_text = not any("\ud800" <= character <= "\udfff" for character in path)
     return bool(path) and "\n" not in path and is_text
 
@@ -62,7 +62,7 @@ class Manifest:
     """Reads the lines of one manifest as paths of one mount.
 
     Relative paths are below `base`, a directory in the mount, relative to the mountpoint. With
-    `is_text` there may be comments, and space around paths.
+    `is_text`, lines may be comments, and paths may have space around them.
     """
 
     def __init__(self, mountpoint: Path, base: str, *, is_text: bool = True) -> None:
@@ -78,7 +78,7 @@ class Manifest:
         self._has_nested = any(mount.path.startswith(below) for mount in self._mounts)
 
     def paths(self, lines: Iterable[bytes], refuse: Callable[[int, str], None]) -> Iterable[str]:
-        """The path of each line, "" for those without; `refuse` gets numbers and reasons."""
+        """Yield each line's path, "" if it has none; `refuse` gets its number and the reason."""
         for number, line in enumerate(lines, 1):
             text = line.strip(b" \t\r\n") if self._is_text else line
             if not text or (self._is_text and text.startswith(b"#")):
@@ -123,7 +123,7 @@ class Manifest:
             raise LineError(f"{text} is in the mount {found.mountpoint}, not in {self.mountpoint}")
 
     def _through_links(self, text: str) -> str:
-        """As `sync.find`, for a path to the mountpoint by symbolic links."""
+        """Do the same as `sync.find` for a path that leads to the mountpoint by symbolic links."""
         try:
             mountpoint, below = sync.find(Path(text))
         except CommandError as error:
@@ -134,10 +134,10 @@ class Manifest:
 
 
 def only_mount() -> Path:
-    """The mountpoint of the only mount.
+    """Return the mountpoint of the only mount.
 
     Raises:
-        CommandError: there is none, or there are several.
+        CommandError: there is no mount, or there are several.
     """
     mountpoints = [Path(mount.mountpoint) for mount in registry.all_mounts()]
     if len(mountpoints) != 1:

@@ -27,7 +27,7 @@ from fusefs.settings.mount import (
 )
 from fusefs.settings.sources import config_of, from_environment, mistyped
 
-# A keeper answers at once, but for a machine that is busy.
+# A keeper answers at once, unless the machine is busy.
 SETTINGS_TIMEOUT_S = 15.0
 UPGRADE_TIMEOUT_S = 90.0
 
@@ -52,12 +52,12 @@ def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
 
 
 def upgrade(options: argparse.Namespace) -> None:
-    """Have a daemon of this version take a mount over.
+    """Replace a mount's daemon by a daemon of this version.
 
     Raises:
         SettingsError: a setting cannot be read, or cannot be changed while mounted.
-        CommandError: the mount has no keeper.
-        ControlError: the keeper refused it.
+        CommandError: the mount has no keeper that answers.
+        ControlError: the keeper refused the upgrade.
     """
     changes, place = flags(options), registry.resolve(options.mountpoint)
     for name, value in changes.items():
@@ -70,7 +70,7 @@ def upgrade(options: argparse.Namespace) -> None:
             f"{place} has no keeper that answers, which an upgrade needs; unmount it and mount it"
             " again"
         ) from None
-    # Going back is an upgrade to an older version, which knows fewer settings.
+    # An upgrade may be to an older version, which knows fewer settings.
     present = MountSettings.from_texts(json.loads(answer["settings"])["settings"])
     request = {
         "do": "upgrade",
@@ -86,9 +86,9 @@ def upgrade(options: argparse.Namespace) -> None:
 
 
 def _files_of_mount(place: Path) -> dict[str, str]:
-    """The variables that named AWS's files when a mount was made, as far as that can be seen.
+    """Return the variables that named AWS's files when the mount was made, from its keeper.
 
-    Of a line of /etc/fstab (`credentials=FILE`) or a service no variable of this shell does.
+    This shell may lack them if /etc/fstab (`credentials=FILE`) or a service made the mount.
     """
     from fusefs.diagnosis.subject import environment_of  # a mount does without it
 
@@ -97,13 +97,13 @@ def _files_of_mount(place: Path) -> dict[str, str]:
     return {
         name: path
         for name, path in (made or {}).items()
-        # Relative to which directory is not known.
+        # the directory of a relative path is not known
         if name in users.AWS_FILES and os.path.isabs(path)
     }
 
 
 def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:
-    """The settings of a mount, from the command line, the environment and the file."""
+    """Build the settings of a mount from the command line, the environment and the file."""
     layer = {
         "source": RawValue(options.source, "the source"),
         "mountpoint": RawValue(str(registry.resolve(options.mountpoint)), "the mountpoint"),
@@ -114,7 +114,7 @@ def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> Mou
 
 
 def flags(options: argparse.Namespace) -> dict[str, RawValue]:
-    """The settings among the options of the command line."""
+    """Return the settings among the options of the command line."""
     layer = {}
     for setting in SETTINGS:
         if hasattr(options, setting.name):
@@ -126,7 +126,7 @@ def flags(options: argparse.Namespace) -> dict[str, RawValue]:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that they leave nothing behind either."""
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that they, too, leave nothing behind."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,8 +1,8 @@
 """The command line of `fusefs`: each command with its arguments and help, in one table.
 
-main.py has a function for each command, which it finds by the command's name. Only where
-the settings of mounts are options of a command are these read: to import them would take
-most of the time of a short command.
+main.py has a function for each command, found by the command's name. The settings of mounts are
+imported only for commands that have them as options: the import would take most of the time of a
+short command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class _Command(NamedTuple):
-    """One command. Of `alternatives` at most one may be given, or exactly one if `must_choose`.
+    """One command. At most one of `alternatives` may be given; exactly one if `must_choose`.
 
     `add_settings` adds the options that are settings of mounts.
     """
@@ -41,9 +41,9 @@ class _Command(NamedTuple):
 
 
 def make_parser(arguments: Sequence[str] | None = None) -> Parser:
-    """The parser for a command line; without one, for all of them, with the settings of each.
+    """Make the parser for a command line; without `arguments`, for all commands and their settings.
 
-    It has the command that comes first alone, and all of them where there is no such command.
+    It has only the command that comes first in `arguments`, or all if that is no command.
     """
     parser = Parser(
         prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."
@@ -51,7 +51,7 @@ def make_parser(arguments: Sequence[str] | None = None) -> Parser:
     version = f"fusefs {__version__}"
     names = ("-V", "--version")
     parser.add_argument(*names, action="version", version=version, help="show the version")
-    # Without its name argparse would make up a help text to find it in.
+    # Without `prog` argparse would format a help text to find the program's name in it.
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", prog="fusefs", dest="command"
     )
@@ -108,7 +108,7 @@ def _add_upgrade_settings(parser: Parser) -> None:
     from fusefs.settings.mount import FIXED, SETTINGS
 
     changeable = [setting for setting in SETTINGS if setting.name not in FIXED]
-    # What is not given keeps its value, which need not be the default.
+    # A setting that is not given keeps its value, which need not be the default.
     _add_settings(parser, changeable, shows_defaults=False)
     for setting in SETTINGS:
         if setting.name in FIXED:  # refused by the command, with a better sentence
@@ -133,7 +133,7 @@ def _add_setting(group: argparse._ActionsContainer, setting: Setting, text: str)
         "help": text.replace("%", "%%"),
     }
     if setting.is_switch and setting.flag.startswith("--no-"):
-        # BooleanOptionalAction would take the flag itself for a negation.
+        # BooleanOptionalAction would treat the flag itself as a negation.
         group.add_argument(setting.flag, action="store_true", **shared)
     elif setting.is_switch:
         group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **shared)
@@ -159,7 +159,7 @@ def _path(text: str) -> Path:
 
 
 def _duration(text: str) -> float:
-    from fusefs.settings.types import DURATION  # most commands have none
+    from fusefs.settings.types import DURATION  # most commands have no duration
 
     try:
         return DURATION.read(text)
@@ -168,7 +168,7 @@ def _duration(text: str) -> float:
 
 
 def _address(text: str) -> tuple[str, int]:
-    from fusefs.exporter.main import address_of  # one command has one
+    from fusefs.exporter.main import address_of  # only one command has an address
 
     return address_of(text)
 

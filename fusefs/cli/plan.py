@@ -1,4 +1,4 @@
-"""`fusefs plan`: gives a mount the list of what a program will read, in order."""
+"""`fusefs plan`: sends a mount the list of files that a program will read, in order."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fusefs.cli.polling import ANSWER_TIMEOUT_S, FIRST_PAUSE_S, POLL_S, SILENCE_
 from fusefs.launch.control import CommandError, NotAnsweringError
 from fusefs.launch.mount_requests import daemon_request
 
-# Bytes that are read at a time, and those of an entry: a longer one is no path.
+# Bytes that are read at a time, and the maximum of an entry: a longer entry is not a path.
 CHUNK = 1 << 20
 LONGEST_ENTRY = 8192
-# Entries without a good one before them until the file is no list of paths.
+# Number of bad entries before the first good one after which the file is not a list of paths.
 MOST_BAD = 100
 BAD_NAMED = 10
-# How often a recording asks what was opened.
+# Time between a recording's questions about opened files.
 RECORD_EVERY_S = 0.2
-# By then the daemon has mostly looked up the first entries.
+# By then the daemon has usually looked up the first entries.
 FIRST_LOOK_S = 3.0
 FIRST_LOOK = 64
 
 
 class Sender:
-    """The plan of one reader on its way to the daemon, in pieces."""
+    """Sends the plan of one reader to the daemon, in pieces."""
 
     def __init__(self, mountpoint: Path, reader: str) -> None:
         self._mountpoint = mountpoint
@@ -44,7 +44,7 @@ class Sender:
             self.flush()
 
     def flush(self, *, is_last: bool = False) -> None:
-        """Send what has been added; the first request replaces the reader's plan.
+        """Send the entries that were added; the first request replaces the reader's plan.
 
         Raises:
             ControlError: the mount has ended, or its daemon refused the plan.
@@ -62,7 +62,7 @@ class Sender:
         self._offset, self._size, self._piece = self._offset + self._size, 0, []
 
     def plan(self) -> dict[str, Any]:
-        """The state of the plan, as `status` has it."""
+        """Return the state of the plan, as `status` shows it; CommandError if it has been ended."""
         answer = daemon_request(self._mountpoint, {"command": "plans"}, ANSWER_TIMEOUT_S)
         found = [plan for plan in answer["plans"] if plan["reader"] == self._reader]
         if not found:
@@ -74,15 +74,15 @@ class Sender:
 def send(
     base: Path, file: str, reader: str, separator: bytes, complain: Callable[[str], None]
 ) -> bool:
-    """Send a plan; False if some of its entries are bad. `complain` gets lines for these.
+    """Send a plan; False if some of its entries are bad. `complain` gets lines about these.
 
     Raises:
-        CommandError: `base` is in no mount, or the file is no list of paths.
+        CommandError: `base` is in no mount, or the file is not a list of paths.
         ControlError: the mount has ended, or its daemon refused the plan.
         OSError: the file can't be read.
     """
     mountpoint, below = sync.find(base)
-    # A path may have any other byte, and a line of text a reader behind a tab.
+    # NUL-separated paths may have any other byte; a line of text may name its reader after a tab.
     is_text = separator != b"\0"
     reading = manifest.Manifest(mountpoint, below, is_text=is_text)
     senders: dict[str, Sender] = {}
@@ -107,7 +107,7 @@ def send(
                         senders[whose] = Sender(mountpoint, whose)
                     senders[whose].add(path)
             number += len(entries)
-            # A stream may go on much later.
+            # A stream may continue much later.
             for sender in senders.values():
                 sender.flush()
     for sender in senders.values():
@@ -134,7 +134,7 @@ def _entries(fd: int, separator: bytes, file: str) -> Iterator[list[bytes]]:
 
 
 def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
-    """Wait for up to three seconds until the daemon has looked up the first paths."""
+    """True if the bucket has the first paths; waits up to three seconds for their look-up."""
     deadline, pause_s = time.monotonic() + FIRST_LOOK_S, FIRST_PAUSE_S
     for sender in senders:
         wanted = min(sender.count, FIRST_LOOK)
@@ -151,10 +151,10 @@ def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
 
 
 def end(base: Path, reader: str) -> None:
-    """Have a mount forget a reader's plan.
+    """Make a mount forget a reader's plan.
 
     Raises:
-        CommandError: there is none.
+        CommandError: the reader has no plan.
     """
     mountpoint, _ = sync.find(base)
     message = {"command": "end plan", "reader": reader}
@@ -165,7 +165,7 @@ def end(base: Path, reader: str) -> None:
 def record(base: Path, file: str, separator: str) -> None:
     """Write the paths that are opened in a mount to a file, until the mount or the user ends it.
 
-    `separator` is behind each path.
+    `separator` follows each path.
 
     Raises:
         CommandError: `base` is in no mount.

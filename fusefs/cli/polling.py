@@ -1,4 +1,4 @@
-"""Has a daemon do a job that takes a while, and waits for the result."""
+"""Starts a daemon's job that takes a while, and waits for the result."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fusefs.launch.mount_requests import daemon_request
 ANSWER_TIMEOUT_S = 5.0
 FIRST_PAUSE_S = 0.02
 POLL_S = 0.25
-# Enough for the next daemon, if the daemon dies.
+# Enough time for a dead daemon's replacement to start.
 SILENCE_S = 60.0
 
 
 def finish(
     mountpoint: Path, message: dict[str, Any], describe: Callable[[dict[str, Any]], str]
 ) -> dict[str, Any]:
-    """Start the job of a request, wait until it has ended, and return it.
+    """Start the job of a request, wait until the job has ended, and return it.
 
-    The request gets the key "start". `describe` makes the text that is shown on one
-    line of the terminal meanwhile, if there is one.
+    The key "start" is added to the request. `describe` makes the text that a terminal, if there is
+    one, shows on one line meanwhile.
 
     Raises:
         CommandError: the daemon is silent for a minute.
@@ -53,6 +53,6 @@ def show_line(text: str) -> None:
     """Show progress on one line of the terminal, if there is one; an empty text clears it."""
     if not sys.stderr.isatty():
         return
-    # What is wider would go on in the next line, each time.
+    # A wider text would wrap to the next line, each time.
     width = max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1)
     print(f"\r{text[:width]:<{width}}\r", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Collects what `fusefs status` shows: the answers of daemons and keepers, and the kernel's.
+"""Collects what `fusefs status` shows: the answers of daemons and keepers, and kernel data.
 
-No function waits for a mount: requests have a time-out, and everything else is read
-from /proc and /sys.
+No function waits for a mount: requests have a time-out, and everything else is read from /proc and
+/sys.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ NOT_REGISTERED = "not registered here: another container's mount, or just starti
 
 
 def all_statuses() -> list[dict[str, Any]]:
-    """The status of every mount of fusefs that this process sees."""
+    """Return the status of every fusefs mount that this process sees."""
     registrations = registry.all_mounts()
     statuses = [_status_of(registration) for registration in registrations]
     known = {registration.mountpoint for registration in registrations}
     mounted = [mount for mount in mountinfo.kernel_mounts() if mount.is_fusefs]
-    # Bind mounts have the device of what they show.
+    # Bind mounts have the device of the mount that they show.
     shown = {mount.device for mount in mounted if str(mount.mountpoint) in known}
     return statuses + [_unregistered(mount) for mount in mounted if mount.device not in shown]
 
 
 def mount_status(mountpoint: Path) -> dict[str, Any]:
-    """The status of one mount.
+    """Return the status of one mount.
 
     Raises:
         CommandError: `mountpoint` is not a mount of fusefs.
@@ -68,13 +68,13 @@ def _status_of(registration: registry.Registration) -> dict[str, Any]:
     waiting = _waiting_in_kernel(mountpoint)
     if waiting is not None:
         requests = status.get("requests")
-        known = requests if isinstance(requests, dict) else {}  # not as another version has it
+        known = requests if isinstance(requests, dict) else {}  # another version's differs
         status["requests"] = {**known, "in_kernel": waiting}
     return status
 
 
 def _waiting_in_kernel(mountpoint: Path) -> int | None:
-    """The number of requests without an answer, where the kernel shows it (fusectl)."""
+    """Return the number of unanswered requests (fusectl); None if the kernel does not show it."""
     mount = mountinfo.find_mount(mountpoint)
     if mount is None:
         return None
@@ -99,7 +99,7 @@ def _unregistered(mount: mountinfo.KernelMount) -> dict[str, Any]:
 
 
 def is_healthy(status: Mapping[str, Any]) -> bool:
-    """True if a mount answers, and nothing that it says is wrong."""
+    """True if a mount answers, and its status shows no failure."""
     try:
         return status_report.is_healthy(status)
     except control.MALFORMED:

@@ -1,8 +1,7 @@
 """The text of `fusefs status`, made from the daemons' answers.
 
-A daemon answers with nested numbers (bytes, seconds, counts); this module adds
-labels and units. A value that is missing in an answer is left out, because the
-daemon may be older than the command.
+A daemon answers with nested numbers (bytes, seconds, counts); this module adds labels and units. A
+value that an answer lacks is left out, because the daemon may be older than the command.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from fusefs.settings.display import human_size as human_size
 Status = Mapping[str, Any]
 
 _LABEL_WIDTH = 12
-# A cache of which a larger share is used is full.
+# A cache counts as full above this share of its limit.
 FULL = 0.9
-# S3 counts as failing while the last attempt failed so long ago at most.
+# S3 counts as failing for this long after its last failed attempt.
 FAILING_S = 60.0
-# Files waiting for their upload that are listed by name.
+# Maximum number of files that are listed by name while they wait for their upload.
 MOST_PENDING = 5
 
 
@@ -69,7 +68,7 @@ def render(status: Status) -> str:
 
 
 def render_silent(status: Status) -> str:
-    """The block of a mount whose daemon gave no status."""
+    """Return the text block of a mount whose daemon gave no status."""
     pid = status.get("daemon", {}).get("pid")
     who = f"not answering, pid {pid}" if pid else "not answering"
     rows = [
@@ -112,8 +111,8 @@ def _hits(cache: Status) -> str:
     hit_bytes, miss_bytes = cache.get("hit_bytes", 0), cache.get("miss_bytes", 0)
     total = hit_bytes + miss_bytes
     share = f" ({hit_bytes / total:.1%})" if total else ""
-    # Reads of files that are open for passthrough are the kernel's alone: each open stands for one
-    # read of all of the file, however much of it is read.
+    # The daemon does not see reads of files that are open for passthrough: each such open counts as
+    # one read of the whole file, however much is read.
     opened, sizes = cache.get("passthrough_opens", 0), human_size(cache.get("passthrough_bytes", 0))
     unseen = f"; {sizes} of it for {counted(opened, 'passthrough open')}, whose reads are not seen"
     unseen = unseen if opened else ""
@@ -125,7 +124,7 @@ def _hits(cache: Status) -> str:
 
 
 def _integrity(integrity: Status) -> str:
-    """The number of cached files that were compared with their checksums, and which differed."""
+    """Describe how many cached files differed from their checksums or could not be read."""
     differed, unreadable = integrity["differed_files"], integrity["unreadable_files"]
     faults = [f"{counted(differed, 'file')} differed"] if differed else []
     if unreadable:
@@ -148,7 +147,7 @@ def _scrub(scrub: Status) -> str:
 
 
 def cluster_cache(found: Status) -> str:
-    """The state of the cluster cache, and what was found and stored there."""
+    """Describe the state of the cluster cache, and what was found and stored there."""
     lookups, fills = found["lookups"], found["fills"]
     state = {"closed": "in use", "opening": "not reached yet"}.get(found["state"], "not in use")
     why = f" ({found['why']})" if found["why"] else ""
@@ -187,7 +186,7 @@ def _s3(status: Status) -> str:
     troubles += [
         f"{s3[name]:,} {label}"
         for name, label in (
-            # A successful retry, a missing object and a lost race are no errors.
+            # A successful retry, a missing object and a lost race are not errors.
             ("errors", "failed for good (errors)"),
             ("retries", "retried"),
             ("throttled", "throttled"),
@@ -203,7 +202,7 @@ def _s3(status: Status) -> str:
 
 
 def _s3_failure(s3: Status) -> str | None:
-    """The failure of S3 that goes on, and for how long; None if it answers."""
+    """Describe S3's present failure, with its duration; None if S3 answers."""
     last = s3.get("last_error")
     if last is None or last["since_s"] is None or last["ago_s"] > FAILING_S:
         return None
@@ -213,7 +212,7 @@ def _s3_failure(s3: Status) -> str | None:
 def is_healthy(status: Status) -> bool:
     """True if a mount answers, reaches S3, is not shut and has no upload that fails.
 
-    Of a mount that is not this user's nothing is known.
+    A mount of another user counts as healthy, because its state is not known.
     """
     if "not_answering" in status:
         return bool(status.get("is_foreign"))
@@ -226,7 +225,7 @@ def is_healthy(status: Status) -> bool:
 
 
 def _conditions(conditions: Status) -> str:
-    """The conditions that the store honours, and how that was found out."""
+    """Describe the conditions that the store does not honour, and whether they were probed."""
     missing = conditions.get("missing", ())
     without = f"; not honoured: {', '.join(missing)}" if missing else ""
     if not conditions.get("known"):
@@ -259,7 +258,7 @@ def _has_room(cache: Status) -> bool:
 
 
 def _waits(stalls: Status, *, has_room: bool) -> Iterable[tuple[str, str]]:
-    """The waits of programs of late, and a hint."""
+    """Yield rows about the recent waits of programs, and a hint."""
     for sentence in stall_report.sentences(stalls):
         yield "waits", sentence
     hint = stall_report.hint(stalls, has_room=has_room)
@@ -312,7 +311,7 @@ def _renaming(job: Status) -> str:
 
 
 def warm_progress(job: Status) -> str:
-    """The progress of a job of `fusefs warm`, or its result."""
+    """Describe the progress of a job of `fusefs warm`, or its result."""
     troubles = warming_troubles(job)
     if job.get("unshared_blocks"):
         troubles.append(f"the cluster cache did not take {job['unshared_blocks']:,} blocks")
@@ -325,7 +324,7 @@ def warm_progress(job: Status) -> str:
 
 
 def plan_progress(plan: Status) -> str:
-    """The progress of a plan of `fusefs plan`: how far ahead, and why opens were late."""
+    """Describe the progress of a plan of `fusefs plan`: how far ahead, and why opens were late."""
     reader = f"{plan['reader']}: " if plan["reader"] else ""
     text = (
         f"{reader}{plan['state']}, {plan['position']:,} of {counted(plan['entries'], 'file')} read"
@@ -346,7 +345,7 @@ def plan_progress(plan: Status) -> str:
 
 
 def progress(job: Status) -> str:
-    """A share and sizes, as in `41%, 3.1 of 7.5 GiB, ETA 2 min`."""
+    """Describe a job's progress as a share and sizes, as in `41%, 3.1 of 7.5 GiB, ETA 2 min`."""
     wanted = job["bytes"] - job["left_out_bytes"]
     done, of = human_size(job["done_bytes"]), human_size(wanted)
     if done.split()[1] == of.split()[1]:
@@ -363,7 +362,7 @@ def progress(job: Status) -> str:
 
 
 def warming_troubles(job: Status) -> list[str]:
-    """The reasons why a job of `fusefs warm` left files out of the cache."""
+    """List the reasons why a job of `fusefs warm` left files out of the cache."""
     troubles = [job["why"]] if job["why"] else []
     if job["left_out_files"]:
         left_out = (

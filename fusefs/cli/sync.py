@@ -16,7 +16,7 @@ from fusefs.linux import files, mountinfo
 
 ANSWER_TIMEOUT_S = 5.0
 POLL_S = 0.2
-# How long to wait for the next daemon after a daemon has died.
+# Time to wait for a dead daemon's replacement.
 NEXT_DAEMON_S = 30.0
 MOST_SHOWN = 5
 
@@ -38,9 +38,9 @@ def sync(path: Path, timeout_s: float) -> None:
 
 
 def find(path: Path) -> tuple[Path, str]:
-    """The mountpoint of the mount that contains `path`, and the path relative to it.
+    """Return the mountpoint of the mount that contains `path`, and the path relative to it.
 
-    Of mounts in each other it is the innermost. Makes no call to their file systems.
+    If mounts are nested, it is the innermost mount. Makes no call to their file systems.
 
     Raises:
         CommandError: `path` is in no registered mount.
@@ -74,10 +74,10 @@ def wait(
 ) -> list[dict[str, Any]]:
     """Wait until every file is uploaded or has failed; return the files that are not uploaded.
 
-    A daemon that does not answer has `patience_s` to be replaced.
+    If the daemon does not answer, its replacement has to answer within `patience_s`.
 
     Raises:
-        ControlError: the daemon did not answer for longer than that, or refused.
+        ControlError: no daemon answered for `patience_s`, or the daemon refused.
     """
     if registry.registration_of(mountpoint) is None:
         return []
@@ -92,12 +92,12 @@ def wait(
         except control.NotAnsweringError:
             if time.monotonic() - last_answer >= patience_s:
                 raise
-            message["start"] = True  # to the next daemon
+            message["start"] = True  # for the daemon's replacement
             time.sleep(POLL_S)
             continue
         last_answer = time.monotonic()
-        # Files written after the request do not count. `since_s` is their age at the
-        # answer, so however late it comes, a file that was there at the request is older.
+        # Files written after the request do not count. `since_s` is their age at the answer, so
+        # however late it comes, a file that existed at the request is older.
         remaining = [file for file in answer["pending"] if file["since_s"] >= sent - requested]
         if not answer["under_way"] or not remaining or last_answer - begun > timeout_s:
             return remaining
@@ -108,7 +108,7 @@ def wait(
 
 
 def describe(files: list[dict[str, Any]]) -> str:
-    """One line about files that are not in the bucket."""
+    """Describe, in one line, files that are not in the bucket."""
     names = ", ".join(
         f"{file['key']} ({file['error'] or file['state']})" for file in files[:MOST_SHOWN]
     )

@@ -1,7 +1,7 @@
 """`fusefs umount`: ends a mount in the ordinary way, lazily, or by force.
 
-Its exit status is a promise: 0 only if the bucket has everything. When the processes of the mount
-have ended, the local disk tells (left_behind.py), also of a daemon that was stopped or killed.
+Its exit status is a promise: 0 only if the bucket has everything. After the end of the mount's
+processes, the local disk shows what is missing (left_behind.py), even if a daemon was killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ANSWER_TIMEOUT_S = 2.0
 UMOUNT_TIMEOUT_S = 120.0
 FORCE_TIMEOUT_S = 5.0
 SLOW_S = 5.0
-# A keeper replaces a daemon that is silent for 30 s (`--hang-timeout`), and the next one starts.
+# A keeper replaces a daemon that is silent for 30 s (`--hang-timeout`); then a new one starts.
 NEXT_DAEMON_S = 45.0
 
 
@@ -35,14 +35,14 @@ def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
     """End a mount and wait for the end of its processes.
 
     Raises:
-        CommandError, UnmountError: it is not a mount of fusefs, is in use, does not end, or has
-            ended with files that are not in the bucket.
+        CommandError, UnmountError: `mountpoint` is not a mount of fusefs, is in use, does not end,
+            or has ended with files that are not in the bucket.
     """
     mount = mountinfo.find_mount(mountpoint)
     registration = registry.registration_of(mountpoint)
     if mount is None or not mount.is_fusefs:
         raise CommandError(f"{mountpoint} is not a mount of fusefs")
-    os.chdir("/")  # this process is not to be what keeps it busy
+    os.chdir("/")  # this process must not keep the mount busy
     staging = registry.staging_of(mountpoint)
     if is_forced:
         _end_by_force(mount, registration)
@@ -71,7 +71,7 @@ def _end(
     has_staging: bool,
     is_lazy: bool,
 ) -> list[dict[str, Any]]:
-    """Unmount, and wait for the end of the processes; return what the daemon could not upload."""
+    """Unmount, wait for the processes to end; return the files that the daemon could not upload."""
     mountpoint = mount.mountpoint
     daemon = registration.pid if registration and registration.is_alive() else None
     keeper = _keeper_pid(mountpoint)
@@ -84,10 +84,10 @@ def _end(
         if error.is_busy:
             raise CommandError(f"{mountpoint} is in use{_users_text(mountpoint)}") from None
         raise CommandError(f"{mountpoint}: {error}") from None
-    # A lazy unmount ends when the last user is gone, which may take hours.
+    # A lazy unmount ends after the mount's last use, which may take hours.
     if is_lazy:
         return remaining
-    # Another daemon may have taken the place of the first meanwhile.
+    # Another daemon may have replaced the first one meanwhile.
     for pid in dict.fromkeys((daemon, daemon_pid(mountpoint), keeper)):
         if pid is None or _has_ended(pid, SLOW_S):
             continue
@@ -106,7 +106,7 @@ def _end(
 def _finish_uploads(mountpoint: Path, patience_s: float, timeout_s: float) -> list[dict[str, Any]]:
     """Wait for the uploads of written files; return the files that cannot be uploaded.
 
-    Without an answer there are none: the local disk tells then.
+    Returns none if the daemon does not answer: the caller then checks the local disk.
     """
     try:
         with _notice_if_slow(f"files written to {mountpoint} are being uploaded"):
@@ -149,8 +149,8 @@ def _users_text(mountpoint: Path) -> str:
 def _end_by_force(mount: mountinfo.KernelMount, registration: registry.Registration | None) -> None:
     """Abort the connection, unmount, and end the daemon and the keeper.
 
-    Where this user may not abort the connection (an ordinary user in a container),
-    killing the daemon has the same effect, as no other process holds it then.
+    If this user may not abort the connection (an ordinary user in a container), killing the daemon
+    has the same effect, as no other process has the connection open then.
     """
     failure: unmount.UnmountError | None = None
     try:
@@ -177,7 +177,7 @@ def _keeper_pid(mountpoint: Path) -> int | None:
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Wait until a process has ended; False if it has not within `timeout_s`."""
+    """Wait until a process has ended; False if it is still running after `timeout_s`."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,6 +1,6 @@
 """`fusefs warm` and `fusefs pin`: daemons fetch files into their caches.
 
-This starts the jobs and shows their progress.
+This module starts the daemons' jobs and shows their progress.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fusefs.launch import control
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
 
-# By then the daemon has mostly found out that a path does not exist.
+# By then the daemon has usually found out that a path does not exist.
 FIRST_PAGE_S = 3.0
-# Lines of progress where standard error is no terminal.
+# Time between lines of progress if standard error is not a terminal.
 LINE_EVERY_S = 10.0
 
 ADDED = (
@@ -35,11 +35,11 @@ ADDED = (
     "failed_files",
 )
 
-# The number of a pod of an Indexed Job.
+# The variable with the number of a pod of an Indexed Job.
 JOB_INDEX = "JOB_COMPLETION_INDEX"
 
 Job = dict[str, Any]
-# The paths of a mount from which on they are sent as a list.
+# More paths of one mount than this are sent as a list.
 MANY = 64
 BAD_LINES_NAMED = 10
 
@@ -48,9 +48,9 @@ BAD_LINES_NAMED = 10
 class WarmRequest:
     """A job for the daemon of one mount.
 
-    `below` is a path or pattern relative to the mountpoint ("" for the whole mount), or
-    the title of the list that has been sent under `list_name`. Of what it selects the job
-    fetches the shard (number, count), and pins it if `is_pinned`.
+    `below` is a path or pattern relative to the mountpoint ("" for the whole mount), or the title
+    of the list that has been sent under `list_name`. The job fetches only the shard (number, count)
+    of the selected files, and pins them if `is_pinned`.
     """
 
     mountpoint: Path
@@ -75,18 +75,18 @@ class WarmRequest:
         }
 
 
-# The job of each order, by the id that its daemon gave it.
+# The id that the daemon gave the job of each request.
 Ids = dict[WarmRequest, str]
 
 
 def shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Read `I/N`, or `N` in a pod of an Indexed Job, which knows its I.
+    """Parse `I/N`, or `N` in a pod of an Indexed Job, whose environment has I.
 
     Kubernetes sets JOB_COMPLETION_INDEX there
     (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode).
 
     Raises:
-        ValueError: it is no such thing; the message says why.
+        ValueError: `text` is invalid; the message says why.
     """
     parts = text.split("/")
     if len(parts) == 1:
@@ -105,7 +105,7 @@ def shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
 def requests(
     paths: Sequence[Path], shard: tuple[int, int] | None = None, *, is_pinned: bool = False
 ) -> list[WarmRequest]:
-    """The jobs for these paths, many of a mount being one. Sends their lists.
+    """Make the jobs for these paths; many paths of one mount make one job. Sends their lists.
 
     Raises:
         CommandError: a path is in no mount.
@@ -117,7 +117,7 @@ def requests(
         of.setdefault(mountpoint, []).append(below)
     found = []
     for mountpoint, parts in of.items():
-        # A list has a line for each path, and none for the whole mount.
+        # A list has a line for each path, but the whole mount has no line.
         if len(parts) > MANY and all(map(manifest.has_line, parts)):
             title = f"{len(parts):,} paths of {mountpoint}"
             name = manifest.send(mountpoint, parts)
@@ -132,10 +132,10 @@ def requests(
 def manifest_request(
     file: str, base: Path | None, shard: tuple[int, int] | None, complain: Callable[[str], None]
 ) -> tuple[WarmRequest, int]:
-    """The job for a manifest ("-" is standard input), and how many of its lines are bad.
+    """Make the job for a manifest ("-" is standard input); return it and the count of bad lines.
 
-    `complain` gets a line for each of the first of these. Relative paths are below
-    `base`; None is the only mount.
+    `complain` gets a message for each of the first bad lines. Relative paths are below `base`; None
+    stands for the only mount.
 
     Raises:
         CommandError: `base` is in no mount.
@@ -161,7 +161,7 @@ def manifest_request(
 
 
 def start(requests: Sequence[WarmRequest]) -> Ids:
-    """Start the jobs, or join those under way.
+    """Start the jobs, or join equal jobs under way; return their ids.
 
     Raises:
         ControlError: a mount has ended, or its daemon refused the job.
@@ -210,7 +210,7 @@ def wait(ids: Ids) -> dict[WarmRequest, Job]:
     """Wait until all jobs have ended, and return them.
 
     Raises:
-        CommandError: a daemon is silent for a minute, or does not know a list any more.
+        CommandError: a daemon is silent for a minute, or no longer knows a list.
         ControlError: a mount has ended.
     """
     jobs: dict[WarmRequest, Job] = {}
@@ -232,7 +232,7 @@ def wait(ids: Ids) -> dict[WarmRequest, Job]:
                 raise CommandError(str(error)) from None
         if not all(map(has_ended, jobs.values())):
             shown_at = _show(together(list(jobs.values())), shown_at)
-        # What is noticed late is a small share of what the job takes.
+        # The end may be noticed late by a small share of the job's duration.
         time.sleep(min(max(FIRST_PAUSE_S, (time.monotonic() - began) / 50), POLL_S))
 
 
@@ -257,7 +257,7 @@ def _jobs(ids: Ids) -> dict[WarmRequest, Job]:
 
 
 def _again(request: WarmRequest) -> Job:
-    """Start a job again: a daemon that was restarted does not know jobs that ended before."""
+    """Start a job again: a restarted daemon does not know jobs that ended before."""
     if request.list_name:
         raise CommandError(
             f"{request.title}: the daemon was replaced after the job had ended; run the command"
@@ -267,7 +267,7 @@ def _again(request: WarmRequest) -> Job:
 
 
 def together(jobs: list[Job]) -> Job:
-    """Several jobs added up to one, for `status_report.progress`."""
+    """Add several jobs up to one, for `status_report.progress`."""
     etas = [job["eta_s"] for job in jobs if job["state"] == "under way"]
     eta_s = max((math.inf if eta is None else eta for eta in etas), default=math.inf)
     return {
@@ -278,7 +278,7 @@ def together(jobs: list[Job]) -> Job:
 
 
 def _show(job: Job, shown_at: float) -> float:
-    """Show progress on one line of a terminal, else as a line every ten seconds; return when."""
+    """Show progress on one line of a terminal, else every ten seconds; return the time shown."""
     text = f"{status_report.progress(job)}, {job['done_files']:,} of {job['files']:,} files"
     polling.show_line(text)
     if sys.stderr.isatty() or time.monotonic() - shown_at < LINE_EVERY_S:

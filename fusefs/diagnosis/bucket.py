@@ -1,9 +1,9 @@
-"""The bucket: what these credentials may do there, how soon it answers, how fast it sends.
+"""Checks of the bucket: permissions, latency and throughput with these credentials.
 
-Requests go through the daemon's own store, with its connections and its TLS.
-Reading needs nothing but a listing and an object. What changes the bucket is
-tried on request alone, with objects of one byte below a name that no mount
-lists (store/capabilities.py), which are deleted at the end.
+Requests go through the daemon's own kind of store, with its connections and its TLS. Reading needs
+only a listing and an object. Permissions to change the bucket are tried only on request, with
+objects of one byte below a name that no mount lists (store/capabilities.py), which are deleted at
+the end.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from fusefs.store.s3.store import S3Store, open_store
 RETRY_TIME_S = 3.0
 LIMIT_S = 30.0
 LATENCY_SAMPLES = 8
-# A read of the first byte of an object in the same region takes 10 to 100 ms.
+# Reading the first byte of an object in the same region takes 10 to 100 ms.
 SLOW_ANSWER_S = 0.25
 RANGE_BYTES = 8 << 20
 MOST_BYTES = 512 << 20
 THROUGHPUT_S = 2.0
 READERS = 16
 SLOW_BYTES_S = 100e6
-# Less than the buffers of so many connections hold: nothing goes on.
+# Less than the buffers of the connections hold: no large answer arrives.
 STUCK_BYTES = 64 << 10
-# Of smaller objects the latency alone would be measured.
+# Smaller objects would measure only the latency.
 LEAST_MEASURED = 1 << 20
-# So many objects are tried until one is not archived.
+# The maximum number of objects that are tried until one is not archived.
 MOST_ARCHIVED = 8
-# What AWS calls the permissions.
+# AWS' names of the permissions.
 _ACTIONS = {
     "list": "s3:ListBucket",
     "get": "s3:GetObject",
@@ -59,7 +59,7 @@ _ACTIONS = {
     "delete": "s3:DeleteObject",
     "multipart": "s3:PutObject and s3:AbortMultipartUpload",
 }
-# What becomes of a mount without a permission.
+# The consequence of a missing permission for a mount.
 _NEEDED_FOR = {
     "list": "nothing can be mounted",
     "get": "no file can be read",
@@ -73,7 +73,7 @@ _NEEDED_FOR = {
 async def check(
     settings: S3Settings, prefix: str, *, tries_permissions: bool, may_write: bool
 ) -> list[Finding]:
-    """All checks of the bucket. Returns within a minute, whatever S3 does."""
+    """Make all checks of the bucket. Returns within a minute, even if S3 does not answer."""
     findings: list[Finding] = []
     async with open_store(replace(settings, retry_time_s=RETRY_TIME_S)) as store:
         with trio.move_on_after(LIMIT_S) as scope:
@@ -133,7 +133,7 @@ def _refused(what: str, error: StoreError) -> Finding:
 
 
 def _remedy(what: str, error: StoreError) -> str:
-    """The remedy for a refusal that has other causes than the identity's permissions."""
+    """Return advice for a refusal, which may have other causes than missing permissions."""
     match error:
         case CredentialsError():
             return "renew or correct the credentials; a finding above names their source"
@@ -150,7 +150,7 @@ def _remedy(what: str, error: StoreError) -> str:
 
 
 async def _latency(store: S3Store, info: ObjectInfo) -> Finding:
-    """The time of a GET of one byte: to its end, since there is no more to come."""
+    """Measure the time of GETs of one byte, to the end of the answer."""
     taken = []
     for _ in range(LATENCY_SAMPLES):
         began = trio.current_time()
@@ -170,7 +170,7 @@ async def _latency(store: S3Store, info: ObjectInfo) -> Finding:
 
 
 async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
-    """Read ranges of one object side by side for a while."""
+    """Measure the throughput of parallel reads of ranges of one object."""
     if info.size < LEAST_MEASURED:
         return skipped("throughput", "there is no object of 1 MiB or more on the first page")
     rounds = itertools.repeat(range(0, info.size, RANGE_BYTES), READERS)
@@ -260,7 +260,7 @@ async def _tried(what: str, attempt: Callable[[], Awaitable[object]]) -> Finding
 
 
 class _Trial:
-    """One object that is written, read, copied and deleted, and one upload in parts."""
+    """Requests to try: write, read, copy and delete one object, and upload another in parts."""
 
     def __init__(self, store: S3Store, own: str, fd: int) -> None:
         self._store = store
@@ -268,7 +268,7 @@ class _Trial:
         self._fd = fd
 
     def steps(self) -> list[tuple[str, Callable[[], Awaitable[object]]]]:
-        """The attempts, in an order in which each has what it needs."""
+        """Return the attempts, in an order in which each finds the object that it needs."""
         return [
             ("put", self._put),
             ("get", self._get),

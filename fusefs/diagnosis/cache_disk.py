@@ -1,4 +1,4 @@
-"""The disk that caches objects: which file system, how much room, how fast."""
+"""Checks of the cache disk: its file system, free space and speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusefs.settings.types import FREE_INODES
 
 PROBE_BYTES = 64 << 20
 PIECE = 1 << 20
-# A cache is to be faster than S3, which gives a connection some 50 MB/s.
+# A cache must be faster than S3, which gives a connection some 50 MB/s.
 SLOW_BYTES_S = 200e6
 
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "lustre", "glusterfs")
@@ -27,14 +27,14 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "lustre", "g
 def check(
     settings: MountSettings, *, cached_bytes: int = 0, cached_files: int = 0
 ) -> Iterator[Finding]:
-    """All checks of the cache directory of these settings. Blocks while the disk is measured.
+    """Check the cache directory of these settings. Blocks while the disk is measured.
 
-    `cached_bytes` in `cached_files` are what a mount has there, and evicts when it needs room.
+    `cached_bytes` in `cached_files` are a mount's cache, from which it evicts files for space.
     """
     try:
         directory = existing(settings.cache_dir)
         room = os.statvfs(directory)
-    except OSError as error:  # of a name, or of a directory above that is closed to this user
+    except OSError as error:  # of a name, or of a parent directory that is closed to this user
         text = f"{settings.cache_dir}: {error.strerror}"
         yield problem("cache disk", text, "choose another --cache-dir, or repair the disk")
         return
@@ -53,7 +53,7 @@ def check(
         human_size,
         "free disk space, use a larger disk (--cache-dir), or lower --min-free",
     )
-    if room.f_files:  # btrfs and others make inodes as they are needed
+    if room.f_files:  # btrfs and others make inodes on demand
         yield _room(
             "cache inodes",
             room.f_favail,
@@ -68,7 +68,7 @@ def check(
 
 
 def existing(directory: Path) -> Path:
-    """The directory, or what is above it as long as it does not exist."""
+    """Return the directory if it exists, else its nearest existing parent."""
     path = registry.resolve(directory)
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -112,7 +112,7 @@ def _room(
     shown: Callable[[int], str],
     what_to_do: str,
 ) -> Finding:
-    """The finding about bytes or inodes, of which `floor` stay free and eviction frees `cached`."""
+    """Rate free bytes or inodes: `floor` must stay free, eviction can free `cached`."""
     text = f"{shown(free)} of {shown(total)} free"
     figures = {"total": total, "free": free, "stays_free": floor}
     if free > floor:
@@ -125,8 +125,8 @@ def _room(
 
 
 def _speed(directory: Path) -> Finding:
-    """The finding about a file that is written and read, past the page cache; it has no name."""
-    piece = random.randbytes(PIECE)  # some disks are quick at zeros
+    """Measure writing and reading a file without a name, past the page cache."""
+    piece = random.randbytes(PIECE)  # some disks are fast with zeros
     offsets = range(0, PROBE_BYTES, PIECE)
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -140,7 +140,7 @@ def _speed(directory: Path) -> Finding:
             for offset in offsets:
                 os.pread(file.fileno(), PIECE, offset)
             read = PROBE_BYTES / (time.monotonic() - began)
-    except OSError as error:  # also of limits and permissions, which say nothing about the disk
+    except OSError as error:  # also limits and permissions, which say nothing about the disk
         return skipped("cache speed", f"it can't be measured: {error.strerror}")
     text = f"writes {written / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
     figures = {"write_bytes_per_second": written, "read_bytes_per_second": read}

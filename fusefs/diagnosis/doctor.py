@@ -1,8 +1,7 @@
 """`fusefs doctor`: checks the machine, a mount and its bucket, and returns findings.
 
-Without a mount or a bucket the machine is checked, and whether each mount of
-this user answers. No check waits for ever: a mount is never touched, requests
-to daemons and to S3 have time-outs.
+Without a mount or a bucket, it checks the machine, and that each mount of this user answers. No
+check waits for ever: a mount is never touched, requests to daemons and to S3 have time-outs.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ def check(
     has_bucket: bool = False,
     tries_permissions: bool = False,
 ) -> Iterator[Finding]:
-    """The machine, the cache disk, and a mount or the bucket of these settings, else all mounts.
+    """Check the machine, the cache disk, and a mount, the bucket of the settings, or all mounts.
 
-    Of a mount `settings` stand for those that nothing tells.
+    For a mount, `settings` are used only if its own settings are not known.
 
     Raises:
         CommandError: `mountpoint` is not a mount of fusefs.
@@ -88,7 +87,7 @@ def _check_bucket(settings: MountSettings, *, tries_permissions: bool) -> Iterat
 
     try:
         yield from trio.run(check)
-    except BaseExceptionGroup as group:  # as nurseries raise it
+    except BaseExceptionGroup as group:  # nurseries raise it so
         if group.subgroup(KeyboardInterrupt) is None:
             raise
         raise KeyboardInterrupt from None

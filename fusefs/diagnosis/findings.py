@@ -24,7 +24,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of one check. `advice` is what to do; `figures` are for programs.
+    """The finding of one check. `advice` says what to do; `figures` are for programs.
 
     Figures are in bytes, seconds and bytes per second.
     """
@@ -36,7 +36,7 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def as_text(self) -> str:
-        """This as a line, and a second one with what to do."""
+        """Format the finding as a line, with its advice on a second line."""
         line = f"{self.level:<{_LEVEL_WIDTH}}{self.check:<{_LABEL_WIDTH}}{shown(self.text)}"
         if not self.advice:
             return line
@@ -64,7 +64,7 @@ def has_problem(findings: Iterable[Finding]) -> bool:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """The last line of the command: how many of each."""
+    """Return the last line of the command: the counts of problems and of pieces of advice."""
     levels = [finding.level for finding in findings]
     problems, advices = levels.count(Level.PROBLEM), levels.count(Level.ADVICE)
     if not problems and not advices:

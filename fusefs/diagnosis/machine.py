@@ -1,6 +1,6 @@
-"""The machine's offers to mounts: the kernel's features, /dev/fuse, privileges.
+"""Checks of the machine: the kernel's features, /dev/fuse, privileges.
 
-Nothing here needs a mount, a bucket or the network.
+They need no mount, no bucket and no network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRUNE = (6, 18)
 
 
 def check(*, allow_other: bool) -> Iterator[Finding]:
-    """All checks of the machine."""
+    """Make all checks of the machine."""
     yield kernel(os.uname().release)
     yield _device()
     yield _privileges(allow_other=allow_other)
@@ -30,7 +30,7 @@ def check(*, allow_other: bool) -> Iterator[Finding]:
 
 
 def kernel(release: str) -> Finding:
-    """The features of a kernel of this release."""
+    """Check the features of a kernel of this release."""
     version = _version(release)
     lacking = [
         name

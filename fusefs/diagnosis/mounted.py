@@ -1,4 +1,4 @@
-"""A mount that is there: what its daemon and its keeper report, as findings."""
+"""Checks of an existing mount: the reports of its daemon and keeper, as findings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch.control import MALFORMED
 from fusefs.settings.display import human_duration, human_size
 
-# An upload that has waited for this long has been tried again several times.
+# An upload that has waited for this long has been retried several times.
 OLD_UPLOAD_S = 600.0
 
 
 def check(subject: MountSubject) -> Iterator[Finding]:
-    """Everything that the status of one mount shows."""
+    """Make findings of everything that the status of one mount shows."""
     try:
         yield from _check(subject)
     except MALFORMED as error:
@@ -27,7 +27,7 @@ def check(subject: MountSubject) -> Iterator[Finding]:
 
 
 def cached(subject: MountSubject) -> tuple[int, int]:
-    """The bytes and the files that a mount has in its cache; none if its daemon does not tell."""
+    """Return the bytes and the count of a mount's cached files; 0, 0 if its daemon gives none."""
     try:
         cache = (subject.status or {})["cache"]
         return int(cache["used_bytes"]), int(cache["files"])
@@ -42,7 +42,7 @@ def _check(subject: MountSubject) -> Iterator[Finding]:
             "the keeper replaces a silent daemon within --hang-timeout; after that see the log, "
             "and end the mount with fusefs umount --force"
         )
-        if subject.pid is None:  # to end it would take it from those who use it elsewhere
+        if subject.pid is None:  # ending it would end it for its users elsewhere
             what_to_do = "run fusefs doctor as the user and in the container that mounted it"
         text = f"{subject.mountpoint} does not answer: {subject.why_silent}"
         yield problem("daemon", text, what_to_do)
@@ -64,7 +64,7 @@ def _check(subject: MountSubject) -> Iterator[Finding]:
 
 
 def _features(status: dict[str, Any]) -> Iterator[Finding]:
-    """The features that the kernel agreed to in INIT."""
+    """Check the features that the kernel agreed to in INIT."""
     passthrough, survival = status.get("passthrough", {}), status.get("survival", {})
     session = f"session {status.get('session', '?')}"
     if passthrough.get("on"):
@@ -175,7 +175,7 @@ def _writing(writing: dict[str, Any]) -> Iterator[Finding]:
 
 
 def unknown_settings(subject: MountSubject) -> Finding:
-    """The finding of a mount whose settings no keeper tells."""
+    """Return the finding about a mount whose keeper does not give its settings."""
     return skipped(
         "settings",
         "this mount has no keeper that tells them; its endpoint, certificates and credentials are "

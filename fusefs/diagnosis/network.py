@@ -1,4 +1,4 @@
-"""The way to S3: names, the connection and TLS, with the engine that a daemon uses.
+"""Checks of the path to S3: DNS, the connection and TLS, with the engine that a daemon uses.
 
 All functions block, and need no credentials.
 """
@@ -27,17 +27,16 @@ from fusefs.store.s3.settings import S3Settings
 
 CONNECT_TIMEOUT_S = 5.0
 SLOW_NAME_S = 0.5
-# S3 refuses requests that are signed with a time this far from its own
-# (RequestTimeTooSkewed).
+# S3 refuses requests whose signature has a time this far from its own (RequestTimeTooSkewed).
 REFUSED_SKEW_S = 900.0
-# The header Date has whole seconds, and the answer took some time.
+# The Date header has whole seconds, and the answer took some time.
 NOTICED_SKEW_S = 30.0
-# The checks without which there is no use in more requests.
+# The checks after whose failure more requests are useless.
 CONNECTION, TLS = "connection", "TLS"
 
 
 def check(settings: S3Settings) -> Iterator[Finding]:
-    """All checks of the way to the bucket of these settings."""
+    """Make all checks of the path to the bucket of these settings."""
     try:
         access = _unsigned_access(settings)
     except (StoreError, AttemptError) as error:
@@ -48,7 +47,7 @@ def check(settings: S3Settings) -> Iterator[Finding]:
     check, began = TLS if is_tls else CONNECTION, time.time()
     try:
         completion = trio.run(_ask, access)
-    except ValueError as error:  # of a host that no URL can have
+    except ValueError as error:  # a host name that no URL can have
         yield _unreachable(check, str(error))
         yield _clock(None, began)
         return
@@ -60,7 +59,7 @@ def check(settings: S3Settings) -> Iterator[Finding]:
 
 
 def _unsigned_access(settings: S3Settings) -> Access:
-    """Access that signs nothing: the way is to be tried also where there are no credentials."""
+    """Return access without signatures, so that the path can be checked without credentials."""
     region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     try:
         return Access(
@@ -79,7 +78,7 @@ def _unsigned_access(settings: S3Settings) -> Access:
 
 
 async def _ask(access: Access) -> Completion:
-    """Send a LIST, which any server answers, if only with a refusal."""
+    """Send a LIST, which every server answers, at least with a refusal."""
     call = Call("LIST", "GET", query={"list-type": 2, "max-keys": 1})
     async with open_engine(1) as engine:
         return await engine.send(access.address.request(call, None))
@@ -118,7 +117,7 @@ def _name(url: str, proxy: str | None) -> Finding:
 
 
 def _connection(access: Access, completion: Completion, check: str) -> Finding:
-    """Judge the connection by the answer that came over it. A refusal will do."""
+    """Judge the connection by the answer that came over it. A refusal proves it, too."""
     if completion.error is not None and not completion.status:
         failure = unreachable.of_engine(completion, access.url, access.address.route.proxy)
         return _unreachable(check, failure.sentence)
@@ -141,7 +140,7 @@ def _unreachable(check: str, why: str) -> Finding:
 
 
 def _clock(date: str | None, middle: float) -> Finding:
-    """Compare S3's clock with this machine's, which was at `middle` when it answered."""
+    """Compare S3's clock with this machine's, which showed `middle` halfway through the request."""
     skew_s: float | None = None
     with suppress(ValueError, TypeError):  # a server may write nonsense
         skew_s = parsedate_to_datetime(date or "").timestamp() + 0.5 - middle

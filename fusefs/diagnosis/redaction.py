@@ -1,7 +1,7 @@
-"""Takes secrets out of texts that leave the machine.
+"""Removes secrets from texts that leave the machine.
 
-Those that are known go (of the environment, of files of keys), wherever they stand, and what
-looks like one: values behind names such as `secret` or `token`, signatures, tokens, passwords
+Known secrets (from the environment, from key files) are removed everywhere, and so is anything that
+looks like a secret: values after names such as `secret` or `token`, signatures, tokens, passwords
 in URLs, private keys.
 """
 
@@ -16,16 +16,16 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 REMOVED = "[removed]"
-# Shorter ones would be found within other words.
+# Shorter secrets would be found within other words.
 SHORTEST_SECRET = 6
-# After a colon and a blank, as in "credentials: no answer", shorter ones are words.
+# After a colon and a blank, as in "credentials: no answer", shorter values are ordinary words.
 SHORTEST_WORD = 12
 
-# Bounded, since a key of many dots would take a search without bounds hours.
+# Bounded, since an unbounded search in a key with many dots would take hours.
 _SECRET_NAME = r"""[\w.-]{0,64}(?:secret|token|passw(?:or)?d|passphrase|private[_-]?key|signature|
     credential|authorization|api[_-]?key|security)[\w.-]{0,64}"""
-# name=value, "name": "value", name: value, also as JSON within a string of JSON has it: with
-# backslashes before its quotes. A line may end within a value.
+# name=value, "name": "value", name: value; also as JSON within a JSON string, where backslashes
+# precede the quotes. A line may end within a value.
 _NAMED = re.compile(
     rf"""(?ix)(["']?\b{_SECRET_NAME}(?:\\*["'])?\s*[=:]\s*)
     (?:(?:Bearer|Basic)\s+)?
@@ -38,28 +38,28 @@ _PATTERNS = (
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # JSON Web Tokens (RFC 7519)
     re.compile(r"(?i)(?<=bearer )[\w.~+/=-]{8,}"),
 )
-# Up to the last @, since a password may have one, as it is written by hand.
+# Up to the last @, because a password that was written by hand may contain one.
 _PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s]*(?=@)")
-# AWS's key ids (AKIA…, ASIA…) are no secret, and name an account.
+# AWS's key ids (AKIA…, ASIA…) are not secret, but name an account.
 _KEY_ID = re.compile(r"\b(A[KS]IA)[A-Z0-9]{12}([A-Z0-9]{4})\b")
-# Settings whose names are like those of secrets, and values that are none.
+# Harmless values of settings whose names look like those of secrets.
 _HARMLESS = re.compile(r"(?i)true|false|null|none|on|off|auto|\d+(?:\.\d+)?")
 _QUOTE = re.compile(r"""\\*["']""")
 
 
 class Secrets:
-    """Removes secrets from text; `known` are those that are recognised wherever they stand."""
+    """Removes secrets from text; the `known` secrets are recognised everywhere."""
 
     def __init__(self, known: Iterable[str]) -> None:
         forms: set[str] = set()
         for secret in known:
             if len(secret) >= SHORTEST_SECRET:
                 forms |= {secret, quote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1]}
-        # The longest first: one may be part of another.
+        # The longest first, because one secret may be part of another.
         self._known = sorted(forms, key=len, reverse=True)
 
     def remove(self, text: str) -> str:
-        """The text with each secret replaced by `REMOVED`."""
+        """Return the text with each secret replaced by `REMOVED`."""
         for secret in self._known:
             text = text.replace(secret, REMOVED)
         for pattern in _PATTERNS:
@@ -69,7 +69,7 @@ class Secrets:
         return _NAMED.sub(_without_value, text)
 
     def remove_plain(self, value: Any, *, is_secret: bool = False) -> Any:
-        """The same for a value of JSON; what is behind the name of a secret goes as well."""
+        """Remove secrets from a JSON value, and values whose names look like a secret's."""
         if isinstance(value, Mapping):
             return {
                 self.remove(str(name)): self.remove_plain(
@@ -101,7 +101,7 @@ def _is_name_of_secret(name: str) -> bool:
 
 
 def known_secrets(environment: Mapping[str, str], files: Iterable[str]) -> list[str]:
-    """The secrets of an environment, and of texts of AWS configuration files."""
+    """Collect the secrets of an environment, and of the texts of AWS configuration files."""
     found = []
     for name, value in environment.items():
         if _is_name_of_secret(name) and not os.path.exists(value):

@@ -1,8 +1,8 @@
-"""`fusefs report`: one archive with what a bug report needs, and without secrets.
+"""`fusefs report`: writes an archive for a bug report, without secrets.
 
-The archive (tar.gz, for its owner alone) has versions, and a directory for each mount with its
-settings, its status, its keeper's status and the end of its log. What can't be read is named in
-the archive and does not fail the report.
+The archive (tar.gz, readable only by its owner) has versions, and a directory for each mount with
+its settings, its status, its keeper's status and the end of its log. Files that can't be read are
+named in the archive and do not fail the report.
 
 Every text passes through `redaction` on its way into the archive.
 """
@@ -29,7 +29,7 @@ from fusefs.launch import log_location
 from fusefs.launch.users import aws_files
 from fusefs.settings.mount import MountSettings
 
-# The end of each log: some 40,000 lines.
+# Length of the end of each log: some 40,000 lines.
 LOG_BYTES = 4 << 20
 
 
@@ -38,11 +38,11 @@ def write(path: Path, mountpoint: Path | None) -> None:
 
     Raises:
         OSError: the file can't be written.
-        CommandError: a mountpoint is not a mount of fusefs.
+        CommandError: `mountpoint` is not a mount of fusefs.
     """
     subjects = subject.find_all() if mountpoint is None else [subject.find(mountpoint)]
     known = Secrets(_secrets_of(subjects))
-    top = path.name.lstrip(".").partition(".")[0]  # also of a hidden file
+    top = path.name.lstrip(".").partition(".")[0]  # works for a hidden file, too
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
@@ -50,7 +50,7 @@ def write(path: Path, mountpoint: Path | None) -> None:
                 _add(tar, f"{top}/{name}", known, content)
     except BaseException as error:
         path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # of the archive itself
+        if isinstance(error, OSError) and error.filename is None:  # an error of the archive itself
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
@@ -99,7 +99,7 @@ def _files(subjects: Sequence[MountSubject]) -> Iterator[tuple[str, Any]]:
 
 
 def versions() -> dict[str, Any]:
-    """The versions of fusefs, Python, the kernel and all packages of this Python."""
+    """Return the versions of fusefs, Python, the kernel and all packages of this Python."""
     return {
         "fusefs": fusefs.__version__,
         "python": sys.version,

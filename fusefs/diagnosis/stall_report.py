@@ -1,7 +1,7 @@
-"""The waits of programs in sentences, and what may be changed about them.
+"""Sentences about programs' waits, and hints about how to reduce them.
 
-The shares are those of time in which at least one request waited for something; of
-several things at once each counts, so the shares may add up to more than the whole.
+A share is the part of a time span in which at least one request waited for the cause. Simultaneous
+waits for several causes all count, so the shares may add up to over 100%.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 Shares = Mapping[str, float]
 
-# Below this share of the time a wait is not worth a word, nor below the next one a hint.
+# A wait below the first share of the time is not mentioned, below the second it gets no hint.
 LEAST_SHARE = 0.005
 LEAST_FOR_HINT = 0.05
-# Most causes that a sentence names.
+# The maximum number of causes that a sentence names.
 MOST_CAUSES = 3
 
-# By cause: what is waited for, and what to do about it.
+# By cause: the end of a sentence about the wait, and a hint.
 _CAUSES = {
     "connection": (
         "for a free connection",
@@ -63,33 +63,33 @@ _SPANS = {"10": "the last 10 s", "60": "the last minute", "300": "the last 5 min
 
 
 def sentences(stalls: Mapping[str, Any]) -> Iterable[str]:
-    """A sentence for each of the last spans of time in which programs waited."""
+    """Yield a sentence for each of the last time spans in which programs waited."""
     found = [sentence(stalls["shares"].get(key, {}), span) for key, span in _SPANS.items()]
     waited = [one for one in found if one is not None]
     yield from waited or ["programs waited for nothing in the last 5 minutes"]
 
 
 def sentence(shares: Shares, span: str) -> str | None:
-    """The share of a span of time that programs waited, and for what; None if they did not."""
+    """Describe which share of a time span programs waited, and for what; None if they did not."""
     if shares.get("any", 0.0) < LEAST_SHARE:
         return None
     parts = [f"{shares[cause]:.0%} {_CAUSES[cause][0]}" for cause in _causes(shares)]
-    # Of many causes each may be too small to be named.
+    # If there are many causes, each may be too small to be named.
     causes = f": {', '.join(parts)}" if parts else ""
     return f"programs waited {shares['any']:.0%} of {span}{causes}"
 
 
 def hint(stalls: Mapping[str, Any], *, has_room: bool = True) -> str | None:
-    """A change that helps against the cause of most waits, in the latest such span.
+    """Suggest a change against the main cause of waits, in the shortest span with one, or None.
 
-    Without `has_room` in the cache nothing is to be fetched ahead.
+    Without `has_room` in the cache, it does not suggest to fetch data ahead.
     """
     hints = (advice(stalls["shares"].get(key, {}), has_room=has_room) for key in _SPANS)
     return next((one for one in hints if one is not None), None)
 
 
 def advice(shares: Shares, *, has_room: bool = True) -> str | None:
-    """Advice about the cause that was waited for most."""
+    """Return a hint about the cause of most waits; None if these are too short."""
     causes = _causes(shares)
     if not causes or shares[causes[0]] < LEAST_FOR_HINT:
         return None
@@ -98,6 +98,6 @@ def advice(shares: Shares, *, has_room: bool = True) -> str | None:
 
 
 def _causes(shares: Shares) -> list[str]:
-    """The causes that are worth a word, the largest share first; of a later daemon's, the known."""
+    """List the known causes that are worth mentioning, the largest share first."""
     known = [cause for cause in _CAUSES if shares.get(cause, 0.0) >= LEAST_SHARE]
     return sorted(known, key=lambda cause: -shares[cause])[:MOST_CAUSES]

@@ -1,9 +1,8 @@
 """The subject of `fusefs doctor` and `fusefs report`: a mount, a bucket, or the machine alone.
 
-Of a mount the settings come from its keeper, with what the daemon was given of
-the AWS configuration; what the daemon has in its environment is read from the
-keeper's process, where this user may. So a check is made as the daemon would
-make the request, not as the shell would in which the command runs.
+A mount's keeper gives its settings, and the AWS configuration files that the daemon was given; the
+daemon's environment is read from the keeper's process, if this user may. So a check sends its
+requests as the daemon would, and not as the shell would in which the command runs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import MountSource
 
 ANSWER_TIMEOUT_S = 2.0
-# What decides about connections and credentials.
+# Names of variables that affect connections and credentials.
 _PREFIXES = ("AWS_",)
 _NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "REQUESTS_CA_BUNDLE")
 _FILES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HOME")
@@ -34,9 +33,9 @@ _FILES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HOME")
 class MountSubject:
     """One mount, as its processes describe it.
 
-    `settings` is None where no keeper tells them. `files` are files of the AWS
-    configuration by their variables, `environment` is the daemon's, as far as it
-    decides about requests (None: it can't be read). Both may have secrets.
+    `settings` is None if no keeper gives them. `files` has the contents of AWS configuration files
+    by their variables; `environment` has those of the daemon's variables that affect requests
+    (None: not readable). Both may contain secrets.
     """
 
     mountpoint: Path
@@ -51,7 +50,7 @@ class MountSubject:
 
 
 def find(mountpoint: Path) -> MountSubject:
-    """Everything that the processes of a mount tell. Waits for each for a few seconds at most.
+    """Collect the reports of a mount's processes. Waits a few seconds at most for each process.
 
     Raises:
         CommandError: `mountpoint` is not a mount of fusefs.
@@ -76,7 +75,7 @@ def find(mountpoint: Path) -> MountSubject:
 
 
 def find_all() -> list[MountSubject]:
-    """All mounts of this user, without those that end meanwhile."""
+    """Return all mounts of this user, without those that end meanwhile."""
     found = []
     for registration in registry.all_mounts():
         with contextlib.suppress(CommandError):
@@ -85,7 +84,7 @@ def find_all() -> list[MountSubject]:
 
 
 def _read_settings(subject: MountSubject) -> None:
-    """Take the settings from the keeper. A mount under pyfuse3 has none."""
+    """Get the settings from the keeper. A mount under pyfuse3 has no keeper."""
     with contextlib.suppress(ControlError, SettingsError, ValueError, KeyError):
         answer = keeper_request(subject.mountpoint, {"do": "settings"}, ANSWER_TIMEOUT_S)
         given = json.loads(answer["settings"])
@@ -98,7 +97,7 @@ def _read_settings(subject: MountSubject) -> None:
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
-    """The variables of a process that decide about requests; None if they are not readable."""
+    """Return those variables of a process that affect requests; None if they are not readable."""
     try:
         content = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -112,7 +111,7 @@ def _chosen(environment: dict[str, str]) -> dict[str, str]:
 
 
 def is_about_requests(name: str) -> bool:
-    """True if an environment variable decides about connections or credentials."""
+    """True if an environment variable affects connections or credentials."""
     return name.startswith(_PREFIXES) or name.upper() in _NAMES or name in _FILES
 
 
@@ -126,7 +125,7 @@ def as_daemon(subject: MountSubject) -> Iterator[None]:
                 del os.environ[name]
             os.environ.update(subject.environment)
         for variable, content in subject.files.items():
-            fd = os.memfd_create(variable)  # in memory alone: it holds secrets
+            fd = os.memfd_create(variable)  # in memory only: it holds secrets
             fds.append(fd)
             os.write(fd, content.encode())
             os.environ[variable] = f"/proc/self/fd/{fd}"

@@ -1,11 +1,11 @@
 """fsspec's view of buckets: paths are `bucket/key`, files are files of this machine's mounts.
 
-What a mount has is read and written by fsspec's `LocalFileSystem`, so that `fileno`, `mmap` and
-`os.fsync` work and what is cached is read at the disk's speed; what no mount has, by s3fs. This
-class finds out which of both it is, and translates names.
+Files in a mount are read and written by fsspec's `LocalFileSystem`, so that `fileno`, `mmap` and
+`os.fsync` work and cached files are read at the disk's speed; s3fs handles keys that no mount has.
+This class chooses between the two, and translates names.
 
-Only "there is no such file" counts as missing: any other error reaches the program, which would
-otherwise take a mount in trouble for an empty one and begin anew.
+Only a missing file (ENOENT, ENOTDIR) counts as missing: any other error reaches the program, which
+would otherwise think that a failing mount is empty, and begin anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsspec.spec import AbstractFileSystem
 from fusefs.fsspec.mounts import PLACES, NotMountedError
 from fusefs.linux import mountinfo
 
-# Reads of one call that run at the same time: one thread waits for each.
+# Simultaneous reads of one call, each in its own thread.
 READS = 32
 # A bucket has no directories that would have to be made first.
 _LOCAL = LocalFileSystem(auto_mkdir=True)
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def _handed_on(name: str, *, for_writing: bool = False) -> Any:
-    """A method that the file system which has the path does alone."""
+    """Make a method that only calls the same method of the file system which has the path."""
 
     def method(self: FusefsFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
         fs, at = self._at(path, for_writing=for_writing)
@@ -47,11 +47,11 @@ def _handed_on(name: str, *, for_writing: bool = False) -> Any:
 class FusefsFileSystem(AbstractFileSystem):
     """Buckets as an fsspec file system; `fusefs://bucket/key`.
 
-    The options are those of s3fs, which has what no mount of this machine has.
+    The options are those of s3fs, which handles keys that no mount of this machine has.
 
     Raises (all methods):
         NotMountedError: no mount of this machine has the path, and s3fs is not installed.
-        OSError: as the mount or S3 says.
+        OSError: the error of the mount or of S3.
     """
 
     protocol = "fusefs"
@@ -59,7 +59,7 @@ class FusefsFileSystem(AbstractFileSystem):
     local_file = True  # `fsspec.open_local` gives paths
 
     def local_path(self, path: str, *, for_writing: bool = False) -> str:
-        """The file that stands for a path: for what wants a path and not a URL.
+        """Return the local file name of a path, for programs that need a file name.
 
         Raises:
             FileNotFoundError: no file can have this key.
@@ -73,13 +73,13 @@ class FusefsFileSystem(AbstractFileSystem):
 
     @property
     def _endpoint(self) -> str | None:
-        """The endpoint that s3fs would ask, None where nobody has named one."""
+        """The endpoint that s3fs would use; None if none is configured."""
         options = {**self.storage_options.get("client_kwargs", {}), **self.storage_options}
         named = options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL_S3")
         return named or os.environ.get("AWS_ENDPOINT_URL")
 
     def _at(self, path: str, *, for_writing: bool = False) -> tuple[AbstractFileSystem, str]:
-        """The file system that has a path, and the path's name there."""
+        """Return the file system that has a path, and the path's name there."""
         path = self._strip_protocol(path)
         try:
             return _LOCAL, self.local_path(path, for_writing=for_writing)
@@ -88,16 +88,16 @@ class FusefsFileSystem(AbstractFileSystem):
                 from s3fs import S3FileSystem
             except ImportError:
                 raise NotMountedError(path) from None
-            # A mount shows what others change as well. What asks for an asynchronous file system
-            # wraps this one, which is not.
+            # The listings cache is off because a mount, too, shows others' changes. An asynchronous
+            # caller wraps this file system, which is synchronous.
             options = {"use_listings_cache": False, **self.storage_options}
             return S3FileSystem(**{**options, "asynchronous": False, "loop": None}), path
 
     def _below_root(self, path: str) -> tuple[AbstractFileSystem, str]:
-        """As `_at`, to remove or rename it.
+        """Return the same as `_at`, for a path to remove or rename.
 
         Raises:
-            OSError: it is a mount's root, or something else is mounted in it.
+            OSError: the path is a mount's root, or something else is mounted in it.
         """
         fs, at = self._at(path, for_writing=True)
         if fs is _LOCAL:
@@ -132,7 +132,7 @@ class FusefsFileSystem(AbstractFileSystem):
             return entries
         for entry in entries:
             entry["name"] = path + entry["name"].removeprefix(at.rstrip("/"))
-        # Where something else is mounted is nothing of the bucket.
+        # A directory on which something else is mounted is not part of the bucket.
         return [one for one in entries if any(place.has(one["name"]) for place in places)]
 
     def exists(self, path: str, **_: Any) -> bool:
@@ -161,15 +161,15 @@ class FusefsFileSystem(AbstractFileSystem):
         path = self._strip_protocol(path)
         if path and not any(place.location.startswith(f"{path}/") for place in PLACES.all()):
             fs, at = self._at(path)
-            if fs is not _LOCAL:  # it finds keys that no walk comes to (`a//b`)
+            if fs is not _LOCAL:  # it also finds keys that no walk reaches (`a//b`)
                 return fs.find(at, maxdepth=maxdepth, withdirs=withdirs, **kwargs)
         return super().find(path, maxdepth=maxdepth, withdirs=withdirs, **kwargs)
 
     def expand_path(
         self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
     ) -> list[str]:
-        # A name with a wildcard in it means that file where it exists, and not those that match:
-        # what `find` and `ls` have given is removed, and nothing else.
+        # If a file's name has a wildcard, it means this file, and not the names that match it: only
+        # the files that `find` and `ls` returned are removed.
         given = [path] if isinstance(path, str | os.PathLike) else path
         paths: list[str] = [self._strip_protocol(one) for one in given]
         found = {one for one in paths if has_magic(one) and self.exists(one)}
@@ -217,7 +217,7 @@ class FusefsFileSystem(AbstractFileSystem):
         results: list[Any] = [None] * len(paths)
 
         def read(numbers: Sequence[int]) -> None:
-            # An open takes longer than a read; s3fs is not to fetch more than the ranges.
+            # An open takes longer than a read; s3fs must fetch the ranges only.
             with self.open(paths[numbers[0]], cache_type="none", **kwargs) as file:
                 for number in numbers:
                     start, stop, _ = slice(starts[number], ends[number]).indices(file.size)
@@ -243,9 +243,9 @@ class FusefsFileSystem(AbstractFileSystem):
         removed: set[str] = set()
         for one in self.expand_path(path, recursive=expands, maxdepth=maxdepth):
             if maxdepth is not None and self.isdir(one):
-                continue  # what is deeper stays, and so do directories
+                continue  # deeper files and all directories stay
             if recursive and any(str(above) in removed for above in PurePosixPath(one).parents):
-                continue  # it has gone with a directory above it
+                continue  # already removed with a directory above it
             removed.add(one)
             fs, at = self._below_root(one)
             fs.rm(at, recursive=recursive)
@@ -260,7 +260,7 @@ class FusefsFileSystem(AbstractFileSystem):
                 shutil.copyfileobj(source, copy, 1 << 20)
         elif fs is _LOCAL:
             _LOCAL.makedirs(_LOCAL._parent(target), exist_ok=True)
-            shutil.copyfile(at, target)  # fsspec's own takes any error for a missing file
+            shutil.copyfile(at, target)  # fsspec's own treats any error as a missing file
         else:
             fs.cp_file(at, target, **kwargs)
 
@@ -271,7 +271,7 @@ class FusefsFileSystem(AbstractFileSystem):
             (fs, at), (other, target) = self._below_root(path1), self._at(path2, for_writing=True)
             if fs is other is _LOCAL and _is_renamed(at, target):
                 return
-        if path1 != path2:  # fsspec's own would remove what is deeper as well
+        if path1 != path2:  # fsspec's own would remove deeper files as well
             self.copy(path1, path2, recursive=True, maxdepth=maxdepth, on_error="raise")
             self.rm(path1, recursive=True, maxdepth=maxdepth)
 
@@ -279,7 +279,7 @@ class FusefsFileSystem(AbstractFileSystem):
 def _is_renamed(source: str, target: str) -> bool:
     """Rename a file or a directory, into `target` if that is a directory; False between mounts.
 
-    `shutil.move`, as `LocalFileSystem` has it, copies whatever it can't rename, for any reason.
+    `shutil.move`, as `LocalFileSystem` uses it, copies if a rename fails for any reason.
     """
     os.stat(source)
     if os.path.isdir(target):
@@ -297,7 +297,7 @@ def _is_renamed(source: str, target: str) -> bool:
 
 
 def _shares(paths: list[str]) -> list[list[int]]:
-    """The numbers of the ranges that one thread reads, all of one path; about READS of them."""
+    """Split the ranges' indexes into about READS lists, each of one path, for one thread."""
     numbers: dict[str, list[int]] = {}
     for number, path in enumerate(paths):
         numbers.setdefault(path, []).append(number)
@@ -310,7 +310,7 @@ def _shares(paths: list[str]) -> list[list[int]]:
 
 
 def _in_threads(read: Callable[[Any], T], items: Sequence[Any], on_error: str) -> list[Any]:
-    """The results of `read` for each item, in their order; exceptions unless they are raised."""
+    """Return each item's result of `read`, in order; exceptions, too, unless they are raised."""
 
     def caught(item: Any) -> T | Exception:
         try:

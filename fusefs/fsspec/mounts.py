@@ -1,8 +1,8 @@
-"""The mounts of this machine that have a bucket's objects, by the kernel's table of mounts.
+"""The mounts of this machine that have a bucket's objects, from the kernel's table of mounts.
 
-The table says what each mount of fusefs shows, also of a part that is mounted elsewhere (a
-volume in a container, its subPath). Only this user's own mounts and root's are believed: any
-user can mount something that says that it is a bucket.
+The table has the source of each fusefs mount, also if only a part of it is mounted elsewhere (a
+volume in a container, its subPath). Only this user's own mounts and root's are trusted: any user
+can mount something that claims to be a bucket.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class NotMountedError(OSError):
 class BucketMount(NamedTuple):
     """A directory that shows the keys of a bucket that begin with a prefix.
 
-    `location` is the bucket and the prefix, and ends with a slash. At and below the directories
-    `covered`, which end with a slash too, the files are those of other mounts.
+    `location` is the bucket and the prefix, and ends with a slash. Files at and below the
+    directories `covered`, which end with a slash too, belong to other mounts.
     """
 
     location: str
@@ -41,26 +41,26 @@ class BucketMount(NamedTuple):
     covered: tuple[str, ...] = ()
 
     def has(self, path: str) -> bool:
-        """True if `bucket/key` is this place or below it."""
+        """True if `bucket/key` is at or below `location`, and not covered by another mount."""
         is_below = f"{path}/".startswith(self.location)
         return is_below and not f"{self.local(path)}/".startswith(self.covered)
 
     def local(self, path: str) -> str:
-        """The file of `bucket/key`, which this place has."""
+        """Return the local file name of `bucket/key`, which must be in this mount."""
         rest = path[len(self.location) :]
         return f"{self.directory.rstrip('/')}/{rest}" if rest else self.directory
 
 
 class BucketMounts:
-    """All places that this process sees, as they are at each moment; for any thread."""
+    """All bucket mounts that this process sees, always up to date; for any thread."""
 
     def __init__(self) -> None:
-        self._fd = -1  # of the kernel's table, while what is known of it holds
+        self._fd = -1  # of the kernel's table, since it was last read
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """Know nothing: a child shares the descriptor, and with it who has seen a change."""
+        """Forget all mounts. A child shares the descriptor, which reports a change only once."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -68,7 +68,7 @@ class BucketMounts:
         self._known: list[BucketMount] = []
 
     def all(self) -> list[BucketMount]:
-        """The places, in the order in which they were mounted."""
+        """Return the bucket mounts, in the order in which they were mounted."""
         with self._lock:
             if self._has_changed():
                 self._known = _mounted()
@@ -77,13 +77,13 @@ class BucketMounts:
     def find(
         self, path: str, *, for_writing: bool = False, endpoint: str | None = None
     ) -> BucketMount:
-        """The place of `bucket/key`: the one with the longest prefix, a writable one if it can be.
+        """Return the mount of `bucket/key`: longest prefix first, then writable.
 
-        With an S3 `endpoint` only of mounts of that one: buckets elsewhere may have the same name.
+        With an S3 `endpoint`, only its mounts count: other stores' buckets may have the same name.
 
         Raises:
-            NotMountedError: there is none.
-            OSError: it is read-only, and `for_writing`.
+            NotMountedError: no mount has it.
+            OSError: the mount is read-only, and `for_writing`.
         """
         found = [place for place in self.all() if place.has(path)]
         if endpoint is not None:
@@ -93,11 +93,11 @@ class BucketMounts:
         usable = [place for place in found if not (for_writing and place.is_read_only)]
         if not usable:
             raise OSError(errno.EROFS, "its mount is read-only", path)
-        # Of equals a writable one also to read: a program sees at once what it has written.
+        # Of equal mounts a writable one is used even to read: a program sees at once what it wrote.
         return max(usable, key=lambda place: (len(place.location), not place.is_read_only))
 
     def _has_changed(self) -> bool:
-        """True if the kernel's table is another than at the last call (proc(5), mountinfo)."""
+        """True if the kernel's table has changed since the last call (proc(5), mountinfo)."""
         if self._fd < 0:
             self._fd = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
             return True
@@ -107,7 +107,7 @@ class BucketMounts:
 
 
 def _mounted() -> list[BucketMount]:
-    """The mounts in the kernel's table, as far as this user may use it and nothing covers it."""
+    """Return the mounts in the kernel's table that this user may use and that nothing covers."""
     table = mountinfo.kernel_mounts()
     trusted = _trusted_owners()
     places = []
@@ -136,10 +136,10 @@ def _endpoint_of(place: BucketMount) -> str:
 
 
 def _trusted_owners() -> set[int]:
-    """The users whose mounts are believed beside this user's own: root.
+    """Return the users whose mounts are trusted beside this user's own: root.
 
-    In a container with a user namespace of its own these are shown as an unknown user's, and
-    nobody in there can have made them.
+    In a container with its own user namespace, root's mounts are shown as an unknown user's, and
+    nobody inside can have made such a mount.
     """
     if Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]:
         return {0}
