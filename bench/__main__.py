@@ -41,8 +41,8 @@ from tests.support.servers.s3_server import S3Server, ServerError
 MIB = 1024 * 1024
 RESULTS = Path(__file__).parent / "results"
 
-# How long one random-read measurement may take: three seconds give the slowest
-# peer some thirty thousand reads.
+# Time limit of one random-read measurement: three seconds give the slowest peer some thirty
+# thousand reads.
 LIMIT_S = 3.0
 QUICK_LIMIT_S = 1.0
 
@@ -85,12 +85,12 @@ def main() -> int:
 def _run(
     arguments: argparse.Namespace, workloads: Sequence[Workload], names: list[str], base: Path
 ) -> list[str]:
-    """Everything, to the report; returns what could not be measured."""
+    """Run everything and write the report; return what could not be measured."""
     sizes = Sizes().quick() if arguments.quick else Sizes()
     if arguments.size:
         sizes = replace(sizes, large=arguments.size * MIB)
     rounds = arguments.rounds or (1 if arguments.quick else 3)
-    # As where it is installed: most of a mount's start is imports.
+    # Compiled as after an installation, because imports take most of a mount's start.
     for checkout in (RESULTS.parents[1], *([arguments.before] if arguments.before else [])):
         for package in ("fusefs", "csi"):
             compileall.compile_dir(checkout / package, quiet=1)
@@ -127,7 +127,7 @@ def _run(
 def _present(
     names: list[str], place: Place, before: Path | None
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Those of the contenders that can be measured, and why the others can't."""
+    """Return the contenders that can be measured, and why the others can't."""
     wanted = [CONTENDERS[name](name, place) for name in names]
     if before is not None:
         wanted.append(other_version(before, place))
@@ -155,7 +155,7 @@ def _publish(results: dict[str, Any]) -> None:
 
 
 def _keep_logs(scratch: Path) -> None:
-    """Keep the daemons' logs, to look into a failure; the next failure replaces it."""
+    """Copy the daemons' logs to look into a failure; the next failure replaces the copies."""
     target = RESULTS / "logs"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -227,7 +227,7 @@ def _lacks_journal(path: Path) -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Stop the run; a second signal must not stop the cleaning up."""
+    """Stop the run; a second signal must not stop the cleanup."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, frame: None)
     raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""Data sets that are older than they are: nobody trains on what was uploaded a moment ago.
+"""Makes new data sets look a day old, because nobody trains on data uploaded a moment ago.
 
-A mount looks at what was modified within the last hour more often than at what has
-been still (docs/several-nodes.md). The server's filer is told that the objects of a
-bucket were modified a day ago, by its gRPC service (SeaweedFS, weed/pb/filer.proto).
+A mount checks objects that were modified within the last hour more often than older ones
+(docs/several-nodes.md). The server's filer is told by its gRPC service that the objects of a bucket
+were modified a day ago (SeaweedFS, weed/pb/filer.proto).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 AGE_S = 86_400
 THREADS = 8
 
-# The fields that are needed here; a message keeps those that it does not know.
+# The fields that are needed here; a message keeps the fields that it does not know.
 _FIELDS: dict[str, tuple[tuple[str, int, str], ...]] = {
     "FuseAttributes": (("mtime", 2, "int64"),),
     "Entry": (
@@ -36,7 +36,7 @@ _PACKAGE = "filer_pb"
 
 
 def age(filer: str, bucket: str) -> None:
-    """Have all objects of a bucket modified `AGE_S` ago; `filer` is its gRPC address.
+    """Set the mtime of all objects of a bucket to `AGE_S` ago; `filer` is its gRPC address.
 
     Raises:
         grpc.RpcError: the filer refuses or does not answer.
@@ -63,7 +63,7 @@ class _Filer:
         )
 
     def folders(self, folder: str) -> Iterator[tuple[str, list[Any]]]:
-        """Tell a folder's objects, and those of all folders below it."""
+        """Yield a folder with its objects, and all folders below it with theirs."""
         request = self._messages["ListEntriesRequest"](directory=folder)
         entries = [answer.entry for answer in self._list(request)]
         yield folder, [entry for entry in entries if not entry.is_directory]
@@ -81,7 +81,7 @@ def _bytes_of(message: Any) -> bytes:
 
 
 def _messages() -> dict[str, Any]:
-    """The classes of the messages, by name."""
+    """Make the classes of the messages, by name."""
     file = descriptor_pb2.FileDescriptorProto(name="filer.proto", package=_PACKAGE, syntax="proto3")
     for name, fields in _FIELDS.items():
         message = file.message_type.add(name=name)

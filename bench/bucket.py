@@ -1,8 +1,8 @@
 """The bucket of a run, and its server's memory.
 
-A first read is to measure the reader and not the server's disk, so `warm`
-brings the server's files into the page cache before each one; dropping the
-page cache, which the bench does all the time, takes them out again.
+A first read must measure the reader and not the server's disk, so `warm` reads the server's files
+into the page cache before each one; the bench, which often drops the page cache, removes them
+again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.cloud.proxy import Proxy
 from bench.programs.readers import open_store
 from tests.support.servers.s3_server import REGION, S3Server
 
-# What would have programs trust other certificates than they are given.
+# Variables that would make programs trust other certificates than the given ones.
 CERTIFICATES = (
     "AWS_CA_BUNDLE",
     "CURL_CA_BUNDLE",
@@ -32,9 +32,9 @@ READY = "ready"
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The place of the objects, and what gives a program access to them.
+    """The bucket of the objects, and the options for access to it.
 
-    With a `proxy`, what is measured goes through that.
+    With a `proxy`, measured requests go through it.
     """
 
     server: S3Server
@@ -43,7 +43,7 @@ class Bucket:
 
     @classmethod
     def create(cls, server: S3Server) -> Bucket:
-        """A new bucket; the server has made room for its first objects."""
+        """Create a bucket; the server has made room for its first objects."""
         name = server.new_bucket()
         server.client().put_object(Bucket=name, Key=READY, Body=b"ready")
         return cls(server, name)
@@ -54,7 +54,7 @@ class Bucket:
 
     @property
     def authority(self) -> Path | None:
-        """The root certificate (PEM) to trust; None where nothing is encrypted."""
+        """The root certificate (PEM) to trust; None if nothing is encrypted."""
         return None if self.proxy is None else self.proxy.authority
 
     def environment(self) -> dict[str, str]:
@@ -62,28 +62,28 @@ class Bucket:
         return ours | self.server.environment
 
     def reader_options(self) -> dict[str, str]:
-        """The options with which readers reach it, without the keys."""
+        """Return the options with which readers reach the bucket, without the keys."""
         options = {"bucket": self.name, "endpoint": self.endpoint_url, "region": REGION}
         return options if self.authority is None else {**options, "authority": str(self.authority)}
 
     def near(self) -> Bucket:
-        """The same bucket without the proxy, for what is not measured."""
+        """Return the same bucket without the proxy, for requests that are not measured."""
         return replace(self, proxy=None)
 
     def store(self) -> Any:
-        """A client for the upload of the data set."""
+        """Open a client for the upload of the data set."""
         return open_store(self.near().reader_options(), self.server.environment)
 
     def age(self) -> None:
-        """Have all its objects older than they are; see aging.py."""
+        """Make all objects of the bucket look older than they are; see aging.py."""
         aging.age(self.server.filer_address, self.name)
 
     def another(self) -> Bucket:
-        """A new bucket of the same server."""
+        """Create a new bucket on the same server."""
         return replace(self.create(self.server), proxy=self.proxy)
 
     def remove(self) -> None:
-        """Remove the bucket with all that is in it; the server frees the space at once."""
+        """Remove the bucket with its objects; the server frees the space at once."""
         self.server.client().delete_bucket(Bucket=self.name)
 
     def warm(self) -> None:

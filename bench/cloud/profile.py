@@ -17,7 +17,7 @@ PROFILES = (LOCAL, CLOUD)
 
 @contextmanager
 def at_distance(profile: str, bucket: Bucket, scratch: Path, base: Path) -> Iterator[Bucket]:
-    """The bucket as the profile shows it; the proxy is built below `base`, where it is kept."""
+    """Yield the bucket as the profile shows it; the proxy is built below `base`, which keeps it."""
     if profile == LOCAL:
         yield bucket
         return
