@@ -196,6 +196,83 @@ class S3fs(Peer):
         return [str(self._program), bucket, str(self.root), "-f", "-o", ",".join(options)]
 
 
+class Geesefs(Peer):
+    """geesefs as it is, with a cache on the disk. Its close does not wait for the upload."""
+
+    def _environment(self) -> dict[str, str]:
+        bucket = self.place.bucket
+        trusted = {} if bucket.authority is None else {"SSL_CERT_FILE": str(bucket.authority)}
+        return bucket.environment() | trusted
+
+    def _argv(self) -> list[str]:
+        bucket = self.place.bucket
+        return [
+            str(self._program),
+            "-f",
+            f"--endpoint={bucket.endpoint_url}",
+            f"--region={REGION}",
+            f"--cache={self.cache}",
+            *(["--fsync-on-close"] if self.is_writable else ["-o", "ro"]),
+            "-o",
+            "allow_other",
+            bucket.name,
+            str(self.root),
+        ]
+
+
+class MountpointS3(Peer):
+    """mountpoint-s3 as it is, with a cache on the disk.
+
+    It trusts the system's authorities alone, so it runs in a namespace of mounts where the bench's
+    authority is the only one; what it mounts below `_shared` is seen outside.
+    """
+
+    _TRUSTING = (
+        'mount --make-private / && mount --bind "$AUTHORITY" /etc/ssl/certs/ca-certificates.crt'
+        ' && exec "$@"'
+    )
+
+    def __init__(self, name: str, place: Place) -> None:
+        super().__init__(name, place)
+        self._program = find("mount-s3")
+        self._shared = self.root
+        self.root = self.root / "mounted"
+
+    def start(self) -> None:
+        self._shared.mkdir(parents=True, exist_ok=True)
+        for options in (["--bind", str(self._shared)], ["--make-shared"]):
+            processes.capture(["mount", *options, str(self._shared)], 30.0)
+        super().start()
+
+    def stop(self) -> None:
+        try:
+            super().stop()
+        finally:
+            processes.unmount(self._shared)
+
+    def _environment(self) -> dict[str, str]:
+        return {**super()._environment(), "AUTHORITY": str(self.place.bucket.authority)}
+
+    def _argv(self) -> list[str]:
+        bucket = self.place.bucket
+        command = [
+            str(self._program),
+            bucket.name,
+            str(self.root),
+            "--foreground",
+            f"--endpoint-url={bucket.endpoint_url}",
+            f"--region={REGION}",
+            "--force-path-style",
+            f"--cache={self.cache}",
+            *(["--allow-delete", "--allow-overwrite"] if self.is_writable else ["--read-only"]),
+            "--allow-other",
+        ]
+        if bucket.authority is None:
+            return command
+        apart = ["unshare", "--mount", "--propagation=unchanged", "sh", "-euc", self._TRUSTING]
+        return [*apart, "sh", *command]
+
+
 class Juicefs(Peer):
     """juicefs mount with a Redis beside it, filled with copies of the files."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.contenders.contender import BareClient, Contender, Native, Place
 from bench.contenders.csi_node import CsiNode
 from bench.contenders.fusefs import Fusefs
-from bench.contenders.peers import Juicefs, Rclone, S3fs
+from bench.contenders.peers import Geesefs, Juicefs, MountpointS3, Rclone, S3fs
 
 NATIVE = "native"
 OBSTORE = "obstore"
@@ -22,7 +22,7 @@ PYFUSE3 = "fusefs-pyfuse3"
 CSI = "fusefs-csi"
 # Another version, of a checkout that a run names; in every row of fusefs-kernel.
 BEFORE = "fusefs-before"
-PEERS = ("rclone", "s3fs")
+PEERS = ("mountpoint-s3", "geesefs", "rclone", "s3fs")
 # Of another kind: its files are its own, and only what is cached compares.
 JUICEFS = "juicefs"
 
@@ -48,6 +48,8 @@ CONTENDERS: dict[str, Callable[[str, Place], Contender]] = {
     WRITABLE: _fusefs("--no-read-only"),  # the last of two options wins
     PYFUSE3: _fusefs(session="pyfuse3"),
     CSI: CsiNode,
+    "mountpoint-s3": MountpointS3,
+    "geesefs": Geesefs,
     "rclone": Rclone,
     "s3fs": S3fs,
     JUICEFS: Juicefs,

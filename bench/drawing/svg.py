@@ -49,6 +49,8 @@ COLOURS = {
     "fusefs-writable": "#3b8fc4",
     "fusefs-pyfuse3": "#8fd0f2",
     "fusefs-csi": "#004d7a",
+    "mountpoint-s3": "#d55e00",
+    "geesefs": "#f0e442",
     "rclone": "#e69f00",
     "s3fs": "#009e73",
     JUICEFS: "#cc79a7",
