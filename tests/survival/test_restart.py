@@ -184,6 +184,10 @@ def test_the_floor_of_free_space_holds(bucket: Bucket, disk: Path, mounter: Moun
     assert one.status()["cache"]["evicted_files"] > 0
 
 
+@states(
+    "Where the cache disk has no room and nothing can be evicted, files are read from S3 each time,"
+    " without an error; `fusefs status` and the log say so, once."
+)
 def test_a_disk_that_is_full_degrades_to_reading_without_a_cache(
     bucket: Bucket, disk: Path, mounter: Mounter
 ) -> None:

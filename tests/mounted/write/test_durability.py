@@ -288,6 +288,10 @@ def write_on(file: io.FileIO) -> None:
         file.write(bytes(1 << 20))
 
 
+@states(
+    "A full cache disk is ENOSPC for what is written, and for nothing else: reads, renames and"
+    " directories go on, and once there is room, writes too."
+)
 def test_a_full_disk_is_enospc_for_the_writer_alone(
     mounter: Mounter, bucket: Bucket, tmp_path: Path
 ) -> None:
