@@ -307,7 +307,7 @@ class Uploader:
                     await self._send(staged, attempt)
                     return
                 except UnsupportedError:
-                    if not self._steps.lacks_conditions(staged):
+                    if is_last or not self._steps.lacks_conditions(staged):
                         raise
                 except (ConflictError, StaleVersionError) as error:
                     is_described = not staged.is_content_dirty
