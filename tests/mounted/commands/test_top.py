@@ -68,7 +68,7 @@ def test_what_a_mount_does_in_a_longer_time_is_counted(bucket: Bucket, mounter: 
         samples = [of_mount(process.stdout.readline(), mount)]
         (mount.path / "data" / "large").read_bytes()
         assert not (mount.path / "data" / "absent").exists()
-        while sum(one["read_s"] * one["interval_s"] for one in samples) < 6 * MIB:
+        while round(sum(one["read_s"] * one["interval_s"] for one in samples)) < 6 * MIB:
             samples.append(of_mount(process.stdout.readline(), mount))
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 0
