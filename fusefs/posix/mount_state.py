@@ -1,4 +1,4 @@
-"""The state that the parts of one mount's file system share: built once, before any of them."""
+"""The state that the parts of one mount's file system share; it is built before them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fusefs.store.interface import ObjectInfo
 class MountState:
     """The tables and services of one mount. Belongs to the event loop.
 
-    `mounted_ns` is when the mount was made, in ns since the epoch; `owner` owns
-    what has no owner of its own; `begun` are requests that an earlier process had begun.
+    `mounted_ns` is the time of the mount, in ns since the epoch; `owner` has the defaults for
+    mode and owner; `begun` are the ids of requests that an earlier process had begun.
     """
 
     store: Store
@@ -36,7 +36,7 @@ class MountState:
     owner: Ownership
     mounted_ns: int
     notifier: KernelNotifications
-    # The S3 endpoint that was named to the mount, "" where it is AWS's own.
+    # The S3 endpoint that the mount was given, "" for AWS's own.
     endpoint: str = ""
     begun: Set[int] = frozenset()
     counters: ReadCounters = field(default_factory=ReadCounters)
@@ -45,7 +45,7 @@ class MountState:
         return inode.attributes(self.owner, self.mounted_ns)
 
     def mark_stale(self, inode: Inode, info: ObjectInfo | None = None) -> None:
-        """The bucket has another version than an inode that is not being written here."""
+        """Give an inode's name a new node, as the bucket has another version (`info` if known)."""
         if inode.staged is not None:
             return
         if inode.parent is not None:

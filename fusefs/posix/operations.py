@@ -1,11 +1,11 @@
 """The file system: one method per request, in the order in which programs make them.
 
-A method answers at once, or returns a coroutine when it has to wait; the
-session (fuse/session.py, fuse/pyfuse3_session.py) tells the two apart and packs the
-answers. What is in memory or in the page cache is answered at once, so most
-requests cost no task and no switch. Errors are OSErrors whose errno is the
-answer. How an open is decided: posix/read/open.py; how a read is answered:
-posix/read/read.py; how a directory is read: posix/read/readdir.py.
+A method returns its answer, or a coroutine if it has to wait; the session
+(fuse/session.py, fuse/pyfuse3_session.py) tells the two apart and packs the
+answers. A request that memory or the page cache can answer is answered at once, so
+most requests cost no task and no switch. Errors are OSErrors whose errno is the
+answer. posix/read/open.py decides opens, posix/read/read.py answers reads, and
+posix/read/readdir.py reads directories.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo
 
-# Who asks for listings younger than this also wants rewinddir to ask again.
+# With a smaller metadata TTL, rewinddir lists the directory again.
 CACHED_DIRECTORY_TTL_S = 10.0
 
 
 class Operations:
-    """The file system of one mount; `writing` is None on a read-only one. For the event loop."""
+    """The file system of one mount, for the event loop; `writing` is None if it is read-only."""
 
     def __init__(self, state: MountState, writing: Writing | None = None) -> None:
         self._state = state
@@ -70,7 +70,7 @@ class Operations:
         self.backing = state.backing
         self.counters = state.counters
         self.notifier = state.notifier
-        # Whether names and bytes are refused, because S3 refuses them; see daemon/access_guard.py.
+        # True while names and bytes are refused, as S3 refuses them (daemon/access_guard.py).
         self.is_shut = False
         after_removals, writer = state, None
         if writing is not None:
@@ -93,7 +93,7 @@ class Operations:
         self._streams = DirectoryStreams(state, self.head_cache)
         self._xattrs = Xattrs(state.store, state.inodes, self.head_cache, state.endpoint)
         self._opener = Opener(state, writer)
-        # For compiled code, whose opens are on record before they are known here.
+        # Called by compiled code, which puts its opens on record before it reports them here.
         self.was_opened = self._opener.was_opened
         self._reader = Reader(state, writer.editor if writer is not None else None)
         # None on a read-only mount.
@@ -105,7 +105,7 @@ class Operations:
             )
 
     def show_repaired(self, key: str, made: ObjectInfo | None) -> None:
-        """Have names and attributes show what the store has made of a key again, or removed."""
+        """Show to programs that a repair has put `made` under a key, or (None) removed the key."""
         prefix, name = names.split_entry(key)
         if not key.startswith(self.inodes.prefix) or not name:
             return
@@ -126,7 +126,7 @@ class Operations:
     # Names
 
     def lookup(self, parent_id: int, name: bytes, caller: Caller) -> Answer[LookupResult]:
-        """Look up the inode that a name stands for."""
+        """Look up a name; the result's inode is None if the name does not exist."""
         self._refuse_if_shut()
         parent = self.inodes.directory(parent_id)
         text = names.decode(name)
@@ -153,10 +153,10 @@ class Operations:
         return self._found(inode, expires, has_attributes, was_asked=was_asked)
 
     def _is_leaving(self, parent: Inode, entry: Entry) -> bool:
-        """True if a name is probably looked up to be removed, which takes no attributes.
+        """True if a file is probably looked up to be removed, which needs no attributes.
 
-        A program is removing many files there, it is no symbolic link for sure, and
-        its owner does not matter to who may remove it.
+        This holds if a program is removing many files of the directory, the file is too large
+        for a symbolic link, and the directory has no sticky bit, so the owner does not matter.
         """
         if self.writer is None or entry is None or entry.size <= LONGEST_TARGET:
             return False
@@ -173,10 +173,10 @@ class Operations:
                 inode = self.inodes.resolve(parent, name, entry)
                 await self.head_cache.show(inode)
                 if not inode.is_current and self._is_of(directory, parent):
-                    continue  # it is a link that was taken for a file, or another version
+                    continue  # the inode was a link shown as a file, or another version
             if self._is_of(directory, parent):
                 break
-            # It was renamed meanwhile, and what was listed has other keys now.
+            # The directory was renamed meanwhile, so the listed files have other keys now.
             directory = self._directories.get(self.inodes.key(parent))
         if isinstance(entry, Absent):
             return _missing(directory)
@@ -185,7 +185,7 @@ class Operations:
         return self._found(inode, expires, was_asked=was_sent or expires >= began)
 
     def _is_of(self, directory: Directory, inode: Inode) -> bool:
-        """True if these are the listings of a directory as it is called now."""
+        """True if `directory` has the inode's present prefix: it was not renamed meanwhile."""
         return self.inodes.key(inode) == directory.prefix
 
     def _found(
@@ -198,7 +198,7 @@ class Operations:
         self.inodes.forget(nodeid, nlookup)
 
     def getattr(self, nodeid: int) -> Answer[tuple[Inode, float]]:
-        """The inode whose version has the attributes to show, and their time in seconds."""
+        """The inode whose attributes are to be shown, and for how many seconds they are valid."""
         inode = self.inodes.get(nodeid)
         is_doubted = self.head_cache.is_doubted(inode)
         if is_doubted or self.head_cache.needs_head(inode):
@@ -216,7 +216,7 @@ class Operations:
     # Files
 
     def open(self, nodeid: int, flags: int, caller: Caller) -> Answer[OpenResult]:
-        """Open a file; for reading alone, unless the mount is writable."""
+        """Open a file; EROFS for an open for writing on a read-only mount."""
         self._refuse_if_shut()
         inode = self.inodes.get(nodeid)
         is_writing = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
@@ -237,7 +237,7 @@ class Operations:
     async def _open_learned(
         self, writer: Writer, inode: Inode, flags: int, caller: Caller
     ) -> OpenResult:
-        """Open a file for writing once it is known what is to be written with it."""
+        """Open a file for writing once its attributes are known: each upload sends them too."""
         was_current = inode.is_current
         await self.head_cache.learn(inode)
         if was_current and not inode.is_current:
@@ -248,7 +248,7 @@ class Operations:
     async def _open_registered(
         self, writer: Writer, inode: Inode, flags: int, caller: Caller
     ) -> OpenResult:
-        """Open a file that the kernel is to read, once it has it again."""
+        """Open a staged file for passthrough, once the kernel has its backing file registered."""
         staged = inode.staged
         is_done = await writer.sharing.register(inode)
         is_refused = not is_done and inode.staged is staged
@@ -259,7 +259,7 @@ class Operations:
         return answer if isinstance(answer, OpenResult) else await answer
 
     def recall_stale(self, nodeid: int, pid: int) -> None:
-        """A process got ESTALE for a node, and may have no name to look up."""
+        """Restore the record that a process got ESTALE for a node and has not looked up since."""
         inode = self.inodes.find(nodeid)
         if inode is not None:
             self._opener.redirects.recall(inode, pid)
@@ -267,20 +267,20 @@ class Operations:
     def read(
         self, fh: int, offset: int, size: int, *, in_file: bool = False
     ) -> Answer[memoryview | bytes | bytearray | InFile]:
-        """The bytes of a served handle's version at [offset, offset + size), fewer at its end.
+        """Read the bytes [offset, offset + size) of a served handle, fewer at the file's end.
 
-        The memory of an answer is used again for the next one. With `in_file` many bytes may be
-        left in the cache file; `read_again` is for those that the page cache lacks.
+        The answer's memory is reused by the next read. With `in_file` a large answer may be an
+        `InFile`; if the page cache lacks its bytes, the session calls `read_again`.
         """
         self._refuse_if_shut()
         return self._reader.read(fh, offset, size, in_file=in_file)
 
     async def read_again(self, fh: int, offset: int, size: int) -> memoryview | bytes | bytearray:
-        """The bytes of a READ that `read` has counted."""
+        """Read the bytes of a READ that `read` has answered with an `InFile`, and counted."""
         return await waiting(self._reader.read_again(fh, offset, size))
 
     def release(self, fh: int, *, is_logged: bool = False) -> None:
-        """Close a handle, which may be on record already; an unknown one is none any more."""
+        """Close a handle; an unknown handle is ignored. `is_logged`: the journal has the close."""
         handle = self.handles.close_file(fh, is_logged=is_logged)
         if handle is None:
             return
@@ -292,9 +292,9 @@ class Operations:
             self.writer.flusher.released(handle.inode)
 
     def discarded(self, file: CacheFile) -> None:
-        """Give the names of a cache file that was dropped new nodes; open handles go on.
+        """Give the names whose cache file was dropped new nodes; open handles keep the old ones.
 
-        The kernel may have kept wrong bytes for a node, and refuses to read two files for one.
+        The kernel may have cached wrong bytes for the node, and reads only one file per node.
         """
         for handle in self.handles.files.values():
             inode = handle.inode
@@ -304,16 +304,16 @@ class Operations:
     # Directories
 
     def may_cache(self, directory: Inode) -> bool:
-        """True if the kernel may keep a listing, which rewinddir then shows again."""
+        """True if the kernel may cache the directory's listing, and rewinddir show it again."""
         return self._directories.get(self.inodes.key(directory)).most_s >= CACHED_DIRECTORY_TTL_S
 
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:
-        """Open a directory; also tell whether what the kernel has cached of it still holds."""
+        """Open a directory; return its handle, and True if the kernel's cached listing is valid."""
         self._refuse_if_shut()
         return self._streams.open(self.inodes.directory(nodeid), caller)
 
     def readdir(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
-        """Add the entries behind `offset` to the buffer, as many as it holds; none at the end."""
+        """Add to the buffer as many entries behind `offset` as it holds; none at the end."""
         self._refuse_if_shut()
         return self._streams.read(fh, offset, buffer)
 
@@ -323,7 +323,7 @@ class Operations:
     # What an object has beside its bytes
 
     async def readlink(self, nodeid: int) -> bytes:
-        """The target of a symbolic link; EINVAL for what is none."""
+        """Read the target of a symbolic link; EINVAL if the inode is no symbolic link."""
         inode = self.inodes.get(nodeid)
         await self.head_cache.learn(inode)
         if inode.info is None or not self.head_cache.meta(inode).is_symlink:
@@ -343,7 +343,7 @@ class Operations:
     # Helpers
 
     async def write_all(self, log: Journal) -> None:
-        """Write every inode and handle to a new log, a few at a time, as long as there is one."""
+        """Write all inodes and handles to a new log, a few at a time, while it is compacting."""
         self.log_table(log)
         for index, inode in enumerate(self.inodes.all()):
             is_known = self.inodes.find(inode.nodeid) is inode
@@ -373,7 +373,7 @@ class Operations:
             self.mutations.changes.write_all(log)
 
     def log_table(self, log: NodeLog) -> None:
-        """Put on record which numbers may have been used, and when the mount was made."""
+        """Log the next unused node id and handle number, and the time of the mount."""
         log.table(self.inodes.next_id, self.handles.next_fh, self.mounted_ns)
 
     def _refuse_if_shut(self) -> None:
@@ -382,5 +382,5 @@ class Operations:
 
 
 def _missing(directory: Directory) -> LookupResult:
-    """The answer for a missing name; the kernel keeps it only where listings hold for ever."""
+    """The answer for a missing name; the kernel may cache it only if the TTL is infinite."""
     return LookupResult(None, directory.most_s if math.isinf(directory.most_s) else 0.0)

@@ -1,4 +1,4 @@
-"""Tasks of changes: many at a time, and those that go on when their request is cancelled."""
+"""Helpers for changes: run many at a time, and finish a change whose request is cancelled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 async def for_each(
     work: Callable[[Item], Awaitable[None]], items: Iterable[Item], at_once: int
 ) -> None:
-    """Do something for each, many at a time; after an error those begun end, and it is raised."""
+    """Call `work` for each item, `at_once` at a time; stop at an error, and raise it at the end."""
     todo = iter(items)
     errors: list[StoreError | OSError] = []
 
@@ -41,7 +41,7 @@ async def for_each(
 
 
 def judged(error: Exception) -> StoreError | OSError:
-    """The failure of a change; a fault of ours is logged, and its change stays on record."""
+    """Return the error to report for a failed change: any fault of fusefs is logged, as EIO."""
     if isinstance(error, StoreError | OSError):
         return error
     logger.error("a fault of fusefs", exc_info=error)
@@ -54,12 +54,12 @@ async def run_uncancelled(
     unseen: Callable[[], None],
     unwanted: Callable[[Result], None] = lambda _result: None,
 ) -> Result:
-    """Run a change in `nursery`, so that cancelling its request leaves it not half done.
+    """Run a change in `nursery`, so that it is finished even if its request is cancelled.
 
-    A request of a process that is being killed is cancelled, which ends the wait alone. The
-    kernel gets no answer then, and has to look names up again: `unseen` is called when the
-    change has ended, and `unwanted` with its result. Of what the work raises an OSError is an
-    answer, anything else a fault.
+    A request is cancelled when its process is killed; only the wait for the change ends then.
+    As the kernel gets no answer, it has to look names up again: once the change has ended,
+    `unseen` is called, and `unwanted` with its result. An OSError of the work is an answer;
+    any other exception is a fault.
     """
     done = trio.Event()
     results: list[Result] = []

@@ -17,7 +17,7 @@ from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ObjectInfo
 
 Result = TypeVar("Result")
-# Above what threads are numbered with.
+# Greater than any thread id.
 _USERS = 1 << 31
 # An answer, or the coroutine that waits for it.
 Answer: TypeAlias = Result | Coroutine[Any, Any, Result]
@@ -25,9 +25,9 @@ Answer: TypeAlias = Result | Coroutine[Any, Any, Result]
 
 @dataclass(slots=True)
 class Caller:
-    """The origin of a request: its id, and the process as the mount's namespace sees it.
+    """The sender of a request: the request's id (`unique`), the user, the group and the thread.
 
-    `pid` is a thread's, and 0 where that namespace has no number for it.
+    `pid` is the thread's id in the mount's pid namespace, 0 if it has none there.
     """
 
     unique: int
@@ -37,12 +37,12 @@ class Caller:
 
     @property
     def program(self) -> int:
-        """The number that tells programs apart as far as can be: the thread, else the user."""
+        """A number that tells programs apart: the thread's id if it is known, else the user's."""
         return self.pid or _USERS | self.uid
 
 
 class InFile(NamedTuple):
-    """The answer to a READ of handle `fh`: bytes of its cache file, to be read with `flags`."""
+    """An answer to a READ: a range of the cache file, to be read with the `flags` of preadv2(2)."""
 
     fh: int
     file: CacheFile
@@ -53,9 +53,9 @@ class InFile(NamedTuple):
 
 @dataclass(slots=True)
 class LookupResult:
-    """A name's inode (None: there is none) and for how many seconds to believe it.
+    """A name's inode (None: no such name) and the seconds for which the kernel may cache it.
 
-    Without `has_attributes` only its type is known: whoever wants more asks again.
+    Without `has_attributes` only the inode's type is known; a GETATTR gets the others.
     """
 
     inode: Inode | None
@@ -67,7 +67,7 @@ class LookupResult:
 class OpenResult:
     """An open handle. `backing_id` is not 0 for passthrough.
 
-    What is written through an `is_direct` handle need not be kept by the kernel, too.
+    `is_direct`: the kernel need not cache the bytes written through the handle.
     """
 
     fh: int
@@ -79,9 +79,9 @@ class OpenResult:
 
 @dataclass(slots=True)
 class NewAttributes:
-    """The changes of a SETATTR; None for what stays. Times are in ns since the epoch.
+    """The changes of a SETATTR; an attribute of None stays. `mtime_ns` is in ns since the epoch.
 
-    `has_handle`: a program changes it through a file that it has open.
+    `has_handle`: the program changes the file through a handle that it has open.
     """
 
     mode: int | None = None
@@ -93,24 +93,24 @@ class NewAttributes:
 
 
 class NameKind(enum.Enum):
-    """The known type of a name that is shown alone."""
+    """The type of a directory entry that is shown without attributes, as far as it is known."""
 
     DIRECTORY = enum.auto()
     FILE = enum.auto()
-    # Where attributes are read from the bucket it may be a symbolic link.
+    # A file or a symbolic link: only the object's attributes tell.
     OBJECT = enum.auto()
 
 
 class DirectoryBuffer(Protocol):
-    """The buffer in which a session collects the entries of one reply."""
+    """The entries of one READDIR reply; each session has a class of its own for them."""
 
     @property
     def is_plus(self) -> bool:
-        """True if an entry also hands out a reference to its inode."""
+        """True for READDIRPLUS: an entry gives the kernel a reference to its inode as well."""
 
     @property
     def takes_names(self) -> bool:
-        """True if an entry may be a name alone, without attributes and reference."""
+        """True if an entry may be a name alone, without attributes and without a reference."""
 
     @property
     def is_empty(self) -> bool: ...
@@ -127,28 +127,28 @@ class DirectoryBuffer(Protocol):
 
 @dataclass(slots=True)
 class ReadCounters:
-    """Reads served locally (hits), and those of bytes that had to be fetched for them (misses).
+    """Counts of reads of cached bytes (hits), and of bytes that had to be fetched (misses).
 
-    What was fetched ahead of its first read was fetched for it. An open of a file that is
-    whole in the cache counts as one read of all of it: the kernel's reads are not seen.
+    The first read of bytes that were fetched ahead is a miss. The open of a file that is
+    whole in the cache counts as one read of all of it, as the kernel's reads are not seen.
     """
 
     hits: int = 0
     hit_bytes: int = 0
     misses: int = 0
     miss_bytes: int = 0
-    unkept_bytes: int = 0  # of the misses, read past the cache
-    # What the daemon answered READs with: from the cache disk, or fetched for them.
+    unkept_bytes: int = 0  # the part of `miss_bytes` that the cache did not keep
+    # The bytes with which the daemon answered READs: from the cache disk, or fetched from S3.
     cache_bytes: int = 0
     s3_bytes: int = 0
-    ahead_bytes: int = 0  # of the misses, fetched ahead of their first read (as last computed)
+    ahead_bytes: int = 0  # the part of `miss_bytes` that was fetched ahead (as last computed)
     served_opens: int = 0
     passthrough_opens: int = 0
-    passthrough_bytes: int = 0  # sizes of the files that were opened for it
-    kernel_bytes: int = 0  # of these, what was not fetched for the open: an estimate of its reads
+    passthrough_bytes: int = 0  # total size of the files that were opened for passthrough
+    kernel_bytes: int = 0  # the part of it that was cached: an estimate of the kernel's reads
 
     def answered(self, size: int, fetched: int) -> None:
-        """Count a READ that was answered with `size` bytes, of which `fetched` were fetched."""
+        """Count a READ that the daemon answered with `size` bytes, `fetched` of them from S3."""
         self.cache_bytes += size - fetched
         self.s3_bytes += fetched
 
@@ -158,12 +158,12 @@ class ReadCounters:
 
     @property
     def local_share(self) -> float | None:
-        """The share of all bytes read that was served locally; None before the first read."""
+        """The share of the bytes read that the cache had; None before the first read."""
         total = self.hit_bytes + self.miss_bytes
         return self.hit_bytes / total if total else None
 
     def passthrough(self, size: int, fetched: int) -> None:
-        """Count an open for passthrough of a whole file, as a read of all of it."""
+        """Count an open for passthrough as a read of the file's `size` bytes, `fetched` from S3."""
         self.passthrough_opens += 1
         self.passthrough_bytes += size
         self.kernel_bytes += size - fetched
@@ -171,7 +171,7 @@ class ReadCounters:
         self.read(size, fetched)
 
     def read(self, size: int, fetched: int) -> None:
-        """Count a read of `size` bytes, of which `fetched` had to be fetched for it."""
+        """Count a read of `size` bytes, of which `fetched` came from S3."""
         self.hit_bytes += size - fetched
         if fetched:
             self.miss(fetched)
@@ -180,7 +180,7 @@ class ReadCounters:
 
 
 async def find(store: Store, key: str) -> ObjectInfo | None:
-    """The object that the bucket has under a key, None if there is none."""
+    """Request the object under a key by a HEAD; None if the bucket has none."""
     try:
         return await store.head(key)
     except NotFoundError:
@@ -188,7 +188,7 @@ async def find(store: Store, key: str) -> ObjectInfo | None:
 
 
 async def waiting(answer: Awaitable[Result]) -> Result:
-    """Turn the store's errors into those of system calls, in this one place."""
+    """Await an operation; a StoreError is raised as the OSError of its errno, here alone."""
     try:
         return await answer
     except StoreError as error:

@@ -1,7 +1,7 @@
-"""The object under a file that is edited: which of the file's bytes are still the object's.
+"""The object under an edited file, and the record of which bytes are still the object's.
 
-Which pages are in the file is what the local file system says of its holes, so
-it survives this process. How the rest is brought: posix/write/sparse_edit.py.
+The holes of the local file show which pages it lacks, so this record survives the
+process. posix/write/sparse_edit.py downloads the pages that the file lacks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from fusefs.cache.ranges import RangeMap
 from fusefs.store.interface import ObjectVersion
 
 PAGE = 4096
-# From this size on an object is edited without being downloaded, and goes up in parts.
+# An object of at least this size is edited without being downloaded, and uploaded in parts.
 IN_PARTS = 8 << 20
 
 
 @dataclass(slots=True, eq=False)
 class EditBase:
-    """The object of which an edited file keeps what no program writes to. For the event loop.
+    """The object that provides the bytes which an edited file lacks. For the event loop.
 
-    Its first `size` bytes are the file's, but for what is `filled`: pages that
-    are in the file itself. `changed` are those that were written to. The
-    object's cache file is pinned. `tokens` are those of the staged file: an object
-    with one of them has the same bytes where the file has none.
+    The object provides the first `size` bytes of the file, except the `filled` pages, which
+    are in the file itself; programs have written to the `changed` ones. The object's cache
+    `file` is pinned. `tokens` are those of the staged file: an object with one of them is
+    the file's own upload, and can provide the same bytes.
     """
 
     file: CacheFile
@@ -42,27 +42,27 @@ class EditBase:
         return self.file.version
 
     def wrote(self, start: int, stop: int) -> None:
-        """Note that the bytes [start, stop) of the file, and their pages, are its own now."""
+        """Note that a program wrote the bytes [start, stop): their pages are in the file now."""
         first, last = start // PAGE * PAGE, -(-stop // PAGE) * PAGE
         self.filled.add(first, last)
         self.changed.add(first, last)
 
     def lacks(self, start: int, stop: int) -> bool:
-        """True if some of the bytes [start, stop) are the object's and not in the file."""
+        """True if the file itself lacks some of the bytes [start, stop), which the object has."""
         return not self.filled.covers(start, min(stop, self.size))
 
     def keeps(self, start: int, stop: int) -> bool:
-        """True if the object has the bytes [start, stop), and no program wrote to them."""
+        """True if all the bytes [start, stop) are the object's, and no program wrote to them."""
         return stop <= self.size and self.changed.first_missing(start, stop) == (start, stop)
 
     def own(self, size: int) -> RangeMap:
-        """The ranges of a file of `size` bytes that are in the file itself."""
+        """The ranges that the file itself contains, given that it has `size` bytes."""
         own = RangeMap((start, min(stop, size)) for start, stop in self.filled)
         own.add(self.size, size)
         return own
 
     def recover(self, fd: int) -> None:
-        """Find out what an earlier process has written. Blocks shortly."""
+        """Find the pages that an earlier process wrote, by the file's holes. Blocks shortly."""
         size = os.fstat(fd).st_size
         self.size = min(self.size, size)
         for start, stop in _extents(fd, size):
@@ -70,12 +70,12 @@ class EditBase:
 
 
 def has_small_holes(fd: int) -> bool:
-    """True if holes tell which pages were written: ZFS and huge pages count whole blocks."""
+    """True if holes show single pages; ZFS and tmpfs with huge pages have larger blocks."""
     return os.fstat(fd).st_blksize <= PAGE
 
 
 def page_edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The pages that [start, stop) covers in part."""
+    """The (start, stop) of each page, two at most, that [start, stop) covers only in part."""
     first, last = start // PAGE * PAGE, stop // PAGE * PAGE
     if start > first:
         yield first, first + PAGE
@@ -84,7 +84,7 @@ def page_edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a file that are no holes."""
+    """The ranges of a file with data, between its holes."""
     at = 0
     while at < size:
         try:

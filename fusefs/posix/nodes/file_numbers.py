@@ -1,18 +1,18 @@
-"""Inode numbers: st_ino belongs to a file, under all its names, and to no other one.
+"""Inode numbers: st_ino belongs to one file, whichever name it has, and to no other file.
 
-A file that is new to this mount gets a hash of its directory's number and its name: it
-is the same after every mount and on any machine. Because of the directory's
-number nothing below a renamed directory changes, and what is put below a new directory of
-the same name has other numbers.
+The number of a file that is new to this mount is a hash of its directory's number and its
+name, the same after every mount and on any machine. As the directory's number is part of
+the hash, the numbers below a renamed directory stay, and the files below a new directory
+of the same name get other numbers.
 
-A change of names leaves a record, by that hash, its *place*: either the number of the
-file that has the name by now, or SPENT if the file that had it is gone or elsewhere.
-Whatever gets the name next gets a number of its own, from the counter of the node ids, which
-never yields one twice. The records are in the journal, so the next daemon has them.
+The hash is also the *place* of a name. A rename or a removal leaves a record for the place:
+the number of the file that has the name now, or SPENT if the file of that number is gone or
+elsewhere. The next file of a SPENT name gets an unused number from the counter of the node
+ids. The records are in the journal, so the next daemon has them.
 
-Records have a limit. The oldest go, of files that the kernel does not know:
-such a file gets the hash of its place again, but never that of a file which
-somebody may have open.
+The number of records is limited. The oldest records of files that the kernel does not know
+are dropped: such a file gets the hash of its place again, but never the number of a file
+that a program may have open.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from itertools import islice
 
 from fusefs.posix.nodes.inode import Inode
 
-# In place of a number: no file that has it may have the name.
+# Stands for a number in a record: the place's own hash must not be used again.
 SPENT = 0
-# All hashes are above all node ids.
+# All hashes are greater than all node ids.
 LEAST_HASH = 1 << 62
 # About 8 MiB.
 MOST_RECORDS = 1 << 16
-# This share of the records goes at a time: a look at all nodes is worth it.
+# An eighth of the records is dropped at a time, as each time all nodes are looked through.
 _SHARE = 8
 ROOT_ID = 1
 
@@ -37,8 +37,8 @@ ROOT_ID = 1
 class FileNumbers:
     """The inode numbers of a mount's files. Belongs to the event loop.
 
-    `prefix` is the mount's own. `log` puts a record on record, `new_number` yields a number
-    that was never used, and `known` are the numbers of all nodes of the kernel.
+    `prefix` is the mount's own. `log` writes a record to the journal, `new_number` returns an
+    unused number, and `known` returns the numbers of all nodes that the kernel knows.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FileNumbers:
         # The oldest first.
         self._records: dict[int, int] = {}
         self._most = MOST_RECORDS
-        # Below the root numbers are those of a mount of the whole bucket.
+        # Numbers below the root are the same as on a mount of the whole bucket.
         self._root = ROOT_ID
         for part in prefix.split("/")[:-1]:
             self._root = _hashed(self._root, part + "/")
@@ -63,14 +63,14 @@ class FileNumbers:
         self._records = records
 
     def records(self) -> Iterator[tuple[int, int]]:
-        """All records, each as it is when it is reached."""
+        """Iterate over all records (place, number); they may change in between."""
         for place in list(self._records):
             number = self._records.get(place)
             if number is not None:
                 yield place, number
 
     def of(self, parent: Inode, name: str, *, is_directory: bool) -> int:
-        """The number of the file that has a name now; it keeps it."""
+        """Return the number of the file that has a name now, chosen here if the file is new."""
         place = self._place(parent, name, is_directory)
         number = self._records.get(place, place)
         if number == SPENT:
@@ -79,18 +79,18 @@ class FileNumbers:
         return number
 
     def removed(self, parent: Inode, name: str, *, is_directory: bool) -> None:
-        """Have the next file of a name get another number."""
+        """Note that a name was removed: its next file gets another number."""
         self._record(self._place(parent, name, is_directory), SPENT)
 
     def moved(
         self, parent: Inode, name: str, to: Inode, new_name: str, number: int, *, is_directory: bool
     ) -> None:
-        """Let a file take its number along to another name."""
+        """Note that a file was renamed: it keeps its number under the new name."""
         self._record(self._place(to, new_name, is_directory), number)
         self._record(self._place(parent, name, is_directory), SPENT)
 
     def give(self, inode: Inode, number: int) -> None:
-        """Let the file that has a node's name have this number."""
+        """Give the file of a node's name this number."""
         assert inode.parent is not None
         self._record(self._place(inode.parent, inode.name, False), number)
 
@@ -107,7 +107,7 @@ class FileNumbers:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Drop old records of names whose files, if there are any, the kernel does not know."""
+        """Drop the oldest records whose numbers the kernel does not know."""
         records, used = self._records, self._known()
         oldest = list(islice(records, len(records) // _SHARE))
         changed = [place for place in oldest if records[place] not in used]
@@ -121,7 +121,7 @@ class FileNumbers:
         for place in changed:
             if place in records:
                 self._log(place, SPENT)
-        # Else each change would look at all of them where most are in use.
+        # If most are in use, the next attempt comes only after many more changes.
         self._most = max(MOST_RECORDS, len(records) + MOST_RECORDS // (2 * _SHARE))
 
 

@@ -1,11 +1,11 @@
-"""Open files and open directories: what the kernel's file handles stand for.
+"""Open files and open directories, by the kernel's file handles.
 
-A file handle reads one version of one object until it is closed. It is either
-*served*, with reads answered here from the cache file, or *passthrough*, with
-reads that never come here. A directory handle is a position in a listing.
+A file handle reads one version of one object until it is closed. Reads of a *served*
+handle are answered here from the cache file; reads of a *passthrough* handle
+never come here. A directory handle is a position in a listing.
 
-Opening and closing is written to the journal before the reply, as with node
-ids (see inode_table.py). The table belongs to the event loop.
+Each open and close is written to the journal before the reply, as node
+ids are (see inode_table.py). The table belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.nodes.inode_table import Inode, NodeLog
 from fusefs.store.interface import ObjectVersion
 
-SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle, as they are on record
+SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle, as in the journal
 
 
 @dataclass(slots=True, eq=False)
 class FileHandle:
-    """An open file; `unique` is the request that opened it.
+    """An open file; `unique` is the id of the request that opened it.
 
-    `unkept` is what was last read past the cache: (offset, bytes). `fetched` is how many of
-    its bytes were fetched for its open, and not read through it yet.
+    `unkept` has the bytes last read past the cache: (offset, bytes). `fetched` is the number of
+    bytes that were fetched for the open and not read through the handle yet.
     """
 
     fh: int
@@ -45,11 +45,11 @@ class FileHandle:
 
 @dataclass(slots=True, eq=False)
 class DirectoryHandle:
-    """An open directory: `position` is that of the entry with the offset `offset`.
+    """An open directory. The stream continues behind the entry at `offset` and `position`.
 
     `opened` is in seconds of the monotonic clock: listings that were valid
-    then are valid for this handle. `recent` are the names of the last reply by their
-    offsets, of which the kernel may have passed on only the first.
+    then are valid for this handle. `recent` has the names of the last reply by their
+    offsets: the kernel may have passed only the first of them to the program.
     """
 
     fh: int
@@ -63,7 +63,7 @@ class DirectoryHandle:
 
 
 class HandleTable:
-    """All open handles by number; numbers are never used twice."""
+    """All open handles by number. No number is used twice."""
 
     def __init__(self, log: NodeLog) -> None:
         self._log = log
@@ -75,19 +75,19 @@ class HandleTable:
         self.directories: dict[int, DirectoryHandle] = {}
 
     def adopt_file(self, handle: FileHandle) -> None:
-        """Take up a handle that an earlier process opened."""
+        """Add a handle that an earlier process opened."""
         self.add_file(handle)
         self.restored[handle.unique] = handle.fh
 
     def adopt_directory(self, handle: DirectoryHandle) -> None:
-        """Take up an open directory; the next read says by its offset where the stream stands."""
+        """Add a directory that an earlier process opened; the next read tells the position."""
         handle.offset = -1
         self.directories[handle.fh] = handle
         handle.inode.served += 1
         self.restored[handle.unique] = handle.fh
 
     def opened_by(self, unique: int) -> int:
-        """The handle by which an earlier process answered this request, unheard; else 0."""
+        """The handle that an earlier process opened for this request before it died, else 0."""
         return self.restored.pop(unique, 0) if self.restored else 0
 
     def open_file(
@@ -99,7 +99,7 @@ class HandleTable:
         flags: int,
         unique: int,
     ) -> FileHandle:
-        """Add a handle; a backing id of 0 means that it is served."""
+        """Add a new handle and log it; a backing id of 0 means that it is served."""
         handle = FileHandle(self.next_fh, inode, version, file, backing_id, flags, unique)
         self.next_fh += 1
         self.add_file(handle)
@@ -107,7 +107,7 @@ class HandleTable:
         return handle
 
     def add_file(self, handle: FileHandle) -> None:
-        """Add a handle that is on record already."""
+        """Add a handle that the journal has already."""
         self.files[handle.fh] = handle
         if handle.backing_id:
             handle.inode.passthrough += 1
@@ -121,7 +121,7 @@ class HandleTable:
         )
 
     def close_file(self, fh: int, *, is_logged: bool = False) -> FileHandle | None:
-        """Remove a handle; None if it is not known (a RELEASE may come twice)."""
+        """Remove and return a handle; None if it is unknown (a RELEASE may come twice)."""
         handle = self.files.pop(fh, None)
         if handle is not None:
             if handle.backing_id:
@@ -136,7 +136,7 @@ class HandleTable:
         return (handle for handle in self.files.values() if handle.file is file)
 
     def former(self, parent: Inode, name: str) -> set[Inode]:
-        """The nodes that are open, and that a name stood for before it had another one."""
+        """The open nodes that a name had before its current one."""
         return {
             handle.inode
             for handle in self.files.values()

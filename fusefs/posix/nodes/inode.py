@@ -1,4 +1,4 @@
-"""One node of the tree, the file that is written under it, and what stat shows of both."""
+"""One node of the tree, the staged file of a node that is written, and the attributes of both."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fusefs.posix.nodes.object_metadata import NONE_SET, Form, Meta
 from fusefs.store.interface import ObjectInfo, UploadState
 from fusefs.store.s3.multipart import Upload
 
-# Whose a WRITE or a FLUSH is where the kernel does not say.
+# The lock owner of a WRITE or a FLUSH for which the kernel gives none.
 UNKNOWN_OWNER = 0
-# Below are the root and the offsets of "." and ".." in directory streams.
+# Smaller numbers are the root's id and the offsets of "." and ".." in directory streams.
 FIRST_ID = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """A mount's way of looking at the bucket: who owns what has no owner, with which permissions.
+    """A mount's defaults for owner, group and permissions of files and directories without any.
 
-    With `is_shared` everything belongs to the group `gid`, whatever its object says, and the
-    group may do with it what its owner may, unless it is the owner's alone. `file` and
-    `directory` are the attributes of each where its object has none, to be written in `form`.
+    With `is_shared` all files belong to the group `gid`, whatever their objects say, and the
+    group has the owner's permissions, unless only the owner has any. `file` and `directory`
+    are the attributes of a file or directory whose object has none, to be written in `form`.
     """
 
     uid: int
@@ -44,7 +44,7 @@ class Ownership:
     directory: Meta = field(init=False)
 
     def __post_init__(self) -> None:
-        # Made once, for a listing shows a thousand at a time.
+        # Made once: a listing shows a thousand entries at a time.
         for name, mode in (
             ("file", stat.S_IFREG | self.file_mode),
             ("directory", stat.S_IFDIR | self.dir_mode),
@@ -53,11 +53,11 @@ class Ownership:
             object.__setattr__(self, name, default)
 
     def of_new(self, mode: int, uid: int, gid: int) -> Meta:
-        """The attributes of what a process of this user and group makes with this mode."""
+        """The attributes of a new file or directory with this mode (and type), user and group."""
         return Meta(mode, uid, gid, form=self.form)
 
     def shown(self, meta: Meta) -> tuple[int, int, int]:
-        """The mode, the uid and the gid that programs see of what has these attributes."""
+        """The mode, the uid and the gid that programs see for these attributes."""
         mode, uid, gid = meta.mode, meta.uid, meta.gid
         if meta.unset:
             default = self.directory if stat.S_ISDIR(mode) else self.file
@@ -87,23 +87,22 @@ class Attributes:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Inode:
-    """One node id: there are as many as names that the kernel knows.
+    """The inode of one node id; there is one for each name that the kernel knows.
 
     `info` is the object version (None for a directory); `children` holds the
     current inode of each name (None for a file). `served` and `passthrough`
     count the open handles in each mode: one of them is always zero, because
-    the kernel refuses to mix them in one inode. A directory's are all served,
-    and `marks` are the positions that the offsets of its entries refer to, with their
-    numbers (offsets.py). Until `valid_until` it is relied on to be what its name stands for, and
-    until `shown_until` the kernel shows its attributes, in seconds of the monotonic clock;
-    `looked_up` says that the kernel looked the name up since the last open, and the bucket told
-    what it stands for. `packed` is the session's own form of the attributes.
+    the kernel refuses to mix them in one inode. A directory's handles are all served,
+    and its `marks` are the positions that the offsets of its entries refer to, with their
+    numbers (offsets.py). Opens trust the inode to be the current one of its name until
+    `valid_until`, and the kernel shows its attributes until `shown_until`, both in seconds of
+    the monotonic clock. `looked_up`: the kernel has looked the name up since the last open, and
+    the bucket has answered. `packed` is the session's own form of the attributes.
 
-    `is_removed` says that a file's name was taken from it here. Of the nodes
-    that were one file by then, and may be open in different versions, one
-    stands for the file: the others have it as `lead`, and show its mode,
-    owner and time. `entries_changed_ns` is when this mount last changed a
-    directory's entries, 0 if it has not since the time was set.
+    `is_removed`: this mount removed the file's name, or gave it to another file. The nodes of
+    such a file may be open in different versions; one of them is the `lead` of the others,
+    which show its mode, owner and time. `entries_changed_ns` is when this mount last changed
+    a directory's entries, 0 if it has not since the time was set.
     """
 
     nodeid: int
@@ -122,18 +121,18 @@ class Inode:
     is_current: bool = True
     is_removed: bool = False
     lead: Inode | None = None
-    # Its other names, where hard links have made some that are not parted yet.
+    # The nodes of the file's hard links, if it has any that have not changed since.
     links: LinkedNames | None = None
     entries_changed_ns: int = 0
-    # The attributes of its object, on a writable mount; None until they are known.
+    # The attributes of the object; None until they are known.
     meta: Meta | None = None
     staged: StagedFile | None = None
     packed: bytes | None = None
-    # The kernel may have pages of what the file was before another node's change went in.
+    # The kernel's page cache may hold the content from before another client's change was merged.
     has_other_pages: bool = False
-    # Of a directory that is known to have a marker without content: the marker's.
+    # The ETag of a directory's empty marker; None if no such marker is known.
     marker_etag: str | None = None
-    # The state of the listing that the kernel has read to its end (directory/listings.py).
+    # The generation of the listing that the kernel has read to its end (directory/listings.py).
     streamed_generation: int = -1
 
     def __post_init__(self) -> None:
@@ -152,7 +151,7 @@ class Inode:
 
     @property
     def valid_s(self) -> float:
-        """Seconds for which the kernel may believe the attributes of this version."""
+        """Seconds for which the kernel may cache the attributes of this version."""
         if self.staged is not None or self.is_removed:
             return 0.0
         if self.info is None:
@@ -165,25 +164,25 @@ class Inode:
         return 1 if self.links is None else len(self.links.nodes)
 
     def child(self, name: str) -> Inode | None:
-        """The current node of a name in this directory, if the kernel knows it."""
+        """The current node of a name in this directory; None if the kernel does not know it."""
         return self.children.get(name) if self.children else None
 
     def keeps_pages(self) -> bool:
-        """True if the kernel may keep its pages at an open for reads; else it drops them then."""
+        """Return False once if the kernel has to drop its pages at this open, else True."""
         keeps, self.has_other_pages = not self.has_other_pages, False
         return keeps
 
     def part_names(self) -> None:
-        """Part this name from the other names of its file, which is about to change."""
+        """Make this name a file of its own, as it is about to change and its hard links are not."""
         if self.links is not None:
             self.links.part(self)
 
     def default_meta(self, owner: Ownership) -> Meta:
-        """Its attributes where the object has none."""
+        """The mount's default attributes, for an object that has none."""
         return owner.directory if self.info is None else owner.file
 
     def attributes(self, owner: Ownership, mounted_ns: int) -> Attributes:
-        """The attributes of stat; a directory is as old as the mount: S3 keeps no time of it."""
+        """The attributes of stat. S3 has no times of directories, so they get the mount's time."""
         if self.lead is not None and self.info is not None:
             size = self.info.size
             shown = self.lead.attributes(owner, mounted_ns)
@@ -192,9 +191,9 @@ class Inode:
         meta = staged.meta if staged is not None else self.meta or self.default_meta(owner)
         mode, uid, gid = owner.shown(meta)
         if staged is not None:
-            # The kernel may have written by itself: what the file says is the truth.
+            # The kernel may have written to the file by itself, so its size and time count.
             found = os.fstat(staged.fd)
-            # Holes of a file that is edited are the object's bytes, and not to be skipped.
+            # Holes of an edited file stand for the object's bytes: programs must not skip them.
             blocks = found.st_blocks if staged.base is None else -(-found.st_size // 512)
             size, mtime_ns = found.st_size, found.st_mtime_ns
             nlink = 0 if staged.is_unlinked else self._names
@@ -210,20 +209,20 @@ class Inode:
         return Attributes(self.ino, size, mtime_ns, mode, nlink, uid, gid, -(-size // 512))
 
 
-# Called with a node whose name is to have the number that is given, or (None) any other.
+# Called with a node and its new inode number; None: any unused number.
 GiveNumber = Callable[[Inode, int | None], None]
 
 
 class LinkedNames:
-    """The nodes of the names that a hard link has made one file's. Belongs to the event loop.
+    """The nodes of one file's hard links. Belongs to the event loop.
 
-    A bucket has an object for each, with the same content and attributes. So they show
-    one inode number and count each other as links, as programs expect that look after
-    they have made a link (git, locks by link). The first change through one of them,
-    of content or attributes, parts it from the others: they get another number. What the
-    kernel has forgotten of such a file, or somebody else has replaced, is a file by itself.
+    The bucket has one object for each link, with the same content and attributes. The nodes
+    show one inode number and count each other as links: some programs check this after
+    link(2) (git, locks by link). The first change of content or attributes through one name
+    separates it from the others, which get another number. A name that the kernel has
+    forgotten, or that another client has replaced, becomes a file by itself.
 
-    `give` gives a node another number; `changed` is called with each that looks different now.
+    `give` gives a node another number; `changed` is called with each node that looks different.
     """
 
     __slots__ = ("_changed", "_give", "nodes")
@@ -243,20 +242,20 @@ class LinkedNames:
         self._note_changed()
 
     def replace(self, old: Inode, new: Inode) -> None:
-        """A name has another node, of the same content."""
+        """Replace a name's old node by its new one, which has the same content."""
         self.nodes.discard(old)
         old.links = None
         self.nodes.add(new)
         new.links = self
 
     def leave(self, inode: Inode) -> None:
-        """A name is not the file's any more."""
+        """Remove a node: its name no longer belongs to this file."""
         self.nodes.discard(inode)
         inode.links = None
         self._note_changed()
 
     def part(self, inode: Inode) -> None:
-        """A file changes under one of its names, which keeps the number."""
+        """Separate a node that is about to change; all the other nodes get one new number."""
         self.leave(inode)
         self._changed(inode)
         number = None
@@ -273,14 +272,14 @@ class LinkedNames:
 
 
 class FileState(enum.Enum):
-    """The stage of a staged file's life; what the bucket lacks of it is counted apart.
+    """The state of a staged file; whether an upload is needed is told by `StagedFile.is_dirty`.
 
-    OPEN       no program was promised yet that its content is kept
-    ABANDONED  as OPEN, and the last program that stopped writing to it was killed
-    CLOSED     a program was promised, or waited for, its content to be kept:
-               it is uploaded whatever happens to the mount
-    LEFTOVER   as CLOSED, by an earlier mount: another client may have been faster
-    UNLINKED   its name is gone; the content is for programs that have it open
+    OPEN       no close or fsync has told a program yet that the content is kept
+    ABANDONED  as OPEN, but the last program that closed the file was killed
+    CLOSED     a close or fsync of a program returned, or waits:
+               the content is uploaded even if the mount ends
+    LEFTOVER   as CLOSED, by an earlier mount: another client may have replaced the object
+    UNLINKED   the name is removed; the content stays for programs that have the file open
     """
 
     OPEN = enum.auto()
@@ -290,7 +289,7 @@ class FileState(enum.Enum):
     UNLINKED = enum.auto()
 
 
-# A class's attribute takes longer to find, and each write looks for it.
+# A global is found faster than an enumeration's member, and each write looks for it.
 _UNLINKED = FileState.UNLINKED
 
 
@@ -298,36 +297,36 @@ _UNLINKED = FileState.UNLINKED
 class StagedFile:
     """One file that is written. Belongs to the event loop.
 
-    `etag` is that of the object that the bucket has under the key, None if it
-    has none. `changes` counts what was done to the content, and `uploaded` is
-    what it was when the bucket got it; `meta_changes` counts what was done to
-    mode, owner, times and attributes, also during an upload. `lock` is held while the file is
-    uploaded, renamed or removed; writes wait for it, so that no object is a mix.
+    `etag` is the ETag of the object that the bucket has under the key, None if there is no
+    object. `changes` counts the changes of the content, and `uploaded` is its value for the
+    content that the bucket has; `meta_changes` counts the changes of mode, owner, times and
+    attributes, also during an upload. `lock` is held while the file is uploaded, renamed or
+    removed; writes wait for it, so that no object is a mix of two contents.
 
     `exclusive` is set while the bucket has not decided yet that a file created
     with O_EXCL is new: it marks this file's reservation (exclusive.py).
-    `creator` is the process that created it so, 0 if that is not known, None if it was not.
-    `is_rewrite` says that its node stood for an object before it was written to.
-    `before` are the attributes that the object had, or was to have, when it was opened to be
-    rewritten. `begun_ns` is when an upload in parts was begun whose id is not known yet,
-    in ns since the epoch. `tokens` are those of changes of its object that may have been
-    executed without an answer (store/fencing.py). `sum` is the
-    content's CRC32, None if it is not known (staged_sums.py). `kept_size` is how much of the
-    content is all that the bucket has, None if the file has not merely grown since.
-    `is_anew`: its programs have made all of it, so that it takes the place of whatever the bucket
-    has; any other content is built on the object with `etag`, and on no other (upload_steps.py).
-    `only_appended`: what the bucket lacks was written with O_APPEND, and may go behind another
-    object: `rebases` is how often it did. `pause_s` is
-    how long after `since` it is to be uploaded, closed as it is. While a request has its first
-    `sending` bytes as its body it may grow; `sent` is what `changes` was then, at `sent_at`.
-    `writers` are those that have written what the bucket lacks, as lock owners: a process has
-    one for all its descriptors, a forked child another one. `is_named`: a power cut
-    leaves the file its name in the staging directory.
+    `creator` is the process that created it with O_EXCL, 0 if unknown, None without O_EXCL.
+    `is_rewrite`: the node stood for an object before the file was written to.
+    `before` are the attributes that the object had, or was to have, when the file was opened
+    for the rewrite. `begun_ns` is the begin, in ns since the epoch, of a multipart upload whose
+    id is not known yet. `tokens` are the tokens of changes of the object that may have been
+    executed without an answer (store/fencing.py). `sum` is the content's CRC32, None if
+    unknown (staged_sums.py). If the file has only grown since its last upload, its first
+    `kept_size` bytes are the object's content; else `kept_size` is None.
+    `is_anew`: programs have written the whole content, so it may replace any object; any
+    other content is built on the object with `etag`, and replaces no other (upload_steps.py).
+    `only_appended`: the bytes that the bucket lacks were written with O_APPEND, and may be put
+    behind another object; `rebases` counts how often they were. A closed file is uploaded
+    `pause_s` after `since`. While a request has the first `sending` bytes as its body, the
+    file may grow; `sent` is the value of `changes` when that was begun, at `sent_at`.
+    `writers` are the lock owners that have written what the bucket lacks: a process has
+    one for all its descriptors, a forked child another one. `is_named`: the file's name in
+    the staging directory survives a power cut.
 
-    `backing` is set where the content is a cache file that was taken out: the kernel may read
-    it for programs, so all that open it get it by passthrough, and only what they write comes
-    here. `may_be_mapped`: a program may have mapped it so that it can store into it, unseen;
-    `clean` is then the `stamp` of what is known of the content.
+    `backing` is set if the content is a cache file that was taken out of the cache: the kernel
+    may read it for programs, so all handles are passthrough, and only their writes come
+    here. `may_be_mapped`: a program may have mapped the file and store into it unseen;
+    `clean` is then the `stamp` of the content that is known.
     """
 
     inode: Inode
@@ -338,7 +337,7 @@ class StagedFile:
     exclusive: str | None = None
     creator: int | None = None
     before: Meta | None = None
-    # When its attributes or its name changed last, in trio's seconds.
+    # When attributes or name changed last, in trio's seconds.
     described_at: float = 0.0
     changes: int = 1
     uploaded: int = 0
@@ -358,13 +357,13 @@ class StagedFile:
     # The error of the last upload.
     error: Exception | None = None
     upload: Upload | None = None
-    # An upload that is on record, and perhaps an earlier process's.
+    # A multipart upload on record, which an earlier process may have begun.
     upload_state: UploadState | None = None
     begun_ns: int | None = None
     tokens: set[str] = field(default_factory=set)
-    # How far the content was written from its start on without a gap.
+    # The content was written without a gap from its start to this offset.
     written_to: int = 0
-    # The bytes that count as held, and those of them that are the object's.
+    # The bytes that count towards --staging-size, and the part of them that is the object's.
     charged: int = 0
     free: int = 0
     base: EditBase | None = None
@@ -388,7 +387,7 @@ class StagedFile:
 
     @property
     def is_closed(self) -> bool:
-        """True if its content is uploaded whatever happens to the mount."""
+        """True if the content is to be uploaded even if the mount ends."""
         return self.state in (FileState.CLOSED, FileState.LEFTOVER)
 
     @property
@@ -396,7 +395,7 @@ class StagedFile:
         return self.state is _UNLINKED
 
     def close(self) -> None:
-        """A program relies on its content from now on."""
+        """Set the state to CLOSED: from now on a program relies on the content."""
         if self.state in (FileState.OPEN, FileState.ABANDONED):
             self.state = FileState.CLOSED
 
@@ -406,14 +405,14 @@ class StagedFile:
         return self.size()
 
     def note_unchanged(self, size: int) -> None:
-        """The content is that of the bucket's object, of `size` bytes."""
+        """Note that the content is the same as the object's, which has `size` bytes."""
         self.uploaded, self.kept_size = self.changes, size
 
     def mark_uploaded(self, size: int) -> None:
-        """The bucket has its first `size` bytes as sent; later ones were promised to no program."""
+        """Note that the bucket has the first `size` bytes; no close has promised later ones."""
         self.uploaded, self.kept_size = self.sent, size
         if self.is_content_dirty:
-            self.since = self.sent_at  # it has grown meanwhile
+            self.since = self.sent_at  # the file has grown meanwhile
             return
         self.writers.clear()
         self.pause_s = 0.0
@@ -423,7 +422,7 @@ class StagedFile:
 
     @property
     def appended_from(self) -> int | None:
-        """The offset behind which all is that the bucket lacks; None if it lacks more."""
+        """The offset from which on the bucket lacks the content; None if it lacks other bytes."""
         if not self.only_appended:
             return None
         return self.kept_size if self.etag is not None else 0
@@ -433,11 +432,11 @@ class StagedFile:
         return self.inode.object.key
 
     def is_others(self, owner: int) -> bool:
-        """True if lock owners other than this one have written all that the bucket lacks."""
+        """True if only other lock owners than `owner` have written what the bucket lacks."""
         return bool(self.writers and owner) and self.writers.isdisjoint((owner, UNKNOWN_OWNER))
 
     def check_kept(self) -> None:
-        """Raise ESTALE if what was waited for has set the file aside, and closed its descriptor."""
+        """Raise ESTALE if the file was set aside, and its descriptor closed, during a wait."""
         if self.inode.staged is not self:
             raise OSError(errno.ESTALE, "the object was replaced while it was edited")
 
@@ -445,32 +444,32 @@ class StagedFile:
         return os.fstat(self.fd).st_size
 
     def stamp(self) -> tuple[int, int]:
-        """The stamp that tells this content from later ones: its size, and its time in ns."""
+        """Size and modification time (ns) of the content: a later content has other ones."""
         found = os.fstat(self.fd)
         return found.st_size, found.st_mtime_ns
 
     def note_stores(self) -> None:
-        """See what programs have stored through mappings: of that the file alone tells."""
+        """Count stores through mappings as a change; only the file's size and time show them."""
         if self.may_be_mapped and not self.is_content_dirty and self.stamp() != self.clean:
             self.writers.add(UNKNOWN_OWNER)
             self.only_appended = False
             self.touch()
 
     def described(self) -> Meta:
-        """The attributes of the content as it is now, with its time."""
-        # What others have noted there, a digest say, is about another content.
+        """The attributes for the object, with the content's present modification time."""
+        # Other metadata, a digest say, is about the old content.
         other = () if self.is_content_dirty else self.meta.other
         return replace(self.meta, mtime_ns=os.fstat(self.fd).st_mtime_ns, other=other)
 
     def attributes_alone(self) -> tuple[int, int] | None:
-        """Size and time (ns) of the object that lacks changed attributes; None for none."""
+        """Size and time (ns) of the object if its attributes are to change; None if they aren't."""
         info = self.inode.info
         if not self.is_meta_dirty or info is None or not self.etag or self.etag != info.etag:
             return None
         return info.size, self.object_time(info)
 
     def object_time(self, info: ObjectInfo) -> int:
-        """The time that the object is to have if the content does not replace it."""
+        """The modification time (ns) for the object if only its attributes are changed."""
         if not self.is_content_dirty:
             return os.fstat(self.fd).st_mtime_ns
         known = self.before.mtime_ns if self.before is not None else None

@@ -1,15 +1,15 @@
-"""The node table: what the kernel's node ids stand for.
+"""The node table: the inodes of all node ids that the kernel knows.
 
-A node id stands for one content. A file's is one version of one object, so
-when somebody else has replaced the object, its name gets a new node id and
-the old one lives on for the handles that hold it; `ino`, which programs see
-as st_ino, is the file's and stays the same (file_numbers.py). Node ids are never
-used twice while mounted.
+A node id stands for one content. A file's content is one version of one object, so
+when another client has replaced the object, the name gets a new node id, and
+the old one stays for the handles that hold it; `ino`, which programs see
+as st_ino, belongs to the file and stays the same (file_numbers.py). Node ids are
+never used twice while mounted.
 
-Each inode counts how often the kernel got its id (`nlookup`) and goes
-when the kernel has forgotten it as often. What the table holds is written to
-the journal before the reply that tells the kernel about it, so that another
-process can go on with the same ids.
+Each inode counts how often the kernel got its id (`nlookup`) and is removed
+when the kernel has forgotten the id as often. Each change of the table is written to
+the journal before the reply that tells the kernel about it, so that the next
+process can continue with the same ids.
 
 The table belongs to the event loop; nothing here waits.
 """
@@ -34,65 +34,65 @@ from fusefs.store.interface import ObjectInfo, ObjectVersion
 
 __all__ = ["FIRST_ID", "ROOT_ID", "Attributes", "Inode", "InodeTable", "NodeLog", "Ownership"]
 
-# What the bucket has of versions that were copied.
+# The new objects of versions that were copied to another key.
 Copies = Mapping[ObjectVersion, ObjectInfo]
 
-# For how long attributes are shown at least, in seconds; they are those of one version.
+# The kernel shows the attributes of a version for this many seconds at least.
 FIRST_S = 1.0
 # How much later a listing may date a change of ours.
 CLOCKS_DIFFER_NS = 1_000_000_000
 
 
 class NodeLog:
-    """The record of what the kernel believes, written before each reply (journal/journal.py).
+    """The interface of the journal, which is written before each reply (journal/journal.py).
 
-    As it stands nothing is on record.
+    The methods of this base class do nothing.
     """
 
     def node(self, inode: Inode) -> None:
-        """The kernel is about to know a node, or the node has another name, key or version."""
+        """Log a node: the kernel is about to get it, or its name, key or version has changed."""
 
     def count(self, inode: Inode) -> None:
-        """The kernel is about to have this lookup count of a node."""
+        """Log a node's new lookup count."""
 
     def gone(self, nodeid: int) -> None:
-        """The kernel knows a node no longer."""
+        """Log that the kernel has forgotten a node."""
 
     def mark(self, nodeid: int, number: int, position: str) -> None:
-        """The offsets of a directory's entries refer to a position; number 0: to none any more."""
+        """Log the number of a directory's position; number 0: drop all positions (offsets.py)."""
 
     def replaced(self, nodeid: int) -> None:
-        """A node stands for its name no longer; see `InodeTable.mark_replaced`."""
+        """Log that a node no longer stands for its name; see `InodeTable.mark_replaced`."""
 
     def removed(self, nodeid: int) -> None:
-        """As `replaced`, of a file whose name is gone, or another's; see `InodeTable.detach`."""
+        """Log that a node's file lost its name in a removal or rename; see `InodeTable.detach`."""
 
     def number(self, place: int, number: int) -> None:
-        """A record of nodes/file_numbers.py; there is none any more if both are the same."""
+        """Log a record of nodes/file_numbers.py; equal values delete the record."""
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
-        """A process got ESTALE for a node and has yet to look it up (`is_pending`), or did."""
+        """Log that a process got ESTALE for a node (`is_pending`), or has looked its name up."""
 
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None:
-        """A request is about to be answered with a handle; backing id 0: the daemon reads."""
+        """Log a handle before the reply to its open; backing id 0: the daemon answers reads."""
 
     def closed(self, fh: int) -> None:
-        """A handle is released."""
+        """Log that a handle is released."""
 
     def negotiated(self, init_out: bytes) -> None:
-        """The answer to INIT, which the next daemon has to keep to."""
+        """Log the answer to INIT, which stays valid for the next daemon."""
 
     def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None:
-        """Numbers below these may have been used; `mounted_ns` is since the epoch."""
+        """Log the next unused node id and handle number, and the mount's time (ns, epoch)."""
 
     def begun(self, unique: int) -> None:
-        """A change is about to be made: if its request comes again, it may have been made."""
+        """Log that a request is about to change something; if it is resent, that may be done."""
 
     @property
     def plain_log(self) -> object | None:
-        """The log that compiled code may append to; None if records are not simply appended."""
+        """The log for compiled code to append to; None if there is no log, or more than one."""
         return None
 
 
@@ -100,9 +100,8 @@ class InodeTable:
     """All inodes by node id, and the current one of each name.
 
     `prefix` is the mount's own prefix in the bucket ("" or ending in `/`).
-    `ids_are_inos`: a session whose protocol shows the node id as st_ino gets
-    the stable number as node id wherever it is free. `crossed` is set when there are more than
-    `most`.
+    `ids_are_inos`: the session shows node ids as st_ino, so a new node's id is the stable
+    inode number wherever that is free. `crossed` is set when there are more than `most` nodes.
     """
 
     def __init__(
@@ -125,17 +124,17 @@ class InodeTable:
         self.numbers = FileNumbers(
             prefix, log.number, self._new_id, lambda: {inode.ino for inode in self.by_id.values()}
         )
-        # By directory and name, nodes of linked files that were replaced, and not looked up since.
+        # By directory and name: replaced nodes with hard links, until their names are looked up.
         self._unresolved_links: dict[tuple[int, str], Inode] = {}
         self._notifier = notifier or KernelNotifications()
-        # When the kernel last dropped a node, by the monotonic clock.
+        # When the kernel last forgot a node, in seconds of the monotonic clock.
         self.forgotten_at = -math.inf
         self.most = most
         self.crossed = trio.Event()
 
     @property
     def is_full(self) -> bool:
-        """True if listings hand out no more nodes, where the session can do that."""
+        """True if listings are to show names without nodes, if the session can do so."""
         return len(self.by_id) > self.most
 
     def __len__(self) -> int:
@@ -145,7 +144,7 @@ class InodeTable:
         return list(self.by_id.values())
 
     def adopt_name(self, inode: Inode, parent_id: int, *, is_current: bool) -> None:
-        """Give a restored node its parent; the youngest that `is_current` has the name."""
+        """Give a restored node its parent; of a name's `is_current` nodes the newest is current."""
         parent = inode.parent = self.by_id.get(parent_id, self.root)
         assert parent.children is not None
         rival = parent.children.get(inode.name)
@@ -156,14 +155,14 @@ class InodeTable:
                 rival.is_current = False
 
     def get(self, nodeid: int) -> Inode:
-        """Return the inode of a node id; ESTALE if that is not, or no longer, known."""
+        """Return the inode of a node id; ESTALE if the id is unknown."""
         try:
             return self.by_id[nodeid]
         except KeyError:
             raise OSError(errno.ESTALE, f"unknown node id {nodeid}") from None
 
     def directory(self, nodeid: int) -> Inode:
-        """Return the inode of a directory; ENOTDIR if it is none."""
+        """Return the inode of a directory's node id; ENOTDIR for a file, ESTALE if unknown."""
         inode = self.get(nodeid)
         if inode.children is None:
             raise OSError(errno.ENOTDIR, "not a directory")
@@ -173,7 +172,7 @@ class InodeTable:
         return self.by_id.get(nodeid)
 
     def key(self, inode: Inode) -> str:
-        """The full key of a file, or the prefix (ending in `/`, or empty) of a directory."""
+        """The full key of a file, or the prefix of a directory (empty or ending in `/`)."""
         if inode.info is not None:
             return inode.info.key
         path = ""
@@ -183,18 +182,18 @@ class InodeTable:
         return self.prefix + path
 
     def resolve(self, parent: Inode, name: str, info: ObjectInfo | None) -> Inode:
-        """The current inode of a name, new if that stands for something else; None: a directory."""
+        """Return a name's inode, a new one if `info` is another object; None is a directory."""
         assert parent.children is not None
         inode = parent.children.get(name)
         if inode is not None:
             known = inode.info
-            # What is being written here is not replaced by what a listing says.
+            # A listing does not replace a file that is being written here.
             if known is info or inode.staged is not None:
                 return inode
-            # Another listing of the same version: only what stat shows may differ.
+            # Another listing of the same version: only its attributes may differ.
             if known is not None and info is not None and _same_version(known, info):
                 if info.mtime_ns > known.mtime_ns + CLOCKS_DIFFER_NS:
-                    inode.meta = None  # somebody else has given it another mode, say
+                    inode.meta = None  # another client may have changed the mode, say
                 inode.info = info
                 inode.packed = None
                 self._log.node(inode)
@@ -219,7 +218,7 @@ class InodeTable:
         return inode
 
     def count(self, inode: Inode, valid_until: float, *, was_asked: bool = True) -> None:
-        """Log that the kernel gets a node id once more; the bucket `was_asked` just now."""
+        """Count, and log, one more lookup of a node; `was_asked`: the bucket has just answered."""
         inode.nlookup += 1
         inode.valid_until = valid_until
         inode.shown_until = max(valid_until, time.monotonic() + FIRST_S)
@@ -230,7 +229,7 @@ class InodeTable:
             self._log.count(inode)
 
     def mark(self, directory: Inode, position: str) -> int:
-        """The number of a position to which offsets refer; that of a new one is logged."""
+        """Return the number of a position to which offsets refer; a new number is logged."""
         if not position:
             return 0
         marks = directory.marks
@@ -243,13 +242,13 @@ class InodeTable:
         return number
 
     def forget_marks(self, directory: Inode) -> None:
-        """Neither an open stream nor the kernel's copy of the listing has offsets any more."""
+        """Drop a directory's marks, as neither a stream nor the kernel has such offsets now."""
         if directory.marks is not None:
             directory.marks = None
             self._log.mark(directory.nodeid, 0, "")
 
     def mark_replaced(self, inode: Inode) -> None:
-        """The inode stands for its name no longer: the next lookup makes another inode."""
+        """Separate an inode from its name: the next lookup of the name makes another inode."""
         self._log.replaced(inode.nodeid)
         self._unlist(inode)
         if inode.links is not None and inode.parent is not None:
@@ -262,7 +261,7 @@ class InodeTable:
             del siblings[inode.name]
 
     def replace_version(self, inode: Inode, info: ObjectInfo) -> None:
-        """Let an inode that is not open stand for another version from now on."""
+        """Make an inode stand for another version of its object from now on."""
         inode.info = info
         inode.packed = None
         self._log.node(inode)
@@ -276,7 +275,7 @@ class InodeTable:
         return self.resolve(parent, name, info)
 
     def at(self, key: str) -> Inode | None:
-        """The node of a file's key or a directory's prefix, if the kernel knows it."""
+        """The current node of a key or of a directory's prefix; None if the kernel knows none."""
         path, inode = key[len(self.prefix) :].removesuffix("/"), self.root
         for name in path.split("/") if path else ():
             child = inode.child(name)
@@ -286,14 +285,14 @@ class InodeTable:
         return inode
 
     def doubt(self, prefix: str) -> None:
-        """Have the files of a directory looked at again when they are opened next."""
+        """Make the next open of each file in a directory ask the bucket again."""
         directory, now = self.at(prefix), time.monotonic()
         for inode in (directory.children or {}).values() if directory is not None else ():
             inode.valid_until = min(inode.valid_until, now)
             inode.looked_up = False
 
     def detach(self, nodes: Iterable[Inode]) -> None:
-        """A name is gone, or another file's: one of its former `nodes` stands for the old file."""
+        """Mark a file's `nodes` as removed, its name being gone or reused; one becomes `lead`."""
         nodes = [inode for inode in nodes if not inode.is_removed]
         files = [inode for inode in nodes if inode.info is not None]
         lead = choose_lead(files) if files else None
@@ -311,7 +310,7 @@ class InodeTable:
                 self._notifier.invalidate_attributes(inode.nodeid)
 
     def link(self, made: Inode, inode: Inode) -> None:
-        """Show two names as those of one file until one of them changes; see `LinkedNames`."""
+        """Show two nodes as hard links of one file until one of them changes; see `LinkedNames`."""
         if self._ids_are_inos:
             return
         self._renumber(made, inode.ino)
@@ -319,7 +318,7 @@ class InodeTable:
         links.add(made)
 
     def link_again(self) -> None:
-        """As `link`, for the nodes of an earlier process that were."""
+        """Link restored nodes again: those of one number were linked in an earlier process."""
         seen: set[int] = set()
         shared: set[int] = set()
         files = [node for node in self.by_id.values() if node.info is not None]
@@ -337,7 +336,7 @@ class InodeTable:
                 }
 
     def _unlink(self, inode: Inode) -> None:
-        """A linked name is a file by itself from now on."""
+        """Make a hard link a file by itself, with a number of its own from the next lookup on."""
         if inode.links is not None and inode.parent is not None:
             self._unresolved_links.pop((inode.parent.nodeid, inode.name), None)
             inode.links.leave(inode)
@@ -350,16 +349,16 @@ class InodeTable:
         self._show(inode)
 
     def _show(self, inode: Inode) -> None:
-        """Have the kernel ask what a node looks like now."""
+        """Make the kernel request a node's attributes again."""
         inode.packed = None
         self._notifier.invalidate_attributes(inode.nodeid)
 
     def entries_changed(self, directory: Inode) -> None:
-        """This mount has changed which names a directory has: that is its time from now on."""
+        """Set a directory's modification time to now: this mount has changed its names."""
         self.set_entries_changed(directory, time.time_ns())
 
     def set_entries_changed(self, directory: Inode, changed_ns: int) -> None:
-        """Set when a directory's names last changed, in ns since the epoch."""
+        """Set a directory's modification time, in ns since the epoch; 0: the default."""
         if directory.entries_changed_ns != changed_ns:
             directory.entries_changed_ns = changed_ns
             directory.packed = None
@@ -368,7 +367,7 @@ class InodeTable:
     def move(
         self, inode: Inode, parent: Inode, name: str, copies: Copies = MappingProxyType({})
     ) -> None:
-        """Give an inode, and all below it, another name; `copies` are what the bucket has there."""
+        """Give an inode, and all below it, another name; `copies` has the new objects."""
         assert parent.children is not None
         replaced = parent.children.get(name)
         if replaced is not None and replaced is not inode:
@@ -394,9 +393,9 @@ class InodeTable:
         self._log.node(inode)
 
     def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
-        """Let an inode be of another key, and of the copy that the bucket has there."""
+        """Give an inode another key, and the version of the copy there; None: it is not known."""
         if inode.meta is not None and inode.meta.mtime_ns is None:
-            # A copy is younger, and says in its metadata how old the content is.
+            # The copy's Last-Modified is newer; its metadata has the time of the content.
             inode.meta = inode.meta.changed(mtime_ns=inode.object.mtime_ns)
         if copy is None:
             inode.valid_until, inode.looked_up = 0.0, False
@@ -404,7 +403,7 @@ class InodeTable:
         self.replace_version(inode, copy)
 
     def forget(self, nodeid: int, nlookup: int) -> None:
-        """The kernel has dropped `nlookup` of its references; unknown ids are ignored."""
+        """Take back `nlookup` references that the kernel has dropped; unknown ids are ignored."""
         inode = self.by_id.get(nodeid)
         if inode is None or nodeid == ROOT_ID:
             return
@@ -414,12 +413,12 @@ class InodeTable:
         self.drop_unknown(inode)
 
     def drop_unknown(self, inode: Inode) -> None:
-        """Remove an inode that the kernel has no reference to."""
+        """Remove an inode if neither the kernel, a handle, a child nor a staged file needs it."""
         parent = inode.parent
         if inode.nlookup or inode.is_open or inode.children or parent is None or inode.staged:
             return
         if self.by_id.get(inode.nodeid, inode) is not inode:
-            return  # it was removed before, and another inode has its id
+            return  # the inode was removed before, and another one has its id
         self._unlist(inode)
         if inode.links is not None:
             self._unlink(inode)
@@ -437,7 +436,7 @@ class InodeTable:
 
 
 def choose_lead(nodes: list[Inode]) -> Inode:
-    """Have the one of these nodes of one file stand for it that has the latest content."""
+    """Choose the node with the latest content among a file's nodes, and set it as their `lead`."""
     lead = max(nodes, key=lambda inode: (inode.is_current, inode.staged is not None, inode.nodeid))
     for inode in nodes:
         if inode is not lead:

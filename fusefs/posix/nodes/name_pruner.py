@@ -1,16 +1,16 @@
-"""Names that the kernel remembers, and how it is made to forget some when there are many.
+"""A limit on the names that the kernel remembers.
 
-Each name that the kernel knows is an inode here, of about 1 KiB, until the
-kernel forgets it, which it does under its own memory pressure alone. So the
-names have a limit: beyond it the kernel is notified to drop those that are the
-oldest and not in use (FUSE_NOTIFY_PRUNE, Linux 6.18), which it answers with
-FORGET. A name that is pruned is looked up again when it is used again. Listings, which
-hand out a hundred thousand names a second, show names alone while there are too many
-(`InodeTable.is_full`).
+Each name that the kernel knows costs an inode of about 1 KiB here, until the
+kernel forgets the name, which it does only when its own memory is short. So the
+names have a limit: beyond it a notification makes the kernel drop the oldest names
+that are not in use (FUSE_NOTIFY_PRUNE, Linux 6.18), which it answers with
+FORGET. A dropped name is looked up again when it is used again. Listings, which
+show a hundred thousand names a second, give the kernel no inodes while there are
+too many (`InodeTable.is_full`).
 
-An older kernel has no such notification that could never wait for this very
-process: FUSE_NOTIFY_INVAL_ENTRY takes the directory's lock, which a lookup
-that waits for an answer holds. There names are only counted.
+Older kernels have no notification for this that is safe from a deadlock with this
+process: FUSE_NOTIFY_INVAL_ENTRY takes the directory's lock, which is held by a lookup
+that waits for this process. On these kernels the names are only counted.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fusefs.telemetry.activity import ACTIVITY
 
 logger = logging.getLogger("fusefs.names")
 
-# How soon to go through the names again when too many of them were in use.
+# The pause before the names are gone through again, if too many of them were in use.
 AGAIN_AFTER_S = 1.0
 # A notification with so many names takes a millisecond or two.
 BATCH = 128
-# So much below the limit the pruning ends, for names come back at once.
+# Pruning ends this share below the limit, as new names come at once.
 MARGIN = 0.25
 
 
 class NamePruner:
-    """Has the kernel forget names where there are more than a table's most. For the event loop.
+    """Makes the kernel forget names when the inode table is over its limit. For the event loop.
 
-    `prune` has the kernel drop what no program uses of some node ids; it returns at
-    once, and tells whether the kernel knows how.
+    `prune` asks the kernel to drop those of some nodes that no program uses; it returns at
+    once, False if the kernel has no such notification.
     """
 
     def __init__(self, inodes: InodeTable, prune: Callable[[Sequence[int]], bool]) -> None:
@@ -50,7 +50,7 @@ class NamePruner:
         self.can_prune = True
 
     async def run(self) -> None:
-        """Prune whenever there are too many, until cancelled or the kernel does not know how."""
+        """Prune whenever there are too many names, until cancelled or the kernel can't do it."""
         while self.can_prune:
             if len(self._inodes) <= self.most:
                 await self._inodes.crossed.wait()
@@ -61,7 +61,7 @@ class NamePruner:
                 await ACTIVITY.pause(AGAIN_AFTER_S)
 
     async def shrink(self) -> None:
-        """Go once through the names, the oldest first, until few enough are left."""
+        """Prune the oldest names, in one pass, until few enough are left."""
         target = int(self.most * (1 - MARGIN))
         candidates = self._unused()
         before = self.pruned
@@ -71,7 +71,7 @@ class NamePruner:
                 logger.info("this kernel forgets names only by itself (Linux 6.18 can be made to)")
                 return
             self.pruned += len(batch)
-            # The FORGETs are read meanwhile.
+            # Meanwhile the session reads the FORGETs.
             await trio.lowlevel.checkpoint()
         if self.pruned > before:
             logger.debug(
@@ -81,7 +81,7 @@ class NamePruner:
             )
 
     def _unused(self) -> Iterator[int]:
-        """Node ids without use, the oldest first; directories after what is in them."""
+        """The ids of unused nodes: the oldest files first, then directories, children first."""
         found = self._inodes.all()
         for inode in found:
             if inode.info is not None and _is_unused(inode):

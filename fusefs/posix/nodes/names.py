@@ -1,19 +1,19 @@
 """Object keys to file names and back.
 
-A directory is a prefix that ends in `/`; the names in it are what stands
-between that prefix and the next `/`. Most keys map one to one. Those that no
-file name can express are hidden, and counted by whoever lists them:
+A directory is a prefix that ends in `/`; its names are the parts of keys
+between that prefix and the next `/`. Most keys map one to one. Keys that no
+file name can express are hidden, and listings count them:
 
 - an empty segment (`a//b`), `.` and `..`;
 - a name of more than 255 bytes, or one with a NUL;
 - `.fusefs` at the root of a bucket, where the CSI driver keeps its records;
-- `.fusefs-probe`, where mounts try what the store honours (these are not counted);
+- `.fusefs-probe`, with which mounts test the store's capabilities (this one is not counted);
 - a file whose name is also a directory's (`a` beside `a/b`): the directory wins.
 
 Directory positions: entries are ordered by `name + "/"`, whether they are
-files or directories. S3 orders keys by their bytes, hence directories (which
-end in `/`) in just this order, and it makes a file stand where a directory of
-the same name would, so that one of the two can hide the other.
+files or directories. S3 orders keys by their bytes, and so directories (which
+end in `/`) in just this order; a file gets the position of a directory of
+the same name, so that the directory can hide the file.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from __future__ import annotations
 from fusefs.store.capabilities import PROBE_NAME
 
 NAME_MAX = 255
-# What S3 takes, in bytes of UTF-8.
+# The limit of S3, in bytes of UTF-8.
 LONGEST_KEY = 1024
 PRIVATE = ".fusefs"
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """The prefix of the directory that a file's key is in, and the file's name there."""
+    """Split a file's key into its directory's prefix and its name."""
     at = key.rfind("/") + 1
     return key[:at], key[at:]
 
 
 def split_entry(key: str) -> tuple[str, str]:
-    """As `split_key`, also of a directory by its own prefix."""
+    """As `split_key`, but `key` may also be a directory's own prefix, ending in `/`."""
     prefix = parent_of(key)
     return prefix, key[len(prefix) :].removesuffix("/")
 
 
 def parent_of(key: str) -> str:
-    """The prefix of the directory that a file, or another directory, is in."""
+    """The prefix of the directory that contains a file, or another directory."""
     return key[: key.rfind("/", 0, -1) + 1]
 
 
 def is_at_or_below(key: str, top: str) -> bool:
-    """True if a key is this one or below it; each is below ""."""
+    """True if `key` is `top` or below it; every key is below ""."""
     return not top or key == top or key.startswith(top if top.endswith("/") else top + "/")
 
 
 def is_expressible(name: str) -> bool:
-    """True if a file name can stand for this segment of a key."""
+    """True if this part of a key can be a file name."""
     if not name or name in (".", ".."):
         return False
     if "\0" in name or "/" in name:
@@ -58,12 +58,12 @@ def is_expressible(name: str) -> bool:
 
 
 def is_private(prefix: str, name: str) -> bool:
-    """True if a name in the directory of this prefix is not for the users of the bucket."""
+    """True if a name in the directory `prefix` is reserved for fusefs itself."""
     return name == PROBE_NAME or (not prefix and name == PRIVATE)
 
 
 def decode(name: bytes) -> str | None:
-    """The segment of a key that a file name stands for; None if no key can hold it."""
+    """Decode a file name; None if it is not UTF-8, as all keys are."""
     try:
         return name.decode()
     except UnicodeDecodeError:

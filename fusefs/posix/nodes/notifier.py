@@ -1,6 +1,7 @@
-"""The file system's own requests to the kernel; nothing here waits for it.
+"""The interface for notifications to the kernel, and for questions about a process.
 
-`fuse/notifications.py` has those of the kernel session, `fuse/pyfuse3_session.py` pyfuse3's.
+It is implemented by `fuse/notifications.py` for the kernel session, and by
+`fuse/pyfuse3_session.py` for pyfuse3.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ from collections.abc import Sequence
 
 
 class KernelNotifications:
-    """The notifications that a mount may be able to send; as it stands, none."""
+    """The notifications that a session can send; this base class sends none."""
 
     def invalidate_attributes(self, nodeid: int) -> None:
-        """Have the kernel ask for a node's attributes again."""
+        """Make the kernel drop a node's cached attributes."""
 
     def invalidate_names(self) -> None:
-        """Have the kernel look names up again before it uses them."""
+        """Make the kernel look all names up again before it uses them."""
 
     def prune_names(self, nodeids: Sequence[int]) -> bool:
-        """Have the kernel drop those nodes that no program uses; False if it can't."""
+        """Ask the kernel to drop the given nodes that no program uses; False if it can't."""
         return False
 
     async def was_killed(self, pid: int) -> bool:
-        """True if a thread closes its files because its process is being killed."""
+        """True if the process of a thread is being killed, and closes its files for that reason."""
         return False
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if a thread's process will close a file that it may write to; None: not known."""
+        """True if a thread's process has another writable descriptor of a file; None: unknown."""
         return None

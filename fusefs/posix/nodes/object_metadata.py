@@ -8,14 +8,14 @@
 | `xattr` | | JSON, percent-encoded: {name: value in base64}, in both forms |
 
 AWS's form is that of S3 Files, FSx for Lustre, File Cache, DataSync and Storage Gateway. An
-object keeps its form, or both, when its attributes change; what has no form yet gets the
-mount's (`--attribute-form`). Where both say something s3fs's counts.
+object keeps its form, or both, when its attributes change; an object that has no form yet
+gets the mount's (`--attribute-form`). Where the two forms differ, s3fs's counts.
 
-What an object lacks, or what cannot be read, is the mount's default, which is never written
-into an object: it is this mount's way of looking at the bucket. Set-id
+An attribute that an object lacks, or that cannot be read, is the mount's default. Defaults
+are never written into an object: they are this mount's view of the bucket. Set-id
 bits and device types in a bucket are ignored: the right to write there is not
-the right to become root here. s3fs' `atime` and `ctime` are not kept, which
-would be wrong after the next change. What else is there is kept as it is.
+the right to become root here. s3fs's `atime` and `ctime` are dropped, as they
+would be wrong after the next change. All other metadata is kept as it is.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from urllib.parse import quote, unquote
 
 from fusefs.store.fencing import CHANGE, CHANGE_SIZE, METADATA_LIMIT
 
-# The permissions that are taken from a bucket, and given to it.
+# The permission bits that are read from a bucket, and written to it.
 PERMISSIONS = 0o1777
 SECOND_NS = 1_000_000_000
-# The target of a symbolic link, which is its object's content, has at most so many bytes: the
+# The longest target of a symbolic link, in bytes; the target is the object's content. The
 # kernel takes no longer one (PATH_MAX without the NUL).
 LONGEST_TARGET = 4095
-# Times lie between this and its negative, which is the years from 1677 to 2262.
+# Times lie between -MOST_NS and MOST_NS, the years from 1677 to 2262.
 MOST_NS = (1 << 63) - 1
 ALL_SET: frozenset[str] = frozenset()
 NONE_SET = frozenset(("mode", "uid", "gid"))
@@ -45,12 +45,12 @@ _HEADER_PREFIX = "x-amz-meta-"
 _S3FS = ("mode", "uid", "gid", "mtime")
 _AWS = ("file-permissions", "file-owner", "file-group", "file-mtime")
 _READ = {*_S3FS, *_AWS, "xattr"}
-# The token of the change that made an object says nothing about its content.
+# With the token of the change that made the object, which says nothing about the content.
 _OWN = _READ | {"atime", "ctime", CHANGE}
 
 
 class Form(enum.Flag):
-    """The forms in which an object's metadata has attributes: see the module's table."""
+    """The forms of attributes in an object's metadata; see the table above."""
 
     S3FS = 1
     AWS = 2
@@ -58,11 +58,11 @@ class Form(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """The attributes of POSIX; `mode` has the type, `mtime_ns` None is the object's own.
+    """The POSIX attributes of an object; `mode` includes the file type.
 
-    `xattrs` are names and values in the order of their setting; `other` is
-    metadata of the object that means nothing here; `form` is how the rest is written. `unset`
-    are the names of those of mode, uid and gid that are the mount's, and not the object's.
+    `mtime_ns` is None for the object's Last-Modified. `xattrs` are names and values in the
+    order in which they were set; `other` is metadata that is no attribute; `form` is the form
+    to write. `unset` names those of mode, uid and gid that are the mount's defaults.
     """
 
     mode: int
@@ -79,7 +79,7 @@ class Meta:
         return stat.S_ISLNK(self.mode)
 
     def changed(self, **changes: Any) -> Meta:
-        """These attributes with others in their place, which are the object's then."""
+        """A copy with changed attributes, which then are the object's and no defaults."""
         return replace(self, unset=self.unset - changes.keys(), **changes)
 
     def as_metadata(self) -> dict[str, str]:
@@ -104,7 +104,7 @@ class Meta:
 
     @property
     def fits(self) -> bool:
-        """True if S3 takes that much."""
+        """True if S3 accepts metadata of this size."""
         metadata = self.changed(
             mtime_ns=0 if self.mtime_ns is None else self.mtime_ns
         ).as_metadata()
@@ -113,12 +113,12 @@ class Meta:
 
 
 def has_attributes_in(metadata: Mapping[str, str]) -> bool:
-    """True if an object's metadata says anything of what POSIX keeps with a file."""
+    """True if an object's metadata has POSIX attributes in one of the two forms."""
     return not _READ.isdisjoint(metadata)
 
 
 def read(metadata: Mapping[str, str], default: Meta) -> Meta:
-    """The attributes in an object's metadata, and the default for the rest."""
+    """Read the attributes from an object's metadata; those it lacks are taken from `default`."""
     kind = stat.S_IFMT(default.mode)
     mode = _mode(metadata.get("mode"), kind)
     if mode is None:
@@ -145,23 +145,23 @@ def read(metadata: Mapping[str, str], default: Meta) -> Meta:
 
 
 def read_time(metadata: Mapping[str, str]) -> int | None:
-    """The modification time that an object's metadata has, in ns since the epoch."""
+    """Read the modification time in an object's metadata, in ns since the epoch; None if none."""
     known = _time(metadata.get("mtime"))
     return known if known is not None else _aws_time(metadata.get("file-mtime"))
 
 
 def _octal(text: str | None) -> int | None:
-    """A mode as AWS writes it; its type may be missing."""
+    """Read an octal mode as AWS writes it, which may lack the file type; None if it is none."""
     if text is None or not 0 < len(text) <= 8 or set(text) - set("01234567"):
         return None
     return int(text, 8)
 
 
 def _mode(text: str | None, kind: int) -> int | None:
-    """The mode of a file or directory (`kind`); a file may turn out to be a symbolic link.
+    """Read the mode of a file or directory (`kind`), None if invalid; a file may be a symlink.
 
-    As decimal and as octal number no text has a type that fits both times, so
-    that tells who wrote it. Without a type it is taken for decimal.
+    No text has a fitting file type both as a decimal and as an octal number, so the type
+    tells which of the two it is. A number without a type is taken as decimal.
     """
     value = _whole(text)
     if text is None or value is None:
@@ -175,7 +175,7 @@ def _mode(text: str | None, kind: int) -> int | None:
 
 
 def _whole(text: str | None) -> int | None:
-    """A number that fits an id or a mode."""
+    """Read a decimal number of at most 32 bits, an id or a mode; None if it is none."""
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 10:
         return None
     value = int(text)
@@ -196,7 +196,7 @@ def _time(text: str | None) -> int | None:
 
 
 def _aws_time(text: str | None) -> int | None:
-    """A time as AWS writes it: nanoseconds that end in "ns", else milliseconds."""
+    """Read a time as AWS writes it: nanoseconds that end in "ns", else milliseconds."""
     if text is None:
         return None
     digits = text.removesuffix("ns")
@@ -224,5 +224,5 @@ def _read_xattrs(text: str | None) -> tuple[tuple[str, bytes], ...]:
 
 
 def _is_header(value: str) -> bool:
-    """True if a value can be sent again; what was decoded to something else cannot."""
+    """True if a value can be sent again in a header: it is not empty, and printable ASCII."""
     return bool(value) and value.isascii() and value.isprintable() and value == value.strip()

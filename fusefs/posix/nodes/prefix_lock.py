@@ -1,14 +1,14 @@
-"""Changes of names and renames of directories, each in the order of its arrival.
+"""A lock that keeps changes of names and renames of directories above them apart.
 
 A change reads the key that it works on and then waits for the bucket. If a directory
-above it became another one meanwhile, the change would land where no program looks for
-it, and a rename that goes on after a kill could not tell what is a copy. So the rename of
-a directory *closes* its old and its new prefix. It begins when all changes below them that
-came earlier have ended, and those that come later wait until it is finished, if need be
-by a later process. Everything waits for what came before it alone: never in a circle.
+above the key were renamed meanwhile, the change would land where no program looks for
+it, and a rename that the next process finishes could not tell which objects are copies. So
+the rename of a directory *closes* its old and its new prefix. It begins when all earlier
+changes below the two prefixes have ended, and later changes wait until it is finished, if
+need be by a later process. Each waits only for earlier ones, so there is no deadlock.
 
-Where the bucket refuses to finish a rename, what waits for it fails with that error; the
-next change has it tried again.
+If the bucket refuses to finish a rename, the changes that wait for it fail with that error;
+the next change starts another attempt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import trio
 
 from fusefs.posix.nodes.inode_table import Inode
 
-# The keys of names, which change while a directory above them is renamed.
+# Returns the keys of some names; they become others when a directory above is renamed.
 Keys = Callable[[], tuple[str, ...]]
 Name = tuple[Inode, str]
 
 
 class _Change:
-    """A change that waits or is under way; a lower number came earlier."""
+    """A change that waits or is under way. Changes are numbered in the order of their arrival."""
 
     __slots__ = ("_targets", "number")
 
@@ -36,12 +36,12 @@ class _Change:
         self._targets = targets
 
     def targets(self) -> tuple[str, ...]:
-        """The keys that it changes, as they are now."""
+        """The keys that are changed, as they are now."""
         return self._targets()
 
 
 class Closure(_Change):
-    """The two prefixes of a rename; `error` is what the last try to finish it failed with."""
+    """The two closed prefixes of a rename; `error` is that of the last attempt to finish it."""
 
     __slots__ = ("error", "is_kept")
 
@@ -52,12 +52,12 @@ class Closure(_Change):
         self.is_kept = is_kept
 
     def begin(self) -> None:
-        """Keep to the prefixes as they are called now, which the rename changes."""
+        """Fix the two prefixes as they are now: from here on the rename itself changes them."""
         prefixes = tuple(map(_as_prefix, self.targets()))
         self._targets = lambda: prefixes
 
     def is_before(self, other: _Change) -> bool:
-        """True if another change has to wait for this rename."""
+        """True if `other` came later and has to wait for this rename."""
         if self.number >= other.number:
             return False
         return self.covers(*other.targets()) or (
@@ -65,16 +65,16 @@ class Closure(_Change):
         )
 
     def covers(self, *keys: str) -> bool:
-        """True if one of the keys is a name of the directory, or below one."""
+        """True if one of the keys is at or below one of the two prefixes."""
         prefixes = tuple(map(_as_prefix, self.targets()))
         return any(_as_prefix(key).startswith(prefixes) for key in keys)
 
 
 class PrefixLock:
-    """One mount's changes; `key` tells a directory's prefix. Belongs to the event loop.
+    """The lock of one mount; `key` returns a directory's prefix. Belongs to the event loop.
 
     `wanted` is set when a rename that has failed is to be tried again.
-    A rename that can't be finished now raises its StoreError or OSError in all that wait for it.
+    All that wait for a rename that can't be finished now get its StoreError or OSError.
     """
 
     def __init__(self, key: Callable[[Inode], str]) -> None:
@@ -94,17 +94,17 @@ class PrefixLock:
         return not any(closure.covers(key) for closure in self._closures)
 
     def change(self, *names: Name) -> AbstractAsyncContextManager[None]:
-        """Change these names; their keys stay as they are meanwhile."""
+        """Hold the lock for a change of these names: no directory above is renamed meanwhile."""
         return self._changing(lambda: self._keys(names))
 
     async def until_open(self, *names: Name) -> None:
-        """Wait while a change of these names has to wait. Raises as `change`."""
+        """Return once a change of these names need not wait. Raises as `change`."""
         if not self.is_open(*names):
             async with self.change(*names):
                 pass
 
     async def until_open_at(self, key: Callable[[], str]) -> None:
-        """As `until_open`, for a key, which may become another one."""
+        """As `until_open`, for a key, which `key` returns: a rename may change it meanwhile."""
         if not self.is_open_at(key()):
             async with self._changing(lambda: (key(),)):
                 pass
@@ -124,7 +124,7 @@ class PrefixLock:
 
     @asynccontextmanager
     async def closed(self, *names: Name) -> AsyncIterator[Closure]:
-        """Close the prefixes of two names, to the end of this or as long as it `is_kept`."""
+        """Close the prefixes of two names; they stay closed at the end if the closure `is_kept`."""
         closure = Closure(next(self._numbers), lambda: self._keys(names))
         self._closures.append(closure)
         try:
@@ -142,31 +142,31 @@ class PrefixLock:
         return closure
 
     def open(self, closure: Closure) -> None:
-        """The rename has ended."""
+        """Open the prefixes of a rename that has ended."""
         closure.is_kept = False
         if closure in self._closures:
             self._closures.remove(closure)
             self._notify()
 
     def fail(self, closure: Closure, error: Exception) -> None:
-        """The rename can't be finished now: so fails what waits for it."""
+        """Fail all that wait for a rename which can't be finished now, with its error."""
         closure.error = error
         self._notify()
 
     def retry(self, closure: Closure) -> None:
-        """Have a rename tried again that could not be finished."""
+        """Request another attempt at a rename that could not be finished."""
         closure.error = None
         self.wanted.set()
 
     def waiting(self, closure: Closure) -> list[str]:
-        """The keys of the changes that wait for a rename, but for its own request after a kill."""
+        """The keys of the changes that wait for a rename, without its own request, sent again."""
         waiting = filter(closure.is_before, [*self._changes, *self._closures])
         targets = [change.targets() for change in sorted(waiting, key=lambda one: one.number)]
         own = closure.targets()
         return [keys[0] for keys in targets if tuple(map(_as_prefix, keys)) != own]
 
     async def wait_for_turn(self, change: _Change) -> None:
-        """Wait for what came before a change and is in its way."""
+        """Wait until no earlier change or rename is in the way of `change`. Raises as `change`."""
         for closure in self._closures:
             if closure.error is not None and closure.is_before(change):
                 self.retry(closure)

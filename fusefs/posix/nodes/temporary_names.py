@@ -1,17 +1,17 @@
-"""Names of temporary files: those that a program gives away again, by a rename or a removal.
+"""Names of temporary files, which a program soon renames or removes.
 
-An atomic save writes a file of such a name, closes it and renames it. Sent at
-the close it would cost a PUT, a COPY and a DELETE; so it is kept on the local
-disk then, and the rename sends it under its last name. The name is all that a
-close can go by: what a program will do with the file is not known yet.
+An atomic save writes a temporary file, closes it and renames it. If the close sent
+the file, that would cost a PUT, a COPY and a DELETE; so the close keeps the file on the
+local disk, and the rename sends it under its last name. At the close only the name can
+tell that a file is temporary: what the program will do with it is not known yet.
 """
 
 from __future__ import annotations
 
 import re
 
-# With a random part: no two nodes make the same name, and nobody waits for one. A directory of
-# such a name (uv unpacks into one) makes everything below it temporary.
+# Names with a random part: no two nodes create the same one, and no program waits for it. All
+# files below a directory of such a name (uv unpacks into one) are temporary.
 _RANDOM = re.compile(
     r"""
     \.tmp[.-]?\w{6,}              # Rust's tempfile: uv, ruff, cargo
@@ -21,7 +21,7 @@ _RANDOM = re.compile(
     """,
     re.VERBOSE,
 )
-# Those of files alone.
+# Names of temporary files; a directory of such a name makes nothing temporary.
 _FILE = re.compile(
     r"""
     tmp[a-z0-9][a-z0-9_]{7}\.\w+  # Python's NamedTemporaryFile with a suffix
@@ -37,15 +37,15 @@ _FILE = re.compile(
 
 
 def has_random_part(path: str) -> bool:
-    """True if no other node makes a file of this path: mkstemp(3) has chosen a name in it."""
+    """True if a name in the path has a random part: no other node creates the same file."""
     return any(map(_RANDOM.fullmatch, path.split("/")))
 
 
 def is_temporary(path: str, *, is_exclusive: bool) -> bool:
-    """True if a file is soon to have another name or none, as far as its path tells.
+    """True if a file will probably be renamed or removed soon, as far as its path tells.
 
-    With `is_exclusive` it was created with O_EXCL: a lock then, as git writes it and renames it,
-    and not `uv.lock`, which stays.
+    A `.lock` file is temporary only if it was created with O_EXCL (`is_exclusive`), as git does:
+    git renames it, while `uv.lock` stays.
     """
     name = path.rpartition("/")[2]
     return (

@@ -1,11 +1,11 @@
-"""Uploads in parts that are to be aborted, on record until they are: their parts are paid for.
+"""Multipart uploads that are to be aborted, recorded until they are: S3 charges for their parts.
 
-    STAGING/aborts       one line for each: its id, its key (posix/journal/line_log.py)
+    STAGING/aborts       a line for each upload: its id, its key (posix/journal/line_log.py)
 
-The upload of a staged file is on record with the file, until that goes or is sent in
-another way. If S3 does not abort it then, or a process ends before that, the next
-one does, of this mount or of the next. So it is with the uploads that the store makes by
-itself, for the copies of large objects: they are on record from their begin to their end.
+The multipart upload of a staged file is recorded with the file, until the file is removed or
+sent in another way. If S3 does not abort the upload then, or the process dies before, the next
+process does, of this mount or of the next. The uploads that the store makes by
+itself, for copies of large objects, are recorded here from their begin to their end.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ from fusefs.store.interface import UploadLog, UploadState
 logger = logging.getLogger("fusefs.uploads")
 
 NAME = "aborts"
-# How often an upload is aborted again for which S3 had no answer.
+# The pause between attempts at an abort that S3 does not answer.
 AGAIN_S = 60.0
-# S3 tells when an upload was begun in whole seconds, and by its own clock.
+# S3 tells the begin of an upload in whole seconds, and by its own clock.
 CLOCKS_NS = 5_000_000_000
-# With other credentials, or later, it may be done. Not every store lists uploads and parts.
+# An abort may succeed later, or with other credentials; other errors may mean that the store
+# does not list uploads and parts.
 MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 
 
 class PendingAborts(UploadLog):
-    """The uploads of one mount that are to be aborted. Belongs to the event loop."""
+    """The multipart uploads that one mount is to abort. Belongs to the event loop."""
 
     def __init__(self, directory: Path, nursery: trio.Nursery, store: Store) -> None:
         self._log = LineLog(directory / NAME)
         self._nursery = nursery
         self._store = store
-        # By their ids.
+        # Keys by upload id.
         self._on_record: dict[str, str] = {}
 
     @property
     def pending(self) -> list[str]:
-        """The keys of those that are on record."""
+        """The keys of the recorded uploads."""
         return list(self._on_record.values())
 
     def begun(self, key: str, upload_id: str) -> None:
-        """The store has begun an upload, which the next process is to abort."""
+        """Record an upload that the store has begun, for the next process to abort."""
         try:
             self._put(key, upload_id)
         except OSError as error:
@@ -70,13 +71,13 @@ class PendingAborts(UploadLog):
             self._log.write_anew(line([id, key]) for id, key in self._on_record.items())
 
     def add(self, key: str, upload_id: str, *, delay_s: float | None = None) -> None:
-        """Have an upload aborted, after a while, and as often as that takes."""
+        """Record an upload, and start a task that aborts it after `delay_s` (None: AGAIN_S)."""
         self.begun(key, upload_id)
         wait_s = AGAIN_S if delay_s is None else delay_s
         self._nursery.start_soon(self._go_on, key, upload_id, wait_s)
 
     def adopt(self, key: str, upload_id: str, *, is_on_record: bool) -> None:
-        """Take up what an earlier process was to abort, or has left."""
+        """Take over an upload that an earlier process left, and start a task that aborts it."""
         if upload_id in self._on_record:
             return
         if is_on_record:
@@ -88,7 +89,7 @@ class PendingAborts(UploadLog):
     def adopt_of_file(
         self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None
     ) -> None:
-        """Abort what an earlier process has left of a file that is not to be uploaded."""
+        """Abort the uploads that an earlier process left of a file that is not to be sent."""
         if upload is not None:
             state = UploadState.from_plain(upload)
             self.add(state.key, state.upload_id, delay_s=0.0)
@@ -118,7 +119,7 @@ class PendingAborts(UploadLog):
         self.ended(upload_id)
 
     async def abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
-        """Abort the upload of a file, and what an earlier process may have begun at `begun_ns`."""
+        """Abort a file's upload, and one without a known id that was begun at `begun_ns`."""
         try:
             if begun_ns is not None:
                 await self._abort_lost(key, begun_ns)
@@ -130,7 +131,7 @@ class PendingAborts(UploadLog):
                 self.add(upload.key, upload.upload_id)
 
     async def try_abort_lost(self, key: str, begun_ns: int) -> None:
-        """Abort what was begun without an id; only failures that may pass hold up the file."""
+        """Abort an upload whose id is unknown; only the errors MAY_PASS are raised."""
         try:
             await self._abort_lost(key, begun_ns)
         except MAY_PASS:
@@ -146,11 +147,11 @@ class PendingAborts(UploadLog):
 
 
 def want_of(permission: str, error: StoreError) -> str:
-    """The permission or quota that a refused request lacks, for a message."""
+    """The part of a message that names the missing permission, "" for other errors."""
     return f", for want of {permission}" if isinstance(error, AccessDeniedError) else ""
 
 
 def load(directory: Path) -> list[tuple[str, str]]:
-    """The uploads on record in a staging directory: keys and ids. Blocks."""
+    """Read the uploads recorded in a staging directory: (key, id). Blocks."""
     loaded = load_lines(directory / NAME).items()
     return [(str(fields[0]), upload_id) for upload_id, fields in loaded]

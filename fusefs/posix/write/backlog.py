@@ -1,4 +1,4 @@
-"""The changes that the bucket lacks: described, hurried, tried again, sent at a mount's end."""
+"""The changes that the bucket lacks: their states, retries, and the upload at a mount's end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fusefs.telemetry.activity import ACTIVITY
 
 logger = logging.getLogger("fusefs.writing")
 
-# How often uploads that failed are tried again.
+# The pause between attempts at an upload that fails.
 RETRY_S = 5.0
-# An end that takes longer says what it waits for.
+# If a mount's end takes longer, the log says what it waits for.
 SLOW_S = 3.0
-# How long one request of a command gives files up.
+# The time limit of one `give_up` call.
 GIVE_UP_S = 2.0
-# The states of a file that is on its way, and of one that is not to be yet.
+# The states of a file that is being uploaded, and of one that a program still has open.
 UPLOADING = "uploading"
 OPEN = "open"
 
@@ -49,11 +49,11 @@ class Backlog:
         return [file for file in self._staging.pending if is_at_or_below(file.key, key)]
 
     def unsent(self, key: str) -> list[StagedFile | DeferredChange | Removal]:
-        """As `files`, with the attributes that the bucket lacks, and what is to go from it."""
+        """As `files`, with the attribute changes and the removals that the bucket lacks."""
         return [*self.files(key), *self._deferred.pending(key), *self._removals.pending(key)]
 
     def state(self, staged: StagedFile | DeferredChange | Removal) -> str:
-        """The state of a file that is not in the bucket, for people to read."""
+        """The state of a change that the bucket lacks, as a text for users."""
         if isinstance(staged, DeferredChange | Removal):
             return UPLOADING if staged.error is None else "failed"
         if self._uploads.is_under_way(staged):
@@ -66,7 +66,7 @@ class Backlog:
         return OPEN if staged.inode.is_open else "waiting"
 
     def hurry(self, key: str) -> None:
-        """Have everything at or below a key uploaded now, also what is open."""
+        """Start to send all changes at or below a key now, also those of open files."""
         self._deferred.hurry(key)
         self._removals.hurry(key)
         for staged in self.files(key):
@@ -76,10 +76,10 @@ class Backlog:
             self._uploads.start(staged).hurry.set()
 
     async def give_up(self, key: str) -> dict[str, Any]:
-        """Have what the bucket lacks at and below a key be as the bucket has it, for a while.
+        """Give up the changes at or below a key that the bucket lacks, for GIVE_UP_S seconds.
 
-        What was written stays on the disk, where no mount takes it up. `files` counts those that
-        were given up, `in_use` names those that programs have open, `remaining` counts others.
+        The contents stay on the local disk, but no mount uploads them. In the result `files`
+        counts the files given up, `in_use` has the keys of open ones, `remaining` counts the rest.
         """
         files, in_use = await self._deferred.give_up(key), []
         waiting = self.files(key)
@@ -94,7 +94,7 @@ class Backlog:
         return {"files": files, "in_use": in_use, "remaining": len(waiting)}
 
     async def drain(self, limit_s: float) -> None:
-        """Upload once what is pending and whole, if that takes no longer; the rest is kept."""
+        """Send all pending changes once, but open files, within `limit_s`; the others are kept."""
         finished = [
             file for file in self._staging.pending if file.is_closed or not file.inode.is_open
         ]
@@ -130,7 +130,7 @@ class Backlog:
         logger.info("ending waits for uploads of %d files, %d bytes", len(remaining), size)
 
     async def run(self) -> None:
-        """Upload again what could not be, and now and then what stays open, until cancelled."""
+        """Retry failed uploads, and now and then upload open files, until cancelled."""
         while True:
             if self._staging.pending:
                 await trio.sleep(RETRY_S)

@@ -1,19 +1,19 @@
-"""O_EXCL: when the bucket decides that a file is new, at its creation or with its content.
+"""O_EXCL: the bucket decides that a file is new, at its creation or with its content.
 
 Two nodes that create one name with O_EXCL must not both succeed, and only the
 bucket can decide between them. A *reservation*, an empty object that is PUT
-with `If-None-Match: *` before the creation returns, decides at once, as a
-program expects that locks by such a file. Programs that unpack and copy (tar,
+with `If-None-Match: *` before the creation returns, decides at once, which
+programs need that use the file as a lock. Programs that unpack and copy (tar,
 cp, rsync) create every file with O_EXCL as well; a second PUT for each would be
-wasted, and others would see an empty file first. Theirs is decided by the PUT
-of the content, which has the same condition. If another object is there by
+wasted, and other nodes would see an empty file first. For such files the PUT of the
+content decides, which has the same condition. If another object is there by
 then, `close` and `fsync` fail with EEXIST.
 
-A creation is reserved unless the name is not one of a lock, is not known to
-exist, and either the directory was made by this mount not long ago, or the
-process has just written other files that are larger than a lock's. What stays
-open and small for a second is reserved then, so that other nodes see it. A name
-with a random part, as mkstemp(3) chooses it, is never reserved: no other node makes it.
+A creation is not reserved if the name is no lock's and is not known to exist, and
+either this mount made the directory not long ago, or the process has just written
+other files that are larger than a lock file. A file that stays open and small for a
+second is reserved then, so that other nodes see it. A name with a random part, as
+mkstemp(3) chooses it, is never reserved: no other node creates it.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from fusefs.store.contract import Store
 from fusefs.store.errors import ConflictError
 from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Write
 
-# How long a directory that was made here counts as this mount's own.
+# For how long a directory counts as just made by this mount.
 MADE_S = 600.0
 # Directories that are remembered, at about 200 bytes for each.
 MOST_MADE = 10_000
-# What a lock file holds at most: a host, a process id, a time.
+# The largest size of a lock file (a host, a process id, a time).
 LOCK_SIZE = 4096
-# A process copies if it has written this many files of at least COPIED_SIZE bytes in a row,
-# with no more than COPYING_S between one and the next creation.
+# A process counts as copying once it has written this many files of at least COPIED_SIZE
+# bytes in a row, with at most COPYING_S between a close and the next creation.
 COPIED_FILES = 2
 COPIED_SIZE = 1024
 COPYING_S = 10.0
 MOST_PROCESSES = 256
-# How long a small file may be open before it is reserved.
+# A small file is reserved after it has been open for this long.
 OPEN_S = 1.0
-# Names by which programs lock, claim and lead; `.pid` and `.swp` (vim) as endings, and what
-# object_store (Lance, delta-rs) writes before it links it, under numbers that all nodes count.
+# Names of files for locks, claims and leadership; the endings `.pid` and `.swp` (vim), and those
+# of object_store (Lance, delta-rs), which writes a file of a shared number and then links it.
 _LOCK_NAME = re.compile(
     r"lock|lck|mutex|lease|leader|claim|semaphore|owner|token|\.pid$|\.sw.$|#\d+$", re.IGNORECASE
 )
 
 
 class EmptyObjects:
-    """Objects without content: new files that are reserved, and markers of directories.
+    """Puts empty objects: reservations of new files, and markers of directories.
 
-    `mount` tells what this mount makes from what others do.
+    `mount` is a name that distinguishes this mount's reservations from those of others.
     """
 
     def __init__(self, store: Store, mount: str) -> None:
@@ -69,9 +69,9 @@ class EmptyObjects:
         self.fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     async def put(self, key: str, meta: Meta, caller: Caller) -> ObjectInfo:
-        """Make an object where there is none; EEXIST if another request has made one."""
-        # Where the answer is lost, to this process or with the last one, this
-        # tells our object from another node's.
+        """Put an empty object under an unused key; EEXIST if another request has used the key."""
+        # If the answer is lost, to this process or to the last one, the token
+        # distinguishes our object from another node's.
         token = f"{self._mount}-{caller.unique}"
         try:
             metadata = meta.as_metadata() | {CREATED_BY: token}
@@ -84,15 +84,18 @@ class EmptyObjects:
             return found
 
     async def put_marker(self, prefix: str, meta: Meta, etag: str | None) -> str:
-        """Make a prefix a directory, over a marker of this ETag; ConflictError for a content."""
+        """Put a directory's marker, over one of this ETag (None: none), and return its ETag.
+
+        Raises ConflictError if another object is there.
+        """
         write = Write(meta.as_metadata(), "application/x-directory", Expect(etag))
         return (await self._store.put_file(prefix, self.fd, 0, write)).etag
 
 
 class ExclusiveCreates:
-    """The decisions about the exclusive creations of one mount. Belongs to the event loop.
+    """Decides which O_EXCL creations of one mount are reserved. Belongs to the event loop.
 
-    `reserve` sends the reservation of a file that is open, and raises nothing.
+    `reserve` sends the reservation of an open file, and raises nothing.
     """
 
     def __init__(
@@ -102,9 +105,9 @@ class ExclusiveCreates:
         self._reserve = reserve
         # When this mount made a directory, by prefix; the oldest first.
         self._made: OrderedDict[str, float] = OrderedDict()
-        # How many files in a row a process has written, and when it did so last.
+        # By process: the number of files written in a row, and the time of the last one.
         self._copiers: OrderedDict[int, tuple[int, float]] = OrderedDict()
-        # Files that were not reserved, and when they are to be, in trio's seconds.
+        # Files without a reservation, with the times (trio's seconds) at which they get one.
         self._watched: deque[tuple[float, StagedFile]] = deque()
         self._is_watching = False
 
@@ -115,11 +118,11 @@ class ExclusiveCreates:
             self._made.popitem(last=False)
 
     def removed(self, prefix: str) -> None:
-        """A directory is gone, or has another name."""
+        """Note that a directory was removed or renamed."""
         self._made.pop(prefix, None)
 
     def is_reserved(self, prefix: str, name: str, pid: int) -> bool:
-        """True if a process's creation is decided at once; `pid` 0: not known."""
+        """True if a creation by the process `pid` (0: unknown) is to be reserved now."""
         if _LOCK_NAME.search(name):
             return True
         if has_random_part(prefix + name):
@@ -131,7 +134,7 @@ class ExclusiveCreates:
         return count < COPIED_FILES or now - last > COPYING_S
 
     def wrote(self, pid: int, size: int) -> None:
-        """A process has closed a file that it had created exclusively and that is `size` bytes."""
+        """Note that a process has closed a file of `size` bytes which it created with O_EXCL."""
         if not pid or size < COPIED_SIZE:
             return
         count, _ = self._copiers.get(pid, (0, 0.0))
@@ -141,11 +144,11 @@ class ExclusiveCreates:
             self._copiers.popitem(last=False)
 
     def lost(self, pid: int) -> None:
-        """A process lost a name at its close: its next creation is decided at once."""
+        """Note that a process's close failed with EEXIST: its next creation is reserved."""
         self._copiers.pop(pid, None)
 
     def watch(self, staged: StagedFile) -> None:
-        """Have a file reserved that stays open without becoming larger than a lock's."""
+        """Plan a reservation for a file that stays open and no larger than a lock file."""
         if has_random_part(staged.key):
             return
         self._watched.append((trio.current_time() + OPEN_S, staged))
@@ -161,12 +164,12 @@ class ExclusiveCreates:
                     await trio.sleep_until(at)
                 self._watched.popleft()
                 if is_undecided(staged) and staged.size() <= LOCK_SIZE:
-                    # A rename of the directory may keep it waiting, and not the others.
+                    # A task of its own: a rename of its directory may block the reservation.
                     self._nursery.start_soon(self._reserve, staged)
         finally:
             self._is_watching = False
 
 
 def is_undecided(staged: StagedFile) -> bool:
-    """True if a file is to be new and the bucket has not decided yet that it is."""
+    """True if the bucket has not decided yet that an O_EXCL file is new."""
     return staged.exclusive is not None and not staged.is_unlinked and staged.inode.staged is staged

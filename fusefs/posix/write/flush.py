@@ -1,17 +1,16 @@
-"""The way of staged files to being kept: FLUSH, FSYNC, the last close, the end of the mount.
+"""FLUSH, FSYNC and RELEASE of staged files, and the return of their contents to the cache.
 
-FLUSH (close) and FSYNC of a file that has changed return when the bucket has
-it, or where its path has local durability when it and the record of its upload are safe
-on the local disk; so does the close of a temporary file, which its rename sends under its last
-name (temporary_names.py). That is so for the closes of a process that has written to it.
-Those of others, which have merely inherited a descriptor, wait for nothing. A
-shell that redirects (`cmd > file`) opens, duplicates and closes before anybody
-writes: the close of a file to which nobody has written waits, as that of
-`touch` must, unless the process or its child has another descriptor of it, whose
-close is to come. How it gets into the bucket: uploader.py. What could
-not be uploaded stays staged, the close fails with the error, and it is
-tried again until it is there. Once no program has the file open, the staged
-content becomes the cached copy of the version that it was uploaded as.
+FLUSH (close) and FSYNC of a changed file return when the bucket has the file. If its path
+has local durability, they return when content and record are safe on the local disk; so
+does the close of a temporary file, which its rename sends under its last
+name (temporary_names.py). Only closes by a process that has written to the file wait;
+closes by others, which have merely inherited a descriptor, do not. A
+shell that redirects (`cmd > file`) opens, duplicates and closes before any program
+writes: if no process has written to the file, a close waits, as that of
+`touch` must, unless the process or its child has another descriptor of the file, whose
+close will follow. uploader.py sends the file. If the upload fails, the close fails with its
+error, and the staged file is sent again until that succeeds. Once no program has the
+file open, its content becomes the cached copy of the uploaded version.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ from fusefs.telemetry.stalls import unattended
 logger = logging.getLogger("fusefs.writing")
 
 WRITING = os.O_WRONLY | os.O_RDWR
-# With local durability a file is uploaded when it has been left alone this
+# With local durability a file is uploaded when it has not changed for this
 # long: the rename of a temporary file then costs no copy in the bucket.
 LATER_S = 1.0
-# With other durability a temporary file is. Most are renamed within milliseconds, but a
-# directory that a program fills and renames is when all is unpacked.
+# The same for a temporary file with other durability. Most are renamed within milliseconds, but
+# a directory that a program fills is renamed only when all is unpacked.
 TEMPORARY_S = 5.0
-# How often a file is looked at that a program may have mapped and closed.
+# The pause between looks at a file that a program may have mapped and closed.
 MAPPED_S = 2.0
-# How long an undoing waits between two tries where a directory's rename is in its way.
+# The pause between attempts to undo a rewrite while a directory's rename is in the way.
 UNDO_S = 2.0
 
 
@@ -86,7 +85,7 @@ class Flusher:
         self._rules = writing.rules
         self._sharing = sharing
         self.prefix_lock = prefix_lock
-        # Files that are looked at until no program has them mapped.
+        # The files for which an `_until_let_go` task runs.
         self._mapped: set[StagedFile] = set()
         told = self.landed, self._kept_apart, self._set_aside
         self.uploads = Uploader(state.store, writing, editor, prefix_lock, *told)
@@ -103,9 +102,9 @@ class Flusher:
         self.removals = removals
 
     def flush(self, fh: int, pid: int = 0, owner: int = UNKNOWN_OWNER) -> Answer[None]:
-        """A descriptor is closed by the thread `pid`, if that is known: keep what was written.
+        """Answer a descriptor's close by the thread `pid` (0: unknown) once the file is kept.
 
-        A child that is forked, another lock `owner`, closes each of its parent's files once more.
+        The lock `owner` tells processes apart: a forked child closes its parent's files as well.
         """
         handle = self._handles.files.get(fh)
         if handle is None or handle.inode.staged is None or not handle.flags & WRITING:
@@ -119,7 +118,7 @@ class Flusher:
         return waiting(self._flush(staged, pid))
 
     async def _flush(self, staged: StagedFile, pid: int) -> None:
-        # No other close costs a look at the process. What merely grows replaces nothing.
+        # No other close examines the process. A file that has only grown replaces nothing.
         if staged.is_rewrite and staged.kept_size is None and pid and self._can_be_undone(staged):
             # A killed program's request is soon cancelled, and the answer is needed then.
             with trio.CancelScope(shield=True):
@@ -128,20 +127,20 @@ class Flusher:
             if staged.state in (FileState.OPEN, FileState.ABANDONED) and staged.state is not state:
                 staged.state = state
                 if staged.inode.staged is staged:
-                    # For the next process as well, which sees the RELEASE alone.
+                    # Recorded for the next process as well, which gets only the RELEASE.
                     self._staging.try_record(staged)
             if was_killed:
                 logger.info("the process %d was killed while it rewrote %s", pid, staged.key)
             if was_killed or not staged.is_dirty or staged.inode.staged is not staged:
                 return
         if not staged.is_content_dirty:
-            self.uploads.start(staged, DEFER_S)  # it may be closed here and open elsewhere
+            self.uploads.start(staged, DEFER_S)  # another handle may stay open
             return
         if not staged.writers:
-            # A process closes a file to which nobody has written, and which it made or truncated.
+            # The process made or truncated the file, and no process has written to it.
             will_close = await self._notifier.will_close(pid, staged.inode.ino)
-            # Where that cannot be seen the upload follows the last close, unless the close of a
-            # new file is to say that another node was faster.
+            # If that is unknown, the upload follows the last close, unless the close of a new
+            # file has to report that another node was faster.
             if will_close or (will_close is None and staged.exclusive is None):
                 return
         elif self._rules.durability_of(staged.key) is not Durability.BUCKET:
@@ -171,16 +170,16 @@ class Flusher:
         return None
 
     def _can_be_undone(self, staged: StagedFile) -> bool:
-        """True if nothing was written to a file but what no program has closed yet."""
+        """True if no close or fsync of a program has covered any of a file's changes yet."""
         is_known = staged.is_closed or self.uploads.is_under_way(staged)
         return staged.is_content_dirty and not is_known
 
     def is_given_up(self, staged: StagedFile) -> bool:
-        """True if a killed program alone has written to a file, which is about to be undone."""
+        """True if a file's changes, by a killed program alone, are about to be undone."""
         return staged.state is FileState.ABANDONED and not self.may_be_written(staged.inode)
 
     async def _undo(self, staged: StagedFile) -> None:
-        """Let the object stay as it is, and forget what a killed program wrote."""
+        """Drop the content that a killed program wrote: the object in the bucket stays."""
         inode = staged.inode
         while not self.prefix_lock.is_open_at(staged.key):
             with suppress(StoreError, OSError):  # the rename is tried again
@@ -195,13 +194,13 @@ class Flusher:
                 staged.key,
             )
             if staged.is_meta_dirty:
-                # Modes, owners and attributes that were set are not what a killed program wrote.
+                # Changed attributes are kept: the undo is about the content alone.
                 mtime_ns = staged.object_time(inode.object)
                 try:
                     self.deferred.put(inode.object, staged.meta.changed(mtime_ns=mtime_ns))
                 except OSError as error:
                     logger.error("the attributes of %s are lost: %s", staged.key, error.strerror)
-            # As with a file that is removed: programs that have it open read what was written.
+            # As after a removal, programs that have the file open still read the new content.
             staged.state = FileState.UNLINKED
             self._staging.try_record(staged)
             if inode.is_current:
@@ -213,21 +212,22 @@ class Flusher:
             self._release(staged)
 
     def delay_s(self, staged: StagedFile, key: str) -> float | None:
-        """Seconds from the close of a file, of this key, to its upload; None: the close waits."""
+        """Seconds from a file's close to its upload, if `key` is its key; None: the close waits."""
         durability = self._rules.durability_of(key)
         if durability is Durability.LOCAL:
             return LATER_S
-        # What is larger is sent while it is written.
+        # Larger files are sent while they are written.
         if durability is not Durability.AUTO or staged.size() >= AHEAD:
             return None
         path, is_exclusive = key[len(self._rules.prefix) :], staged.creator is not None
         return TEMPORARY_S if is_temporary(path, is_exclusive=is_exclusive) else None
 
     async def _keep(self, staged: StagedFile, delay_s: float | None) -> None:
-        """Have the content of a file kept for a program that waits for it.
+        """Make a file's content safe while a program waits; raises the error of the upload.
 
-        With `delay_s` on the local disk, and uploaded after so many seconds. If the program can't
-        wait, or the upload fails, it is on record to be uploaded whatever happens.
+        With `delay_s` the local disk is enough, and the upload starts after so many seconds. If
+        the wait is cancelled or the upload fails, the file is recorded as closed: it is uploaded
+        later in any case.
         """
         if delay_s is not None:
             await staged_sums.note(staged)
@@ -244,7 +244,7 @@ class Flusher:
             raise
 
     async def finish(self, inode: Inode) -> None:
-        """Upload a file that no program will close any more, and make it the cached copy."""
+        """Keep a file that no program has open for writing, and make it the cached copy."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
@@ -254,13 +254,13 @@ class Flusher:
             self._return_to_cache(staged)
 
     def change_meta(self, inode: Inode, meta: Meta) -> None:
-        """Give a file another mode, owner or time."""
+        """Change a file's attributes (mode, owner, time, xattrs), and plan to send them."""
         inode.part_names()
         staged = inode.staged
         if staged is not None:
             if meta.mtime_ns is not None:
                 if staged.is_content_dirty and may_tell_uploaded(staged.recorded):
-                    # With this time it could be taken for what was uploaded before.
+                    # With this time the content could pass for the one uploaded before.
                     self._staging.record(staged)
                 staged.note_stores()
                 os.utime(staged.fd, ns=(meta.mtime_ns, meta.mtime_ns))
@@ -273,29 +273,29 @@ class Flusher:
             return
         now = inode.parent.child(inode.name) if inode.parent is not None else None
         if now is not None and now is not inode and now.info is not None:
-            # An edit has given the file's name another node.
+            # A write has given the file's name another node.
             inode.meta = meta
             self.change_meta(now, meta)
             return
         if meta.mtime_ns is None:
-            # A copy has a time of its own.
+            # The copy has a Last-Modified of its own.
             meta = meta.changed(mtime_ns=inode.object.mtime_ns)
         self.deferred.put(inode.object, meta)
         inode.meta = meta
 
     def described(self, inode: Inode) -> None:
-        """The attributes of a staged file have changed: send them if no program will close it."""
+        """Start to send changed attributes of a staged file, unless a close will do so."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode) or self._defer(staged):
             return
         if staged.state is FileState.ABANDONED and self._can_be_undone(staged):
-            return  # `_undo` is on its way, and keeps the attributes
+            return  # `_undo` will run, and keeps the attributes
         if not staged.is_closed:
             self._staging.close(staged)
         self.uploads.start(staged, LATER_S)
 
     def _defer(self, staged: StagedFile) -> bool:
-        """Send attributes alone, so that the content need not stay staged; False if they can't."""
+        """Hand attributes alone to `deferred` and unstage the file; False if that can't be."""
         inode, info = staged.inode, staged.inode.info
         if (
             staged.is_content_dirty
@@ -315,8 +315,7 @@ class Flusher:
         return True
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
-        """A version's object has other attributes, and is another version for that."""
-        # The copy may have another ETag, and has the same bytes.
+        """Show that the object with changed attributes is a new version with the same bytes."""
         await self._cache.move(old.version, new.version)
         inode = self._node_of(old)
         if inode is not None:
@@ -335,13 +334,13 @@ class Flusher:
             self._mark_stale(inode)
 
     def _node_of(self, info: ObjectInfo) -> Inode | None:
-        """The node that a version is shown as, if the kernel knows it."""
+        """The current node of this version; None if the kernel does not know it."""
         inode = self._inodes.at(info.key)
         known = inode.info if inode is not None else None
         return inode if known is not None and known.version == info.version else None
 
     def may_be_written(self, inode: Inode) -> bool:
-        """True if a program has a staged file open for writing, and so will close it."""
+        """True if a program has the file open for writing, and so will close it."""
         return inode.is_open and any(
             handle.inode is inode and handle.flags & WRITING
             for handle in self._handles.files.values()
@@ -356,12 +355,12 @@ class Flusher:
             self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
-        """The content is in the bucket under another name than it was to have."""
+        """Show that a content was uploaded under another name; its own name is that of `theirs`."""
         inode = staged.inode
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
         prefix, name = self._inodes.key(inode.parent), inode.name
-        # The kernel goes on to believe that the node has the name, until it opens it.
+        # The kernel still takes the node for the name, until it opens the node.
         self._inodes.mark_replaced(inode)
         inode.name = info.key[len(prefix) :]
         parent, number = inode.parent, inode.ino
@@ -370,7 +369,7 @@ class Flusher:
         self.landed(staged, info)
 
     def _set_aside(self, staged: StagedFile, theirs: ObjectInfo | None) -> None:
-        """A name is another object's (None: nothing's); what was written stays on disk alone."""
+        """Give a file's name to `theirs` (None: no object); the content stays on disk only."""
         inode = staged.inode
         assert inode.parent is not None
         prefix, name = self._inodes.key(inode.parent), inode.name
@@ -384,14 +383,14 @@ class Flusher:
         self._inodes.drop_unknown(inode)
 
     def _has(self, inode: Inode, info: ObjectInfo) -> None:
-        """The bucket has a version of ours: the node stands for it from now on."""
+        """Make a node stand for a version that this mount has put into the bucket."""
         if inode.object.etag and inode.object.version != info.version:
             self._cache.obsolete(inode.object.version)
         self._inodes.replace_version(inode, info)
         self._directories.changed(*split_key(info.key), info, lasting=inode.staged is not None)
 
     def _return_to_cache(self, staged: StagedFile) -> None:
-        """Keep the content as the cached copy, if no program has the file open by another way."""
+        """Turn an uploaded content into the cached copy, if no open handle needs it as it is."""
         inode = staged.inode
         if staged.is_dirty or inode.staged is not staged:
             return
@@ -399,12 +398,12 @@ class Flusher:
             if inode.is_open:
                 return
         elif inode.served or staged.may_be_mapped or self.may_be_written(inode):
-            return  # who has it open would miss it
+            return  # programs that have the file open need it staged
         is_taken = False
         if not staged.is_unlinked and inode.info is not None and inode.info.size:
             own = None if staged.base is None else staged.base.own(inode.info.size)
             if staged.backing is not None:
-                self._staging.drop_base(staged)  # of which it has all
+                self._staging.drop_base(staged)  # the file itself has all bytes
             is_taken = self._cache.adopt_uploaded(
                 inode.info.version,
                 staged.path,
@@ -414,14 +413,14 @@ class Flusher:
                 staged.backing,
             )
         if inode.passthrough and not is_taken:
-            return  # the node's handles are to have one file
+            return  # all handles of the node need the same file
         inode.meta = staged.described()
         self._release(staged, is_taken=is_taken)
         if not staged.is_unlinked and inode.info is not None:
             self._directories.pending_changes.landed(*split_key(inode.info.key))
 
     async def _until_let_go(self, staged: StagedFile) -> None:
-        """Keep what is stored through a mapping whose descriptor is closed, until it is gone."""
+        """Upload stores through a mapping that outlives its descriptor, until it is unmapped."""
         inode = staged.inode
         with unattended():
             while inode.staged is staged and not self.may_be_written(inode):
@@ -440,11 +439,11 @@ class Flusher:
 
     def _release(self, staged: StagedFile, *, is_taken: bool = False) -> None:
         self._staging.release(staged, is_taken=is_taken)
-        # Without the kernel's knowing it, it was here for its content alone.
+        # If the kernel has forgotten the node, only the staged file kept it.
         self._inodes.drop_unknown(staged.inode)
 
     def released(self, inode: Inode) -> None:
-        """A handle of a staged file is gone."""
+        """Handle a closed handle: upload the staged file, undo it, or return it to the cache."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
@@ -471,10 +470,10 @@ class Flusher:
         delay_s = self.delay_s(staged, staged.key)
         attempt = self.uploads.start(staged, delay_s or 0.0)
         if delay_s is None:
-            attempt.hurry.set()  # it may be waiting for attributes to be left alone
+            attempt.hurry.set()  # the upload may be waiting for attribute changes to stop
 
     async def _released_later(self, staged: StagedFile) -> None:
-        """As `released`, once a removal or a rename that holds the file has ended."""
+        """Call `released` once the removal or rename that holds the file's lock has ended."""
         with unattended():
             async with self.uploads.locked(staged):
                 pass

@@ -1,17 +1,17 @@
-"""Removals that the bucket does not have yet: on record, and sent many in one request.
+"""Removals that the bucket does not have yet: recorded, and sent many in one request.
 
-    STAGING/removals         one line for each of them: key, ETag, when (posix/journal/line_log.py)
+    STAGING/removals         a line for each removal: key, ETag, time (posix/journal/line_log.py)
 
 A program that removes many files (rm -rf) waits for each call, and a DELETE for
 each would take a round trip. So only the first files of a directory are deleted
-while their program waits. Of those that follow the removal is put on record, and
-a task sends what has come meanwhile as one DeleteObjects request. What S3 refuses
-in one directory it refuses at its first file, which fails the call.
+while the program waits. The other removals are recorded, and
+a task sends those that have come meanwhile as one DeleteObjects request. If S3 refuses
+deletes in a directory, it refuses that of the first file, and the program's call fails.
 
-The object is deleted over its ETag. What could not be deleted, and what an earlier
-process has left, is looked at first: another object that somebody has put there
-meanwhile stays. Changes of such a key wait until it is gone (namespace/after_removals.py);
-listings do not show it (`Directories.pending_changes`).
+An object is deleted only if it has the recorded ETag. A HEAD comes before each retry, and
+before removals that an earlier process has left: an object that another client has put
+there meanwhile stays. Changes of such a key wait until the object is deleted
+(namespace/after_removals.py); listings do not show it (`Directories.pending_changes`).
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ logger = logging.getLogger("fusefs.removals")
 
 NAME = "removals"
 
-# A program that removes so many files one after the other, with no longer pauses, removes many.
+# Removals are deferred after this many files in a row, with no longer pauses between them.
 MANY = 8
 PAUSE_S = 1.0
-# How long a directory counts as one in which S3 deletes, and how many of them are known.
+# For how long after a delete S3 is known to allow deletes in a directory, and for how many.
 ALLOWED_S = 10.0
 MOST_ALLOWED = 1000
-# Who removes more than S3 deletes waits for it.
+# With more removals waiting, programs wait for each DELETE again.
 MOST = 10_000
-# DeleteObjects takes 1,000 keys, which a server removes one after the other: four requests at a
-# time of a quarter each take SeaweedFS 2.5 s for 5,000 objects, where one of 1,000 takes 4.
+# DeleteObjects takes 1,000 keys, which a server removes one after the other: for 5,000 objects
+# SeaweedFS takes 2.5 s by four requests of 250 at a time, and 4 s by one of 1,000 at a time.
 AT_ONCE = 250
 REQUESTS = 4
-# For how long removals are gathered where nothing waits for them. A request costs as
-# much processor time as the removal of some ten files, beside that of its keys.
+# For how long removals are gathered if nothing waits for them. A request by itself costs as
+# much processor time as the removal of some ten files.
 GATHER_S = 0.05
 RETRY_S = 5.0
 RETRIES_AT_ONCE = 16
-# By so much S3's clock may differ from this machine's.
+# The largest expected difference between the clocks of S3 and of this machine.
 CLOCKS_NS = 60_000_000_000
 
 
@@ -63,10 +63,10 @@ CLOCKS_NS = 60_000_000_000
 class Removal:
     """One object that is to be deleted.
 
-    `since` is in trio's seconds, `removed_ns` is when a program removed it by this
-    machine's clock, and `error` what the last request failed with.
-    `attempted` is set after the next request, which is a part of `work`, and `hurry`
-    has that made now.
+    `since` is in trio's seconds, `removed_ns` is the time of the program's call by this
+    machine's clock, and `error` the error of the last request.
+    `attempted` is set after the next request, which is a part of `work`; setting `hurry`
+    makes a retry start now.
     """
 
     key: str
@@ -79,7 +79,7 @@ class Removal:
     hurry: trio.Event = field(default_factory=trio.Event)
 
     def size(self) -> int:
-        """The bytes that wait to be sent, which are none."""
+        """The number of bytes that wait to be sent: 0."""
         return 0
 
     def line(self) -> bytes:
@@ -89,7 +89,7 @@ class Removal:
 class Removals:
     """The removals of one mount. Belongs to the event loop; its tasks live in `nursery`.
 
-    Whoever waits for a removal that fails gets its StoreError or OSError; it stays on record.
+    A caller that waits for a removal gets its StoreError or OSError; a failed one stays recorded.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class Removals:
         self._log = LineLog(staging / NAME)
         self._nursery = nursery
         self._by_key: dict[str, Removal] = {}
-        # Those of which no request was made yet.
+        # The removals that no request has contained yet.
         self._new: dict[str, Removal] = {}
         self._is_running = False
-        # What the requests for many of them spend their time on.
+        # The work of all DeleteObjects requests, for the statistics of waits.
         self._batches = Work()
         self._requests = trio.Semaphore(REQUESTS)
         self._is_sooner = trio.Event()
-        # Whether S3 knows DeleteObjects, as far as is known.
+        # False once S3 has turned out not to support DeleteObjects.
         self._has_batches = True
         self._retrying = trio.CapacityLimiter(RETRIES_AT_ONCE)
-        # Until when S3 counts as deleting in a directory, and what was removed of late.
+        # Until when S3 is taken to allow deletes in each directory, and the latest row of removals.
         self._allowed: OrderedDict[str, float] = OrderedDict()
         self._row = 0
         self._last = -math.inf
@@ -129,11 +129,11 @@ class Removals:
     # Removing
 
     def try_defer(self, key: str, etag: str | None) -> bool:
-        """Put a removal on record that is to be sent soon; False if it is to be made now.
+        """Record a removal, to be sent soon; False if the caller has to delete the object now.
 
-        That is so until a program removes many, in each directory for the first,
-        for keys that a late request may change, where the disk is full, and where S3
-        deletes no more than one with a request.
+        The result is False until a program removes many files, for the first file of each
+        directory, for keys that a late request may change, if the ETag is unknown, if the disk
+        is full, and if S3 does not support DeleteObjects.
         """
         may_defer = self.may_defer(key)
         now = trio.current_time()
@@ -159,7 +159,7 @@ class Removals:
         self._directories.pending_changes.leaving.add(removal.key)
 
     def may_defer(self, key: str) -> bool:
-        """True if `try_defer` would put a removal on record, if the object's ETag is known."""
+        """True if `try_defer` would record a removal of this key, given its ETag."""
         return (
             self.is_removing_from(split_key(key)[0])
             and self._has_batches
@@ -169,7 +169,7 @@ class Removals:
         )
 
     def is_removing_from(self, prefix: str) -> bool:
-        """True if a program is removing many files, and has removed one in this directory."""
+        """True if a program is removing many files, and S3 has deleted one of this directory."""
         now = trio.current_time()
         is_removing = self._row >= MANY and now < self._last + PAUSE_S
         return is_removing and self._allowed.get(prefix, -math.inf) > now
@@ -184,7 +184,7 @@ class Removals:
     # Waiting
 
     async def flush(self, key: str) -> None:
-        """Have an object deleted, if it is to be."""
+        """Delete an object now if its removal waits. Raises the error of the attempt."""
         while (removal := self._by_key.get(key)) is not None:
             attempted = removal.attempted
             removal.hurry.set()
@@ -195,7 +195,7 @@ class Removals:
                 raise removal.error
 
     async def flush_at(self, key: str) -> None:
-        """As `flush`, for a key to be changed: files above it have to be gone for some servers."""
+        """As `flush`, for a key and, as some servers need that, for files at the keys above it."""
         if not self._by_key:
             return
         at = key.find("/")
@@ -205,20 +205,20 @@ class Removals:
         await self.flush(key)
 
     async def flush_below(self, prefix: str) -> None:
-        """As `flush`, for everything at or below a prefix."""
+        """As `flush`, for all removals at or below a prefix."""
         while waiting := self.pending(prefix):
             self.hurry(prefix)
             for removal in waiting:
                 await self.flush(removal.key)
 
     def hurry(self, key: str) -> None:
-        """Have everything at or below a key deleted now."""
+        """Start to delete all objects at or below a key whose removals wait."""
         for removal in self.pending(key):
             removal.hurry.set()
             self._is_sooner.set()
 
     async def drain(self) -> None:
-        """Send everything once. What fails stays on record."""
+        """Attempt each removal once. Failed removals stay recorded."""
         self.hurry("")
         for removal in self.pending(""):
             if self._by_key.get(removal.key) is removal and removal.error is None:
@@ -227,7 +227,7 @@ class Removals:
     # Sending
 
     async def _run(self) -> None:
-        """Send what is new, until there is nothing more."""
+        """Send new removals in batches until there are none."""
         try:
             while self._new:
                 if len(self._new) < AT_ONCE:
@@ -243,7 +243,7 @@ class Removals:
             self._is_running = False
 
     async def _delete_all(self, batch: list[Removal]) -> None:
-        """Make one request, in the place that was taken for it."""
+        """Send one DeleteObjects request, and release its slot of `_requests`."""
         etags = {removal.key: removal.etag for removal in batch}
         failed: dict[str, Exception] = {}
         try:
@@ -265,7 +265,7 @@ class Removals:
                 self._nursery.start_soon(self._retry, removal, RETRY_S)
 
     async def _retry(self, removal: Removal, delay_s: float) -> None:
-        """Delete an object by itself, as often as that takes."""
+        """Delete one object, with further attempts until one succeeds."""
         while self._by_key.get(removal.key) is removal:
             with trio.move_on_after(delay_s):
                 await removal.hurry.wait()
@@ -282,7 +282,7 @@ class Removals:
                 return
 
     async def _delete(self, removal: Removal) -> None:
-        """Delete an object, unless it was replaced meanwhile."""
+        """Delete one object, unless a HEAD shows that it was replaced meanwhile."""
         try:
             found = await self._store.head(removal.key)
         except NotFoundError:
@@ -298,7 +298,7 @@ class Removals:
             logger.warning("%s is not deleted in the bucket yet: %s", removal.key, error)
         removal.error = error
         if removal.work is self._batches:
-            removal.work = Work()  # from now on it is deleted by itself
+            removal.work = Work()  # from now on the object is deleted by a request of its own
         self._attempted(removal)
 
     def _attempted(self, removal: Removal) -> None:
@@ -306,10 +306,10 @@ class Removals:
         attempted.set()
 
     def _done(self, gone: list[Removal]) -> None:
-        """Some objects are gone.
+        """Note that some objects are deleted, on record before other objects are put there.
 
-        That is on record before anything else is put there: the next process would take
-        an object with the same ETag, as all empty ones have, for what was removed.
+        Otherwise the next process would delete a new object with the same ETag, such as that
+        of all empty objects.
         """
         try:
             is_more = len(gone) < len(self._by_key)
@@ -331,7 +331,7 @@ class Removals:
     # Another process's
 
     def adopt(self, key: str, etag: str, removed_ns: int, *, is_on_record: bool) -> None:
-        """Take up what an earlier process was to delete."""
+        """Take over a removal that an earlier process left."""
         if key not in self._by_key:
             removal = Removal(key, etag, removed_ns, Work())
             if not is_on_record:
@@ -344,7 +344,7 @@ class Removals:
 
 
 def load(directory: Path) -> list[tuple[str, str, int]]:
-    """The removals in a staging directory's record: keys, ETags, times. Blocks."""
+    """Read the removals recorded in a staging directory: (key, ETag, time in ns). Blocks."""
     loaded: list[tuple[str, str, int]] = []
     for key, fields in load_lines(directory / NAME).items():
         try:

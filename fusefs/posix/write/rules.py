@@ -1,4 +1,4 @@
-"""The parts and rules that a writable mount has beside those of a read-only one."""
+"""The parts and rules that only a writable mount has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusefs.settings.types import EVERYWHERE_AUTO, Durability
 
 @dataclass(frozen=True, slots=True)
 class WriteRules:
-    """Rules of writing; see the settings of the same names. The keys begin with `prefix`."""
+    """The settings for writing, of which --help tells more. All keys begin with `prefix`."""
 
     durability: PathRules[Durability] = EVERYWHERE_AUTO
     prefix: str = ""
@@ -24,7 +24,7 @@ class WriteRules:
     may_delete: bool = True
 
     def durability_of(self, key: str) -> Durability:
-        """The place of a key's file when fsync and close return."""
+        """The durability that a key's file has when fsync and close return."""
         return self.durability.of(key[len(self.prefix) :])
 
     @property
@@ -33,17 +33,17 @@ class WriteRules:
         return Durability.LOCAL in self.durability.values
 
     def is_local(self, key: str) -> bool:
-        """True if the local disk is enough for the file of a key."""
+        """True if fsync and close of a key's file need not wait for the bucket."""
         return self.durability_of(key) is Durability.LOCAL
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """The parts that a writable mount has beside those of a read-only one.
+    """The parts that only a writable mount has.
 
-    Uploads, and changes whose caller was killed, run in `nursery`. Renames of
-    directories are on record in the directory `renames`. `make_room` has the
-    cache give up what the disk needs. `aborts` are uploads of a file that are to end.
+    Uploads, and changes whose caller was killed, run in `nursery`. The directory `renames` has
+    the records of directory renames. `make_room` makes the cache free disk space. `aborts` are
+    the multipart uploads that are to be aborted.
     """
 
     staging: Staging

@@ -1,16 +1,16 @@
 """Cache files that become staged files, because the kernel reads them for programs.
 
-A handle that is open for passthrough reads one file until it is closed, and so
-does a mapping: what is written elsewhere they never see. So a file that they
-read is taken out of the cache (cache/handover.py) and written in place. All
-opens of its node are for passthrough then, since the kernel refuses to mix the
-modes; those that write have FOPEN_DIRECT_IO beside it, with which their reads
-and writes come here all the same, and mappings alone do not. What is stored
-through those shows in the file's time, and is uploaded at close, or after munmap.
+A passthrough handle reads one file until it is closed, and so does a mapping: they
+never see bytes that are written to another file. So a cache file that they
+read is taken out of the cache (cache/handover.py) and written in place. From then on
+all opens of its node are for passthrough, as the kernel refuses to mix the
+modes; handles for writing have FOPEN_DIRECT_IO as well, so that their reads
+and writes still come here, and only mappings do not. Stores through a mapping show
+in the file's modification time, and are uploaded at close, or after munmap.
 
-A file that is not this mount's and this version's alone is not taken out: one
-that another mount uses, that handles of another node read through the daemon
-(it was opened before it was whole), or that is the base of an edit.
+A cache file with other users is not taken out: a file that another mount uses, that
+handles of another node read through the daemon (opened before the file was whole), or
+that is the base of an edit.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Sharing:
         self._handles = state.handles
 
     async def begin(self, file: CacheFile) -> bool:
-        """Prepare a cache file to be taken out, uncancelled; False if others use it as well."""
+        """Prepare to take a file out of the cache; False if it has other users, or wrong bytes."""
         if self._is_served(file):
             return False
-        # What no program writes to is uploaded as it is here, too.
+        # Its unchanged bytes are uploaded as well, so their checksums are verified first.
         if not (await self._cache.integrity.examine(file))[1]:
             return False
         with trio.CancelScope(shield=True):
             if not await self._cache.handover.prepare(file):
                 return False
-            # Those that open the node from now on have to get this file.
+            # Each later open of the node has to get this file.
             is_registered = bool(await self._backing.register(file))
         if is_registered and not self._is_served(file):
             return True
@@ -54,23 +54,23 @@ class Sharing:
         return any(not handle.backing_id for handle in self._handles.of_file(file))
 
     def backing_id(self, staged: StagedFile) -> int:
-        """The id by which a staged file is to be opened, 0 if its handles are served."""
+        """The backing id for opens of a staged file, 0 if its handles are served."""
         if staged.backing is None or staged.inode.served:
             return 0
         return self._backing.find(staged.backing)
 
     def is_ready(self, inode: Inode) -> bool:
-        """True if a node's next handle can be in the mode that it has to be in."""
+        """True if the node can be opened now; else call `register` first, for passthrough."""
         backing = inode.staged.backing if inode.staged is not None else None
         return backing is None or bool(inode.served or self._backing.find(backing))
 
     async def register(self, inode: Inode) -> bool:
-        """Have the kernel have a node's staged file again; False if it refuses it."""
+        """Register a node's staged file with the kernel for passthrough; False if it refuses."""
         backing = inode.staged.backing if inode.staged is not None else None
         return backing is None or bool(await self._backing.register(backing))
 
     def recall(self, staged: StagedFile, st_ino: int) -> CacheFile | None:
-        """The cache file that a staged file was, if the kernel reads it as the file `st_ino`."""
+        """The cache file that a staged file was; None if its inode number is not `st_ino`."""
         if os.fstat(staged.fd).st_ino != st_ino:
             return None
         if staged.backing is None:
@@ -82,7 +82,7 @@ class Sharing:
         return staged.backing
 
     async def is_mapped(self, file: CacheFile) -> bool:
-        """True if a program has mapped a cache file that none has open; the kernel lets go."""
+        """True if a program maps a cache file without a handle; unregisters the file to see it."""
         if not self._backing.find(file) or self._is_open(file):
             return False
         if not await self._cache.ensure_open(file):
@@ -90,7 +90,7 @@ class Sharing:
         return await self._is_used(file)
 
     async def is_let_go(self, staged: StagedFile) -> bool:
-        """True if no program has a staged file open or mapped; else it is registered again."""
+        """True if no program has a staged file open or mapped; else it stays registered."""
         file = staged.backing
         if file is None:
             return True
@@ -104,7 +104,7 @@ class Sharing:
 
     async def _is_used(self, file: CacheFile) -> bool:
         if self._is_open(file):
-            return True  # meanwhile: its id is in use
+            return True  # a program has opened the file meanwhile, so its id is in use
         gone = self._backing.drop(file)
         if gone is not None:
             await gone.wait()

@@ -1,14 +1,13 @@
-"""Editing a large object without downloading it.
+"""Edits of large objects without downloading them.
 
-The staging file is as long as the object and empty (sparse); what a program
-writes goes into it, and the rest is the object's. A page that is written in
-part, and what is read, is brought from the object first, through the cache.
-When the file is uploaded, parts that no program wrote to are copied on the server.
-An upload whose answer was lost has replaced the object by its own: where the file
-has nothing, that one has the same bytes, and takes the object's place.
+The staging file is as long as the object and empty (sparse); it holds the bytes that
+programs write, and the object provides the others. A page that is written in part, or
+read, is downloaded from the object first, through the cache. At the upload, the parts
+that no program wrote to are copied on the server. An upload whose answer was lost may
+have replaced the object; the new object has the same bytes where the file has none, so
+it becomes the base instead.
 
-Which bytes are whose: posix/nodes/edit_base.py. Everything here runs with the
-file's lock held.
+posix/nodes/edit_base.py records which bytes the file has. Callers hold the file's lock.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ COPY_CHUNK = 8 << 20
 
 
 class BaseLostError(StaleVersionError):
-    """The bytes that an edited file lacks are nowhere any more: the object was replaced."""
+    """The object was replaced, so the bytes that an edited file lacks are lost."""
 
 
 class SparseEditor:
-    """Downloads into an edited file what it lacks of its object. Belongs to the event loop."""
+    """Downloads the bytes that an edited file lacks. Belongs to the event loop."""
 
     def __init__(self, store: Store, cache: FileCache, downloader: Downloader) -> None:
         self._store = store
@@ -52,9 +51,9 @@ class SparseEditor:
     async def copy(self, version: ObjectVersion, fd: int, size: int) -> EditBase | None:
         """Make the first `size` bytes of an object the content of an empty file.
 
-        Of a large object only the first ones are brought, which shows that it is still there. The
-        base for the others is returned, None if there are none; `drop` takes it back. BaseLostError
-        if the bucket does not have the object any more.
+        Of a large object only the first page is downloaded, which shows that it still exists.
+        Returns the base for the other bytes, which the caller gives to `drop` at the end, or None
+        if the file has all bytes. BaseLostError if the bucket no longer has the object.
         """
         os.ftruncate(fd, size)
         base = EditBase(self._cache.pin(version), size)
@@ -73,12 +72,12 @@ class SparseEditor:
         self._cache.unpin(base.file)
 
     async def fill_edges(self, base: EditBase, fd: int, start: int, stop: int) -> None:
-        """Have the pages in the file that a write to [start, stop) covers in part."""
+        """Download the pages that a write to [start, stop) covers only in part. As `fill`."""
         for first, last in page_edges(start, stop):
             await self.fill(base, fd, first, last)
 
     async def fill(self, base: EditBase, fd: int, start: int, stop: int) -> None:
-        """Have the bytes [start, stop) in the file, with their pages, or BaseLostError."""
+        """Download the pages of [start, stop) that the file lacks; BaseLostError if that fails."""
         stop = min(-(-stop // PAGE) * PAGE, base.size)
         while missing := base.filled.first_missing(start // PAGE * PAGE, stop):
             first, last = missing
@@ -93,7 +92,7 @@ class SparseEditor:
             base.filled.add(first, -(-last // PAGE) * PAGE)
 
     async def follow(self, base: EditBase, lost: ObjectVersion) -> bool:
-        """Go on with the file's own upload if it has replaced `lost`; True if that was done."""
+        """Make the file's own upload the base if it has replaced `lost`; True if `base` changed."""
         found = await find(self._store, lost.key)
         if found is None:
             return False
@@ -119,7 +118,7 @@ class SparseEditor:
 
 @contextmanager
 def _same_time(fd: int) -> Iterator[None]:
-    """Leave a file as old as it is: to read it, or to upload it, is no change."""
+    """Restore a file's modification time at the end: filling it is no change of its content."""
     modified_ns = os.fstat(fd).st_mtime_ns
     try:
         yield
@@ -128,7 +127,7 @@ def _same_time(fd: int) -> Iterator[None]:
 
 
 def write_fully(fd: int, data: bytes | bytearray, offset: int) -> int:
-    """Write all of it; return how many bytes. Blocks."""
+    """Write all of `data` at an offset; return its length. Blocks."""
     view = memoryview(data)
     while view:
         count = os.pwrite(fd, view, offset)

@@ -1,15 +1,15 @@
-"""Checksums of what programs closed and the bucket does not have yet.
+"""Checksums of closed contents that the bucket does not have yet.
 
 Such a content may lie on the local disk for long, and is nowhere else. Its
-checksum is taken when it was just written and its bytes are in memory: at a
-close with local durability, and when an upload fails. It is an attribute of the
+checksum is computed while its bytes are still in memory: at a
+close with local durability, and when an upload fails. It is kept in an attribute of the
 file, and compared before every upload. A content that differs is kept and not
 uploaded, until a program writes to the file again or removes it.
 
-The attribute goes before the content changes, so no file has the checksum of
-another content. An edit of a large object has none: what it lacks of the object
-comes into its file at any time. A file system without attributes keeps none
-for the next process.
+The attribute is removed before the content changes, so no file has the checksum of
+another content. An edit of a large object has no checksum, as bytes of the object
+may be downloaded into its file at any time. On a file system without attributes the
+checksum is lost with the process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.store.checksum import crc32
 
 ATTRIBUTE = "user.fusefs.sum"
-# A content of so many bytes takes less time to read than to give to a thread.
+# To read a content of at most this size takes less time than a thread switch.
 SMALL = 128 << 10
 
 
 async def note(staged: StagedFile) -> None:
-    """Take the checksum of a content that has none and is not being changed, or raise OSError."""
+    """Store the checksum of a content, unless it has one or is changing. May raise OSError."""
     if staged.sum is not None or staged.base is not None or staged.lock.locked():
         return
     changes = staged.changes
     found = await _sum_of(staged)
-    # A write that a thread is at holds the lock.
+    # A thread that is writing holds the lock.
     if staged.changes == changes and staged.base is None and not staged.lock.locked():
         staged.sum = found
         with contextlib.suppress(OSError):
@@ -43,7 +43,7 @@ async def note(staged: StagedFile) -> None:
 
 
 def recall(fd: int) -> int | None:
-    """The checksum that an earlier process took of a content."""
+    """Read the checksum that an earlier process stored for a content; None if none."""
     try:
         return int.from_bytes(os.getxattr(fd, ATTRIBUTE), "big")
     except OSError:
@@ -51,14 +51,14 @@ def recall(fd: int) -> int | None:
 
 
 def forget(staged: StagedFile) -> None:
-    """Have no checksum of a content that is about to change."""
+    """Remove the checksum of a content that is about to change."""
     staged.sum = None
     with contextlib.suppress(OSError):
         os.removexattr(staged.fd, ATTRIBUTE)
 
 
 async def check(staged: StagedFile) -> None:
-    """Compare a content with its checksum, if it has one; OSError if it differs."""
+    """Compare a content with its checksum, if it has one; EIO if they differ."""
     expected, changes = staged.sum, staged.changes
     if expected is None or await _sum_of(staged) == expected or staged.changes != changes:
         return

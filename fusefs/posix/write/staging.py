@@ -1,13 +1,13 @@
-"""Files that are being written: each has its content in a local file until the bucket has it.
+"""The staging directory: local files with contents that the bucket lacks.
 
-    DIRECTORY/source         the bucket that all of it belongs to
-    DIRECTORY/NODEID         a content
-    DIRECTORY/NODEID.json    its record: key, what the bucket has, mode, owner, its upload;
-                             mostly it is an attribute of the content (staging_record.py)
+    DIRECTORY/source         the bucket to which all files belong
+    DIRECTORY/NODEID         the content of a node's file
+    DIRECTORY/NODEID.json    its record: key, the bucket's version, mode, owner, upload; mostly
+                             an extended attribute of the content instead (staging_record.py)
 
 A record is written before anything relies on it, and whole or not at all, so
-that another process, also after a crash, finds what has to be uploaded and
-under which key. Times are not in it: the file's own are those of the content.
+that the next process, also after a crash, finds which files have to be uploaded, and
+under which keys. A record has no times: those of the local file are the content's.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from fusefs.telemetry.stalls import WaitCause, stage
 logger = logging.getLogger("fusefs.staging")
 
 
-# What S3 takes as one object.
+# The largest object of S3.
 LARGEST = 5 << 40
 # The file that names the bucket.
 SOURCE = "source"
 
 
 class DirectorySync:
-    """fsync of a directory: threads that want it at the same time share one.
+    """The fsync of a directory. Threads that need it at the same time share one call.
 
-    The first one has on the disk as well what recovery finds the directory by: its
+    The first call also makes safe what recovery needs to find the directory: its
     path, and the file that names the bucket.
     """
 
@@ -63,7 +63,7 @@ class DirectorySync:
         self._begun = self._done = 0
 
     def sync(self) -> None:
-        """Have the names that are in the directory now on the disk. Blocks."""
+        """Make all names that the directory has now safe against a power cut. Blocks."""
         mine = self._begun = next(self._wanted)
         with self._lock:
             if self._done >= mine:
@@ -80,10 +80,10 @@ class DirectorySync:
 class Staging:
     """All staged files of one mount, by node id.
 
-    `source` says which bucket they are for; `limit` is the most bytes to hold,
-    and `charged` how many are held. `cache` has the objects that are edited.
-    The tokens of `unanswered` changes are on record with the files.
-    What is put on the disk raises OSError where that does not take it.
+    `source` names the files' bucket; `limit` is the most bytes to hold,
+    and `charged` the number of bytes held. `cache` has the objects that are edited.
+    The files' records include the tokens of `unanswered` changes.
+    Methods that write to the disk raise OSError if it is full or fails.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class Staging:
         self.directory = directory
         self.source = source
         self.cache = cache
-        # Not `or`: a table of none yet is false.
+        # Not `or`: an empty table is false.
         self._unanswered = UnansweredChanges() if unanswered is None else unanswered
         self._limit = limit
         self._files: dict[int, StagedFile] = {}
-        # Nodes with a file that is of no meaning yet.
+        # Ids of nodes with a file that was made by `prepare`, and not used yet.
         self._prepared: set[int] = set()
         self.charged = 0
         source_file = directory / SOURCE
         if not source_file.exists() or source_file.read_bytes() != source.encode():
-            source_file.write_text(source)  # else it is there, also when the disk is full
-        # Held as long as a process looks after the directory.
+            source_file.write_text(source)  # not written again, as the disk may be full by now
+        # Locked as long as a process uses the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         files.try_lock(self._lock)
         self.names = DirectorySync(directory)
@@ -120,16 +120,16 @@ class Staging:
 
     @property
     def pending(self) -> list[StagedFile]:
-        """Those of which the bucket does not have the last content."""
+        """The staged files whose latest content or attributes the bucket lacks."""
         return [staged for staged in self._files.values() if staged.is_dirty]
 
     @property
     def is_filling(self) -> bool:
-        """True if more than half of what may be held is."""
+        """True if the files hold more than half of the bytes that they may hold."""
         return self._limit is not None and 2 * self.charged > self._limit
 
     def prepare(self, inode: Inode) -> int:
-        """Make an empty file for a node, of no meaning until `begin`; return its descriptor."""
+        """Create an empty file for a node's content and `begin`; return its descriptor."""
         check_unreserved()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._path(inode), flags, 0o600)
@@ -137,13 +137,13 @@ class Staging:
         return fd
 
     def move_prepared(self, inode: Inode, new: Inode) -> None:
-        """Let what was prepared for a node be another's."""
+        """Give the file that was prepared for a node to another node."""
         os.rename(self._path(inode), self._path(new))
         self._prepared.discard(inode.nodeid)
         self._prepared.add(new.nodeid)
 
     def edits(self, file: CacheFile) -> bool:
-        """True if a staged file is an edit of the object that a cache file has."""
+        """True if a cache file is the base of a staged file that is edited."""
         return any(one.base is not None and one.base.file is file for one in self._files.values())
 
     def discard(self, inode: Inode, fd: int) -> None:
@@ -165,11 +165,11 @@ class Staging:
         is_unlinked: bool = False,
         is_anew: bool = False,
     ) -> StagedFile:
-        """Let a node's content be what was prepared; takes the descriptor and the base's pin.
+        """Make the prepared file a node's content; takes over the descriptor and the base's pin.
 
-        Or let it be a file that is `taken` out of the cache, once it is on record. With
-        `is_exclusive` the bucket is to decide that it is new; with `is_unlinked` its name is
-        gone already; with `is_anew` nothing of an object is in it.
+        With `taken`, the content is a cache file instead, taken out of the cache after its record
+        is written. `is_exclusive`: the bucket is still to decide that the file is new;
+        `is_unlinked`: its name is removed already; `is_anew`: it has no bytes of an object.
         """
         staged = StagedFile(inode, self._path(inode), fd, meta, etag)
         staged.is_anew, staged.only_appended = is_anew, not is_anew
@@ -187,7 +187,7 @@ class Staging:
                 self.cache.handover.take_out(taken, staged.path)
                 self.cache.pin_again(taken)
                 staged.backing, staged.clean = taken, staged.stamp()
-                staged_sums.forget(staged)  # of what it was when it was staged before
+                staged_sums.forget(staged)  # an earlier staging may have left an old checksum
         except OSError:
             with contextlib.suppress(OSError):
                 staging_record.remove(fd, staged.path)
@@ -204,7 +204,7 @@ class Staging:
 
     @contextlib.contextmanager
     def another_content(self, staged: StagedFile) -> Iterator[int]:
-        """A file, empty at first, that may become the content of a staged one meanwhile."""
+        """Create an empty file for `replace_content`; it is removed at the end if not used."""
         check_unreserved()
         path = f"{staged.path}.next"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -218,11 +218,11 @@ class Staging:
     def replace_content(
         self, staged: StagedFile, fd: int, info: ObjectInfo, base: EditBase | None
     ) -> None:
-        """Have `another_content` be a file's, with what was appended behind an object.
+        """Replace a file's content by `another_content`: a new object with the appended bytes.
 
-        The file has the object's attributes from now on, unless they were changed here. Content
-        and record change in one step, for the record is an attribute of the content; on an
-        OSError the file is as it was. Takes the base's pin.
+        The file gets the attributes of the object `info`, unless they were changed here. Content
+        and record change in one step, as the record is an attribute of the content; after an
+        OSError the file is as it was. Takes over the base's pin.
         """
         if staged.has_record_file:
             record = staging_record.in_attribute(staged) or b""
@@ -252,11 +252,11 @@ class Staging:
             base.tokens = staged.tokens
         if before[2] is not None and self.cache is not None:
             self.cache.unpin(before[2].file)
-        if not record:  # its attributes are too long for one of the content
+        if not record:  # the record is too long for an attribute
             self.try_record(staged)
 
     def rebase(self, base: EditBase, version: ObjectVersion) -> None:
-        """The bucket has a file's content now, in place of the object that was edited."""
+        """Make the uploaded version the base of an edited file, in place of the old object."""
         if self.cache is not None:
             old, base.file = base.file, self.cache.pin(version)
             self.cache.unpin(old)
@@ -268,7 +268,7 @@ class Staging:
         staged.base = None
 
     def charge(self, staged: StagedFile, size: int) -> None:
-        """Count a file as `size` bytes before it is; ENOSPC beyond the limit, EFBIG beyond S3's."""
+        """Count a file as `size` bytes before it grows; ENOSPC over the limit, EFBIG over S3's."""
         if size > LARGEST:
             raise OSError(errno.EFBIG, "no object is larger than 5 TiB")
         more = size - staged.charged
@@ -278,7 +278,7 @@ class Staging:
         staged.charged = size
 
     def record(self, staged: StagedFile) -> None:
-        """Put on the disk whose content it is; blocks for as long as creating a file does."""
+        """Write a file's record, if it has changed; blocks for as long as creating a file does."""
         staged.tokens.update(self._unanswered.tokens(staged.key))
         if self._record_in_attribute(staged):
             return
@@ -289,14 +289,14 @@ class Staging:
             staged.recorded = record
 
     def try_record(self, staged: StagedFile) -> None:
-        """As `record`, where what has happened does not depend on it: an earlier one may stay."""
+        """As `record`, but an OSError is only logged: the old record stays."""
         try:
             self.record(staged)
         except OSError as error:
             logger.warning("the record of %s is an old one: %s", staged.key, error.strerror)
 
     def _record_in_attribute(self, staged: StagedFile) -> bool:
-        """Have a file's record in its attribute; False if it is to be in a file of its own."""
+        """Write a file's record to its attribute; False if the record needs a file of its own."""
         record = None if staged.has_record_file else staging_record.in_attribute(staged)
         if record is None:
             return False
@@ -306,21 +306,21 @@ class Staging:
         return True
 
     def close(self, staged: StagedFile) -> None:
-        """Put on record that a program relies on the file."""
+        """Set a file's state to CLOSED, and record it: a program relies on the content now."""
         staged.close()
         self.record(staged)
 
     def note_edited(self, staged: StagedFile) -> None:
-        """Put on record that a file is about to be changed otherwise than by appending."""
+        """Record that a file is about to be changed by more than appending."""
         staged.only_appended = False
         if staging_record.may_tell_appended(staged.recorded):
             self.record(staged)
 
     def unlink(self, staged: StagedFile) -> None:
-        """Put on record that a file's name is gone: no process uploads it any more.
+        """Record that a file's name is removed, so that no process uploads the file any more.
 
-        On a full disk it is without a record then: programs that have it open lose its content
-        with this process.
+        On a full disk the record is removed instead: if this process dies, the programs that
+        have the file open lose its content.
         """
         staged.state = FileState.UNLINKED
         try:
@@ -333,7 +333,7 @@ class Staging:
             staged.has_record_file, staged.recorded = False, b""
 
     async def make_safe(self, staged: StagedFile) -> None:
-        """Have a file survive a power cut, as fsync on a local disk does; also records `close`."""
+        """Make a file and its record safe against a power cut, and its state CLOSED."""
         staged.close()
         staged.tokens.update(self._unanswered.tokens(staged.key))
         # The file may be uploaded, and released, while this waits for the disk.
@@ -359,7 +359,7 @@ class Staging:
             os.close(fd)
         if not has_file:
             return
-        # What was just written is the record of nothing any more.
+        # The file was released meanwhile, so the record that was just written has no file.
         if now is None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{staged.path}.json")
@@ -369,14 +369,14 @@ class Staging:
             self.record(now)
 
     def mark(self, inode: Inode) -> str:
-        """The mark that tells the reservation of a file from another node's."""
+        """The mark of a file's reservation, different from those of all other nodes."""
         return f"{self.directory.name}-{inode.nodeid}"
 
     def _path(self, inode: Inode) -> str:
         return f"{self.directory}/{inode.nodeid}"
 
     def _sync(self, staged: StagedFile, fd: int, record: bytes | None) -> None:
-        """Have a content on the disk, with its name and its record, which may be a file. Blocks."""
+        """Sync a content and its name; `record` is one to be written to a file, or None. Blocks."""
         os.fsync(fd)
         if record is not None:
             staging_record.write(staged.path, record, is_safe=True)
@@ -386,18 +386,17 @@ class Staging:
         staged.is_named = True
 
     def restore(self, inode: Inode) -> StagedFile | None:
-        """Take up what an earlier process had staged under this node, if anything."""
+        """Restore the file that an earlier process staged for a node; None if there is none."""
         path = self.directory / str(inode.nodeid)
         loaded = staging_record.load(path)
         if loaded is None:
-            # Its content had become the cached copy of what was uploaded, or
-            # no program knew of it.
+            # The uploaded content had become the cached copy, or no program knew of the file.
             staging_record.remove_unrecorded(path)
             return None
         return self.take_up(inode, *loaded)
 
     def take_up(self, inode: Inode, fd: int, record: Mapping[str, Any]) -> StagedFile:
-        """Have a node's content be a file with a record."""
+        """Make an open file with a record the staged file of a node."""
         default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
         known = meta.read(record["metadata"], default).changed(mtime_ns=None)
         staged = StagedFile(inode, self._path(inode), fd, known, record["etag"])
@@ -413,7 +412,7 @@ class Staging:
         staged.begun_ns = record["begun_ns"]
         mark = record.get("exclusive")
         staged.exclusive = self.mark(inode) if mark == staging_record.UNDECIDED else mark
-        staged.is_anew = record.get("is_anew", True)  # as earlier versions took all files
+        staged.is_anew = record.get("is_anew", True)  # records of earlier versions lack it
         staged.rebases = record.get("rebases", 0)
         if record["uploaded"] and tuple(record["uploaded"]) == staged.stamp():
             staged.uploaded, staged.kept_size = staged.changes, staged.size()
@@ -423,9 +422,9 @@ class Staging:
             staged.only_appended = staged.kept_size is not None
         if record["upload"] is not None:
             staged.upload_state = UploadState.from_plain(record["upload"])
-        staged.tokens.update(record.get("tokens", ()))  # which earlier versions do not write
+        staged.tokens.update(record.get("tokens", ()))  # records of earlier versions lack them
         staged.has_record_file = os.path.exists(f"{staged.path}.json")
-        # As old as it was before: the record is not changed in between.
+        # The record's time tells how long the file has been waiting.
         staged.since -= max(0.0, time.time() - os.fstat(fd).st_ctime)
         staged.charged = staged.free = staged.size()
         if record["base"] is not None and self.cache is not None:
@@ -438,11 +437,11 @@ class Staging:
         return staged
 
     def on_disk(self) -> list[int]:
-        """The nodes that an earlier process of this mount had staged."""
+        """The ids of nodes for which an earlier process of this mount staged a file."""
         return [int(path.name) for path in staging_record.on_record(self.directory)]
 
     def strays(self) -> list[Path]:
-        """Files in the directory that no record names: there should be none."""
+        """The contents in the directory without a record; normally there are none."""
         known = self._files.keys() | self._prepared
         others = [
             path for path in staging_record.on_record(self.directory) if int(path.name) not in known
@@ -450,14 +449,14 @@ class Staging:
         return [path for path in others if not staging_record.is_recorded(path)]
 
     def set_aside(self, staged: StagedFile) -> Path:
-        """Forget a file, but leave what was written to it where no mount takes it up."""
+        """Release a file but keep its content; return its new path, where no mount uploads it."""
         kept = self.directory / f"edited-{staged.inode.nodeid}"
         os.rename(staged.path, kept)
         self.release(staged)
         return kept
 
     def release(self, staged: StagedFile, *, is_taken: bool = False) -> None:
-        """Forget a file; what is left of it is removed, but for what the cache has taken."""
+        """Release a file and its record, and its content unless the cache has it (`is_taken`)."""
         del self._files[staged.inode.nodeid]
         self.charged -= staged.charged - staged.free
         self.drop_base(staged)
@@ -491,6 +490,6 @@ class Staging:
 
 
 def _write_attribute(fd: int, record: bytes) -> None:
-    """Have a record in the attribute of a content; OSError if that has no room for it."""
+    """Write a record to the attribute of a content; OSError if there is no room for it."""
     if not record or not staging_record.write_attribute(fd, record):
         raise OSError(errno.ENOTSUP, "its record is in no attribute")

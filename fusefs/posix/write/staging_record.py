@@ -1,14 +1,12 @@
 """The record of a staged file: in an attribute of its content, or in a file beside it.
 
-Most files are small, new, and soon closed. What there is to say of them fits
-into an attribute: to make a file for it, and to remove it, would take longer
-than all else that is done for them. Whatever such a record does not tell, the
-key above all, the journal does.
+Most files are small, new, and soon closed. For these a brief record in an extended
+attribute is enough: creating and removing a record file would take longer
+than all other work for them. The journal has what a brief record lacks, above all the key.
 
-Of a file that is closed, or that has more to say, the attribute holds the whole
-record, so that with local durability one fsync of the content writes both. A
-record that is too long for an attribute, or that has an upload in parts, is a
-file. Where there is one, it counts.
+For other files, also closed ones, the attribute holds the full record, so that with
+local durability one fsync of the content writes both. A record that is too long for an
+attribute, or that has a multipart upload, is a file. If there is such a file, it counts.
 """
 
 from __future__ import annotations
@@ -32,29 +30,30 @@ from fusefs.posix.nodes.object_metadata import Form, Meta
 
 logger = logging.getLogger("fusefs.staging")
 
-# A change is known by a file's size and time from an earlier one only if the
-# clock that the file system reads has moved on; it ticks every 10 ms at least.
+# Size and time distinguish two contents only if the file system's clock has ticked in
+# between; it ticks every 10 ms at least.
 TICK_NS = 20_000_000
 # The clock that file systems read, by its number in <linux/time.h>.
 CLOCK_REALTIME_COARSE = 5
-# Short as the name is, it fits with its value into the inode of ext4.
+# The name is short, so that it fits with its value into the inode of ext4.
 ATTRIBUTE = "user.fusefs"
-# What a file system with blocks of 4 KiB takes beside other attributes, in bytes.
+# The most bytes that a file system with blocks of 4 KiB takes beside other attributes.
 LONGEST = 2048
 # An upload of 10,000 parts has some 100 bytes for each.
 _LONGEST_FILE = 4 << 20
-# In place of an ETag: the bucket is to decide that the file is new, as `If-None-Match: *` does.
+# Stands for an ETag: the bucket is still to decide that the file is new (`If-None-Match: *`).
 UNDECIDED = "*"
-# Mode, owner, group; size and time of what the bucket has (time 0: of nothing); its ETag follows.
+# Mode, owner, group; size and time of the content that the bucket has (time 0: the bucket has
+# none); its ETag follows.
 _BRIEF = struct.Struct("<HIIQQ")
-# In the mode, where set-id bits would be: mode, owner or times are not in the bucket yet; the
+# Flags in the place of the mode's set-id bits: the bucket lacks mode, owner or times; the
 # content is built on an object.
 _META_DIRTY = 0o2000
 _IS_BUILT = 0o4000
 
 
 def in_attribute(staged: StagedFile) -> bytes | None:
-    """The record for an attribute; None if it is long, or that of an upload in parts."""
+    """The record of a file for the attribute; None if it is too long or has a multipart upload."""
     if staged.upload is not None or staged.upload_state is not None:
         return None
     record = _brief(staged) or full(staged)
@@ -62,7 +61,7 @@ def in_attribute(staged: StagedFile) -> bytes | None:
 
 
 def _brief(staged: StagedFile) -> bytes | None:
-    """The record of a file of which there is not much to say; None for others."""
+    """The brief record of a file; None if the file needs a full one."""
     meta = staged.meta
     if (
         staged.state is not FileState.OPEN
@@ -88,7 +87,7 @@ def _brief(staged: StagedFile) -> bytes | None:
 
 
 def _attribute_of(fd: int) -> dict[str, Any] | None:
-    """The record in the attribute of an open file, perhaps without key; None for none."""
+    """Read the record in a file's attribute (a brief one has the key None); None if none."""
     try:
         brief = os.getxattr(fd, ATTRIBUTE)
     except OSError:
@@ -112,19 +111,19 @@ def _attribute_of(fd: int) -> dict[str, Any] | None:
 
 
 def may_tell_uploaded(record: bytes) -> bool:
-    """True if a content may be the bucket's by a record; one that is not known may tell that."""
+    """True if a record may say that the bucket has the content; b"" is an unknown record."""
     if record.startswith(b"{") or not record:
         return b'"uploaded": null' not in record
     return bool(_BRIEF.unpack_from(record)[-1])
 
 
 def may_tell_appended(record: bytes) -> bool:
-    """True if a record may say that a file was only appended to; one that is not known may."""
+    """True if a record may say that a file was only appended to; b"" is an unknown record."""
     return not record or (record.startswith(b"{") and b'"appended_from": null' not in record)
 
 
 def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
-    """The stamp that tells the content from later ones, if the bucket has it."""
+    """The content's stamp, if the bucket has the content and any later one will differ; or None."""
     stamp = staged.stamp()
     # From now on a change will show in the file's time.
     is_past = time.time_ns() - stamp[1] > TICK_NS
@@ -159,16 +158,16 @@ def full(staged: StagedFile) -> bytes:
 
 
 def write_attribute(fd: int, record: bytes) -> bool:
-    """Have a record, brief or whole, in the attribute of a content; False if it is not there."""
+    """Write a record to the attribute of a content; False if the file system does not take it."""
     try:
         os.setxattr(fd, ATTRIBUTE, record)
     except OSError:
-        return False  # a file system without attributes, or without room for them
+        return False  # the file system has no attributes, or no room for this one
     return True
 
 
 def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
-    """Write a file's record, whole or not at all; on an OSError an earlier one stays. Blocks."""
+    """Write a record file, whole or not at all; after an OSError the old record stays. Blocks."""
     # Several programs may sync one file at once, each in a thread.
     unfinished = path + (f".{threading.get_ident()}.safe" if is_safe else ".new")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -178,7 +177,7 @@ def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
         if is_safe:
             os.fsync(fd)
     except OSError:
-        # It would be taken for something that a later mount has to keep.
+        # A later mount would take it for a file that has to be kept.
         with contextlib.suppress(OSError):
             os.unlink(unfinished)
         raise
@@ -188,7 +187,7 @@ def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
 
 
 def remove(fd: int, path: str) -> None:
-    """Have a content without a record, which is of no meaning. Takes no room on the disk."""
+    """Remove the record of a content, which then is ignored. Needs no disk space."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{path}.json")
     try:
@@ -199,13 +198,13 @@ def remove(fd: int, path: str) -> None:
 
 
 def is_uploaded(record: Mapping[str, Any], status: os.stat_result) -> bool:
-    """True if the bucket had a content as it is, by its record."""
+    """True if, by its record, the bucket had the content that the local file has now."""
     stamp = status.st_size, status.st_mtime_ns
     return record["uploaded"] is not None and tuple(record["uploaded"]) == stamp
 
 
 def read(fd: int, path: str) -> dict[str, Any] | None:
-    """The record of an open content, if any, for another process; ValueError if it is damaged."""
+    """Read the record of another process's open content; None if none, ValueError if damaged."""
     try:
         beside = os.open(f"{path}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -215,7 +214,7 @@ def read(fd: int, path: str) -> dict[str, Any] | None:
 
 
 def is_recorded(path: Path) -> bool:
-    """True if a staged file has a record; one whose attribute can't be read may have one."""
+    """True if a content has a record, or its attribute can't be read."""
     if path.with_suffix(".json").exists():
         return True
     try:
@@ -226,7 +225,7 @@ def is_recorded(path: Path) -> bool:
 
 
 def remove_unrecorded(path: Path) -> None:
-    """Remove a content that was being prepared, or what is left of the record of none."""
+    """Remove a content without a record, or the rest of a record without a content."""
     if path.exists() and is_recorded(path):
         return
     for name in (path, *path.parent.glob(f"{path.name}.*")):
@@ -234,7 +233,7 @@ def remove_unrecorded(path: Path) -> None:
 
 
 def on_record(directory: Path) -> list[Path]:
-    """The contents in a directory that may be on record; the last that was recorded first."""
+    """The paths of all contents in a directory, the latest recorded one first."""
     changed_ns: dict[Path, int] = {}
     for entry in os.scandir(directory):
         content = Path(entry.path).with_suffix("")
@@ -244,7 +243,7 @@ def on_record(directory: Path) -> list[Path]:
 
 
 async def until_later(staged: StagedFile) -> None:
-    """Wait until what is put on record shows as later than a file's record, for a tick at most."""
+    """Wait, for a clock tick at most, until a new record gets a later time than this file's."""
     last_ns = os.fstat(staged.fd).st_ctime_ns
     with contextlib.suppress(FileNotFoundError):
         last_ns = max(last_ns, os.stat(f"{staged.path}.json").st_ctime_ns)
@@ -255,11 +254,10 @@ async def until_later(staged: StagedFile) -> None:
 
 
 def load(path: Path) -> tuple[int, dict[str, Any]] | None:
-    """Open a staged file, and read what its record tells; None if either is not there.
+    """Open a content and read its record; None if either does not exist.
 
-    The key is None where the record does not tell it. Where a file of it can't be read, an
-    earlier record may be in the attribute; else the content is kept under another name, which
-    the log has.
+    The key is None if the record is a brief one. If a record file is damaged, an earlier record
+    may be in the attribute; else the content is renamed and kept, and the log says so.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,22 +1,22 @@
-"""The ways of a staged file into the bucket: in one request, in parts, or as a copy on the server.
+"""The requests that upload a staged file: one PUT, a multipart upload, or a copy on the server.
 
-Attributes that changed alone are a copy of the object onto itself. A large
-file goes up in parts; its upload is on record before its first part, and
-another process goes on with it: what the bucket has, and the file still has,
-is not sent again. Of an object that is edited the parts that no program wrote to
+Changed attributes alone are sent as a copy of the object onto itself. A large
+file is sent in parts; its upload is recorded before its first part, so that
+another process can continue it: parts that the bucket has and that still match the
+file are not sent again. For an edited object, parts that no program wrote to
 are copied on the server.
 
-A content that its programs have made anew (O_TRUNC) takes the place of whatever the bucket
-has: the store sees to that (`Expect`). Any other content is built on one object, and is sent
-on the condition that this object is there still. If the bucket refuses that:
+A content that programs have written from scratch (O_TRUNC) replaces whatever the bucket
+has (`Expect`, by the store). Any other content is built on one object, and is sent
+on the condition that this object is still there. If the bucket refuses the request:
 
-1. An object that an earlier request of this file made is its own, and is replaced.
-2. An object that is gone has nothing to lose: the content is put as a new one.
-3. What was appended, and nothing else was changed, goes behind the new object.
-4. Attributes that were changed alone are given up.
-5. Else both are kept, the content under a name of its own, and the program is told (ESTALE).
+1. If an earlier request of this file made the object, the object is replaced.
+2. If the object was removed, the content is put as a new object.
+3. If the file was only appended to, the appended bytes are put behind the new object.
+4. If only attributes were changed, they are given up.
+5. Else both are kept, the content under a name of its own, and the program gets ESTALE.
 
-With `--conflict fail`, and of a file that is to be new (O_EXCL), only 1, 4 and 5 are done.
+With `--conflict fail`, and for a file that is to be new (O_EXCL), only 1, 4 and 5 apply.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from fusefs.store.s3.multipart import Upload
 logger = logging.getLogger("fusefs.uploads")
 
 COPIES_AT_ONCE = 8
-# The metadata that marks the empty object by which a name was reserved (exclusive.py).
+# The metadata key in the empty object that reserves a name (exclusive.py).
 CREATED_BY = "created-by"
-# So many contents are kept apart from one key within a second.
+# The most contents that are kept apart from one key within a second.
 MOST_APART = 100
 
 
@@ -92,13 +92,13 @@ class UploadSteps:
         self.own = OwnObjects(store)
 
     async def send(self, staged: StagedFile, commit: Callable[[], None]) -> ObjectInfo:
-        """Have the bucket have a file, which is locked, as it is; return what it has.
+        """Send a locked file, or its attributes alone; return the new object.
 
-        `commit` is called before what may come to pass even if it is cancelled.
+        `commit` is called before a request that may take effect even if it is cancelled.
 
         Raises:
-            StoreError: it could not be sent.
-            ConflictError, StaleVersionError: somebody else has changed the object.
+            StoreError: the file could not be sent.
+            ConflictError, StaleVersionError: another client has changed the object.
         """
         size = staged.begin_sending()
         if not staged.is_content_dirty and staged.etag is not None:
@@ -110,7 +110,7 @@ class UploadSteps:
             return await self._send_parts(staged, commit, size)
         if staged.base is not None:
             await self._editor.fill(staged.base, staged.fd, 0, size)
-        # A request that was cancelled may come to pass all the same.
+        # A request may take effect even if it is cancelled.
         commit()
         staged.sending = size
         try:
@@ -121,7 +121,7 @@ class UploadSteps:
         return info
 
     def lacks_conditions(self, staged: StagedFile) -> bool:
-        """True if a file that the store has refused may be sent without a condition."""
+        """True if a store that refused a file knows no conditions: send it again without one."""
         if not staged.is_content_dirty or not self._is_built(staged):
             return False
         logger.warning("this store knows no conditions: the last node to close a file wins")
@@ -131,7 +131,7 @@ class UploadSteps:
     async def put_new(
         self, staged: StagedFile, key: str, condition: Condition = IF_ABSENT
     ) -> ObjectInfo:
-        """Put a locked file under another key than its own; ExistsError against `condition`."""
+        """Put a locked file under another key than its own; ExistsError as `condition` says."""
         size = staged.begin_sending()
         if staged.base is not None:
             await self._editor.fill(staged.base, staged.fd, 0, size)
@@ -152,12 +152,12 @@ class UploadSteps:
         return IF_ABSENT if staged.etag is None else IfMatch(staged.etag)
 
     def is_careful(self, staged: StagedFile) -> bool:
-        """True if somebody else's object is not to be replaced."""
+        """True if the upload must not replace an object of another client."""
         is_new = staged.state is FileState.LEFTOVER or staged.exclusive is not None
         return is_new or self._fails_on_conflict or self._is_built(staged)
 
     def _is_built(self, staged: StagedFile) -> bool:
-        """True if a file is built on the object, and the store can be asked for that one."""
+        """True if a content is built on its object, and the store can check that by conditions."""
         return self._has_conditions and (not staged.is_anew or staged.only_appended)
 
     async def _send_parts(
@@ -174,7 +174,7 @@ class UploadSteps:
                 if staged.base is not None:
                     await self._copy_parts(staged, staged.base, upload, size)
                 await upload.send(staged.fd, upload.missing(size), size)
-                # By its parts and its token the next process knows the object that comes of it.
+                # By the recorded parts and token the next process recognises the new object.
                 self._staging.record(staged)
                 commit()
                 info = await self._store.complete(upload, size, self._condition(staged))
@@ -182,8 +182,8 @@ class UploadSteps:
             except (NotFoundError, PartsError) as error:
                 if isinstance(error, PartsError):
                     await self.abandon(staged)
-                # Somebody, or the bucket's own rules, have aborted it. Or it was completed without
-                # anybody's hearing of it, and the object replaced since.
+                # Another client, or a rule of the bucket, has aborted the upload. Or its completion
+                # got no answer, and the object was replaced since.
                 staged.upload = staged.upload_state = None
                 self._staging.record(staged)
                 if self.is_careful(staged):
@@ -199,7 +199,7 @@ class UploadSteps:
     async def _copy_parts(
         self, staged: StagedFile, base: EditBase, upload: Upload, size: int
     ) -> None:
-        """Have S3 copy the parts that no program wrote to, and bring what the others lack."""
+        """Copy unchanged parts on the server, and download what the file lacks of the others."""
         modified_ns, described = os.fstat(staged.fd).st_mtime_ns, staged.meta_changes
 
         async def have_part(number: int) -> None:
@@ -222,13 +222,13 @@ class UploadSteps:
         except (StoreError, OSError) as error:
             failure = error
         if staged.meta_changes == described:
-            # Each fill leaves the time as it is, but not beside others.
+            # Concurrent fills may not restore the file's time.
             os.utime(staged.fd, ns=(modified_ns, modified_ns))
         if failure is not None:
             raise failure
 
     async def _corrected(self, staged: StagedFile, upload: Upload, info: ObjectInfo) -> ObjectInfo:
-        """Have a new object say what was not known when its upload was begun."""
+        """Correct the metadata of a new object that were not known when its upload was begun."""
         sent, described = without_token(upload.state.metadata), staged.described()
         is_dated = object_metadata.read_time(sent) is not None
         wanted = described if is_dated else described.changed(mtime_ns=None)
@@ -237,12 +237,12 @@ class UploadSteps:
                 info.version, staged.key, Write(staged.described().as_metadata())
             )
         elif not is_dated:
-            # The time that everybody else sees.
+            # Other clients see the object's Last-Modified.
             os.utime(staged.fd, ns=(info.mtime_ns, info.mtime_ns))
         return info
 
     async def begin(self, staged: StagedFile, metadata: dict[str, str]) -> Upload:
-        """Begin an upload, which is on record before and after."""
+        """Begin a multipart upload, and record it before (without its id) and after."""
         token = self._store.tokens.next()
         staged.tokens.add(str(token))
         staged.begun_ns = time.time_ns()
@@ -254,13 +254,13 @@ class UploadSteps:
         return staged.upload
 
     async def _resumed(self, staged: StagedFile, size: int) -> Upload | None:
-        """The upload that is under way, if there is one and it can be gone on with."""
+        """Return the file's multipart upload to be continued; None if there is none."""
         if staged.begun_ns is not None:
             await self._aborts.try_abort_lost(staged.key, staged.begun_ns)
             staged.begun_ns = None
         state = staged.upload_state
         if staged.upload is None and state is not None:
-            with suppress(NotFoundError):  # begun anew
+            with suppress(NotFoundError):  # the upload is gone: begin a new one
                 if state.key == staged.key:
                     staged.upload = await self._verified(state, staged.fd, size)
                 else:
@@ -271,7 +271,7 @@ class UploadSteps:
         return staged.upload
 
     async def _verified(self, state: UploadState, fd: int, size: int) -> Upload | None:
-        """Another process's upload with the file's parts; None, to begin anew, if none are told."""
+        """Resume an earlier process's upload; None, to begin anew, if S3 doesn't list its parts."""
         try:
             upload = await self._store.resume_upload(state)
         except (*MAY_PASS, NotFoundError):
@@ -285,7 +285,7 @@ class UploadSteps:
         return upload
 
     async def abandon(self, staged: StagedFile) -> None:
-        """Give up the upload that is under way, if there is one; the record goes last."""
+        """Abort a file's multipart upload, if it has one, and then update the record."""
         upload = staged.upload.state if staged.upload is not None else staged.upload_state
         if upload is None and staged.begun_ns is None:
             return
@@ -296,10 +296,10 @@ class UploadSteps:
     # Where another node has replaced the object
 
     async def can_go_on(self, staged: StagedFile, theirs: ObjectInfo | None) -> bool:
-        """True if a file can be sent after all, over the object that is there (None: none is)."""
+        """True if a file can be sent after all, over the object `theirs` (None: there is none)."""
         if theirs is not None:
-            # The file's own: a reservation, or an earlier content, by a request of which no
-            # process has had the answer.
+            # The object is the file's own if it is a reservation, or an earlier content that was
+            # put by a request without an answer.
             is_own = theirs.etag == staged.etag
             if not is_own and str(theirs.token) in staged.tokens:
                 is_own = not await self.is_content_of(theirs, staged)
@@ -323,7 +323,7 @@ class UploadSteps:
         try:
             await self._append_to(theirs, staged)
         except (NotFoundError, StaleVersionError):
-            return True  # it is replaced again already: the bucket refuses the next request as well
+            return True  # the object was replaced again: the next attempt conflicts as well
         except OSError as error:
             logger.warning("%s can't go behind the new object: %s", staged.key, error)
             return False
@@ -331,9 +331,9 @@ class UploadSteps:
         return True
 
     async def is_content_of(self, info: ObjectInfo, staged: StagedFile) -> bool:
-        """True if an object is a file's content: its size, its time, and its making or its bytes.
+        """True if an object has a file's content: size and time match, and the token or the MD5.
 
-        The time alone tells nothing: it ticks every few ms, and two nodes may write in one tick.
+        The time is not enough: it ticks every few ms, and two nodes may write in one tick.
         """
         mtime_ns = object_metadata.read_time(info.metadata or {})
         if (info.size, mtime_ns) != staged.stamp():
@@ -346,7 +346,7 @@ class UploadSteps:
         return info.etag.strip('"') == found
 
     async def _append_to(self, theirs: ObjectInfo, staged: StagedFile) -> None:
-        """Have a file be another object with what was appended to the last one behind it."""
+        """Replace a file's content by the object `theirs` with the appended bytes behind it."""
         await self.abandon(staged)
         start, size, at = staged.appended_from, staged.size(), theirs.size
         assert start is not None
@@ -356,7 +356,7 @@ class UploadSteps:
                 if staged.tokens and base is None and start < size <= at:
                     has_tail = partial(_has_tail, fd, staged.fd, start, size)
                     if await trio.to_thread.run_sync(has_tail, limiter=self._disk):
-                        start = size  # an upload without an answer was executed, and appended to
+                        start = size  # the bytes are in `theirs`, by an upload without an answer
                 if base is not None:
                     await self._editor.fill_edges(base, fd, at, at + size - start)
                     base.wrote(at, at + size - start)
@@ -369,7 +369,7 @@ class UploadSteps:
                 raise
 
     async def store_beside(self, staged: StagedFile) -> ObjectInfo:
-        """Keep the content under a key of its own, beside the object that somebody else made."""
+        """Put the content under a new key beside another client's object; return the new object."""
         for key in _keys_apart(staged.key):
             with suppress(ConflictError):  # another mount of this machine was as late
                 info = await self.put_new(staged, key)
@@ -382,7 +382,7 @@ class UploadSteps:
 
 
 def _keys_apart(key: str) -> Iterator[str]:
-    """Keys for a content beside that of a key, which names can express: long ones are cut."""
+    """Generate keys beside a key for contents kept apart; long names are cut."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     prefix, name = names.split_key(key)
     longest = min(names.NAME_MAX, names.LONGEST_KEY - len(prefix.encode()))
@@ -393,7 +393,7 @@ def _keys_apart(key: str) -> Iterator[str]:
 
 
 def _database_of(fd: int) -> str:
-    """The name of a database that a file is, for a message: locks do not hold between nodes."""
+    """The part of a message that warns of a database file, as locks do not hold between nodes."""
     head = os.pread(fd, 20, 0)
     for magic, name in ((b"SQLite format 3\0", "SQLite"), (b"\xde\xc0\xef\xbe", "LMDB")):
         if magic in head:
@@ -402,8 +402,8 @@ def _database_of(fd: int) -> str:
 
 
 def content_type(key: str) -> str | None:
-    """The media type of an object, by its name, for browsers."""
-    import mimetypes  # it reads the system's tables, too: the first upload's time, not a start's
+    """The media type of an object, by its name, for browsers; None if unknown."""
+    import mimetypes  # reads the system's tables, which would slow down each start
 
     name = key.rpartition("/")[2]
     return mimetypes.guess_type(name)[0] if "." in name else None
@@ -414,7 +414,7 @@ def _md5(fd: int, size: int) -> str:
 
 
 def _has_tail(fd: int, source: int, start: int, stop: int) -> bool:
-    """True if a file has the bytes [start, stop) of another one at the same place. Blocks."""
+    """True if two files have the same bytes at [start, stop). Blocks."""
     return all(
         os.pread(fd, min(IN_PARTS, stop - at), at) == os.pread(source, min(IN_PARTS, stop - at), at)
         for at in range(start, stop, IN_PARTS)
@@ -422,7 +422,7 @@ def _has_tail(fd: int, source: int, start: int, stop: int) -> bool:
 
 
 def _copy_tail(source: int, start: int, stop: int, target: int, at: int) -> None:
-    """Have the bytes [start, stop) of one file in another one, on the disk. Blocks."""
+    """Copy the bytes [start, stop) of one file to `at` in another one, and sync that. Blocks."""
     modified_ns = os.fstat(source).st_mtime_ns
     while start < stop and (count := os.copy_file_range(source, target, stop - start, start, at)):
         start, at = start + count, at + count

@@ -1,14 +1,14 @@
-"""Upload times of files that are not sent at once, as the local disk has them.
+"""Upload times of files that the local disk has, and that are not sent at once.
 
 With local durability a program that writes many files (tar, cp, rsync) closes one after the
-other, and uploads take the processor from it. So an upload that is due waits until no file was
+other, and uploads take processor time from it. So a due upload waits until no file was
 closed for QUIET_S, up to a time limit of its own. One task wakes all that wait.
 
 A log that a program keeps open is uploaded once in a while (`pause_s`). So is a file
-that programs open, append to and close again and again: after the first closes of
-such a run, which wait for the bucket, the others wait for the local disk alone, as with local
-durability. An upload sends the whole file; with pauses that grow with the run, all
-uploads of a run send about twice the bytes of the last one.
+that programs open, append to and close again and again: the first closes of
+such a run wait for the bucket, and later ones wait for the local disk alone, as with local
+durability. An upload sends the whole file; as the pauses grow with the run, all
+uploads of a run send about twice the bytes of the last upload.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import trio
 
 from fusefs.posix.nodes.inode import StagedFile
 
-# With the time between two looks of backlog.py, a minute.
+# Together with RETRY_S of backlog.py this is a minute.
 EVERY_S = 55.0
-# A large file that changes all the time costs so many bytes a second.
+# A large file that changes all the time is sent at this rate, in bytes a second.
 RATE = 1 << 20
-# So many closes of a run wait for the bucket.
+# This many closes of a run wait for the bucket.
 WAITING = 4
-# A run pauses for so many times as long as it has lasted, and this long at least.
+# An upload of a run is delayed by GROWTH times the run's age, but by SHORTEST_S at least.
 GROWTH = 3
 SHORTEST_S = 1.0
 MOST_RUNS = 1000
@@ -39,10 +39,10 @@ def pause_s(size: int) -> float:
 
 
 class AppendRuns:
-    """The files of one mount that were appended to of late. Belongs to the event loop."""
+    """The files that programs append to again and again. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        # By node: how many closes, the first and the last of them in trio's seconds.
+        # By node id: the number of closes, the times of the first and last one in trio's seconds.
         self._runs: OrderedDict[int, tuple[int, float, float]] = OrderedDict()
 
     def closed(self, staged: StagedFile) -> float | None:
@@ -62,7 +62,7 @@ class AppendRuns:
         return min(max(GROWTH * (now - begun), SHORTEST_S), pause_s(size))
 
     def forget(self, staged: StagedFile) -> None:
-        """Have the next closes wait for the bucket: another node appends to the file as well."""
+        """End a file's run, as another node appends to it too: the next closes wait again."""
         self._runs.pop(staged.inode.nodeid, None)
 
 
@@ -84,7 +84,7 @@ class RecentCloses:
         return trio.current_time() < self._quiet_at
 
     async def wait_for_pause(self, hurry: trio.Event, deadline: float) -> None:
-        """Return at a pause, which sets `hurry`, when that is set, or at `deadline`."""
+        """Return when programs pause, which sets `hurry`, when others set it, or at `deadline`."""
         self._waiting.add(hurry)
         if not self._is_watched:
             self._is_watched = True

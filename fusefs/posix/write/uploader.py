@@ -1,14 +1,14 @@
-"""Staged files on their way into the bucket: when, and in whose task.
+"""The upload tasks of staged files: their start, cancellation and outcome.
 
-An upload is a task of its own: a request that waits for it may be cancelled (of
-a program that is killed in its close), and it goes on. It holds the file's lock, so
-that writes wait and no object is a mix of two contents. What is sent, and how,
-is in upload_steps.py.
+Each upload is a task of its own, which continues if a request that waits for it is
+cancelled (as its program is killed in a close). The task holds the file's lock, so
+that writes wait and no object is a mix of two contents. upload_steps.py sends
+the requests.
 
-A file that grows from its start on is sent while it is being written: each
-part as soon as it is full, so that close has to wait for the last ones only.
+A file that is written from its start on is sent while it grows: each
+part as soon as it is full, so that close has to wait for the last parts only.
 
-What failed stays staged and dirty, and the requests that wait fail. Rejected
+A file whose upload fails stays staged and dirty, and the waiting requests fail. Rejected
 credentials are no failure: the upload waits until they are renewed.
 """
 
@@ -48,16 +48,15 @@ from fusefs.telemetry.stalls import WaitCause, Work, stage, waiting_for
 
 logger = logging.getLogger("fusefs.uploads")
 
-# A file is sent while it is written once it has this much, which is two parts.
+# A growing file is sent from this size on, which is two parts.
 AHEAD = 16 << 20
-# How often it is tried again with credentials that were rejected.
+# The pause between attempts after S3 has rejected the credentials.
 CREDENTIALS_S = 5.0
-# An upload that waits until a file is left alone waits for so many times as long at most.
+# An upload that waits for changes to stop waits for at most this many delays.
 LONGEST_DELAYS = 5
-# How often one upload meets another object of somebody else before it fails, and is tried again
-# later.
+# After this many conflicts with other clients' objects an upload fails; it is retried later.
 MOST_CONFLICTS = 20
-# A file that is open is uploaded for so long at a time: what cannot be written meanwhile waits.
+# The time limit for the upload of an open file: writes to the file wait meanwhile.
 BACKGROUND_S = 20.0
 
 
@@ -65,8 +64,8 @@ BACKGROUND_S = 20.0
 class UploadAttempt:
     """One upload of one file. `scope` may be cancelled while `is_cancellable`.
 
-    One in the background, of a file that is open, is given up for now where it takes long:
-    writes wait for it.
+    A background upload, of an open file, is stopped after BACKGROUND_S, as writes wait for it.
+    `hurry` cuts an upload's delay short; `error` is set when it is `done`, if it failed.
     """
 
     work: Work
@@ -78,16 +77,16 @@ class UploadAttempt:
     is_cancellable: bool = True
 
     def commit(self) -> None:
-        """Note that what is done from now on may come to pass even if it is cancelled."""
+        """Make the attempt uncancellable: the next request may take effect in any case."""
         self.is_cancellable = False
         self.scope.deadline = math.inf
 
 
 @dataclass(slots=True, eq=False)
 class StreamingUpload:
-    """The upload of a file while a program still writes it.
+    """The upload of a file's full parts while a program still writes the file.
 
-    Its work is that of the file's upload: who waits for the upload waits for these parts too.
+    It shares `work` with the file's `UploadAttempt`, whose waiters wait for these parts too.
     """
 
     work: Work
@@ -99,11 +98,11 @@ class StreamingUpload:
 class Uploader:
     """The uploads of one mount. Belongs to the event loop.
 
-    `landed` is called with what the bucket has of a file, `kept_apart` with what it was
-    kept as because somebody else's object (or nothing) is under its key.
-    `set_aside` is called with a file whose name is another object's: an edited one whose rest is
-    lost, or one of which the bucket lacks attributes alone.
-    Whoever waits for an upload that fails gets its StoreError or OSError; the file stays staged.
+    `landed` is called with an uploaded file and its new object; `kept_apart` with a file, its
+    object under another key, and the object of another client under the file's own key, if any.
+    `set_aside` is called with a file that yields its name to the given object: an edited file
+    whose other bytes are lost, or a file whose attributes alone were to be sent.
+    A caller that waits for an upload gets its StoreError or OSError; the file stays staged then.
     """
 
     def __init__(
@@ -134,13 +133,13 @@ class Uploader:
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, StreamingUpload] = {}
         self.failures = 0
-        # Of files that are safe on the local disk, and uploaded later.
+        # The closes of files that are safe on the local disk, and uploaded later.
         self.closes = RecentCloses(nursery)
 
     # Asking for it
 
     async def wait(self, staged: StagedFile) -> None:
-        """Have the content and the attributes of now in the bucket; cancelled, it goes on."""
+        """Wait until the bucket has the present content and attributes; cancelled, that goes on."""
         wanted = staged.changes
         while staged.is_dirty and (staged.uploaded < wanted or staged.is_meta_dirty):
             attempt = self._attempts.get(staged) or self.start(staged)
@@ -153,7 +152,7 @@ class Uploader:
     def start(
         self, staged: StagedFile, delay_s: float = 0.0, *, is_background: bool = False
     ) -> UploadAttempt:
-        """Have a file uploaded, after a while; whoever waits for it cuts that short."""
+        """Start a file's upload, after a delay that `hurry` cuts short; return the attempt."""
         attempt = self._attempts.get(staged)
         if attempt is None:
             ahead = self._aheads.get(staged)
@@ -164,7 +163,7 @@ class Uploader:
         return attempt
 
     async def ended(self, staged: StagedFile) -> None:
-        """Wait until a file's upload, if there is one, has come to its end, good or bad."""
+        """Wait until a file's upload, if one is under way, has succeeded or failed."""
         attempt = self._attempts.get(staged)
         if attempt is not None:
             with waiting_for(attempt.work):
@@ -172,7 +171,7 @@ class Uploader:
 
     @asynccontextmanager
     async def locked(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Hold a file's lock; requests that wait for its upload to end wait for what that does."""
+        """Hold a file's lock; waiting for an upload to release it counts as a part of its work."""
         attempt = self._attempts.get(staged)
         if attempt is not None and staged.lock.locked():
             with waiting_for(attempt.work):
@@ -189,10 +188,10 @@ class Uploader:
 
     @asynccontextmanager
     async def held(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Keep a file from being written or uploaded, to give it another key or none.
+        """Hold a file's lock, to rename or remove the file: no write and no upload runs then.
 
-        An upload under way is cancelled where that leaves nothing in the
-        bucket, else waited for. Who waits for it will have it under the new key.
+        An upload under way is cancelled if it has not changed the bucket yet, else waited for. A
+        cancelled upload starts again afterwards, under the new key.
         """
         attempt = self._attempts.get(staged)
         if attempt is not None and attempt.is_cancellable:
@@ -207,7 +206,7 @@ class Uploader:
                 await self._steps.abandon(staged)
 
     async def give_up(self, staged: StagedFile) -> bool:
-        """Have a file be what the bucket has, its content set aside; False if it is open."""
+        """Set a file's changes aside, so that the bucket's object shows; False if it is open."""
         async with self.held(staged):
             if staged.inode.is_open:
                 return False
@@ -216,7 +215,7 @@ class Uploader:
         return True
 
     async def _leave_to_bucket(self, staged: StagedFile) -> None:
-        """Set a locked file aside: its name is what the bucket has."""
+        """Set a locked file aside: its name shows the bucket's object again."""
         await self._steps.abandon(staged)
         theirs = await find(self._store, staged.key)
         staged.is_meta_dirty = False
@@ -250,7 +249,7 @@ class Uploader:
             self.failures += 1
             logger.warning("%s is not in the bucket yet: %s", staged.key, error)
             try:
-                # It stays on the local disk for a while.
+                # The content stays on the local disk for a while.
                 if staged.is_content_dirty and staged.inode.staged is staged:
                     await staged_sums.note(staged)
             except OSError as unread:
@@ -262,9 +261,9 @@ class Uploader:
     async def _until_left_alone(
         self, staged: StagedFile, attempt: UploadAttempt, delay_s: float
     ) -> None:
-        """Wait until a file's name and attributes are left alone, and no program closes many files.
+        """Wait until name and attributes stay unchanged, and no program closes file after file.
 
-        Uploads would take the processor from it. Whoever waits for the upload cuts that short.
+        Uploads would take processor time from that program. `hurry` ends the wait.
         """
         begun = trio.current_time()
         while not attempt.hurry.is_set():
@@ -281,10 +280,10 @@ class Uploader:
 
     @asynccontextmanager
     async def _locked_to_send(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Hold a file's lock while no rename of a directory has its key."""
+        """Hold a file's lock, once no rename of a directory is in the way of its key."""
         while True:
             await self._prefix_lock.until_open_at(lambda: staged.key)
-            # A free lock is taken without giving way, which would be two turns of the loop.
+            # A free lock is taken at once; `acquire` would cost two turns of the event loop.
             if staged.lock.locked():
                 await staged.lock.acquire()
             else:
@@ -298,11 +297,11 @@ class Uploader:
             staged.lock.release()
 
     async def _upload(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        """Upload a file that is locked, or set it aside if that can't be any more."""
+        """Upload a locked file; after a conflict send it anew, keep it apart or set it aside."""
         try:
             for is_last in (*(False,) * MOST_CONFLICTS, True):
                 if not staged.is_dirty:
-                    return  # it was removed while this waited for it
+                    return  # the file was removed while this task waited for the lock
                 try:
                     await self._send(staged, attempt)
                     return
@@ -326,34 +325,37 @@ class Uploader:
     async def _send(self, staged: StagedFile, attempt: UploadAttempt) -> None:
         ahead = self._aheads.get(staged)
         if ahead is not None:
-            ahead.is_last = True  # what is on its way is taken over
+            ahead.is_last = True  # no further part is begun ahead
             if staged.upload is None:
-                await ahead.done.wait()  # it is just beginning
+                await ahead.done.wait()  # the multipart upload is just beginning
         if staged.is_content_dirty:
             await staged_sums.check(staged)
         described, stamp = staged.meta_changes, staged.stamp()
         info = await self._steps.send(staged, attempt.commit)
         base = staged.base
         if base is not None and base.file.is_complete:
-            # So that the new version is as whole in the cache as the old one was. What can't
-            # be brought is the new object's: the bucket has the edit in any case.
+            # If the old version was whole in the cache, the new one is made whole, too. Bytes that
+            # can't be downloaded are left out: the bucket has the edit in any case.
             with suppress(StoreError, OSError):
                 await self._editor.fill(base, staged.fd, 0, base.size)
         self.note_uploaded(staged, info, described)
         if attempt.is_background:
-            staged.is_rewrite = False  # the object that it was to replace is gone
+            staged.is_rewrite = False  # the old object has been replaced
         if staged.may_be_mapped and staged.stamp() not in (stamp, (stamp[0], info.mtime_ns)):
-            staged.touch()  # a program has stored something meanwhile
+            staged.touch()  # a program has stored through a mapping meanwhile
         self._landed(staged, info)
 
     async def _yield_to(
         self, staged: StagedFile, theirs: ObjectInfo | None, error: Exception
     ) -> None:
-        """Leave a name to somebody else's object (None: to nothing), and raise what that means."""
+        """Leave a key to another client's object (None: none), and keep the content apart.
+
+        Raises EEXIST for a file that was to be new, else ESTALE; returns if the object is ours.
+        """
         await self._steps.abandon(staged)
         described = staged.meta_changes
         if theirs is not None and await self._steps.is_content_of(theirs, staged):
-            # Uploaded by a process that died before it could say so.
+            # Uploaded by an earlier process that died before it could record this.
             self.note_uploaded(staged, theirs, described)
             self._unanswered.confirm(theirs.key, theirs)
             self._landed(staged, theirs)
@@ -371,7 +373,7 @@ class Uploader:
         raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
-        """The bucket has what was sent of a locked file: its changes up to `described`."""
+        """Note that a locked file was sent as `info`, with `meta_changes` up to `described`."""
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.is_meta_dirty = staged.meta_changes != described
@@ -385,7 +387,7 @@ class Uploader:
             self._staging.rebase(staged.base, info.version)
 
     async def reserve(self, staged: StagedFile) -> None:
-        """Show other nodes a file that is open and to be new; its close tells of failures."""
+        """Put an empty object for an open O_EXCL file, so that others see it; log failures."""
         try:
             async with self._locked_to_send(staged):
                 if is_undecided(staged):
@@ -411,7 +413,7 @@ class Uploader:
             staged.base.wrote(start, stop)
         self._drop(staged, start, stop)
         if start <= staged.written_to < stop:
-            # A part is full with every few writes; looking each time would cost more.
+            # Parts are rarely filled, so this comparison saves a call for most writes.
             is_full = staged.written_to // IN_PARTS < stop // IN_PARTS
             staged.written_to = stop
             if is_full and stop >= AHEAD and not self._is_local(staged.key):
@@ -421,7 +423,7 @@ class Uploader:
         """Note that the file is `size` bytes long now, and was `before`."""
         staged.touch()
         staged.kept_size = None
-        # Were it to grow again, parts behind its end would be taken for what it has there.
+        # If the file grew again, old parts behind its end would count as its content.
         self._drop(staged, size, max(size, before) + 1)
         staged.written_to = min(staged.written_to, size)
         if staged.base is not None:
@@ -429,14 +431,14 @@ class Uploader:
             self._staging.record(staged)
 
     def _drop(self, staged: StagedFile, start: int, stop: int) -> None:
-        """Forget the parts of which the file has other bytes now."""
+        """Forget the uploaded parts of [start, stop), as the file has other bytes there now."""
         upload = staged.upload
         if upload is not None:
             for number in range(upload.part_at(start), upload.part_at(stop - 1) + 1):
                 upload.drop(number)
 
     def _send_ahead(self, staged: StagedFile) -> None:
-        """Have the full parts sent, if no task does that already."""
+        """Start a task that sends the full parts, unless one runs already."""
         if staged in self._aheads or staged.upload_state is not None or staged.is_unlinked:
             return
         if not self._prefix_lock.is_open_at(staged.key):
@@ -452,14 +454,14 @@ class Uploader:
             with ahead.scope, ahead.work.doing():
                 upload = staged.upload
                 if upload is None:
-                    # The time of the content is known at the end only.
+                    # The content's modification time is known only at the end.
                     metadata = replace(staged.described(), mtime_ns=None).as_metadata()
                     upload = await self._steps.begin(staged, metadata)
                 while not ahead.is_last and (parts := _full_parts(staged, upload)):
                     await upload.send(staged.fd, parts, staged.written_to)
-                    # Not every store tells of parts as much as it takes to know them again.
+                    # Not every store's ListParts tells enough to recognise the parts later.
                     self._staging.record(staged)
-        except Exception as error:  # the upload at the end would meet a fault as well
+        except Exception as error:  # the upload at the end meets any lasting error as well
             why = judged(error)
             logger.info("%s could not be sent while it is written: %s", staged.key, why)
         finally:
@@ -468,5 +470,5 @@ class Uploader:
 
 
 def _full_parts(staged: StagedFile, upload: Upload) -> list[int]:
-    """The parts that are written to their end and that the bucket does not have."""
+    """The numbers of the parts that are full and that the bucket does not have."""
     return [n for n in range(1, upload.part_at(staged.written_to)) if not upload.has(n)]

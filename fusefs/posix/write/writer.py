@@ -1,9 +1,9 @@
-"""Writing: a file's content is staged on the local disk, and goes into the bucket whole.
+"""Writes to files: a content is staged on the local disk, and uploaded whole.
 
 While a file is staged every handle of its node reads the staged content, so
-readers on this mount see writes at once. Where the kernel reads a cache file
-for a program, that file becomes the staged one (sharing.py), else a copy does.
-How a content is kept: flush.py.
+readers on this mount see writes at once. If the kernel reads a cache file
+for a program, that file itself is staged (sharing.py), else a copy of it.
+flush.py handles closes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.writing")
 
-# How long a copy waits for the program for which it was made, and which opens it at once.
+# A copy that its program does not open within this time is dropped.
 UNOPENED_S = 10.0
 # How much of a range is zeroed at a time.
 ZEROS = 1 << 20
@@ -79,7 +79,7 @@ class Writer:
         self._disk_latency = state.downloader.disk_latency
         self._downloader = state.downloader
         self._disk = trio.CapacityLimiter(16)
-        # Nodes whose content is on its way into staging.
+        # By node id: a lock that is held while the node's content is being staged.
         self._preparing: WeakValueDictionary[int, trio.Lock] = WeakValueDictionary()
         self.empties = EmptyObjects(state.store, writing.staging.directory.name)
 
@@ -100,10 +100,10 @@ class Writer:
         *,
         is_reserved: bool = False,
     ) -> Answer[tuple[Inode, OpenResult]]:
-        """Make a new file and open it; EEXIST with O_EXCL, if there is one by now.
+        """Create a file and open it; EEXIST with O_EXCL if the file exists by now.
 
-        With `is_reserved`, or where exclusive.py says so, the bucket decides
-        now whether one that is created with O_EXCL is new, else when it is closed.
+        For O_EXCL the bucket decides now that the file is new, if `is_reserved` or exclusive.py
+        says so; else it decides at the file's close.
         """
         meta = self._state.owner.of_new(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
         made, prefix = parent.child(name), self.inodes.key(parent)
@@ -128,7 +128,7 @@ class Writer:
             info = await self.empties.put(info.key, meta.changed(mtime_ns=now), caller)
         made = parent.child(name)
         if made is not None and made.staged is not None and not made.staged.is_unlinked:
-            # By this very request, before a process died over it, or by one that was cancelled.
+            # Created by this very request before a process died, or by a cancelled one.
             if flags & os.O_TRUNC:
                 await self.stage(made, keep=0, is_anew=True)
             self.inodes.count(made, time.monotonic())
@@ -137,7 +137,7 @@ class Writer:
             return self._created(parent, name, info, meta, flags, caller)
         except OSError:
             if info.etag:
-                # Else the name of a lock would be taken by no program.
+                # Otherwise no program would hold the lock of this name.
                 await self._store.delete(info.key, info.etag)
             raise
 
@@ -147,7 +147,7 @@ class Writer:
         self.deferred.drop(info.key)
         inode = self.inodes.create(parent, name, info)
         is_exclusive = bool(flags & os.O_EXCL) and not info.etag
-        # Without either flag the program may be about to change what another node has just made.
+        # Without either flag another node may have just created the file that is to be changed.
         is_anew = bool(flags & (os.O_EXCL | os.O_TRUNC))
         try:
             fd = self.staging.prepare(inode)
@@ -171,7 +171,7 @@ class Writer:
         return inode, self.open_staged(inode, flags, caller)
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
-        """Open a file for writing, or one that is staged."""
+        """Open a file for writing, or a staged file."""
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
         if flags & (WRITING | os.O_TRUNC):
@@ -183,7 +183,7 @@ class Writer:
         return waiting(self._open_later(inode, flags, caller))
 
     def _check_overwriting(self, inode: Inode) -> None:
-        """Refuse to change what the bucket has, where the mount may not."""
+        """Raise EPERM if --no-delete forbids to overwrite the file's object."""
         is_new = inode.staged is not None and inode.staged.etag is None
         if not self._rules.may_delete and not is_new:
             raise OSError(errno.EPERM, "the mount removes and overwrites nothing (--no-delete)")
@@ -193,7 +193,7 @@ class Writer:
             staged = await self.stage(inode, keep=0, is_anew=True)
         else:
             staged = await self.stage(inode, keep=None, looks=not _only_appends(flags))
-        # Whether it is still mapped is found out by having the kernel let go of it for a moment.
+        # A check for mappings may have unregistered the staged file from the kernel.
         while not self.sharing.is_ready(inode):
             is_done = await self.sharing.register(inode)
             if inode.staged is not staged:
@@ -203,10 +203,10 @@ class Writer:
         return self.open_staged(inode, flags, caller)
 
     def _is_current(self, inode: Inode) -> bool:
-        """True if a node's content needs no look into the bucket before a program changes it.
+        """True if no HEAD is needed before a program changes a node's content.
 
-        Programs here are changing it, or have removed it, or its GET will tell, or what was once
-        listed is used for ever. Where that was wrong, the bucket refuses the upload.
+        This holds if programs here are changing the file or have removed it, if its GET will show
+        the version, and if listings never expire. If it is wrong, the bucket refuses the upload.
         """
         info, staged = inode.info, inode.staged
         assert info is not None
@@ -222,14 +222,14 @@ class Writer:
         return bool(info.size) and not is_here and self._downloader.proves_versions
 
     async def _look(self, inode: Inode) -> None:
-        """See that a node stands for what the bucket has now; ESTALE if its object was replaced."""
+        """Check by a HEAD that a node has the bucket's version; ESTALE if it was replaced."""
         await self.deferred.until_unsent(inode.object.key)
         known, staged = inode.object, inode.staged
         found = await find(self._store, known.key)
         if self._store.unanswered.has_undone(known.key, found):
             found = await self._store.unanswered.restored(known.key)
         if inode.info is not known or inode.staged is not staged or not inode.is_current:
-            return  # this mount has changed it meanwhile
+            return  # this mount has changed the file meanwhile
         if found is None or found.etag != known.etag:
             if inode.parent is not None:
                 directory = self.directories.get(self.inodes.key(inode.parent))
@@ -260,11 +260,11 @@ class Writer:
     async def stage(
         self, inode: Inode, *, keep: int | None, looks: bool = True, is_anew: bool = False
     ) -> StagedFile:
-        """Have a file staged, with the first `keep` bytes of its content (None: all).
+        """Stage a file, with the first `keep` bytes of its content (None: all); return it.
 
-        With `looks` what is kept is what the bucket has now. What is only appended needs no look:
-        it goes behind whatever is there (upload_steps.py). With `is_anew` nothing is kept, and what
-        is written takes the place of whatever is there.
+        With `looks` the bucket's present version is kept; without it, appended bytes are put behind
+        whatever version the bucket has (upload_steps.py). `is_anew`: nothing is kept, and the new
+        content replaces whatever the bucket has.
 
         Raises:
             OSError: ESTALE, the name stands for another node now, which is to be opened.
@@ -282,7 +282,7 @@ class Writer:
                 return staged
             async with self.uploads.locked(staged):
                 if inode.staged is not staged:
-                    continue  # it is not staged any more
+                    continue  # the file is not staged any more
                 self.staging.charge(staged, keep)
                 if is_anew and not staged.is_anew:
                     staged.is_anew, staged.only_appended = True, False
@@ -297,7 +297,7 @@ class Writer:
 
     async def _begin(self, inode: Inode, keep: int | None) -> None:
         was_current = inode.is_current
-        # Held, and so kept in the table, by whoever is in here.
+        # The table holds the lock only as long as a task refers to it.
         lock = self._preparing.setdefault(inode.nodeid, trio.Lock())
         async with lock:
             if inode.staged is not None:
@@ -316,16 +316,16 @@ class Writer:
                 )
 
     def is_preparing(self, inode: Inode) -> bool:
-        """True if a node's content is on its way into staging."""
+        """True if a task is staging a node's content."""
         lock = self._preparing.get(inode.nodeid)
         return lock is not None and lock.locked()
 
     @asynccontextmanager
     async def not_staged(self, *inodes: Inode | None) -> AsyncIterator[None]:
-        """Have the files of nodes not be staged meanwhile; what is staged already stays.
+        """Keep the files of nodes from being staged meanwhile; staged files stay so.
 
-        An open for writing waits, and then is one of what the node stands for by then. In the
-        order of their numbers: changes of the same two names wait for each other.
+        An open for writing waits until the end. The locks are taken in the order of the node ids,
+        so that two changes of the same names can't deadlock.
         """
         known = {inode.nodeid for inode in inodes if inode is not None}
         async with AsyncExitStack() as stack:
@@ -335,17 +335,17 @@ class Writer:
             yield
 
     def _check_node(self, inode: Inode, *, was_current: bool) -> None:
-        """Refuse to write to a node that another one follows, unless its name was removed here."""
+        """Raise ESTALE if a node has lost its name to another node since it `was_current`."""
         if was_current and not inode.is_current and not inode.is_removed:
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
     async def _staged_content(
         self, inode: Inode, keep: int | None, *, was_current: bool
     ) -> StagedFile:
-        """Stage a node's content, or a copy under a new node that has its name then.
+        """Stage a node's content, or a copy of it under a new node that gets the name.
 
-        Readers that the kernel reads for can't be given another file: they share the cached
-        copy with the writer. Where that is not the node's alone they go on with what it was.
+        Passthrough readers can't be given another file, so they share the cached copy with the
+        writer. If that copy has other users, the readers stay with the old node and content.
         """
         info = inode.object
         file = self._cache.pin(info.version)
@@ -378,7 +378,7 @@ class Writer:
         """Stage a copy of the content; None if a program has begun to read by passthrough."""
         was_read = bool(inode.passthrough)
         if was_read:
-            keep = None  # the program that opens the new node is to say that it is cut
+            keep = None  # the program truncates the file when it opens the new node
         wanted = info.size if keep is None else min(keep, info.size)
         with ExitStack() as undo:
             fd = self.staging.prepare(inode)
@@ -393,7 +393,7 @@ class Writer:
                 self._set_time(inode, fd)
             target = inode
             if inode.passthrough:
-                # A new node gets the name, and what was prepared for the old one.
+                # A new node gets the name, and the file that was prepared for the old one.
                 if not inode.is_current or inode.parent is None:
                     raise OSError(errno.ESTALE, "what is read under it is not to be changed")
                 self.inodes.mark_replaced(inode)
@@ -420,11 +420,11 @@ class Writer:
         self, inode: Inode, fd: int, base: EditBase | None, taken: CacheFile | None = None
     ) -> StagedFile:
         meta = (inode.meta or inode.default_meta(self._state.owner)).changed(mtime_ns=None)
-        etag, is_unlinked = inode.object.etag, inode.is_removed  # while its content was on its way
+        etag, is_unlinked = inode.object.etag, inode.is_removed  # by a removal during the staging
         return self.staging.begin(inode, fd, meta, etag, base, taken, is_unlinked=is_unlinked)
 
     async def _drop_unopened(self, staged: StagedFile) -> None:
-        """Forget a copy that was made for a program that does not come to open it."""
+        """Release a copy if its program does not open it within UNOPENED_S."""
         await trio.sleep(UNOPENED_S)
         if staged.inode.staged is staged and not staged.inode.is_open:
             self.flusher.released(staged.inode)
@@ -432,14 +432,14 @@ class Writer:
     async def _shared(
         self, inode: Inode, file: CacheFile, *, was_current: bool
     ) -> StagedFile | None:
-        """Stage the cached copy itself; None if it is not this node's alone."""
+        """Stage the cached copy itself; None if it has other users, or can't be taken."""
         if self.staging.edits(file) or not await self.sharing.begin(file):
             return None
         info = inode.info
         assert info is not None
         base: EditBase | None = None
         if info.size > IN_PARTS:
-            # Parts that no program writes to are copied on the server.
+            # Unchanged parts are copied on the server.
             self._cache.pin_again(file)
             base = EditBase(file, info.size)
             base.filled.add(0, -(-info.size // PAGE) * PAGE)
@@ -473,19 +473,19 @@ class Writer:
         *,
         is_appended: bool = False,
     ) -> Answer[int]:
-        """Write to an open file for the lock owner `owner`; return how many bytes were.
+        """Write to an open file for the lock owner `owner`; return the number of bytes written.
 
-        `is_appended`: the program has the file open with O_APPEND, and does not store this
-        through a mapping.
+        `is_appended`: the program has the file open with O_APPEND, and this is no store through
+        a mapping.
         """
         staged = self._staged_of(fh)
         if not is_appended and staged.only_appended:
             self.staging.note_edited(staged)
         if is_appended and staged.rebases:
-            offset = staged.size()  # the kernel knows another end
+            offset = staged.size()  # the kernel has an old size
         stop = offset + len(data)
         base = staged.base
-        # Else the write would leave a page partly the object's.
+        # Otherwise a page would be partly in the file and partly only in the object.
         is_whole = base is None or not any(base.lacks(*page) for page in page_edges(offset, stop))
         is_free = not staged.lock.locked() or (
             staged.sending is not None and offset >= staged.sending
@@ -496,7 +496,7 @@ class Writer:
             if count == len(data):
                 self._wrote(staged, offset, stop, owner)
                 return count
-        # The memory is the session's and is used again for the next request.
+        # The session reuses the memory of `data` for the next request.
         rebases = staged.rebases if is_appended else None
         return waiting(self._write_later(staged, offset, bytes(data), owner, rebases))
 
@@ -507,7 +507,7 @@ class Writer:
             staged_sums.forget(staged)
 
     def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write to the page cache; 0 if a thread has to do it: ext4 refuses RWF_NOWAIT."""
+        """Write to the page cache (ext4 refuses RWF_NOWAIT); 0 if a thread has to write instead."""
         if not self._disk_latency.is_quick:
             return 0
         began = self._disk_latency.begin()
@@ -523,7 +523,7 @@ class Writer:
     async def _write_later(
         self, staged: StagedFile, offset: int, data: bytes, owner: int, rebases: int | None
     ) -> int:
-        """Write to a file that was locked; `rebases` is not None for what goes to its end."""
+        """Write to a file once it is unlocked; for an append, `rebases` is the count before."""
         async with self.uploads.locked(staged):
             staged.check_kept()
             if rebases is not None and rebases != staged.rebases:
@@ -544,19 +544,19 @@ class Writer:
 
     def _wrote(self, staged: StagedFile, start: int, stop: int, owner: int) -> None:
         if not staged.writers:
-            staged.since = trio.current_time()  # a file may be open for long before
+            staged.since = trio.current_time()  # the file may have been open for long
         staged.writers.add(owner)
         self.uploads.wrote(staged, start, stop)
 
     async def _write_to_disk(self, staged: StagedFile, offset: int, data: bytes) -> int:
-        # A cancelled write is finished by its thread all the same.
+        # Also if this is cancelled, the thread finishes the write.
         with stage(WaitCause.CACHE_DISK):
             return await trio.to_thread.run_sync(
                 write_fully, staged.fd, data, offset, limiter=self._disk
             )
 
     async def allocate(self, fh: int, offset: int, length: int, mode: int) -> None:
-        """fallocate(2), with the modes that concern no more than its range."""
+        """Do fallocate(2); EOPNOTSUPP for modes other than ALLOCATION_MODES."""
         staged = self._staged_of(fh)
         if mode & ~ALLOCATION_MODES:
             raise OSError(errno.EOPNOTSUPP, "not supported")
@@ -585,7 +585,7 @@ class Writer:
     async def _allocate_edited(
         self, staged: StagedFile, base: EditBase, offset: int, length: int, mode: int
     ) -> None:
-        """As `allocate` in an edited object: no space and no holes, zeros are written."""
+        """Do `allocate` for an edited object: write zeros, as holes are the object's bytes."""
         size, stop = staged.size(), offset + length
         if mode & ~KEEP_SIZE:
             end = min(stop, size)
@@ -593,13 +593,13 @@ class Writer:
                 await self.editor.fill_edges(base, staged.fd, offset, end)
             for start in range(offset, end, ZEROS):
                 await self._write_to_disk(staged, start, bytes(min(ZEROS, end - start)))
-                # Else an error in the next write would leave these the object's.
+                # Noted at once: after an error in the next write these zeros still count.
                 self.uploads.wrote(staged, start, min(start + ZEROS, end))
         if not mode & KEEP_SIZE and stop > size:
             os.ftruncate(staged.fd, stop)
 
     async def truncate(self, inode: Inode, size: int, *, is_anew: bool) -> None:
-        """Make a file as long as `size`; one that is not open is uploaded. As `stage`."""
+        """Set a file's size, and upload the file if no program has it open. Raises as `stage`."""
         await self.stage(inode, keep=size, is_anew=is_anew)
         await self.flusher.finish(inode)
 
@@ -611,5 +611,5 @@ class Writer:
 
 
 def _only_appends(flags: int) -> bool:
-    """True if a file is opened with these flags for nothing but to be appended to."""
+    """True if these open flags allow nothing but appending."""
     return flags & os.O_ACCMODE == os.O_WRONLY and bool(flags & os.O_APPEND)
