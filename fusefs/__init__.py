@@ -6,7 +6,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a training program uses when it does: daemons and commands need none of it."""
+    """Import the API of training programs when it is used: daemons and commands don't need it."""
     if name in ("PlannedSampler", "plan"):
         from importlib import import_module
 

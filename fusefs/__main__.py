@@ -1,4 +1,4 @@
-"""The program `fusefs`, as it is installed; its commands are in cli/main.py."""
+"""The program `fusefs` as installed; its commands are in cli/main.py."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 
 
 def run() -> None:
-    """Be the program `fusefs`, and end it."""
+    """Run the program `fusefs`, and exit with its status."""
     try:
         from fusefs.cli.main import main
 
         status = main()
-    except KeyboardInterrupt:  # while modules were imported; else the command has a line for it
+    except KeyboardInterrupt:  # during the imports; later the command reports it
         status = 130
-    # Nothing else is left, and to take the interpreter apart is an eighth of a short command.
+    # Cleaning up the interpreter would take an eighth of a short command.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -1,7 +1,7 @@
 """Entry point of `fusefs-csi`: puts the CSI driver's package on the path.
 
-The folder csi/ stands beside fusefs/ in the source tree. The wheel has it below fusefs/_driver/, so
-that nothing is installed under a name as common as `csi`: only this command's process sees it.
+The folder csi/ is beside fusefs/ in the source tree. The wheel has it below fusefs/_driver/, so
+that nothing is installed under so common a name as `csi`: only this command's process sees it.
 """
 
 from __future__ import annotations

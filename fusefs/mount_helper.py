@@ -1,11 +1,11 @@
-"""`mount.fusefs` and `umount.fusefs`: what mount(8) and umount(8) call for a line of /etc/fstab.
+"""`mount.fusefs` and `umount.fusefs`: the helpers of mount(8) and umount(8) for /etc/fstab.
 
     s3://bucket/prefix /data fusefs _netdev,allow_other,cache_size=100GiB 0 0
 
-Options are the settings of `fusefs mount` under their names, with `_` or `-`. Options that
-mount(8) and systemd handle themselves are accepted and change nothing; what fusefs cannot
-do is refused, so that no option is lost unnoticed. `credentials=FILE` names a file of
-AWS credentials and `home=DIR` a home directory, as systemd mounts without an environment.
+Options are the settings of `fusefs mount` under their names, with `_` or `-`. Options that mount(8)
+and systemd handle themselves are accepted and ignored; all others are refused, so that no option is
+lost unnoticed. `credentials=FILE` names a file of AWS credentials and `home=DIR` a home directory,
+because systemd mounts without an environment.
 
 Exit status as mount(8) documents: 0 success, 1 a wrong command line, 32 the mount failed.
 """
@@ -25,10 +25,10 @@ from fusefs.settings.sources import split_options
 SUCCESS = 0
 USAGE = 1
 FAILED = 32
-# By those of the command `fusefs`.
+# Exit statuses by those of the command `fusefs`.
 _STATUSES = {0: SUCCESS, 2: USAGE}
 
-# What mount(8), fstab(5) and systemd.mount(5) handle, or what every mount of fusefs is anyway.
+# Options that mount(8), fstab(5) and systemd.mount(5) handle, or that every fusefs mount implies.
 IGNORED = frozenset(
     (
         "defaults",
@@ -65,16 +65,16 @@ _BY_KEY = {setting.key: setting for setting in SETTINGS}
 
 
 class OptionError(ValueError):
-    """An option cannot be taken; the message is one line."""
+    """An option cannot be accepted; the message is one line."""
 
 
 def mount() -> int:
-    """`mount.fusefs SOURCE MOUNTPOINT [-sfnvrw] [-o OPTIONS]`; return the exit status."""
+    """Run `mount.fusefs SOURCE MOUNTPOINT [-sfnvrw] [-o OPTIONS]`; return the exit status."""
     return _reporting("mount.fusefs", _mount, sys.argv[1:])
 
 
 def umount() -> int:
-    """`umount.fusefs MOUNTPOINT [-nlfvr]`: unmount after the uploads; return the exit status."""
+    """Run `umount.fusefs MOUNTPOINT [-nlfvr]`: uploads end first. Return the exit status."""
     return _reporting("umount.fusefs", _umount, sys.argv[1:])
 
 
@@ -89,7 +89,7 @@ def _reporting(name: str, work: Callable[[Sequence[str]], int], arguments: Seque
 def _mount(arguments: Sequence[str]) -> int:
     paths, letters, options = _parse(arguments)
     if os.geteuid() != 0:
-        # mount(8) adds the name of a caller who is not root, as whom the daemon runs anyway.
+        # mount(8) adds the name of a caller who is not root; the daemon runs as this user anyway.
         options = [option for option in options if not option.startswith("user=")]
     if len(paths) != 2:
         raise OptionError("usage: mount.fusefs s3://BUCKET[/PREFIX] MOUNTPOINT [-o OPTIONS]")
@@ -98,7 +98,7 @@ def _mount(arguments: Sequence[str]) -> int:
         flags.append("--read-only")
     if "f" in letters:  # fake: everything but the mount
         return SUCCESS
-    # systemd mounts without the home directory, in which botocore looks for credentials.
+    # systemd sets no home directory, in which botocore looks for credentials.
     with contextlib.suppress(KeyError):  # a user who is not in /etc/passwd
         os.environ.setdefault("HOME", pwd.getpwuid(os.geteuid()).pw_dir)
     os.environ.update(variables)
@@ -114,7 +114,7 @@ def _umount(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """The paths, the letters of the flags, and the options of `-o`."""
+    """Return the paths, the letters of the flags, and the options of `-o`."""
     paths: list[str] = []
     letters = ""
     options: list[str] = []
@@ -136,10 +136,10 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
 def read_options(
     options: Sequence[str], *, is_sloppy: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """The flags of `fusefs mount` for these options, and the variables of its environment.
+    """Return the flags of `fusefs mount` for these options, and environment variables to set.
 
     Raises:
-        OptionError: one means nothing here; with `is_sloppy` it is left out.
+        OptionError: an option is unknown; with `is_sloppy` it is ignored.
     """
     flags: list[str] = []
     variables: dict[str, str] = {}
@@ -176,7 +176,7 @@ def _flag(key: str, value: str | None) -> list[str]:
     if value in (None, "true", "on", "yes", "1"):
         return [setting.flag]
     if value in ("false", "off", "no", "0"):
-        if key.startswith("no-"):  # there is no flag that would overrule a file of settings
+        if key.startswith("no-"):  # no flag overrides a settings file
             raise OptionError(f"{key}: is off unless it is given; leave it out")
         return [f"--no-{key}"]
     raise OptionError(f"{key}: {value!r} is neither true nor false")

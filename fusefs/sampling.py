@@ -1,8 +1,8 @@
 """Plans of reading from Python: `fusefs.plan` and `PlannedSampler` (docs/guides/plan.md).
 
-Both give the mount of some files the order in which they will be read: as `fusefs plan` does, or
-where no mount is registered, as in a pod, by the mount's own file (fuse/control_files.py). Nothing
-here imports torch: a sampler is whatever yields indices, or batches of indices.
+Both tell a mount the order in which its files will be read: as `fusefs plan` does, or, if no mount
+is registered, as in a pod, through the mount's control file (fuse/control_files.py). Nothing here
+imports torch: a sampler is any iterable of indices, or of batches of indices.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from fusefs.launch.registry import MountsError
 
 logger = logging.getLogger("fusefs.sampling")
 
-# Entries until a plan is begun anew, instead of growing with each epoch.
+# Entries after which a new plan is begun, instead of extending the plan with each epoch.
 MOST_ENTRIES = 4_000_000
 CONTROL = ".fusefs/plan"  # in a mount's root
 _FAILURES = (CommandError, ControlError, MountsError, OSError, ValueError)
 
 
 def plan(paths: Sequence[str | os.PathLike[str]], *, reader: str = "") -> None:
-    """Tell the mount that has `paths` that they will be read in this order.
+    """Tell the mount of `paths` that they will be read in this order.
 
-    It replaces the last plan of the same `reader`, a name that tells readers with orders of
-    their own apart, such as a rank.
+    This replaces the last plan of the same `reader`. The name distinguishes readers that have
+    different orders, such as ranks.
 
     Raises:
-        CommandError: the paths are in no mount, or not all in one.
-        ControlError: the mount's daemon does not answer, or refuses: it answers its user and root.
-        OSError: the mount's own file can't be written.
+        CommandError: the paths are in no mount, or in several.
+        ControlError: the daemon does not answer, or refuses: it serves only its own user and root.
+        OSError: the mount's control file can't be written.
     """
     _Reader(reader).give(paths, is_last=True)
 
 
 class PlannedSampler:
-    """A sampler whose order the mount knows: wraps one that yields indices, or batches of them.
+    """Wraps a sampler of indices, or of batches of indices, and tells the mount its order.
 
-    `paths[index]` is the file of an index. Each epoch is told to the mount as it begins, and the
-    one after it as well where the sampler has `set_epoch`, as DistributedSampler does: its order
-    follows from its seed. Other attributes are the sampler's. Readers are told apart by the
-    sampler's `rank`. What goes wrong with the plan is logged, and the epoch goes on.
+    `paths[index]` is the file of an index. The order of each epoch is sent to the mount as it
+    begins. If the sampler has `set_epoch`, like DistributedSampler, its order follows from its
+    seed, and the next epoch is sent as well. Other attributes are the sampler's. The sampler's
+    `rank` names the reader. Failures of planning are logged, and the epoch goes on.
     """
 
     def __init__(self, sampler: Any, paths: Sequence[str | os.PathLike[str]]) -> None:
@@ -57,7 +57,7 @@ class PlannedSampler:
         inner = sampler if hasattr(sampler, "set_epoch") else getattr(sampler, "sampler", sampler)
         self._inner = inner
         self._reader = _Reader(str(getattr(inner, "rank", "")))
-        self._told: list[Any] | None = None  # the order of the epoch that was told ahead
+        self._told: list[Any] | None = None  # the order that was sent for the next epoch
 
     def __iter__(self) -> Iterator[Any]:
         order = list(self._sampler)
@@ -71,14 +71,14 @@ class PlannedSampler:
         except _FAILURES as error:
             self._told = None
             logger.warning("the mount does not know the order of this epoch: %s", error)
-        # Nothing happens before the first index is taken: DataLoader makes two iterators an epoch.
+        # A generator, as DataLoader makes two iterators an epoch: this runs at the first index.
         yield from order
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of a copy that has no sampler yet
+        if name.startswith("__"):  # in a copy that has no sampler yet
             raise AttributeError(name)
         return getattr(self.__dict__["_sampler"], name)
 
@@ -87,7 +87,7 @@ class PlannedSampler:
         return [self._paths[index] for batch in batches for index in batch]
 
     def _next_order(self) -> list[Any] | None:
-        """The next epoch's order. Any other sampler might take it from the program's own dice."""
+        """Return the order of the next epoch; None if `set_epoch` does not determine it."""
         inner, epoch = copy.copy(self._inner), getattr(self._inner, "epoch", None)
         if epoch is None or not hasattr(inner, "set_epoch"):
             return None
@@ -100,7 +100,7 @@ class PlannedSampler:
 
 
 class _FileSender:
-    """Writes a plan to the mount's own file, as `Sender` sends it."""
+    """Writes a plan to the mount's control file, with the interface of `Sender`."""
 
     def __init__(self, path: Path, reader: str) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -120,7 +120,7 @@ class _FileSender:
 
 
 class _Reader:
-    """A plan that grows; `size` counts its entries."""
+    """A plan that is extended by `give`; `size` counts its entries."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,1 +1,1 @@
-"""Blocks of objects in an S3-compatible store near the nodes, shared by all mounts of a cluster."""
+"""Cluster cache: blocks of objects in an S3-compatible store near the nodes, for all mounts."""

@@ -1,7 +1,7 @@
-"""The secrets of a cluster cache: the keys to its bucket, and the key of its domain.
+"""The secrets of a cluster cache: the credentials of its bucket, and the key of its domain.
 
-Both are in files of the user who mounts. A daemon, which may not read those, gets what is in
-them handed over in memory; neither is ever a setting or an argument.
+Both are in files of the user who mounts. A daemon, which may not read these files, gets their
+content in memory; a secret is never a setting or an argument.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from fusefs.settings.mount import MountSettings
 
-# In a daemon: the paths of what was handed over.
+# Environment variables of a daemon: the paths of the contents in memory.
 _KEY = "FUSEFS_CLUSTER_CACHE_KEY_CONTENT"
 _CREDENTIALS = "FUSEFS_CLUSTER_CACHE_CREDENTIALS_CONTENT"
 LEAST_KEY = 16
 _MOST_KEY = 4096
 _PROFILE = "default"
-# The names of a credentials file, and of the environment.
+# The names in a credentials file, and those in the environment.
 _NAMES = {
     "aws_access_key_id": "AWS_ACCESS_KEY_ID",
     "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY",
@@ -29,16 +29,16 @@ _NAMES = {
 
 
 class AccessError(ValueError):
-    """A file is not what it should be; the message is one line, without what is in the file."""
+    """A file is invalid or can't be read; the message is one line, without the file's content."""
 
 
 def read(settings: MountSettings) -> dict[str, str]:
-    """The files to hand over to a daemon, as texts by the variables that are to name them. Blocks.
+    """Return the contents of the secret files for a daemon, by environment variable. Blocks.
 
-    In a daemon, which starts another keeper, that is what was handed over to it.
+    In a daemon, which starts another keeper, these are the contents that it was given itself.
 
     Raises:
-        AccessError: a file can't be read, or is not what it should be.
+        AccessError: a file is invalid or can't be read.
     """
     handed = {}
     if settings.cluster_cache_key is not None:
@@ -51,10 +51,10 @@ def read(settings: MountSettings) -> dict[str, str]:
 
 
 def key(settings: MountSettings) -> bytes:
-    """The key of the domain, empty if there is none: as handed over, or else from its file.
+    """Return the domain's key, from memory or else from its file; b"" if no file is set.
 
     Raises:
-        AccessError: the file has none.
+        AccessError: the key is missing or too short.
     """
     handed = os.environ.get(_KEY)
     if settings.cluster_cache_key is None:
@@ -71,10 +71,10 @@ def key(settings: MountSettings) -> bytes:
 
 
 def credentials(settings: MountSettings) -> Mapping[str, str] | None:
-    """The keys to the bucket by the names of the environment; None: the mount's own.
+    """Return the bucket's credentials by environment variable; None: use the mount's own.
 
     Raises:
-        AccessError: the file has none.
+        AccessError: the file has no credentials.
     """
     if settings.cluster_cache_credentials is None:
         return None
@@ -93,7 +93,7 @@ def _read_key(path: Path) -> bytes:
 
 
 def _read_credentials(path: Path) -> Mapping[str, str]:
-    import configparser  # it takes a while, and most mounts have no such file
+    import configparser  # slow to import, and most mounts have no such file
 
     parser = configparser.RawConfigParser()
     try:

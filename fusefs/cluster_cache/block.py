@@ -1,13 +1,13 @@
-"""Blocks: what the cluster cache holds of objects, how they are named and how they are checked.
+"""Blocks: the units in which the cluster cache stores objects, their names and checks.
 
-A block is up to 8 MiB of one version of an object. It is stored as *frames*, up to 256 KiB of
-the object's bytes each, behind each of which stands a tag: a CRC32, and an HMAC with the key
-of the domain. So any range of frames can be fetched and checked without the rest, and a reader
-has its first bytes before the last have come.
+A block is up to 8 MiB of one version of an object. It is stored as *frames* of up to 256 KiB of the
+object's bytes, each followed by a tag: a CRC32, and an HMAC with the key of the domain. So any
+range of frames can be fetched and checked without the rest, and a reader gets its first bytes
+before the last ones have arrived.
 
-Name and tags are made with the key: only who has it can tell what a block is of, and a block
-that somebody else has written is never served. Tags cover the block's name and the frame's
-number as well: no block can stand for another, and no frame.
+Names and tags are made with the key: only nodes with the key can tell which object a block belongs
+to, and a block that was written without the key is never served. A tag also covers the block's name
+and the frame's number, so no block or frame can be passed off as another.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ FRAME = 256 << 10
 _CRC_SIZE, _MAC_SIZE = 4, 16
 TAG = _CRC_SIZE + _MAC_SIZE
 
-# Part of every name: another layout is another block.
+# Part of every name: a block of another layout has another name.
 _FORMAT = b"fusefs block 1"
 _NUMBER = struct.Struct(">I")
 
 
 class BadBlockError(Exception):
-    """A block that is not as it was stored, or was not stored by this domain."""
+    """A block differs from what was stored, or was not stored by this domain."""
 
 
-# A tuple: each small file that is fetched makes some of these.
+# A tuple for speed: each small file that is fetched makes some of these.
 class BlockId(NamedTuple):
-    """One of a version's blocks, by its number; its name in the cache takes a hash."""
+    """A version and the number of one of its blocks; computing the block's name takes a hash."""
 
     version: ObjectVersion
     number: int
@@ -54,26 +54,26 @@ class BlockId(NamedTuple):
 
 
 def block_ids(version: ObjectVersion, start: int, stop: int) -> list[BlockId]:
-    """The blocks that have some of the bytes [start, stop) of a version."""
+    """Return the blocks that contain some of the bytes [start, stop) of a version."""
     return [BlockId(version, number) for number in range(start // BLOCK, -(-stop // BLOCK))]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The bytes [start, stop) of a version; `name` is its key in the cache, below the prefix."""
+    """The block with the bytes [start, stop) of a version; `name` is its key below the prefix."""
 
     name: str
     start: int
     stop: int
 
     def stored_range(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of the stored block that has the frames of the object's [start, stop)."""
+        """Return the range of the stored block with the frames of the object's [start, stop)."""
         first, last = self._frame_at(start), self._frame_at(stop - 1)
         end = min(self.start + (last + 1) * FRAME, self.stop)
         return first * (FRAME + TAG), end - self.start + (last + 1) * TAG
 
     def frames(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Number, start and stop of each frame that has some of the object's [start, stop)."""
+        """Yield number, start and stop of each frame with some of the object's [start, stop)."""
         for number in range(self._frame_at(start), self._frame_at(stop - 1) + 1):
             at = self.start + number * FRAME
             yield number, at, min(at + FRAME, self.stop)
@@ -83,40 +83,40 @@ class Block:
 
 
 class Domain:
-    """The blocks of one bucket's objects, as those name and check them who have a key.
+    """The blocks of one bucket's objects, named and checked with one key.
 
-    `key` is a secret that all nodes of the domain share; empty, anybody can write blocks that
-    pass. All blocks are below `prefix`, which is the same where key, endpoint and bucket are.
+    `key` is a secret that all nodes of the domain share; with an empty one, anybody can write valid
+    blocks. All blocks are below `prefix`, which depends on key, endpoint and bucket.
     """
 
     def __init__(self, endpoint: str, bucket: str, key: bytes) -> None:
         self._naming = hmac.digest(key, b"names", "sha256")
-        # Copied for each frame: to begin with the key costs as much again.
+        # Copied for each frame: starting from the key would cost twice as much.
         self._tagging = hmac.new(hmac.digest(key, b"tags", "sha256"), b"", "sha256")
         self.prefix = f"v1/{self._hash(_plain(endpoint), bucket)[:16]}/"
 
     def block(self, version: ObjectVersion, position: int) -> Block:
-        """The block that has a byte of a version."""
+        """Return the block that contains the byte `position` of a version."""
         return self.named(BlockId(version, position // BLOCK))
 
     def named(self, block: BlockId) -> Block:
-        """A block with its name."""
+        """Return the block of a `BlockId`, with its name."""
         version = block.version
         of_version = self._hash(*version[:2], str(version.size))
         name = f"{self.prefix}{of_version}/{block.number:06}"
         return Block(name, block.start, block.stop)
 
     def tag(self, block: Block, number: int, data: bytes | memoryview) -> bytes:
-        """The tag behind a frame."""
+        """Return the tag to store after a frame."""
         return self._crc(block, number, data) + self._mac(block, number, data)
 
     def verify(
         self, block: Block, number: int, data: bytes | memoryview, tag: bytes | memoryview
     ) -> None:
-        """See that a frame is what was stored.
+        """Check a frame against its tag.
 
         Raises:
-            BadBlockError: it is not.
+            BadBlockError: the frame is not what was stored.
         """
         if self._crc(block, number, data) != bytes(tag[:_CRC_SIZE]):
             raise BadBlockError(f"{block.name}: frame {number} was changed since it was stored")
@@ -124,7 +124,7 @@ class Domain:
             raise BadBlockError(f"{block.name}: frame {number} was stored with another key")
 
     def stored(self, block: Block, data: bytes | bytearray) -> bytes:
-        """Make a block as it is stored of the object's bytes: the body of a PUT."""
+        """Return the stored form of a block, the body of a PUT, for the object's bytes."""
         view, pieces = memoryview(data), list[bytes | memoryview]()
         for number, start, stop in block.frames(block.start, block.stop):
             frame = view[start - block.start : stop - block.start]
@@ -141,7 +141,7 @@ class Domain:
         return crc32(data, crc32(_place(block, number))).to_bytes(_CRC_SIZE, "big")
 
     def _hash(self, *parts: str) -> str:
-        # Each with its length: no two lists of parts are one text.
+        # With the length before each part, different lists of parts give different texts.
         encoded = [part.encode("utf-8", "surrogateescape") for part in parts]
         text = b"".join(_NUMBER.pack(len(part)) + part for part in encoded)
         digest = hmac.new(self._naming, _FORMAT + text, hashlib.sha256).hexdigest()
@@ -153,7 +153,7 @@ def _place(block: Block, number: int) -> bytes:
 
 
 def _plain(endpoint: str) -> str:
-    """An endpoint as it is written most simply: nodes that write it otherwise share blocks."""
+    """Return the simplest spelling of an endpoint: nodes that spell it differently share blocks."""
     scheme, host, path, _, _ = urlsplit(endpoint)
     usual = {"http": ":80", "https": ":443"}.get(scheme, "")
     host = host.lower().removesuffix(usual)
@@ -161,10 +161,9 @@ def _plain(endpoint: str) -> str:
 
 
 class FrameReader:
-    """Takes what arrives of a stored block and gives the object's bytes, frame by frame.
+    """Converts a stored block, as it arrives, to the object's bytes, frame by frame.
 
-    `start` and `stop` are the range that is wanted; what is before and behind it in its frames
-    is checked and left out.
+    Only the bytes [start, stop) are returned; the rest of their frames is checked and dropped.
     """
 
     def __init__(self, domain: Domain, block: Block, start: int, stop: int) -> None:
@@ -180,7 +179,7 @@ class FrameReader:
         return self._current is None
 
     def feed(self, chunk: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
-        """The offset and the bytes of each frame that the chunk completes.
+        """Yield the offset and bytes of each frame that the chunk completes.
 
         Raises:
             BadBlockError: a frame is not what was stored.

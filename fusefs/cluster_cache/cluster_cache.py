@@ -1,4 +1,4 @@
-"""The cluster cache of one mount: its bucket, the tier above S3, and what fills it."""
+"""The cluster cache of one mount: its bucket, the tier that reads blocks, and the filler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILLS = ("stored", "present", "failed", "dropped", "lost")
 
 
 class ClusterCache:
-    """Belongs to the event loop; its tasks run in `nursery`."""
+    """One mount's cluster cache. Belongs to the event loop; its tasks run in `nursery`."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class ClusterCache:
         nursery: trio.Nursery,
         is_busy: Callable[[], bool],
     ) -> None:
-        """`remote` is its bucket, `key` that of the domain.
+        """`remote` is the cluster cache's bucket, `key` the key of its domain.
 
-        `is_busy` says whether something is downloaded.
+        `is_busy` returns True while the mount downloads something.
         """
         assert settings.cluster_cache is not None
         self._place = settings.cluster_cache
@@ -47,12 +47,12 @@ class ClusterCache:
         self.filler = Filler(self.tier, self._remote, self._domain, cache, is_busy)
 
     async def run(self) -> None:
-        """Open the bucket and fill it, until cancelled."""
+        """Open the bucket and then store blocks in it, until cancelled."""
         await self.tier.run()
         await self.filler.run()
 
     def describe(self) -> dict[str, Any]:
-        """Its state, and what became of lookups and of fills, as JSON can hold it."""
+        """Return the state and the counts of lookups and stored blocks, as plain JSON data."""
         lookups, fills = self.tier.counted, self.filler.counted
         return {
             "place": str(self._place),

@@ -1,9 +1,9 @@
-"""Stores in the cluster cache what came from S3 and is whole on the local disk.
+"""Stores blocks in the cluster cache that came from S3 and are whole on the local disk.
 
-A block is stored by whoever has all of it: two at a time, from the checked local copy, in the
-background. While downloads are under way the filler rests after each block, and what does
-not fit into its queue is dropped: what it costs is bounded, and what it misses is stored by the
-next one that reads it. Only a job that was given the data to warm waits for its blocks.
+Each node stores the blocks that it has whole: two at a time, from the checked local copy, in the
+background. While downloads are under way the filler rests after each block, and drops blocks that
+exceed its queue. So its cost is bounded; the next node that reads a dropped block stores it. Only a
+job that warms data waits until its blocks are stored.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ logger = logging.getLogger("fusefs.cluster_cache")
 AT_A_TIME = 2
 JOBS_AT_A_TIME = 8
 MOST_QUEUED = 4096
-# While something is downloaded, what is stored takes this share of the machine's processors, as
-# far as the time that it takes tells: on two of them 24 % were lost to it without any rest.
+# While downloads are under way, storing takes this share of the machine's processors, estimated by
+# its duration: without any rest, downloads on two processors lost 24 %.
 SHARE = 0.03
-# After each block at least, and after a small object, each of which costs the event loop 0.7 ms to
-# store and a thread to read.
+# Shortest rest after a block, and after a small object, which costs the event loop 0.7 ms to store
+# and a thread to read.
 REST_S, SMALL_REST_S = 0.05, 0.2
 MOST_REST_S = 10.0
-# Between small files there is a moment without a download now and then.
+# Between small files there are short moments without a download.
 IDLE_S = 0.2
-# After a failure nothing is stored for so long, and after each one more twice as long.
+# Pause after a failure; it doubles with each further one.
 PAUSE_S = 30.0
 LONGEST_PAUSE_S = 600.0
-# Of larger blocks two at a time are in memory, also of those that jobs store.
+# At most two larger blocks are in memory at a time, including those that jobs store.
 SMALL = 1 << 20
 SIGNED_HERE = 128 << 10
 
 
 def rest_after(took_s: float, size: int, processors: int) -> float:
-    """The rest of a worker after `size` bytes were stored in `took_s`, in seconds."""
+    """Return a worker's rest in seconds after it stored `size` bytes in `took_s` seconds."""
     least_s = SMALL_REST_S if size <= SMALL else REST_S
     share = SHARE * processors / AT_A_TIME
     return min(max(least_s, took_s * (1 / share - 1)), MOST_REST_S)
 
 
 class _Fill:
-    """A block that is to be stored, from a cache file that has all of it."""
+    """A block to be stored, from a cache file that has all of it."""
 
     __slots__ = ("block", "done", "file", "outcome", "state")
 
@@ -68,21 +68,21 @@ class _Fill:
 
     @property
     def is_stored(self) -> bool:
-        """True if the cluster cache has the block, once it is `done`."""
+        """True if the cluster cache has the block; valid once `done` is set."""
         return self.outcome in ("stored", "present")
 
     async def ended(self) -> bool:
-        """Wait until it is `done`; whether the cluster cache has the block."""
+        """Wait until `done` is set; return True if the cluster cache has the block."""
         await self.done.wait()
         return self.is_stored
 
 
 class Filler:
-    """The blocks of one mount that are to be stored. Belongs to the event loop.
+    """Queue and storing of one mount's blocks. Belongs to the event loop.
 
-    `is_busy` says whether something is downloaded. `counted` has `stored`, `present` (another
-    one had stored it), `lost` (the file had gone), `dropped` and `failed` blocks, and the bytes
-    of the stored ones.
+    `is_busy` returns True during downloads. `counted` has the numbers of blocks that were `stored`,
+    `present` (stored by another node), `lost` (the file was evicted), `dropped` and `failed`, and
+    the bytes of the stored ones.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class Filler:
         self._job_slots = trio.Semaphore(JOBS_AT_A_TIME)
         self._large = trio.Semaphore(AT_A_TIME)
         self._paused_until = -math.inf
-        self._failures = 0  # without a success between them
+        self._failures = 0  # failures since the last success
         self.counted: Counter[str] = Counter()
 
     @property
     def queued(self) -> int:
-        """The number of blocks that are to be stored."""
+        """The number of blocks that are still to be stored."""
         return len(self._queue) + len(self._under_way)
 
     def fetched(self, file: CacheFile, start: int, stop: int) -> None:
-        """The bytes [start, stop) of a file have arrived, from wherever."""
+        """Queue missed blocks that a file has whole now that [start, stop) have arrived."""
         version, missed = file.version, self._tier.missed
         if version is None or not missed:
             return
@@ -128,21 +128,21 @@ class Filler:
     def _add(self, file: CacheFile, block: BlockId, state: StoredState) -> None:
         queued = self._queue.get(block)
         if queued is not None and queued.file is file:
-            # Two downloads have brought parts of it, and the one that ended first found it whole.
+            # Two downloads brought parts of the block, and the first to end found it whole.
             queued.state = max(queued.state, state)
             return
-        if queued is not None:  # of a file that has gone since
+        if queued is not None:  # its file has been evicted since
             self._drop(self._queue.pop(block))
         self._queue[block] = _Fill(file, block, state)
         self._has_work.set()
 
     def _drop(self, fill: _Fill) -> None:
-        """Not store a block."""
+        """Give up storing a block."""
         self.counted["dropped"] += 1
         fill.done.set()
 
     async def run(self) -> None:
-        """Store what is queued, until cancelled."""
+        """Store queued blocks, until cancelled."""
         async with trio.open_nursery() as nursery:
             for _ in range(AT_A_TIME):
                 nursery.start_soon(self._work)
@@ -162,7 +162,7 @@ class Filler:
             await self._rest(trio.current_time() - begun, fill.block)
 
     async def _rest(self, took_s: float, block: BlockId) -> None:
-        """Leave the machine to what is downloaded, as long as that goes on."""
+        """Rest after a block that took `took_s` seconds, for as long as downloads are under way."""
         now = trio.current_time()
         until = now + rest_after(took_s, block.stop - block.start, self._processors)
         while now < until:
@@ -175,13 +175,13 @@ class Filler:
 
     @property
     def _may_store(self) -> bool:
-        # Also while nothing is read from there: what is wrong there is to be replaced.
+        # True even while the breaker is open: bad blocks are to be replaced.
         return self._tier.is_open and trio.current_time() >= self._paused_until
 
     async def finish(self, file: CacheFile, start: int, stop: int) -> int:
-        """Store now what is queued of [start, stop) of a pinned file, and wait for its end.
+        """Store the queued blocks of [start, stop) of a pinned file now, and wait for them.
 
-        Returns how many blocks could not be stored.
+        Returns the number of blocks that could not be stored.
         """
         version, failed = file.version, 0
         if version is None:
@@ -192,7 +192,7 @@ class Filler:
         return failed
 
     async def _finish(self, block: BlockId) -> bool:
-        """Store a block now if it is to be stored; False if it could not be."""
+        """Store a block now if it is queued, or wait for it; False if it could not be stored."""
         fill = self._under_way.get(block) or self._queue.get(block)
         if fill is None:
             return True
@@ -200,14 +200,14 @@ class Filler:
             async with self._job_slots:
                 if block in self._queue and block not in self._under_way:
                     return self._may_store and await self._bring(self._queue.pop(block))
-            # The filler or another job has begun with it, or it was dropped.
+            # The filler or another job is storing it, or it was dropped.
             fill = self._under_way.get(block, fill)
         return await fill.ended()
 
     async def _bring(self, fill: _Fill) -> bool:
-        """Store one block; False if that failed."""
+        """Store one block; return False if that failed."""
         block = fill.block
-        if block in self._under_way:  # it was fetched once more meanwhile
+        if block in self._under_way:  # it was fetched again meanwhile
             self._drop(fill)
             return False
         self._under_way[block] = fill
@@ -215,7 +215,7 @@ class Filler:
             fill.outcome = await self._put(fill)
             if fill.is_stored:
                 self._failures = 0
-        except Exception as error:  # whatever it is, the block is in S3
+        except Exception as error:  # any failure will do: the block is in S3
             fill.outcome = "failed"
             self._note_failure(error)
         finally:
@@ -227,7 +227,7 @@ class Filler:
     async def _put(self, fill: _Fill) -> str:
         block, overwrites = self._domain.named(fill.block), fill.state is StoredState.CORRUPT
         if fill.state is StoredState.DOUBTFUL:
-            # Not all that answers late is to be sent again: that would keep it busy for good.
+            # A block that answers late is looked up again: sending all again would be too much.
             outcome = await self._tier.retry_lookup(block)
             if outcome is LookupOutcome.HIT:
                 return "present"
@@ -238,7 +238,7 @@ class Filler:
                 return "lost"
             size, stored = len(data), partial(self._domain.stored, block, data)
             del data
-            # The event loop has the time to sign a frame, not a block.
+            # In the event loop only small blocks are signed.
             body = stored() if size <= SIGNED_HERE else await trio.to_thread.run_sync(stored)
             del stored
             if not await self._store.put(block.name, body, overwrites=overwrites):
@@ -247,7 +247,7 @@ class Filler:
         return "stored"
 
     async def _read(self, fill: _Fill) -> bytearray | None:
-        """The block's bytes, if the file is still the one that the cache has of the version."""
+        """Return the block's bytes; None if the cache no longer has this file for the version."""
         file, block = fill.file, fill.block
         if self._cache.find(block.version) is not file or not file.is_kept:
             return None

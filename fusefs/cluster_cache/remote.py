@@ -1,7 +1,7 @@
-"""The bucket that holds the blocks: short requests that are sent once.
+"""The bucket that stores the blocks: short requests, each sent once.
 
-What fails there is not sent again: S3 has the same bytes. GETs have time-outs of their own,
-shorter than those of S3; what is stored may take longer, for no reader waits for it.
+A failed request is not repeated, as S3 has the same bytes. GETs have shorter time-outs than those
+to S3; PUTs may take longer, as no reader waits for them.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS
 
 GET, PUT = "CLUSTER GET", "CLUSTER PUT"
-# For a connection, and for the next bytes of an answer; S3 is requested before (policy.py).
+# Time-out of a GET's connection and next bytes; S3 is requested earlier (policy.py).
 GET_TIMEOUT_S = 1.0
 PUT_CONNECT_TIMEOUT_S = 2.0
 PUT_TIMEOUT_S = 5.0
-# For all of a block.
+# Time-out of a whole block.
 PUT_LIMIT_S = 20.0
-# Before it is stored again where another node does that, which may fail.
+# Pause before a PUT is repeated that collided with another node's, which may fail.
 COLLIDED_S = 0.5
-# At a time, of all that stores.
+# PUTs at a time, of the filler and of jobs.
 PUTS = 8
-# A frame with its tag: a range of as many bytes is taken whole.
+# A frame with its tag: a range of so many bytes is received whole.
 SMALL = 257 << 10
 _TOO_SLOW = Failure(UnreachableError, "it takes too long")
 
 
 @contextmanager
 def _renewing(requester: Requester) -> Iterator[None]:
-    """Have the next request look for other credentials where these are refused."""
+    """Make the next request look for other credentials if the current ones are refused."""
     try:
         yield
     except AttemptError as error:
@@ -58,7 +58,7 @@ def _renewing(requester: Requester) -> Iterator[None]:
 
 
 class _Stream:
-    """An answer that arrives in a file in memory, for one reader of it (a `Progress`)."""
+    """An answer that is received in a file in memory and read meanwhile (a `Progress`)."""
 
     def __init__(self, size: int) -> None:
         self.fd = os.memfd_create("fusefs-block", os.MFD_CLOEXEC)
@@ -76,19 +76,19 @@ class _Stream:
         os.close(self.fd)
 
     def has_progressed(self) -> bool:
-        return False  # it is requested once
+        return False  # the request is not repeated
 
     def arrived(self, received: int, sums: Sums) -> None:
         self._size = received
         self._changed.set()
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Note that no more bytes will come."""
         self._is_over = True
         self._changed.set()
 
     async def read(self, take: Callable[[memoryview], Awaitable[None]]) -> None:
-        """Hand on what has come to `take`, until nothing more comes."""
+        """Pass the bytes to `take` as they arrive, until `end` is called."""
         at = 0
         while at < self._size or not self._is_over:
             if at == self._size:
@@ -100,7 +100,7 @@ class _Stream:
 
 
 class BlockBucket:
-    """The blocks below a prefix of a bucket. Belongs to the event loop."""
+    """The blocks below a prefix of the bucket. Belongs to the event loop."""
 
     def __init__(self, settings: S3Settings, prefix: str, engine: Engine) -> None:
         self._gets = Requester(
@@ -124,16 +124,16 @@ class BlockBucket:
         self._prefix = prefix
 
     async def open(self) -> None:
-        """See whether the bucket can be listed; has to have been done before anything else.
+        """Check that the bucket can be listed; must succeed before any other call.
 
         Raises:
-            AttemptError: it can't.
+            AttemptError: it can't be listed.
         """
         for requester in (self._gets, self._puts):
             await requester.attempt(list_call(self._prefix, "/", "", 1))
 
     def hurry(self) -> None:
-        """As `Store.hurry`."""
+        """Reconsider the priorities of waiting GETs, as `Store.hurry`."""
         self._gets.reprioritize()
 
     async def get(
@@ -146,13 +146,13 @@ class BlockBucket:
         sent: Callable[[], None],
         priority: Urgency,
     ) -> None:
-        """Hand the bytes [start, stop) of a stored block on to `take`, a large range as it comes.
+        """Pass the bytes [start, stop) of a stored block to `take`, a large range as it arrives.
 
         `sent` is called once there is a connection for the request.
 
         Raises:
             AttemptError: there is no such block, or no answer, or the answer broke off.
-            Exception: whatever `take` raises.
+            Exception: any exception of `take`.
         """
         key, size = self._prefix + name, stop - start
         headers = {"range": f"bytes={start}-{stop - 1}"}
@@ -184,7 +184,7 @@ class BlockBucket:
             nonlocal failure
             try:
                 await stream.read(take)
-            except Exception as error:  # raised below, as the nursery would wrap it
+            except Exception as error:  # raised below, because the nursery would wrap it
                 failure = error
                 requesting.cancel()
 
@@ -200,12 +200,12 @@ class BlockBucket:
             raise failure
 
     async def put(self, name: str, body: bytes, *, overwrites: bool) -> bool:
-        """Store a block; False if there is one already. Only with `overwrites` it is replaced.
+        """Store a block; return False if one exists, which only `overwrites` replaces.
 
         Raises:
-            AttemptError: it was not stored, or that took too long.
+            AttemptError: the block was not stored, or that took too long.
         """
-        # Without a checksum of the whole: each frame has its own.
+        # No checksum of the whole is sent: each frame has its own.
         headers = {} if overwrites else {"if-none-match": "*"}
         call = Call(PUT, "PUT", self._prefix + name, headers=headers, body=body)
         with trio.move_on_after(PUT_LIMIT_S), _renewing(self._puts):

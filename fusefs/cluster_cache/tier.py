@@ -1,9 +1,9 @@
-"""Downloads through the cluster cache: from there what it has, from S3 the rest.
+"""Downloads through the cluster cache: blocks that it has come from there, the rest from S3.
 
-The order is local disk (cache/), cluster cache, S3. Whatever becomes of the cluster cache, a
-download ends as S3 has it: an answer that does not begin in time is raced by S3, one that
-breaks off or is wrong goes on from S3 where it stopped, and after the first block that is not
-there the rest of a download comes from S3 (policy.py bounds what that costs).
+The order is local disk (cache/), cluster cache, S3. Failures of the cluster cache never fail a
+download. If its answer does not begin in time, S3 is requested as well. If its answer breaks off or
+is wrong, S3 continues at that point. After the first block that is not there, the rest of the
+download comes from S3 (policy.py bounds the cost).
 """
 
 from __future__ import annotations
@@ -52,42 +52,42 @@ from fusefs.store.interface import (
 
 logger = logging.getLogger("fusefs.cluster_cache")
 
-# Blocks of which something came from S3, remembered until a file has all of them.
+# Most blocks to remember of which a part came from S3, until a file has all of the block.
 MOST_MISSED = 4096
-# How long a probe, for which no reader waits, may take.
+# Time limit of a probe, for which no reader waits.
 PROBE_S = 2.0
-# How often the bucket is tried while it can't be listed, and something is read.
+# Interval of attempts to open the bucket while it can't be listed and reads go on.
 OPEN_EVERY_S = 30.0
-# A block of an answer that has begun takes so many bytes a second at least, or S3 has the rest.
+# Slowest rate (bytes a second) of an answer that has begun; S3 sends the rest otherwise.
 LEAST_RATE = 8 << 20
-# A line about blocks that are not what was stored.
+# Interval of log lines about wrong blocks.
 LINE_EVERY_S = 60.0
 
 
 class LookupOutcome(enum.StrEnum):
-    """The end of a lookup in the cluster cache, as `status` and metrics count it."""
+    """The result of a lookup in the cluster cache, as `status` and metrics count it."""
 
     HIT = "hits"
     MISS = "misses"
-    LATE = "late"  # S3 had its first bytes before
-    FAILED = "failed"  # no answer, or it broke off
-    REFUSED = "refused"  # an error of the server's
-    BAD = "bad"  # other bytes than were stored
+    LATE = "late"  # the first bytes came from S3
+    FAILED = "failed"  # no answer, or an incomplete one
+    REFUSED = "refused"  # the server answered with an error
+    BAD = "bad"  # other bytes than those that were stored
     CANCELLED = "cancelled"
 
 
-# How long it took tells how long others will.
+# Outcomes whose duration predicts that of other lookups.
 _TIMED = (LookupOutcome.HIT, LookupOutcome.MISS, LookupOutcome.LATE)
-# What is stored may be of no use.
+# Outcomes after which the stored block may be useless.
 _DOUBTFUL = (LookupOutcome.LATE, LookupOutcome.FAILED, LookupOutcome.REFUSED)
 
 
 class StoredState(enum.IntEnum):
-    """The finding of a lookup about a block that S3 then had to send.
+    """The state of a stored block after a lookup, when S3 had to send the block.
 
-    `UNKNOWN`: the block was not there, or no request was sent. `DOUBTFUL`: there was no answer in
-    time, or not all of it: the block's fault, or the server's load. `CORRUPT`: other bytes than
-    were stored.
+    `UNKNOWN`: the block was not there, or no request was sent. `DOUBTFUL`: no answer in time, or an
+    incomplete one, because of the block or the server's load. `CORRUPT`: other bytes than those
+    that were stored.
     """
 
     UNKNOWN = 0
@@ -96,11 +96,11 @@ class StoredState(enum.IntEnum):
 
 
 class _LostError(Exception):
-    """The other of two has the first bytes."""
+    """The other side of the race has the first bytes."""
 
 
 class _Race:
-    """Decides which of two writes a range: the first that has bytes of it."""
+    """Decides if S3 or the cluster cache writes a range: the first that has bytes of it."""
 
     def __init__(self) -> None:
         self.winner = ""
@@ -108,7 +108,7 @@ class _Race:
 
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:
-        """Take part; ends early if the other one has won."""
+        """Take part in the race; the block is cancelled if the other side wins."""
         with trio.CancelScope() as scope:
             self._scopes[name] = scope
             if self.winner not in ("", name):
@@ -116,11 +116,11 @@ class _Race:
             yield
 
     def leave(self, name: str) -> None:
-        """End the part of one of the two."""
+        """End the part of one side."""
         self._scopes[name].cancel()
 
     def has(self, name: str) -> bool:
-        """Have one of the two write from now on; False if the other one writes."""
+        """Let a side that has bytes win, unless the other side has won: then return False."""
         if not self.winner:
             self.winner = name
             for other, scope in self._scopes.items():
@@ -130,14 +130,14 @@ class _Race:
 
 
 class _SinkOfS3:
-    """The sink of what is read from S3 while the cluster cache has not answered."""
+    """The sink for bytes from S3 while the cluster cache has not answered."""
 
     def __init__(self, race: _Race, sink: Sink) -> None:
         self._race = race
         self._sink = sink
 
     async def open(self) -> int | NewFile | None:
-        # The cluster cache may write there at the same time: both have the same bytes.
+        # The cluster cache may write to the file at the same time: both have the same bytes.
         return await self._sink.open()
 
     async def write(self, offset: int, data: memoryview) -> None:
@@ -151,7 +151,7 @@ class _SinkOfS3:
 
 
 class _Nowhere:
-    """The sink of a lookup for which no reader waits."""
+    """A sink that drops the bytes of a lookup for which no reader waits."""
 
     async def open(self) -> int | None:
         return None
@@ -164,22 +164,22 @@ class _Nowhere:
 
 
 class _Lookup:
-    """One GET of what a download wants of one block, and how it ends."""
+    """One GET of the bytes that a download needs of one block, with its result."""
 
     def __init__(self, domain: Domain, block: Block, start: int, stop: int, sink: Sink) -> None:
         self.block = block
         self.position = start
         self.race = _Race()
         self.is_sent = False
-        # It has its first bytes, or will never have any.
+        # Set once the first bytes have arrived, or never will.
         self.begun = trio.Event()
-        self._is_on_its_way = trio.Event()  # there is a connection for it, or it has ended
+        self._is_on_its_way = trio.Event()  # it has a connection, or has ended
         self._ended = trio.Event()
         self.outcome = LookupOutcome.CANCELLED
         self.why = ""
-        # How long it took to the first bytes.
+        # Seconds to the first bytes.
         self.took_s: float | None = None
-        # How long it was waited for before S3 was requested.
+        # Seconds of waiting before S3 was requested.
         self.waited_s = 0.0
         self.error: Exception | None = None
         self._stop = stop
@@ -191,7 +191,7 @@ class _Lookup:
         self._began = trio.current_time()
 
     async def run(self, blocks: BlockBucket, priority: Urgency) -> None:
-        """Send it, and write what comes; raises nothing."""
+        """Send the request and write the bytes that arrive; raises nothing."""
         first, last = self.block.stored_range(self._start, self._stop)
         try:
             with self.race.entered("cluster"):
@@ -219,14 +219,14 @@ class _Lookup:
             self.outcome, self.why = LookupOutcome.FAILED, "its answer is too slow"
 
     def _judge(self, error: Exception) -> None:
-        """Take from an error how the lookup ended."""
+        """Set the outcome of a lookup that ended with an error."""
         if isinstance(error, _LostError):
             self._note_lost()
         elif isinstance(error, BadBlockError):
             self.outcome, self.why = LookupOutcome.BAD, str(error)
         elif isinstance(error, AttemptError):
             self.outcome, self.why = _classify(error), error.failure.in_full
-        elif self.error is None:  # what a library makes of an answer ends this lookup alone
+        elif self.error is None:  # unforeseen: it fails only this lookup
             self.outcome, self.why = LookupOutcome.FAILED, repr(error)
             logger.warning("an answer of the cluster cache can't be read", exc_info=error)
 
@@ -243,7 +243,7 @@ class _Lookup:
         self._is_on_its_way.set()
 
     async def _take(self, chunk: memoryview) -> None:
-        """Check and write what came."""
+        """Check bytes that arrived, and write them to the sink."""
         is_small = len(chunk) <= FRAME + TAG
         check = partial(self._check, chunk)
         found, bad = check() if is_small else await trio.to_thread.run_sync(check)
@@ -256,7 +256,7 @@ class _Lookup:
             try:
                 await self._sink.write(offset, data)
             except Exception as error:
-                self.error = error  # of the local disk, which is the caller's to handle
+                self.error = error  # an error of the local disk: the caller handles it
                 raise
             finally:
                 self._is_writing = False
@@ -267,7 +267,7 @@ class _Lookup:
     def _check(
         self, chunk: memoryview
     ) -> tuple[list[tuple[int, memoryview]], BadBlockError | None]:
-        """Return the frames that the chunk completes, up to a bad one. May take a millisecond."""
+        """Return the frames that the chunk completes, and the error of a bad one or None. Slow."""
         found = []
         try:
             for frame in self._frames.feed(chunk):
@@ -282,7 +282,7 @@ class _Lookup:
             self.begun.set()
 
     async def begins_within(self, seconds: float) -> bool:
-        """Wait for the first bytes, or for an end without any."""
+        """Wait for the first bytes or the end; return False if neither came in time."""
         deadline = trio.current_time() + seconds
         with trio.move_on_at(deadline):
             await self._is_on_its_way.wait()
@@ -292,32 +292,32 @@ class _Lookup:
         return self.begun.is_set()
 
     async def ends_in_time(self) -> None:
-        """Wait for its end; an answer that has begun and comes too slowly is given up."""
+        """Wait for the end; give up an answer that has begun but is too slow."""
         limit = trio.current_time() + MOST_S + (self._stop - self.position) / LEAST_RATE
         while not self._ended.is_set():
             before = self.position
             with trio.move_on_after(MOST_S):
                 await self._ended.wait()
             is_slow = self.position == before or trio.current_time() >= limit
-            if is_slow and not self._is_writing:  # the local disk may take its time
+            if is_slow and not self._is_writing:  # not while the local disk is slow
                 self.give_up()
                 await self._ended.wait()
 
     @property
     def written(self) -> int:
-        """The number of bytes that it has written."""
+        """The number of bytes written by this lookup."""
         return self.position - self._start
 
     @property
     def stored_state(self) -> StoredState:
-        """The state of its block that it has shown, once it has ended."""
+        """The state of the stored block, as far as this lookup has shown it at its end."""
         if self.outcome is LookupOutcome.BAD:
             return StoredState.CORRUPT
         is_doubtful = self.is_sent and self.outcome in _DOUBTFUL
         return StoredState.DOUBTFUL if is_doubtful else StoredState.UNKNOWN
 
     def give_up(self) -> None:
-        """End it; what it has written stays."""
+        """End the lookup; the bytes that it has written remain."""
         if not self._ended.is_set():
             self._is_given_up = True
             self.race.leave("cluster")
@@ -327,7 +327,7 @@ def _classify(error: AttemptError) -> LookupOutcome:
     failure = error.failure
     if issubclass(failure.kind, NotFoundError) and failure.code != "NoSuchBucket":
         return LookupOutcome.MISS
-    if failure.status == 416:  # shorter than a block of this name is
+    if failure.status == 416:  # the block is shorter than it should be
         return LookupOutcome.BAD
     return LookupOutcome.REFUSED if failure.status else LookupOutcome.FAILED
 
@@ -335,9 +335,9 @@ def _classify(error: AttemptError) -> LookupOutcome:
 async def _read_from_s3(
     lookup: _Lookup, from_source: Callable[[int, Sink], Awaitable[None]], sink: Sink
 ) -> Exception | None:
-    """Read what a lookup has not written; ends early if it has won. The error, if S3 failed.
+    """Read the bytes that a lookup has not written from S3; return S3's error or None.
 
-    If S3 fails before the lookup has anything, the lookup is given up.
+    Ends early if the lookup wins. If S3 fails before the lookup has bytes, the lookup is given up.
     """
     try:
         with lookup.race.entered("s3"):
@@ -352,10 +352,10 @@ async def _read_from_s3(
 
 
 class ClusterTier:
-    """A `Source` before which the cluster cache is looked up. Belongs to the event loop.
+    """A `Source` that looks in the cluster cache before `source`. Belongs to the event loop.
 
-    `missed` has the blocks of which something came from `source`, with the state of what
-    the cluster cache has stored of them.
+    `missed` has the blocks of which some bytes came from `source`, with the state of the block that
+    the cluster cache has stored.
     """
 
     def __init__(
@@ -374,12 +374,12 @@ class ClusterTier:
         self.missed: OrderedDict[BlockId, StoredState] = OrderedDict()
         self._next_line = -math.inf
         self._wanted = trio.Event()
-        # Why it can't be used at this moment.
+        # The reason why the cluster cache can't be used now.
         self.why = "not tried yet"
 
     @property
     def state(self) -> str:
-        """`opening` before its first answer, then that of the breaker."""
+        """`opening` before the first answer, then the state of the breaker."""
         return self.breaker.state.value if self.is_open else "opening"
 
     def hurry(self) -> None:
@@ -387,11 +387,11 @@ class ClusterTier:
         self._blocks.hurry()
 
     async def run(self) -> None:
-        """Open the bucket, again and again until it answers."""
+        """Open the bucket, with repeated attempts until it answers."""
         while True:
             try:
                 await self._blocks.open()
-            except Exception as error:  # whatever it is, S3 has everything
+            except Exception as error:  # any failure will do: S3 has everything
                 why = error.failure.in_full if isinstance(error, AttemptError) else repr(error)
                 if self.why != why:
                     logger.warning("the cluster cache can't be used: %s", why)
@@ -414,7 +414,7 @@ class ClusterTier:
         *,
         priority: Urgency = demanded,
     ) -> None:
-        """As `Store.download`."""
+        """Implements `Store.download`."""
 
         async def from_source(at: int, sink: Sink) -> None:
             await self._source.download(version, at, stop, sink, priority=priority)
@@ -437,7 +437,7 @@ class ClusterTier:
                 is_from_source = True
                 await from_source(position, sink)
         finally:
-            # Also of a download that was cancelled: what had arrived of it is kept.
+            # Even if the download was cancelled: the bytes that arrived are kept.
             if is_from_source or (last is not None and last.race.winner == "s3"):
                 self._note_missed(version, position, stop, last)
 
@@ -448,13 +448,13 @@ class ClusterTier:
         from_source: Callable[[int, Sink], Awaitable[None]],
         sink: Sink,
     ) -> None:
-        """Look for a block, and if that is late read from S3 as well.
+        """Look a block up, and if its answer is late, read from S3 as well.
 
-        Once S3 has won, all that was wanted has been written, also what is behind the block.
+        If S3 wins, all requested bytes have been written at the end, also those behind the block.
 
         Raises:
-            StoreError: S3 has failed before the other one had anything.
-            OSError: the local disk has.
+            StoreError: S3 failed before the cluster cache had any bytes.
+            OSError: the local disk failed.
         """
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
@@ -467,7 +467,7 @@ class ClusterTier:
         self._settle(lookup, error)
 
     def _settle(self, lookup: _Lookup, error: Exception | None) -> None:
-        """Note how a lookup has ended, beside which S3 was read, perhaps with an error.
+        """Record the result of a lookup; `error` is that of S3, which was read beside it.
 
         Raises:
             StoreError, OSError: as `_race`.
@@ -481,7 +481,7 @@ class ClusterTier:
             raise error
 
     def _wants(self, version: ObjectVersion, position: int) -> bool:
-        """True if a reader is to wait for what the cluster cache may have of the block there."""
+        """True if a reader is to look the block at `position` up; False: S3 at once."""
         if not self.is_open:
             self._wanted.set()
             return False
@@ -492,18 +492,18 @@ class ClusterTier:
         return self.sampling.wants_lookup()
 
     async def _probe(self, block: Block) -> None:
-        """See whether it answers again. No reader waits for that."""
+        """Test whether the cluster cache answers again. No reader waits for this."""
         self._note(await self._try(block))
 
     async def retry_lookup(self, block: Block) -> LookupOutcome | None:
-        """Look a block up once more that had no answer; no reader waits for that.
+        """Look up again a block that gave no answer, and return the outcome; no reader waits.
 
-        None while the cluster cache is not used: its state says nothing of one block.
+        None while the breaker is open: the result would say nothing about this block.
         """
         return (await self._try(block)).outcome if self.breaker.is_closed else None
 
     async def _try(self, block: Block) -> _Lookup:
-        """Look up the beginning of a block, which is written nowhere."""
+        """Look up the beginning of a block without writing it; return the ended lookup."""
         stop = min(block.start + FRAME, block.stop)
         lookup = _Lookup(self._domain, block, block.start, stop, _Nowhere())
         with trio.move_on_after(PROBE_S):
@@ -513,7 +513,7 @@ class ClusterTier:
         return lookup
 
     def _note(self, lookup: _Lookup) -> None:
-        """Let the outcome of a lookup decide about the next ones."""
+        """Record the outcome of a lookup: it decides whether later lookups are made."""
         outcome, was = lookup.outcome, self.breaker.state
         self.counted[outcome.value] += 1
         if lookup.took_s is not None and outcome is not LookupOutcome.LATE:
@@ -527,7 +527,7 @@ class ClusterTier:
         elif outcome is LookupOutcome.FAILED:
             self.breaker.note_failure()
         elif outcome is LookupOutcome.LATE and lookup.is_sent:
-            # As much of a failure as it has cost: a busy cluster is still of use.
+            # A late answer is a failure in proportion to the wait: a busy cluster is still useful.
             assert lookup.took_s is not None
             self.deadline.note_late(lookup.took_s)
             self.breaker.note_failure(lookup.waited_s / MOST_S)
@@ -546,7 +546,7 @@ class ClusterTier:
     def _note_missed(
         self, version: ObjectVersion, start: int, stop: int, last: _Lookup | None
     ) -> None:
-        """The bytes [start, stop) came from S3, after the `last` lookup."""
+        """Record that [start, stop) came from S3, after the `last` lookup (None: no lookup)."""
         for block in block_ids(version, start, stop):
             is_last = last is not None and last.block.start == block.start
             state = last.stored_state if last is not None and is_last else StoredState.UNKNOWN

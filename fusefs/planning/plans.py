@@ -1,13 +1,13 @@
-"""The plans of one mount: what is known of the next use of its files.
+"""The plans of one mount: the expected next uses of its files.
 
-Each reader has a plan (table.py): a program's plan, or a rank's of several. Together they tell
-the cache what goes first: of planned files the one whose next use is farthest (Belady, "A study
-of replacement algorithms for a virtual-storage computer", IBM Systems Journal 1966). Positions
-of several plans are compared as what lies between them and their readers, which are taken to be
-equally fast.
+Each reader has a plan (table.py): one program, or one rank of several. Together the plans decide
+which planned file the cache evicts first: the one whose next use is farthest away (Belady, "A study
+of replacement algorithms for a virtual-storage computer", IBM Systems Journal 1966). Uses in
+different plans are compared by the number of entries before them; readers are assumed to be equally
+fast.
 
-A plan's text is in a file in the mount's state directory, so the daemon that takes a mount over
-goes on with it; the position is found by the next opens.
+A plan's text is in a file in the mount's state directory, so that the daemon that takes the mount
+over can continue with it; the next opens show the position.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from fusefs.planning.table import Plan
 
 logger = logging.getLogger("fusefs.planning")
 
-# Of all plans: 200 MB of memory, and what they may take of the cache's disk.
+# Limits of all plans together: 200 MB of memory, and space on the cache's disk.
 MOST_ENTRIES = 1 << 24
 MOST_BYTES = 2 << 30
 LONGEST_ENTRY = 4096
 MOST_READERS = 256
-LONGEST_READER = 100  # its name is in that of a file, twice as long
-# A recording: opens that are not told yet, those of one answer, and the longest silence.
+LONGEST_READER = 100  # the name is hexadecimal in a file's name
+# Limits of a recording: opens not fetched yet, opens in one answer, seconds without a request.
 MOST_RECORDED = 1 << 20
 RECORD_PIECE = 500
 RECORD_S = 30.0
-# Files that get their places before other tasks have their turn.
+# Files that are placed before other tasks have their turn.
 FILES_TURN = 500
-# Files that are being opened, and were not there.
+# Files being opened that were not complete in the cache.
 MOST_LATE = 4096
-# Bytes of a text that are taken in before other tasks have their turn.
+# Bytes of a text that are processed before other tasks have their turn.
 TURN = 1 << 16
 
 
 class PlanError(Exception):
-    """A plan can't be taken; the message is one line for the user."""
+    """A plan can't be accepted; the message is one line for the user."""
 
 
 class Plans:
     """The plans of one mount, by reader. Belongs to the event loop.
 
-    `settle` gives unpinned files their place in the order of eviction anew. As a `Forecast`
-    (cache/eviction_order.py) it is asked at each open and each eviction.
+    This class is the `Forecast` (cache/eviction_order.py) that is asked at each open and each
+    eviction. When plans change, `_settle` places all unpinned files in the order of eviction anew.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class Plans:
         self._plans: dict[str, Plan] = {}
         self._adding = trio.Lock()
         self._active: list[Plan] = []
-        # How far readers have come on average, in entries: so that uses noted at different
-        # times can be compared.
+        # The average progress of readers, in entries, so that uses noted at different times can be
+        # compared.
         self._clock = 0.0
         self._known: dict[int, CacheFile] = {}  # unpinned files, by the checksums of their keys
         self._late: set[CacheFile] = set()
         self._has_changed = trio.Event()
         self._has_begun = trio.Event()
         self.since = -math.inf
-        # Opens of planned files: those in time, and by what the others were late for.
+        # Opens of planned files: those in time, and the late ones by reason.
         self.opens = dict.fromkeys(("in_time", *LATE_FOR), 0)
-        # What was opened since the last request for it, None where nobody records; the number
-        # of those before, and until when somebody has to ask again (monotonic seconds).
+        # The paths opened since the last request for them, None if nobody records; the number of
+        # paths before them, and the deadline (monotonic seconds) for the next request.
         self._recorded: list[str] | None = None
         self._told = 0
         self._record_until = 0.0
@@ -89,7 +89,7 @@ class Plans:
     # Plans come and go
 
     async def run(self, goes_on: bool) -> None:
-        """Follow the plans until cancelled; those of the last daemon first if it `goes_on`."""
+        """Follow the plans until cancelled; `goes_on` first restores the last daemon's plans."""
         names = await trio.to_thread.run_sync(self._on_record, goes_on)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._prefetcher.run)
@@ -99,7 +99,7 @@ class Plans:
             self._has_begun.set()
 
     def _on_record(self, goes_on: bool) -> list[str]:
-        """The readers whose plans are on record; without `goes_on` these are removed. Blocks."""
+        """Return the readers with saved plans; without `goes_on`, delete the plans. Blocks."""
         try:
             paths = sorted(self._directory.iterdir()) if self._directory.exists() else []
             if not goes_on:
@@ -124,12 +124,12 @@ class Plans:
             logger.warning("a plan can't be read again: %s", error)
 
     async def add(self, reader: str, offset: int, text: bytes, *, is_last: bool) -> dict[str, Any]:
-        """Add a piece to a reader's plan, at `offset` bytes; at 0 it replaces the plan.
+        """Add a piece to a reader's plan, at `offset` bytes; 0 replaces the plan. Return its state.
 
-        Each entry is a path relative to the mount, ended by a NUL.
+        Each entry is a path relative to the mount, terminated by a NUL.
 
         Raises:
-            PlanError: it can't be taken.
+            PlanError: the piece can't be accepted; the plan is deleted.
         """
         if len(reader.encode()) > LONGEST_READER:
             raise PlanError(f"the name of a reader has {LONGEST_READER} bytes at most")
@@ -143,7 +143,7 @@ class Plans:
                     was_followed = plan is not None and plan.is_followed
                     self.end(reader)
                     plan = await self._open(reader, is_new=True)
-                    plan.is_confirmed = was_followed  # the reader keeps to its plans
+                    plan.is_confirmed = was_followed  # the reader has followed its plans so far
                     self._refresh()
                 elif plan is None or plan.text_bytes != offset:
                     raise PlanError("the plan is incomplete, for it was replaced; give it again")
@@ -187,7 +187,7 @@ class Plans:
         return self._directory / f"plan-{reader.encode().hex()}"
 
     def _take_in(self, plan: Plan, text: bytes) -> None:
-        """Add entries; files that seemed to be of no more use get their place anew."""
+        """Add entries; files that seemed to have no further use are placed anew."""
         known = self._known
         for mark in plan.add(text):
             file = known.get(mark)
@@ -195,7 +195,7 @@ class Plans:
                 self._cache.put_back(file)
 
     def end(self, reader: str) -> bool:
-        """Forget a reader's plan; False if there is none."""
+        """Delete a reader's plan; return False if there is none."""
         plan = self._plans.pop(reader, None)
         if plan is None:
             return False
@@ -206,20 +206,20 @@ class Plans:
         return True
 
     def _refresh(self) -> None:
-        """Have the order of eviction follow the plans that are read, or none."""
+        """Make the order of eviction follow the plans that are followed now, if any."""
         self._active = [plan for plan in self._plans.values() if plan.is_followed]
         if not self._active:
             self.since = -math.inf
         elif self.since == -math.inf:
             self.since = steady_time()
-        # Also a plan that is not followed needs the opens: its reader may come.
+        # A plan that is not followed also needs the opens: its reader may start.
         is_needed = bool(self._plans) or self._recorded is not None
         self._cache.order.forecast = self if is_needed else None
         self._has_changed.set()
         self._prefetcher.moved()
 
     async def _settle(self) -> None:
-        """Give all files in memory their places anew when plans have come or gone."""
+        """Place all files in memory anew in the order of eviction when plans have changed."""
         while True:
             await self._has_changed.wait()
             self._has_changed = trio.Event()
@@ -235,9 +235,9 @@ class Plans:
                 self._known.clear()
 
     def record(self, after: int) -> dict[str, Any]:
-        """The paths that were opened, in order, behind the first `after` ones; begins to record.
+        """Return the opened paths after the first `after`, in order; start recording if needed.
 
-        Those before have been received. Recording ends when nobody has asked for RECORD_S.
+        The paths before have been received. Recording ends after RECORD_S without a request.
         """
         if self._recorded is None:
             self._recorded, self._told = [], after
@@ -248,7 +248,7 @@ class Plans:
         return {"entries": self._recorded[:RECORD_PIECE], "after": self._told}
 
     def _note(self, key: str) -> None:
-        """Record an open, if that is wanted."""
+        """Record an open if a recording is wanted."""
         if self._recorded is None:
             return
         if time.monotonic() > self._record_until:
@@ -263,7 +263,7 @@ class Plans:
         return crc32(file.version.key.encode()) if file.version is not None else None
 
     def next_use(self, file: CacheFile) -> float | None:
-        """The time of a file's next use; inf if it has none, None if no plan has the file."""
+        """Return the time of a file's next use; inf if it has none, None if no plan has it."""
         mark = self._mark(file)
         if mark is None:
             return None
@@ -279,18 +279,18 @@ class Plans:
 
     @property
     def frontier(self) -> float:
-        """The time of the use for which is fetched: what is used later may go for that."""
+        """The time of the use that is prefetched now: files used later may be evicted for it."""
         ahead = max((self._prefetcher.frontier(plan) for plan in self._active), default=math.inf)
         return self._clock + ahead
 
     def opening(self, file: CacheFile) -> bool:
-        """True if a file that is being opened is in a plan: no guess is needed."""
+        """True if a file that is being opened is in a plan, so that no guess is needed."""
         if self._plans and not file.is_complete and len(self._late) < MOST_LATE:
             self._late.add(file)
         return self.next_use(file) is not None
 
     def used(self, file: CacheFile) -> None:
-        """Note the open of a file."""
+        """Note the open of a file in the plans and the recording."""
         mark = self._mark(file)
         if file.version is not None:
             self._note(file.version.key)
@@ -300,7 +300,7 @@ class Plans:
         self._late.discard(file)
         distances = {plan: plan.distance(mark) for plan in self._plans.values()}
         nearest = min(distances, key=distances.__getitem__)
-        # It is the open of one reader. Of which is unknown where none expects it.
+        # Only one reader opened the file; it is unknown which if none expects it.
         for plan in (nearest,) if distances[nearest] < nearest.window else distances:
             was_followed, jumps = plan.is_followed, plan.jumps
             moved = plan.opened(mark)
@@ -312,7 +312,7 @@ class Plans:
             self.opens[self._prefetcher.opened(nearest, is_late=is_late)] += 1
 
     def describe(self) -> list[dict[str, Any]]:
-        """The plans as JSON can hold them."""
+        """Return the plans as plain JSON data."""
         return [self._prefetcher.describe(plan) for plan in self._plans.values()]
 
 

@@ -1,14 +1,14 @@
-"""Fetches what plans say will be read next.
+"""Fetches the files that plans expect to be read next.
 
-A task for each plan walks along its entries from the reader's position on and has each file's
-parts on their way, in the order of need, as many at a time as the path bears and programs leave
-(cache/readahead/): what a program waits for goes first. A path is looked up by the listings of
-the mount, as the program will do, when its turn comes.
+A task for each plan walks along its entries from the reader's position and starts the downloads of
+each file's parts, in the order of need. It runs as many at a time as the path to S3 allows besides
+the downloads that programs wait for, which go first (cache/readahead/). When an entry's turn comes,
+its path is looked up in the listings of the mount, as the program will do.
 
-The walk goes on until the cache has no room: for a planned file that goes which is of no use
-any more, or was not used since there is a plan; and a file that is used later, as long as what
-was fetched ahead is a small share of the cache. The longer before its use a file is fetched, the
-less is known to be useless by then, so to go farther would have more fetched in all (Cao et
+The walk goes on until the cache has no room. A planned file may take the room of files of no
+further use, and of files not used since there is a plan; also of a file that is used later, as long
+as the files fetched ahead are a small share of the cache. The longer before its use a file is
+fetched, the fewer files are known to be useless, so going farther would fetch more in all (Cao et
 al., "A study of integrated prefetching and caching strategies", SIGMETRICS 1995).
 """
 
@@ -36,37 +36,37 @@ from fusefs.store.interface import ObjectInfo
 
 logger = logging.getLogger("fusefs.planning")
 
-# Of the cache, what may be ahead of a reader where that evicts what it will use later, and what is
-# fetched at most for a plan that no open has confirmed.
+# Share of the cache for files ahead of a reader if they evict files used later, and for all files
+# fetched for a plan that no open has confirmed.
 AHEAD_SHARE = 1 / 8
-# What is on its way for a plan is at least as much as the path bears, twice, but for this share
-# of the cache at most.
+# Bytes being fetched for a plan: at least twice what the path can carry, but at most this share of
+# the cache.
 MOST_UNDER_WAY_SHARE = 1 / 4
-# Files ahead of a reader that are there or on their way; more say nothing new.
+# Most files ahead of a reader that are cached or being fetched.
 MOST_AHEAD = 8192
 # Files of a plan that are fetched at a time.
 MOST_AT_ONCE = 256
-# Where the walk waits for something to change, it looks again after so long.
+# Seconds after which a walk that waits for a change looks again.
 LOOK_AGAIN_S = 1.0
-# The pace of a reader is measured over its last opens.
+# Number of last opens over which a reader's pace is measured.
 PACE_OPENS = 256
-# A planned file is not there in time for the rate of S3, for room, or as nobody knew its turn.
+# Reasons why a planned file is late: the rate of S3, no room, or an unknown position.
 LATE_FOR = ("rate", "room", "position")
 
 
 @dataclass(slots=True, eq=False)
 class Walk:
-    """The prefetch of one plan: `at` is the next entry, `ahead` has sizes by position."""
+    """The prefetch of one plan: `at` is the next entry; `ahead` maps positions to sizes."""
 
     plan: Plan
     scope: trio.CancelScope
     at: int = 0
     jumps: int = 0
     ahead: dict[int, int] = field(default_factory=dict)
-    ready: dict[int, int] = field(default_factory=dict)  # those that are there
+    ready: dict[int, int] = field(default_factory=dict)  # files that are cached
     ahead_bytes: int = 0
     ready_bytes: int = 0
-    # The next entries with their paths, and their objects as far as they were found.
+    # The next entries with their paths and the objects found for them.
     next: deque[tuple[int, str, ObjectInfo | None]] = field(default_factory=deque)
     lacks_room: bool = False
     opens: int = 0
@@ -81,7 +81,7 @@ class Walk:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_OPENS))
 
     def pass_by(self) -> None:
-        """Forget what the reader has opened."""
+        """Remove the entries that the reader has passed from the counts."""
         plan = self.plan
         if plan.jumps != self.jumps:
             self.jumps, self.at = plan.jumps, plan.low
@@ -93,14 +93,14 @@ class Walk:
         plan.passed.clear()
 
     def pace(self) -> float:
-        """The opens in a second, of late; 0 if that is unknown."""
+        """Return the recent opens per second; 0 if unknown."""
         if len(self.times) < 2:
             return 0.0
         return (len(self.times) - 1) / max(1e-6, time.monotonic() - self.times[0])
 
 
 class Prefetcher:
-    """The prefetch of all plans of one mount. Belongs to the event loop."""
+    """Prefetches for all plans of one mount. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Prefetcher:
         self._nursery: trio.Nursery | None = None
 
     async def run(self) -> None:
-        """Fetch until cancelled."""
+        """Prefetch until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for walk in self._walks.values():
@@ -135,18 +135,18 @@ class Prefetcher:
             self._nursery.start_soon(self._walk, walk)
 
     def end(self, plan: Plan) -> None:
-        """Fetch no more of a plan."""
+        """Stop prefetching for a plan."""
         walk = self._walks.pop(plan, None)
         if walk is not None:
             walk.scope.cancel()
 
     def moved(self) -> None:
-        """A reader, or a plan, has come farther."""
+        """Wake waiting walks: a reader has moved on, or a plan has grown."""
         self._changed.set()
         self._changed = trio.Event()
 
     def opened(self, plan: Plan, *, is_late: bool) -> str:
-        """Note the open of a planned file: in_time, or if it `is_late` what for."""
+        """Note the open of a planned file; return "in_time" or the reason why it `is_late`."""
         walk = self._walks[plan]
         walk.opens += 1
         walk.times.append(time.monotonic())
@@ -162,7 +162,7 @@ class Prefetcher:
         return outcome
 
     def frontier(self, plan: Plan) -> float:
-        """The number of entries to the one that is fetched next; inf if that is far enough."""
+        """Return the entries up to the next one to fetch; inf if enough is fetched ahead."""
         walk = self._walks.get(plan)
         most = max(self._most_under_way(), AHEAD_SHARE * self._downloader.room)
         if walk is None or walk.ahead_bytes > most:
@@ -170,7 +170,7 @@ class Prefetcher:
         return walk.at - plan.low
 
     def _most_under_way(self) -> float:
-        """The number of bytes of a plan's files that may be on their way."""
+        """Return the bytes of a plan's files that may be downloading at a time."""
         wanted = 2 * self._downloader.path.width * PART
         return min(wanted, MOST_UNDER_WAY_SHARE * self._downloader.room)
 
@@ -193,7 +193,7 @@ class Prefetcher:
                         walk.at += 1
 
     async def _has_next(self, walk: Walk) -> bool:
-        """True if the first of the next entries is to be fetched now; waits if none may be yet."""
+        """True if the first entry of `walk.next` is to be fetched now; waits if none may be."""
         plan = walk.plan
         walk.pass_by()
         under_way = walk.ahead_bytes - walk.ready_bytes
@@ -219,7 +219,7 @@ class Prefetcher:
         return True
 
     async def _look_ahead(self, walk: Walk) -> None:
-        """Look the next entries up, side by side."""
+        """Look up the paths of the next entries concurrently."""
         start, plan = walk.at, walk.plan
         paths = await trio.to_thread.run_sync(plan.paths, start)
         found: dict[int, ObjectInfo | None] = {}
@@ -248,7 +248,7 @@ class Prefetcher:
     async def _bring(
         self, walk: Walk, position: int, path: str, info: ObjectInfo | None, turns: trio.Semaphore
     ) -> None:
-        """Have the file of an entry in the cache, unless its reader is faster."""
+        """Fetch the file of an entry into the cache, unless its reader opens it first."""
         try:
             for _ in range(2):
                 if info is None or walk.plan.was_opened(position):
@@ -266,11 +266,11 @@ class Prefetcher:
             turns.release()
             if walk.ahead.get(position, 0) and position not in walk.ready:
                 walk.ahead_bytes -= walk.ahead[position]
-                walk.ahead[position] = 0  # it is not fetched: its reader does that
+                walk.ahead[position] = 0  # not fetched: the reader will do so
             self.moved()
 
     async def _info(self, path: str, *, is_again: bool = False) -> ObjectInfo | None:
-        """The object of a path; None if there is none. With `is_again` it is asked for."""
+        """Return a path's object, or None. `is_again` asks S3 instead of the listing."""
         prefix, name = names.split_key(self._prefix + path)
         if not all(map(names.is_expressible, path.split("/"))) or names.is_private(prefix, name):
             return None
@@ -279,7 +279,7 @@ class Prefetcher:
         return entry if isinstance(entry, ObjectInfo) else None
 
     async def _fetch(self, walk: Walk, position: int, info: ObjectInfo) -> None:
-        """Fetch what a version lacks; waits while there is no room."""
+        """Fetch the missing parts of a version; wait while there is no room."""
         await self._cache.look_up([info.version])
         file = self._cache.pin(info.version)
         try:
@@ -307,7 +307,7 @@ class Prefetcher:
         walk = job.walk
         if not walk.lacks_room and await self._fill(job, start, stop):
             return
-        async with walk.room:  # of those that wait for room the first one tries
+        async with walk.room:  # only one waiting part tries at a time
             while not job.is_over and not await self._fill(job, start, stop):
                 walk.lacks_room = job.file.is_kept
                 if not walk.lacks_room:
@@ -318,7 +318,7 @@ class Prefetcher:
                 self.moved()
 
     async def _fill(self, job: _File, start: int, stop: int) -> bool:
-        """Have a part in the cache; False if there is no room for it."""
+        """Fetch a part into the cache; return False if there is no room for it."""
         turn, limiter = object(), self._limiter(job.file.size)
         await limiter.acquire_on_behalf_of(turn)
         try:
@@ -335,7 +335,7 @@ class Prefetcher:
         return True
 
     def _limiter(self, size: int) -> trio.CapacityLimiter:
-        """The turns of small files, or of parts of large ones: as many as the path bears now."""
+        """Return the limiter for small files or large ones, sized to what the path allows now."""
         path, demand = self._downloader.path, self._downloader.demand.count
         if size > SMALL:
             self._parts.total_tokens = max(LEAST_WIDTH, path.width - demand)
@@ -347,7 +347,7 @@ class Prefetcher:
     # What is shown
 
     def state(self, plan: Plan) -> str:
-        """The state of a plan in a few words."""
+        """Return the state of a plan in a few words."""
         walk = self._walks[plan]
         if plan.is_ignored:
             return "ignored: files are opened in another order, or by nobody"
@@ -360,7 +360,7 @@ class Prefetcher:
         return "followed, as far as the cache has room" if walk.lacks_room else "followed"
 
     def describe(self, plan: Plan) -> dict[str, Any]:
-        """A plan's progress as JSON can hold it: entries, bytes and seconds."""
+        """Return a plan's progress as plain JSON data: entries, bytes and seconds."""
         walk = self._walks[plan]
         walk.pass_by()
         ahead, at = [], plan.low
@@ -393,7 +393,7 @@ class Prefetcher:
 
 @dataclass(slots=True, eq=False)
 class _File:
-    """The file of an entry that is being fetched, and why it can't be."""
+    """The file of an entry that is being fetched, and its error if fetching failed."""
 
     walk: Walk
     position: int
@@ -402,6 +402,6 @@ class _File:
 
     @property
     def is_over(self) -> bool:
-        """True if no further part is worth beginning."""
+        """True if no further part needs to be fetched."""
         plan = self.walk.plan
         return self.error is not None or plan.is_ignored or plan.was_opened(self.position)

@@ -1,17 +1,17 @@
-"""One reader's plan: which paths it will read, in order, and how far it has come.
+"""One reader's plan: the paths that it will read, in order, and its position.
 
-Ten million entries have room, so an entry is no object. The text of the plan stays in a file
-on the cache's disk, each entry ended by a NUL. In memory an entry has 4 bytes of a checksum of
-its key and 4 bytes of a link, and a hash table of a segment leads from a checksum to the
-entries that have it. Two keys with one checksum (one pair in four billion) are taken for each
-other: then a file is fetched or evicted at the wrong time, and nothing else.
+A plan may have ten million entries, so an entry is no object. The plan's text is in a file on the
+cache's disk, each entry terminated by a NUL. In memory an entry takes 4 bytes for a checksum of its
+key and 4 bytes for a link; a hash table in each segment maps a checksum to its entries. If two keys
+have the same checksum (one pair in four billion), a file is fetched or evicted at the wrong time,
+and nothing else happens.
 
-The *position* follows from the opens. Entries before `low` are done, those in `_seen` were
-opened out of order, as several workers do. An open is expected within a window behind `low`. One
-elsewhere *strays*; when several in a row stray to one place, the reader has jumped there (a
-restart from a checkpoint). When most stray, the reader follows another order: the plan is
-ignored until a jump is found again. A new plan is *confirmed* by about nine expected opens, and
-until then nothing is evicted for it: it may be another job's.
+The *position* follows from the opens. Entries before `low` are done, those in `_seen` were opened
+out of order, as several workers do. An open is expected within a window after `low`. An open
+elsewhere *strays*; when several in a row stray to one place, the reader has jumped there (a restart
+from a checkpoint). When most opens stray, the reader follows another order: the plan is ignored
+until a jump is found again. A new plan is *confirmed* by about nine expected opens; until then
+nothing is evicted for it, as it may be another job's.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from collections import deque
 from collections.abc import Sequence
 from zlib import crc32
 
-# Entries of the first segment, and of the largest.
+# Entries of the first segment, and most entries of a segment.
 SMALLEST_SEGMENT = 1 << 14
 LARGEST_SEGMENT = 1 << 20
-# Each so manieth entry has its place in the text on record.
+# One in so many entries has its offset in the text recorded.
 BLOCK = 64
-# Of the distinct paths, the share by which opens may be out of order, either way: of a random
-# order up to half of the opens are expected, too. At most what workers have in their batches.
+# Share of the distinct paths by which opens may be out of order, either way: in a random order,
+# too, up to half of the opens are then expected. At most what workers have in their batches.
 WINDOW_SHARE = 1 / 4
 LEAST_WINDOW = 8
 LARGEST_WINDOW = 8192
-# Opens in a row that stray to one place until it is the position.
+# Opens in a row that must stray to one place to make it the position.
 JUMP_AFTER = 8
-# The share of expected opens, over about the last so many, below which the plan is ignored, and
-# above which it is followed again.
+# Share of expected opens, over about the last so many, below which the plan is ignored, and above
+# which it is followed again.
 RECENT_OPENS = 32
 LEAST_SHARE = 0.75
 ENOUGH_SHARE = 0.9
-FIRST_SHARE = 0.87  # of a new plan
-# Entries of one checksum that are looked at.
+FIRST_SHARE = 0.87  # the initial share of a new plan
+# Most entries of one slot that are looked at.
 MOST_LINKS = 256
-# Opens in which a second one of a file is the same use; fewer of a small data set.
+# Number of opens within which a second open of a file is the same use; fewer for a small data set.
 MOST_LATEST = 64
-# Without an expected open for so long, while so many others came, nobody reads the plan.
+# After so long and so many other opens without an expected one, nobody reads the plan.
 IDLE_S = 300.0
 IDLE_OPENS = 1000
 
 
 class Segment:
-    """Some of a plan's entries: `size` at most, a power of two, counted from `start` on."""
+    """A range of a plan's entries from `start` on: at most `size`, which is a power of two."""
 
     __slots__ = ("_heads", "_links", "_mask", "marks", "start")
 
@@ -65,7 +65,7 @@ class Segment:
 
     @property
     def room(self) -> int:
-        """The number of entries that fit."""
+        """The number of entries that still fit."""
         return self._mask + 1 - len(self.marks)
 
     def add(self, marks: Sequence[int]) -> int:
@@ -83,7 +83,7 @@ class Segment:
         return new
 
     def places(self, mark: int, least: int) -> list[int]:
-        """The positions of a checksum from `least` on, the last one first."""
+        """Return the positions of a checksum from `least` on, the last one first."""
         found, own, links, start = [], self.marks, self._links, self.start
         at = self._heads[mark & self._mask]
         for _ in range(MOST_LINKS):
@@ -98,8 +98,8 @@ class Segment:
 class Plan:
     """The plan of one reader, whose text is in an open file. Belongs to the event loop.
 
-    `prefix` is that of the mount's keys, `low` the first entry that was not opened. `jumps`
-    counts how often the position was set anew.
+    `prefix` is that of the mount's keys, `low` the first entry that was not opened. `jumps` counts
+    the jumps of the position.
     """
 
     def __init__(self, reader: str, prefix: str, fd: int) -> None:
@@ -110,13 +110,13 @@ class Plan:
         self.is_ignored = self.is_confirmed = self.has_all = False
         self.last_expected = time.monotonic()
         self._start_mark = crc32(prefix.encode())
-        self._rest = b""  # an entry of which the end has not come
+        self._rest = b""  # an incomplete entry at the end
         self._segments: list[Segment] = []
         self._offsets = array("Q")
         self._next_offset = 0
         self._distinct = 0
         self._seen: set[int] = set()
-        # Those that were opened, or passed over, since somebody took them from here.
+        # Positions opened or passed over; the prefetcher clears the list.
         self.passed: list[int] = []
         self._stray: list[int] = []
         self._latest: deque[int] = deque()
@@ -124,17 +124,17 @@ class Plan:
         self._others = 0
 
     def __del__(self) -> None:
-        # Not before: a thread may be reading it.
+        # Closed no earlier, because a thread may be reading it.
         os.close(self.fd)
 
     @property
     def window(self) -> int:
-        """The number of entries before and behind the farthest open where one is expected."""
+        """Entries on either side of the farthest open within which an open is expected."""
         return max(LEAST_WINDOW, min(LARGEST_WINDOW, int(WINDOW_SHARE * self._distinct)))
 
     @property
     def is_followed(self) -> bool:
-        """True if the opens are those of the plan."""
+        """True if the reader opens the files of the plan in its order."""
         return self.is_confirmed and not self.is_ignored
 
     @property
@@ -142,7 +142,7 @@ class Plan:
         return self.has_all and self.low >= self.size
 
     def add(self, text: bytes) -> list[int]:
-        """Add entries of a piece of the text, which is in the file; return their checksums."""
+        """Add entries of a piece of the text, which the file has; return their checksums."""
         *entries, self._rest = (self._rest + text).split(b"\0")
         self.text_bytes += len(text)
         start, at = self._start_mark, self._next_offset
@@ -165,7 +165,7 @@ class Plan:
         return marks
 
     def paths(self, start: int) -> list[str]:
-        """The paths of some entries from `start` on, up to the end of a block. Blocks."""
+        """Return the paths of entries from `start` on, up to the end of a block. Blocks."""
         block = start // BLOCK
         offset = self._offsets[block]
         is_last = block + 1 == len(self._offsets)
@@ -174,7 +174,7 @@ class Plan:
         return [entry.decode(errors="replace") for entry in entries[start % BLOCK :]]
 
     def find(self, mark: int, least: int) -> int:
-        """The first position of a checksum from `least` on that was not opened; -1: none."""
+        """Return the first position from `least` on of a checksum not opened yet; -1: none."""
         for segment in self._segments:
             if segment.start + len(segment.marks) > least:
                 for at in reversed(segment.places(mark, least)):
@@ -183,18 +183,18 @@ class Plan:
         return -1
 
     def distance(self, mark: int) -> float:
-        """The entries from the farthest open to the next one of a checksum; inf: there is none."""
+        """Return the entries from the farthest open to a checksum's next one; inf: none."""
         at = self.find(mark, self.low)
         return at - self.high if at >= 0 else math.inf
 
     def was_opened(self, position: int) -> bool:
-        """True if an entry was opened, or passed over."""
+        """True if the entry at `position` was opened or passed over."""
         return position < self.low or position in self._seen
 
     def opened(self, mark: int) -> int:
-        """Note the open of a key; return by how much the position moved.
+        """Note the open of a key; return the number of entries by which the position moved.
 
-        An open that was not expected moves nothing, unless it shows that the reader has jumped.
+        An unexpected open moves nothing, unless it shows that the reader has jumped.
         """
         before = self.low
         if mark in self._latest:
@@ -219,7 +219,7 @@ class Plan:
         return 0
 
     def _is_recent(self, mark: int) -> bool:
-        """True if an entry near the position has this checksum, opened already: opened again."""
+        """True if an entry near the position has this checksum: the file was opened again."""
         least, stop = max(0, self.low - self.window), self.low + self.window
         return any(
             at < stop
@@ -235,7 +235,7 @@ class Plan:
         self.last_expected = time.monotonic()
         self._seen.add(at)
         self.passed.append(at)
-        # What was left out so far behind is not read any more.
+        # Entries so far behind will not be read any more.
         self.high = max(self.high, at)
         least = self.high - self.window
         while self.low in self._seen or self.low < least:

@@ -1,10 +1,9 @@
-"""The use of a mount, so that an idle one wakes up for nothing.
+"""Activity of a mount: periodic tasks slow down while it is idle.
 
-What has to be looked at again and again (the catalog, the limits of the cache, the number of
-names) changes with requests of programs, requests to S3 and commands, which are noted here.
-While there are none, the looks of all tasks fall on the same instants, `IDLE_S` apart: what
-other mounts and other programs do to the disk is seen that late. The first request ends the
-wait.
+Periodic checks (the catalog, the limits of the cache, the number of names) depend on requests of
+programs, requests to S3 and commands, which are noted here. While there are none, the checks of all
+tasks run at the same instants, `IDLE_S` apart: changes that other mounts and programs make to the
+disk are noticed up to that late. The first request ends the wait.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import time
 
 import trio
 
-# Longer than two of any look's usual pauses: what the last request has left is seen to.
+# Longer than two pauses of any check, so that the effects of the last request are noticed.
 IDLE_AFTER_S = 6.0
 IDLE_S = 10.0
 
 
 class Activity:
-    """The last use of a mount. Belongs to the event loop."""
+    """The time of a mount's last activity. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -33,7 +32,7 @@ class Activity:
             self._resting = None
 
     async def pause(self, seconds: float, idle_s: float = IDLE_S) -> None:
-        """Wait for `seconds`, or for as long as up to `idle_s` while the mount is idle."""
+        """Sleep for `seconds`, or while the mount is idle for up to `idle_s`."""
         if seconds >= idle_s or time.monotonic() - self._last < IDLE_AFTER_S:
             await trio.sleep(seconds)
             return

@@ -1,7 +1,7 @@
-"""Distributions of times: plain integers in fixed buckets.
+"""Histograms of times: plain integers in fixed buckets.
 
-An observation takes 0.1 us, a tenth of what prometheus_client's takes: it is made for each
-request of a program. Most are collected, and sorted into the buckets by the hundred. A
+An observation is made for each request of a program, and takes 0.1 us, a tenth of
+prometheus_client's time. Most are collected, and sorted into the buckets by the hundred. A
 histogram belongs to one thread.
 """
 
@@ -11,16 +11,16 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Upper bounds in seconds: of what is answered from memory in microseconds, up to what waits for S3.
+# Upper bounds in seconds: from answers from memory (microseconds) to requests that wait for S3.
 REQUEST_BOUNDS = (
     *(0.000_01, 0.000_03, 0.000_1, 0.000_3, 0.001, 0.003, 0.01, 0.03),
     *(0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
 )
-# The same of requests to S3, which answers in milliseconds.
+# The same for requests to S3, which answers in milliseconds.
 S3_BOUNDS = (0.001, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0, 30.0)
 
 
-# So many observations are collected before they are sorted.
+# Observations collected before they are sorted.
 MOST_NEW = 256
 
 
@@ -34,7 +34,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         self._new: list[float] = []
-        # Those that stand for `_weight` each.
+        # Observations that count `_weight` times each.
         self._weighed: list[float] = []
         self._weight = 1
 
@@ -45,7 +45,7 @@ class Histogram:
             self._sort_new()
 
     def weigh(self, seconds: float, weight: int) -> None:
-        """Count an observation which stands for `weight` of them."""
+        """Count an observation `weight` times: it represents as many."""
         weighed = self._weighed
         if weight != self._weight or len(weighed) == MOST_NEW:
             self._sort_new()
@@ -53,7 +53,7 @@ class Histogram:
         weighed.append(seconds)
 
     def observe_all(self, times: list[float], weight: int = 1) -> None:
-        """Count observations, each of which stands for `weight` of them."""
+        """Count each observation `weight` times: it represents as many."""
         times.sort()
         start = 0
         for bucket, bound in enumerate(self._bounds):
@@ -75,7 +75,7 @@ class Histogram:
         return sum(self._counts)
 
     def sample(self, labels: Mapping[str, str]) -> dict[str, Any]:
-        """The histogram as metrics.py describes it."""
+        """Return the histogram in the form that metrics.py describes."""
         self._sort_new()
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, None), self._counts, strict=True):

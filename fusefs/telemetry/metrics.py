@@ -4,19 +4,18 @@ The request `{"command": "metrics"}` is answered with
 
     {"metrics": {NAME: {"type": TYPE, "help": TEXT, "samples": [SAMPLE, …]}, …}}
 
-NAME is a key of `METRICS`, without the prefix `fusefs_`, in the order of that table; each is there,
-if with no samples. TYPE is `counter`, `gauge` or `histogram`; units are seconds and bytes. A SAMPLE
-is one of
+NAME is a key of `METRICS`, without the prefix `fusefs_`. All names of the table are included, in
+its order, even without samples. TYPE is `counter`, `gauge` or `histogram`; units are seconds and
+bytes. A SAMPLE is one of
 
     {"labels": {LABEL: TEXT, …}, "value": NUMBER}
     {"labels": {…}, "buckets": [[BOUND, COUNT], …], "sum": SECONDS, "count": COUNT}
 
-with cumulative counts and bounds as text (the last is `+Inf`), and with the labels of the table,
-all of them. Which volume this is, and whether it answers (`volume_up`, `volume_pod_info`), the
-exporter adds.
+with cumulative counts, bounds as text (the last is `+Inf`), and all labels of the table. The
+exporter adds the name of the volume and whether it answers (`volume_up`, `volume_pod_info`).
 
-Counters begin at 0 in the next daemon, which Prometheus takes for a reset. `daemon_restarts_total`
-and `daemon_pause_seconds_total` are the keeper's; they are missing where it does not answer.
+Counters begin at 0 in a new daemon, which Prometheus handles as a reset. `daemon_restarts_total`
+and `daemon_pause_seconds_total` come from the keeper; they are missing if it does not answer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The metric that a name of the table stands for."""
+    """The type, help text and labels of one metric."""
 
     type: str
     help: str
@@ -147,12 +146,12 @@ METRICS: dict[str, Metric] = {
 
 
 def value(number: float, **labels: str) -> Sample:
-    """A sample of a counter or a gauge."""
+    """Make a sample of a counter or a gauge."""
     return {"labels": labels, "value": number}
 
 
 def answer(samples: Mapping[str, Iterable[Sample]]) -> dict[str, Any]:
-    """The answer to the request, from the samples of each name; see the module's text."""
+    """Make the answer to the request from the samples of each name (see the module's docstring)."""
     return {
         "metrics": {
             name: {

@@ -1,6 +1,6 @@
-"""The times of requests to S3, and the waits of programs for them.
+"""The times of requests to S3, and the waits that they cause for programs.
 
-A `RequestClock` accompanies one attempt of a request from being sent to its end.
+A `RequestClock` measures one attempt of a request from its start to its end.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from fusefs.telemetry.histogram import S3_BOUNDS, Histogram
 from fusefs.telemetry.metrics import Sample, value
 from fusefs.telemetry.stalls import WaitCause, current
 
-# What a request waits for until its answer begins; for the first byte, if it does not stand here.
+# The cause of waiting until an answer begins; for other operations it is the first byte.
 _CAUSES = {
     "HEAD": WaitCause.METADATA,
     "LIST": WaitCause.METADATA,
     "LIST PARTS": WaitCause.METADATA,
     "LIST UPLOADS": WaitCause.METADATA,
     "CLUSTER GET": WaitCause.CLUSTER_CACHE,
-    # What these take is for the most part the time of their bodies.
+    # The duration of these is mostly that of sending their bodies.
     "PUT": WaitCause.S3_TRANSFER,
     "PUT PART": WaitCause.S3_TRANSFER,
     "CLUSTER PUT": WaitCause.S3_TRANSFER,
@@ -26,15 +26,15 @@ _CAUSES = {
 
 
 class S3Requests:
-    """One store's requests, whose metrics' names begin with `prefix`. Belongs to the event loop."""
+    """Times of one store's requests; `prefix` begins its metrics. Belongs to the event loop."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        # Of the first byte and of the whole, by operation and code.
+        # Times to the first byte and to the end, by operation and code.
         self._times: dict[tuple[str, str], tuple[Histogram, Histogram]] = {}
 
     def observe(self, operation: str, code: str, first_byte_s: float, whole_s: float) -> None:
-        """Count a request that has ended; times are in seconds from when it was sent."""
+        """Count a request that has ended; times are seconds since it was sent."""
         times = self._times.get((operation, code))
         if times is None:
             times = self._times[operation, code] = Histogram(S3_BOUNDS), Histogram(S3_BOUNDS)
@@ -42,7 +42,7 @@ class S3Requests:
         times[1].observe(whole_s)
 
     def samples(self) -> dict[str, list[Sample]]:
-        """The samples of `requests_total` and of both times."""
+        """Return the samples of `requests_total` and of the two durations."""
         totals, first_bytes, wholes = [], [], []
         for (operation, code), (first_byte, whole) in self._times.items():
             name = operation.removeprefix("CLUSTER ").lower().replace(" ", "_")
@@ -63,17 +63,17 @@ CLUSTER_REQUESTS = S3Requests("cluster_cache")
 
 
 def cause_of(operation: str) -> int:
-    """The number of the cause that a request waits for until its answer begins."""
+    """Return the number of the cause that a request waits for until its answer begins."""
     return _CAUSES.get(operation, WaitCause.S3_FIRST_BYTE)
 
 
 class RequestClock:
-    """One attempt of a request: `first_byte` when its answer begins, at last `end`, once."""
+    """The clock of one attempt: call `first_byte` when its answer begins, and `end` once."""
 
     __slots__ = ("_began", "_cause", "_first_byte_s", "_operation", "_requests", "_work")
 
     def __init__(self, operation: str, requests: S3Requests) -> None:
-        """It is sent now, as a part of the current task's work."""
+        """Start the clock; the time counts as part of the current task's work."""
         self._operation = operation
         self._requests = requests
         self._work = current()
@@ -83,7 +83,7 @@ class RequestClock:
         self._work.enter(self._cause, self._began)
 
     def first_byte(self, at: float | None = None) -> None:
-        """Its answer begins, now or at that moment; later calls change nothing."""
+        """Note that the answer begins, now or at `at`; later calls change nothing."""
         if self._first_byte_s >= 0:
             return
         if at is None:
@@ -94,7 +94,7 @@ class RequestClock:
             self._work.move(WaitCause.S3_FIRST_BYTE, WaitCause.S3_TRANSFER, at)
 
     def end(self, code: str) -> None:
-        """It is over; `code` is a refusal's status, 200 for any success, `none`, or `cancelled`."""
+        """End it; `code` is a refusal's status, 200 for any success, `none`, or `cancelled`."""
         now = time.monotonic()
         self._work.leave(self._cause, now)
         whole_s = now - self._began

@@ -1,16 +1,16 @@
-"""The waits of programs' requests, as the kernel's pressure stall information counts it.
+"""The waits of programs' requests, counted like the kernel's pressure stall information.
 
-For each cause there is a count of the requests that wait for it, the time in which there was at
-least one (*stalled*) and the time of all of them added up (*wait*). `any` is their union: causes
-overlap.
+For each cause there are the number of requests that wait for it, the time in which at least one
+waited (*stalled*), and the sum of all waiting times (*wait*). `any` is the union of all causes, as
+causes overlap.
 
-A *work* is something that any number of requests may wait for: the answer to one request, a
-download, an upload. What it spends its time on is noted by `enter` and `leave`, or by a `stage`,
-which finds the work of its own task; who waits for it, by `awaited`, or by `waiting_for` where a
-work waits for another one's. Time counts while it has both, so what nothing waits for yet counts
-for nothing. Tasks inherit the work of the task that has started them (a context variable); what is
-fetched ahead begins a work of its own, or is `unattended`. Shares of the last seconds follow from
-snapshots that are taken when causes change, at most one a second: nothing wakes up for them.
+A *work* is an activity that any number of requests may wait for: the answer to one request, a
+download, an upload. Its causes of delay are noted by `enter` and `leave`, or by a `stage`, which
+uses the work of its own task. The requests that wait for it are noted by `awaited`, or by
+`waiting_for` if one work waits for another. Time counts only while a work has both a cause and a
+waiter. Tasks inherit the work of the task that started them (a context variable); prefetching
+begins a work of its own, or is `unattended`. Shares of the last seconds are computed from
+snapshots, taken when causes change, at most one a second: no timer is needed.
 
 All of it belongs to the event loop.
 """
@@ -27,13 +27,13 @@ from typing import NamedTuple
 class WaitCause:
     """The causes for which a request may wait, by number; the last one is the union of all others.
 
-    `CONNECTION`: one of the budget's connections to be free. `THROTTLED`: S3 to take more
-    requests than it has refused. `S3_FIRST_BYTE`, `S3_TRANSFER`: the start and the rest of an
-    answer, or a body to be sent. `METADATA`: a listing or a HEAD. `CACHE_DISK`: the local disk.
-    `CACHE_FULL`: room in the cache. `CREDENTIALS`: keys to be found or renewed.
-    `CLUSTER_CACHE`: an answer of the cluster cache.
+    `CONNECTION`: no connection of the budget is free. `THROTTLED`: S3 has refused requests as too
+    many. `S3_FIRST_BYTE`, `S3_TRANSFER`: the start and the rest of an answer, or the sending of a
+    body. `METADATA`: a listing or a HEAD. `CACHE_DISK`: the local disk. `CACHE_FULL`: no room in
+    the cache. `CREDENTIALS`: credentials are looked up or renewed. `CLUSTER_CACHE`: an answer of
+    the cluster cache.
 
-    Plain numbers: members of an enumeration take twice as long to find things by.
+    Plain numbers, because members of an enumeration take twice as long as keys.
     """
 
     CONNECTION = 0
@@ -48,23 +48,23 @@ class WaitCause:
     ANY = 9
 
 
-# Their names by number, as metrics and status have them.
+# The causes' names by number, as in metrics and status.
 CAUSES = tuple(name.lower() for name in vars(WaitCause) if name.isupper())
 _ANY = WaitCause.ANY
 SNAPSHOT_EVERY_S = 1.0
-# The longest time that `shares` looks back.
+# The longest period for which `shares` can answer.
 KEPT_S = 300.0
 
 
 class Pressure(NamedTuple):
-    """The times of each cause, in seconds, by its number."""
+    """The stalled and waiting times in seconds, each by the number of the cause."""
 
     stalled: tuple[float, ...]
     wait: tuple[float, ...]
 
 
 class _Counted:
-    """The times of one cause; see `Pressure`. `changed` is when `waiters` last did."""
+    """The times of one cause (see `Pressure`). `changed` is the time `waiters` last changed."""
 
     __slots__ = ("changed", "stalled", "wait", "waiters")
 
@@ -84,7 +84,7 @@ class Stalls:
         self._snapshots: deque[tuple[float, tuple[float, ...]]] = deque()
 
     def change(self, causes: Iterable[int], count: int, at: float | None) -> None:
-        """So many more requests wait for these from a moment on (None: now), or fewer."""
+        """Add `count` (may be negative) waiting requests to causes, at `at` (None: now)."""
         if at is None:
             at = time.monotonic()
         if at >= self._due:
@@ -92,7 +92,7 @@ class Stalls:
         for cause in causes:
             counted = self._causes[cause]
             elapsed = at - counted.changed
-            if elapsed > 0:  # the moment may be past
+            if elapsed > 0:  # `at` may be before the last change
                 if counted.waiters:
                     counted.stalled += elapsed
                     counted.wait += counted.waiters * elapsed
@@ -100,7 +100,7 @@ class Stalls:
             counted.waiters += count
 
     def shares(self, seconds: float) -> list[float]:
-        """The share of the last `seconds` in which requests waited, by cause."""
+        """Return by cause the share of the last `seconds` in which requests waited."""
         now = time.monotonic()
         stalled, then = self.totals(now).stalled, now - seconds
         before = self._stalled_at(then, now, stalled)
@@ -110,7 +110,7 @@ class Stalls:
         ]
 
     def totals(self, now: float | None = None) -> Pressure:
-        """All times since the process began, until `now` (monotonic seconds; None: this moment)."""
+        """Return all times since the process began, until `now` (monotonic s; None: now)."""
         now = time.monotonic() if now is None else now
         stalled, wait = [], []
         for counted in self._causes:
@@ -120,14 +120,14 @@ class Stalls:
         return Pressure(tuple(stalled), tuple(wait))
 
     def _take_snapshot(self, now: float) -> None:
-        """Keep what was until now."""
+        """Save the stalled times of this moment, and drop old snapshots."""
         self._due = now + SNAPSHOT_EVERY_S
         self._snapshots.append((now, self.totals(now).stalled))
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - KEPT_S:
             self._snapshots.popleft()
 
     def _stalled_at(self, then: float, now: float, stalled: tuple[float, ...]) -> list[float]:
-        """The stalled times as they were, between two snapshots in proportion."""
+        """Return the stalled times at `then`, interpolated between two snapshots."""
         early, late = (self._began, (0.0,) * len(stalled)), (now, stalled)
         for snapshot in self._snapshots:
             if snapshot[0] > then:
@@ -145,18 +145,18 @@ STALLS = Stalls()
 
 
 class Work:
-    """Something that is done, and that requests may wait for; see the module's text."""
+    """An activity that requests may wait for; see the module's docstring."""
 
     __slots__ = ("_causes", "_stalls", "_waiters")
 
     def __init__(self, stalls: Stalls = STALLS) -> None:
         self._stalls = stalls
         self._waiters = 0
-        # What it is at: how many of its tasks or threads, by cause.
+        # By cause, the number of its tasks or threads that wait for the cause.
         self._causes: dict[int, int] = {}
 
     def enter(self, cause: int, at: float | None = None) -> None:
-        """It begins to spend time on something, now or at a moment, in monotonic seconds."""
+        """Begin to spend time on a cause, now or at `at` (monotonic seconds)."""
         causes = self._causes
         if cause in causes:
             causes[cause] += 1
@@ -167,7 +167,7 @@ class Work:
             self._stalls.change(changing, self._waiters, at)
 
     def leave(self, cause: int, at: float | None = None) -> None:
-        """End what was entered."""
+        """End a cause that `enter` began."""
         causes = self._causes
         if causes[cause] > 1:
             causes[cause] -= 1
@@ -178,35 +178,35 @@ class Work:
             self._stalls.change(changing, -self._waiters, at)
 
     def move(self, cause: int, to: int, at: float | None = None) -> None:
-        """End what was entered, and begin something else."""
+        """End a cause that `enter` began, and begin another."""
         self.enter(to, at)
         self.leave(cause, at)
 
     def wait(self, count: int) -> None:
-        """So many more requests wait for it, or fewer."""
+        """Add `count` (may be negative) to the requests that wait for this work."""
         self._waiters += count
         if self._causes:
             self._stalls.change((*self._causes, _ANY), count, None)
 
     @property
     def waiters(self) -> int:
-        """The number of requests that wait for it now."""
+        """The number of requests that wait for this work now."""
         return self._waiters
 
     def begin(self) -> None:
-        """Stages of this task are this work's from now on, to the task's end."""
+        """Make this work the current task's, to the task's end."""
         _work.set(self)
 
     def awaited(self) -> _Awaited:
         return _Awaited(self)
 
     def doing(self) -> _Doing:
-        """Stages of this task, and of those that it starts, are this work's meanwhile."""
+        """Make this work that of the current task, and of tasks started meanwhile (`with`)."""
         return _Doing(self)
 
 
 class _Awaited:
-    """Counts a request that waits; a class costs half of what a generator does."""
+    """Counts a request that waits; a class takes half the time of a generator."""
 
     __slots__ = ("_work",)
 
@@ -221,7 +221,7 @@ class _Awaited:
 
 
 class _Doing:
-    """Makes a work the one of this task."""
+    """Makes a work the current task's for the time of a `with` block."""
 
     __slots__ = ("_token", "_work")
 
@@ -240,12 +240,12 @@ _work: ContextVar[Work] = ContextVar("work", default=_UNATTENDED)
 
 
 def current() -> Work:
-    """The work that this task does a part of."""
+    """Return the work that the current task belongs to."""
     return _work.get()
 
 
 class served:
-    """This task's work is one request's meanwhile, which waits for it (`with served()`)."""
+    """Give the current task a new work that one request waits for (`with served()`)."""
 
     __slots__ = ("_token", "_work")
 
@@ -262,15 +262,15 @@ class served:
 
 
 def unattended() -> _Doing:
-    """Mark the work of this task, and of those that it starts, as what no request waits for."""
+    """Mark the work of this task, and of tasks that it starts, as awaited by no request."""
     return _UNATTENDED.doing()
 
 
 class waiting_for:
-    """Mark this task's work as waiting for another one (`with waiting_for(work)`).
+    """Mark the current task's work as waiting for another work (`with waiting_for(work)`).
 
-    So the requests that wait for the one wait for the other as well: none, if this task's
-    work is unattended. Requests that come to wait for it later are not counted.
+    Requests that wait for the first then wait for the second as well; an unattended work has none.
+    Requests that begin to wait later are not counted.
     """
 
     __slots__ = ("_count", "_work")
@@ -278,7 +278,7 @@ class waiting_for:
     def __init__(self, work: Work) -> None:
         self._work = work
         mine = _work.get()
-        # A part of a work that waits for another part: its requests are counted already.
+        # One part of a work may wait for another part: the requests are counted already.
         self._count = 0 if mine is work else mine.waiters
 
     def __enter__(self) -> None:
@@ -291,7 +291,7 @@ class waiting_for:
 
 
 class stage:
-    """Mark the cause for which this task waits meanwhile (`with stage(WaitCause.CACHE_DISK)`)."""
+    """Mark the cause that this task waits for in a block (`with stage(WaitCause.CACHE_DISK)`)."""
 
     __slots__ = ("_cause", "_work")
 

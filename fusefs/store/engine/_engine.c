@@ -1,18 +1,18 @@
 /* HTTP requests by libcurl in worker threads, which never hold the interpreter lock.
  *
- * Python hands a request to a worker (`submit`). The worker runs it in a curl multi handle of
- * its own, with its own connections, writes the answer's body to the request's sink, and puts
- * the transfer on the engine's list of completed ones. An eventfd tells the event loop that
- * there is something to `collect`. engine.py is the other side of all this.
+ * Python gives each request to a worker (`submit`). The worker runs it in a curl multi handle of
+ * its own, with its own connections, writes the answer's body to the request's sink, and adds the
+ * transfer to the engine's list of completed ones. An eventfd tells the event loop that there are
+ * transfers to `collect`. engine.py is the Python side.
  *
  * Threads: a transfer belongs to Python until it is queued, then to its worker, and to Python
- * again once it is on the completed list. Two mutexes: each worker's guards its queue, the
- * engine's guards the lists of what is to collect. Both are held for a few instructions, never
- * one within the other, and no code of Python runs meanwhile. Workers touch no Python object; the
- * engine has a reference to each transfer from `submit` to `collect`.
+ * again once it is on the completed list. Each worker's mutex guards its queue; the engine's mutex
+ * guards the lists of transfers to collect. Both are held for a few instructions, never one inside
+ * the other, and no Python code runs meanwhile. Workers touch no Python object; the engine holds a
+ * reference to each transfer from `submit` to `collect`.
  *
- * libcurl (https://curl.se/libcurl/c/threadsafe.html): one thread alone uses a multi handle and its
- * easy handles. Only curl_multi_wakeup is for other threads. */
+ * libcurl (https://curl.se/libcurl/c/threadsafe.html): a multi handle and its easy handles may be
+ * used by one thread only. Other threads may call only curl_multi_wakeup. */
 
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
@@ -39,23 +39,23 @@
 #endif
 
 enum {
-    MOST_HEAD = 64 << 10,    /* headers of an answer, with those of the 1xx before it */
+    MOST_HEAD = 64 << 10,    /* headers of an answer and of the 1xx answers before it */
     MOST_INTERIM = 10,       /* answers with status 1xx before the answer */
     MOST_DOCUMENT = 1 << 20, /* the body of an answer that is not 2xx */
-    LARGE = 512 << 10,       /* a body of more goes to a worker for large ones */
-    /* TLS hands bytes on in records of 16 KiB; larger writes make larger folios. */
+    LARGE = 512 << 10,       /* larger bodies go to the workers for large bodies */
+    /* TLS delivers records of 16 KiB; larger writes make larger folios. */
     GATHERED = 256 << 10,
-    FIRST = 64 << 10, /* the beginning is written, and shown, when so much is there */
+    FIRST = 64 << 10, /* the beginning is written and reported at this size */
     RECEIVED_AT_ONCE = 256 << 10,
-    SMALL_AT_ONCE = 64 << 10, /* of a small body: many of them are under way at a time */
+    SMALL_AT_ONCE = 64 << 10, /* for small bodies: many are under way at a time */
     SENT_AT_ONCE = 256 << 10,
     SUM_BLOCK = 1 << 20, /* as BLOCK in cache/integrity/checksums.py */
-    MOST_IDLE_S = 30,    /* a connection is not reused after that: the network may have lost it */
-    CA_CACHED_S = 300,   /* authorities are parsed once; their file may be replaced */
-    MOST_SPARE = 64,     /* easy handles that a worker keeps for the next transfers */
+    MOST_IDLE_S = 30,    /* older idle connections are not reused: they may be lost */
+    CA_CACHED_S = 300,   /* parsed authorities are cached: their file may be replaced */
+    MOST_SPARE = 64,     /* unused easy handles that a worker keeps */
 };
 #define LONGEST_WAIT_S 60.0
-#define STALLED_S 0.1 /* a worker's time on the local disk that no server is to blame for */
+#define STALLED_S 0.1 /* longer disk waits of a worker extend the servers' deadlines */
 
 /* The CRC32 of the bytes [start, stop) of a file; engine.py unpacks it. */
 struct sum {
@@ -67,19 +67,19 @@ enum phase { CONNECTING, SENDING, AWAITING, RECEIVING };
 struct transfer {
     PyObject_HEAD
     struct transfer *next, *previous;
-    struct worker *worker; /* NULL until it is submitted */
+    struct worker *worker; /* NULL before `submit` */
     CURL *easy;
     atomic_int is_cancelled;
 
     /* The request. */
-    PyObject *request; /* has the strings */
+    PyObject *request; /* owns the strings */
     const char *method, *url, *header_lines, *proxy, *ca_file, *etag, *path;
     struct curl_slist *headers;
     Py_buffer body;
     int is_head, has_body, body_fd, is_fresh;
     int64_t body_offset, body_length, body_sent;
     double connect_s, silence_s, least_rate, window_s, total_s;
-    /* The sink: a file, one that is created at `path` once all of its bytes are there, or memory. */
+    /* The sink: a file, a file created at `path` when all of its bytes are there, or memory. */
     int sink_fd, with_sums;
     int64_t sink_offset, start, length, size, limit, progress;
 
@@ -89,22 +89,22 @@ struct transfer {
     double last_moved, window_began;
     int64_t window_moved; /* bytes in either direction */
     int attempts, heads, head_size, is_checked, is_enough, has_news;
-    int status;          /* once the headers are there; Python reads it at any time */
-    char *content;       /* of a sink in memory, or gathered for a file */
+    int status;          /* set with the headers; Python may read it at any time */
+    char *content;       /* for a sink in memory, or gathered for a file */
     size_t content_size, content_room;
-    int64_t received;    /* in the sink */
-    struct sum *sums;    /* with room for all of the sink */
+    int64_t received;    /* bytes in the sink */
+    struct sum *sums;    /* with room for the whole sink */
     size_t sum_count;
     char *head; /* "name\0value\0..." */
     size_t head_length;
-    /* The outcome; without an `error`, `code` may be one. */
+    /* The outcome; if `error` is NULL, `code` may still be an error. */
     const char *error;
     CURLcode code;
     int error_number, may_have_been_executed;
     long proxy_status;
     char detail[CURL_ERROR_SIZE];
 
-    /* Guarded by the engine's mutex: what Python is to be told, and has been. */
+    /* Guarded by the engine's mutex: progress to report to Python, and reported. */
     int64_t shown;
     size_t sums_shown, sums_taken;
     int is_listed;
@@ -119,9 +119,9 @@ struct worker {
     CURL *spare[MOST_SPARE];
     int spare_count;
     struct transfer active;     /* a ring */
-    struct transfer *completed; /* not handed over yet */
-    double next_check;          /* of deadlines */
-    double on_disk_s;           /* what the local disk took in this round */
+    struct transfer *completed; /* not published yet */
+    double next_check;          /* time to check deadlines */
+    double on_disk_s;           /* time on the local disk in this round */
     atomic_int load;            /* transfers that are queued or active */
 
     pthread_mutex_t mutex;
@@ -144,12 +144,12 @@ static double now_s(void) {
     return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
 }
 
-/* ---------------------------------------------------------------- what there is to collect */
+/* ---------------------------------------------------------------- the lists to collect */
 
-/* Has Python told how far a transfer is. The engine's mutex is held. */
+/* Lists a transfer's progress for Python. The engine's mutex must be held. */
 static void list_progress(Engine *engine, struct transfer *t) {
     t->shown = t->received;
-    /* The last sum may still grow, unless this is the end. */
+    /* The last sum may still grow, unless the transfer has ended. */
     int grows = t->easy && t->sum_count && t->sums[t->sum_count - 1].stop % SUM_BLOCK;
     t->sums_shown = t->sum_count - (size_t)grows;
     if (!t->is_listed) {
@@ -159,8 +159,8 @@ static void list_progress(Engine *engine, struct transfer *t) {
     }
 }
 
-/* Puts transfers on the engine's lists. The eventfd is written only when both were empty: what
- * comes until Python collects them takes no further wake-up. */
+/* Adds transfers to the engine's lists. The eventfd is written only if both were empty: until
+ * Python collects them, further transfers need no wake-up. */
 static void publish(Engine *engine, struct transfer *completed, struct transfer *progressed) {
     pthread_mutex_lock(&engine->mutex);
     int was_empty = engine->completed == NULL && engine->listed == NULL;
@@ -213,7 +213,7 @@ static int fail_sink(struct transfer *t, int number) {
     return 0;
 }
 
-/* Creates the sink's file, in a folder that may be missing. */
+/* Creates the sink's file, and its folder if it is missing. */
 static int create(struct transfer *t) {
     int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW;
     t->sink_fd = open(t->path, flags, 0600);
@@ -228,7 +228,7 @@ static int create(struct transfer *t) {
     return t->sink_fd >= 0 || fail_sink(t, errno);
 }
 
-/* Writes what is gathered. What a failing write leaves in the file is not counted as received. */
+/* Writes the gathered bytes. Bytes that a failed write left in the file are not counted. */
 static int flush(struct transfer *t) {
     double began = now_s();
     const char *data = t->content;
@@ -268,8 +268,8 @@ static const char *header(const struct transfer *t, const char *name) {
     return curl_easy_header(t->easy, name, 0, CURLH_HEADER, -1, &found) ? NULL : found->value;
 }
 
-/* Neither quotes nor the mark of a weak ETag are a part of it here: some servers leave the first
- * out, and some proxies put the second in. */
+/* Compares ETags without quotes, which some servers leave out, and without the mark of a weak
+ * ETag, which some proxies add. */
 static int has_etag(const struct transfer *t) {
     const char *found = header(t, "etag");
     size_t size = strlen(t->etag);
@@ -280,9 +280,9 @@ static int has_etag(const struct transfer *t) {
     return strncmp(found, t->etag, size) == 0 && (!found[size] || !strcmp(found + size, "\""));
 }
 
-/* Why the sink must not have this answer, by its headers; NULL if it may. */
+/* The error by which the answer's headers exclude it from the sink; NULL if it is accepted. */
 static const char *refusal(const struct transfer *t) {
-    curl_off_t length = -1; /* -1: not told */
+    curl_off_t length = -1; /* -1: unknown */
     long long first = -1, last = -1, size = -1;
     curl_easy_getinfo(t->easy, CURLINFO_CONTENT_LENGTH_DOWNLOAD_T, &length);
     if (t->status < 200 || t->status >= 300 || t->is_head)
@@ -311,7 +311,7 @@ static int to_file(struct transfer *t, const char *data, size_t size) {
     int64_t left = t->length - t->received - (int64_t)t->content_size;
     if ((int64_t)size > left) {
         size = (size_t)left;
-        /* The whole object in place of its first bytes: the rest is not wanted. */
+        /* A server may send the whole object instead of its first bytes: ignore the rest. */
         if (t->status == 200 && (t->size < 0 || t->size > t->length))
             t->is_enough = 1;
         else
@@ -339,7 +339,7 @@ static int to_memory(struct transfer *t, const char *data, size_t size) {
     size_t needed = t->content_size + size;
     if ((int64_t)needed > (is_refusal ? MOST_DOCUMENT : t->limit)) {
         t->error = is_refusal ? NULL : "too-large";
-        t->is_enough = is_refusal; /* the status says enough */
+        t->is_enough = is_refusal; /* the status is enough */
         t->content_size = 0;
         return 0;
     }
@@ -374,13 +374,13 @@ static size_t on_body(char *data, size_t one, size_t size, void *argument) {
     return is_taken ? size : CURL_WRITEFUNC_ERROR;
 }
 
-/* Called with each line: status lines, headers, the empty line, and trailers after the body. */
+/* Called for each line: status lines, headers, the empty line, and trailers after the body. */
 static size_t on_header(char *line, size_t one, size_t size, void *argument) {
     struct transfer *t = argument;
     long status = 0;
     (void)one;
     note_moved(t, size);
-    t->head_size += (int)size; /* of at most 100 KiB a line */
+    t->head_size += (int)size; /* a line has at most 100 KiB */
     t->heads += size > 5 && strncmp(line, "HTTP/", 5) == 0;
     if (t->head_size > MOST_HEAD || t->heads > MOST_INTERIM + 1) {
         t->error = "malformed";
@@ -424,9 +424,9 @@ static size_t on_read(char *to, size_t one, size_t room, void *argument) {
     return (size_t)count;
 }
 
-/* Called when a connection is there, before the request is sent over it. libcurl repeats a request
- * whose reused connection ended without an answer. The server may have executed it, so only one
- * that changes nothing is sent again. */
+/* Called with a connection, before the request is sent. libcurl repeats a request whose reused
+ * connection ended without an answer. The server may have executed it, so only requests that change
+ * nothing are sent again. */
 static int on_connected(void *argument, char *a, char *b, int c, int d) {
     struct transfer *t = argument;
     (void)a, (void)b, (void)c, (void)d;
@@ -436,7 +436,7 @@ static int on_connected(void *argument, char *a, char *b, int c, int d) {
     }
     begin_phase(t, t->body_length ? SENDING : AWAITING);
     t->connected = t->last_moved;
-    t->worker->next_check = fmin(t->worker->next_check, t->connected); /* there are deadlines now */
+    t->worker->next_check = fmin(t->worker->next_check, t->connected); /* deadlines begin now */
     return CURL_PREREQFUNC_OK;
 }
 
@@ -448,7 +448,7 @@ static curl_socket_t open_socket(void *argument, curlsocktype purpose, struct cu
 
 /* ---------------------------------------------------------------- a transfer in its worker */
 
-/* "Name: value" of each line. Returns 0 without memory. */
+/* Splits the lines "Name: value". Returns 0 if there is no memory. */
 static int read_headers(struct transfer *t) {
     for (const char *lines = t->header_lines; *lines;) {
         size_t size = strcspn(lines, "\n");
@@ -481,16 +481,16 @@ static int set_options(struct transfer *t, CURL *easy) {
     SET(MAXAGE_CONN, (long)MOST_IDLE_S);
     SET(CONNECTTIMEOUT_MS, (long)(fmin(t->connect_s, 1e6) * 1e3) + 1);
     SET(TIMEOUT_MS, (long)(fmin(t->total_s, 1e6) * 1e3));
-    SET(QUICK_EXIT, 1L); /* or a cancelled name lookup has the worker wait for its thread */
+    SET(QUICK_EXIT, 1L); /* or a cancelled name lookup would block the worker */
     SET(BUFFERSIZE, (long)(t->length > LARGE ? RECEIVED_AT_ONCE : SMALL_AT_ONCE));
-    /* Empty: the environment's variables are not looked at. */
+    /* Empty: the environment's variables are ignored. */
     SET(PROXY, t->proxy ? t->proxy : "");
     SET(NOPROXY, "");
     SET(SUPPRESS_CONNECT_HEADERS, 1L);
     SET(SSLVERSION, (long)CURL_SSLVERSION_TLSv1_2);
     SET(PROXY_SSLVERSION, (long)CURL_SSLVERSION_TLSv1_2);
-    /* Peer and name are verified by default. The directory of libcurl's own default would be
-     * trusted as well, and keeps it from sharing the parsed authorities among connections. */
+    /* Peer and name are verified by default. libcurl's default directory would be trusted too, and
+     * would prevent connections from sharing the parsed authorities. */
     SET(CAPATH, NULL);
     SET(PROXY_CAPATH, NULL);
     SET(CAINFO, t->ca_file);
@@ -532,7 +532,7 @@ static void copy_head(struct transfer *t) {
         t->error = "memory";
 }
 
-/* Finds how a transfer ended. */
+/* Determines a transfer's outcome. */
 static void conclude(struct transfer *t, CURLcode code) {
     long request_size = 0, os_error = 0;
     int is_cancelled = atomic_load(&t->is_cancelled) && code == CURLE_ABORTED_BY_CALLBACK;
@@ -543,21 +543,21 @@ static void conclude(struct transfer *t, CURLcode code) {
         t->error = refusal(t); /* there was no body */
     if (is_for_file(t) && (t->error == NULL || strncmp(t->error, "sink", 4) != 0)) {
         const char *before = t->error;
-        if (flush(t) || before) /* what arrived before an error counts */
+        if (flush(t) || before) /* bytes before an error count */
             t->error = before;
     }
     if (t->is_enough)
         code = CURLE_OK;
     if (code == CURLE_OK && is_for_file(t) && t->received < t->length) {
         code = CURLE_PARTIAL_FILE;
-        /* All of it, and not as long as the object: it was sent unpacked. */
+        /* A complete answer of another length than the object was decompressed on the way. */
         if (t->status == 200 && t->size >= 0 && !t->error && header(t, "transfer-encoding"))
             t->error = "size";
     }
-    /* libcurl takes headers that end with the connection for whole ones. */
+    /* libcurl accepts headers that are cut off by the connection's end. */
     if (!t->status && (code == CURLE_OK || code == CURLE_PARTIAL_FILE))
         code = CURLE_GOT_NOTHING;
-    /* A refusal stands, even if its document broke off or an upload did because of it. */
+    /* A refusal counts, even if its document or the upload broke off. */
     if (t->status >= 300 && !is_cancelled) {
         code = CURLE_OK;
         t->error = NULL;
@@ -571,12 +571,12 @@ static void conclude(struct transfer *t, CURLcode code) {
     t->code = code;
     if (t->error == NULL && code != CURLE_OK)
         t->error_number = (int)os_error;
-    /* The size has that of a CONNECT in it, which comes before `connected`. */
+    /* The size includes a CONNECT, which comes before `connected`. */
     int is_sent = t->connected > 0 && request_size > 0;
     t->may_have_been_executed = is_sent && (t->error != NULL || code != CURLE_OK);
 }
 
-/* A file that was created goes with the transfer, unless all is well and Python takes it. */
+/* Closes the sink, and removes a file that was created and that Python has not taken. */
 static void close_sink(struct transfer *t) {
     if (t->sink_fd >= 0 && t->path != NULL)
         unlink(t->path);
@@ -591,11 +591,11 @@ static void close_body(struct transfer *t) {
     t->body_fd = -1;
 }
 
-/* The end of a transfer, by itself (curl_multi_info_read), by a deadline or by a cancellation. */
+/* Ends a transfer that is over (curl_multi_info_read), too late or cancelled. */
 static void finish(struct worker *worker, struct transfer *t, CURLcode code) {
     if (t->easy != NULL) {
         conclude(t, code);
-        /* If it is under way, its connection is closed; no callback follows. */
+        /* Closes the connection of an unfinished transfer; no callback follows. */
         curl_multi_remove_handle(worker->multi, t->easy);
         if (worker->spare_count < MOST_SPARE) {
             curl_easy_reset(t->easy);
@@ -631,7 +631,7 @@ static void begin(struct worker *worker, struct transfer *t) {
     if (worker->spare_count)
         t->easy = worker->spare[--worker->spare_count];
     else if ((t->easy = curl_easy_init()) != NULL)
-        /* curl_easy_reset leaves it: all transfers of the worker resume sessions of TLS. */
+        /* Survives curl_easy_reset: all transfers of the worker share TLS sessions. */
         curl_easy_setopt(t->easy, CURLOPT_SHARE, worker->share);
     if (t->easy == NULL || !read_headers(t) || !set_options(t, t->easy) ||
         curl_multi_add_handle(worker->multi, t->easy) != CURLM_OK) {
@@ -640,8 +640,8 @@ static void begin(struct worker *worker, struct transfer *t) {
     }
 }
 
-/* The error of a transfer that is too slow, NULL if it is not; `*next` comes no later than its
- * next deadline. Those of connecting and of all of it are libcurl's. */
+/* The error of a transfer that is too slow, else NULL; lowers `*next` to the transfer's next
+ * deadline. libcurl itself checks the deadlines for connecting and for the whole transfer. */
 static const char *lateness(struct transfer *t, double now, double *next) {
     if (t->phase == CONNECTING)
         return NULL;
@@ -667,7 +667,7 @@ static void check_deadlines(struct worker *worker) {
     worker->next_check = now + LONGEST_WAIT_S;
     for (struct transfer *t = worker->active.next, *after; t != &worker->active; t = after) {
         after = t->next;
-        /* While the worker waited for the disk, the servers' bytes had to wait. */
+        /* Servers are not blamed for the time in which the worker waited for the disk. */
         t->last_moved = fmin(t->last_moved + disk_s, now);
         t->window_began = fmin(t->window_began + disk_s, now);
         const char *error = lateness(t, now, &worker->next_check);
@@ -688,7 +688,7 @@ static void cancel(struct worker *worker, int all) {
     }
 }
 
-/* Takes what Python has handed over; 0 if the worker is to end. */
+/* Begins queued transfers and ends cancelled ones; returns 0 if the worker is to end. */
 static int take_work(struct worker *worker) {
     pthread_mutex_lock(&worker->mutex);
     struct transfer *t = worker->queue, *after;
@@ -714,7 +714,7 @@ static void await_work(struct worker *worker) {
     pthread_mutex_unlock(&worker->mutex);
     if (!is_asleep)
         return;
-    /* A wake-up that comes before the call has it return at once. */
+    /* A wake-up before the call makes it return at once. */
     curl_multi_poll(worker->multi, NULL, 0, (int)ceil(wait_s * 1e3), NULL);
     pthread_mutex_lock(&worker->mutex);
     worker->is_asleep = 0;
@@ -776,7 +776,7 @@ static int duplicate(int fd, int *copy) {
     return fd < 0 || *copy >= 0;
 }
 
-/* Reads what engine.py flattens: a request with its body, sink, route and deadlines. */
+/* Parses a request as flattened by engine.py: with body, sink, route and deadlines. */
 static int read_request(struct transfer *t, PyObject *request) {
     int sink_fd, body_fd;
     if (!PyArg_ParseTuple(request, "ssyz*iLLLiLLLzLpzzzdddddLp", &t->method, &t->url,
@@ -809,7 +809,7 @@ static int read_request(struct transfer *t, PyObject *request) {
     return 1;
 }
 
-/* Hands over the file that was created; -1 if there is none. The transfer is complete. */
+/* Returns the descriptor of the created file, or -1. The transfer must be complete. */
 static PyObject *transfer_take_file(struct transfer *t, PyObject *unused) {
     int fd = t->path != NULL ? t->sink_fd : -1;
     (void)unused;
@@ -841,8 +841,8 @@ static PyType_Spec transfer_spec = {
 
 /* ---------------------------------------------------------------- Python: the engine */
 
-/* The worker with the least to do, of those for small or for large bodies; the first of equals, so
- * that a few requests reuse a few connections. */
+/* Chooses the least loaded worker for small or for large bodies; the first of equals, so that a few
+ * requests reuse a few connections. */
 static struct worker *choose(Engine *engine, const struct transfer *t) {
     int is_large = t->length > LARGE || t->body_length > LARGE;
     int first = is_large ? engine->small_count : 0;
@@ -854,7 +854,7 @@ static struct worker *choose(Engine *engine, const struct transfer *t) {
     return chosen;
 }
 
-/* Hands something over to a worker: a transfer to begin, a cancellation, or the end. */
+/* Tells a worker to begin a transfer (`added`), to look for cancelled ones, or to end. */
 static void tell(struct worker *worker, struct transfer *added, int is_cancelled, int is_end) {
     pthread_mutex_lock(&worker->mutex);
     if (added != NULL) {
@@ -907,26 +907,26 @@ static PyObject *completion_of(const struct transfer *t) {
         t->submitted, t->connected, t->first_byte, t->last_byte);
 }
 
-/* Appends `item` and takes the reference to it, which may be NULL. */
+/* Appends `item`, which may be NULL, and consumes the reference to it. */
 static int add(PyObject *list, PyObject *item) {
     int is_added = item != NULL && PyList_Append(list, item) == 0;
     Py_XDECREF(item);
     return is_added;
 }
 
-/* Returns the completed transfers, and those that have got on with what is new of their sums. */
+/* Returns the completed transfers, and those with progress, each with its new sums. */
 static PyObject *engine_collect(Engine *engine, PyObject *unused) {
     eventfd_t ignored;
     PyObject *completed = PyList_New(0), *progressed = PyList_New(0);
     int is_bad = completed == NULL || progressed == NULL;
     (void)unused;
-    /* Before the lists are taken: what comes after that writes it again. */
+    /* Before the lists are taken: a later transfer writes the eventfd again. */
     eventfd_read(engine->eventfd, &ignored);
     pthread_mutex_lock(&engine->mutex);
     struct transfer *done = engine->completed, *listed = engine->listed, *after;
     engine->completed = engine->listed = NULL;
     pthread_mutex_unlock(&engine->mutex);
-    /* Those that complete meanwhile are released by the next call. */
+    /* Transfers that complete meanwhile are released by the next call. */
     for (struct transfer *t = listed; t != NULL; t = after) {
         pthread_mutex_lock(&engine->mutex);
         long long shown = t->shown;
@@ -934,7 +934,7 @@ static PyObject *engine_collect(Engine *engine, PyObject *unused) {
         after = t->next_listed;
         t->is_listed = 0;
         pthread_mutex_unlock(&engine->mutex);
-        /* A sum that was shown does not change any more. */
+        /* A reported sum does not change any more. */
         Py_ssize_t size = (Py_ssize_t)((stop - first) * sizeof *t->sums);
         const char *sums = size ? (const char *)(t->sums + first) : "";
         is_bad = is_bad || !add(progressed, Py_BuildValue("OLy#", t, shown, sums, size));
@@ -951,7 +951,7 @@ static PyObject *engine_collect(Engine *engine, PyObject *unused) {
     return NULL;
 }
 
-/* Cancels all and waits for the threads; the completions are there to be collected. */
+/* Cancels all transfers and joins the threads; the completions can then be collected. */
 static PyObject *engine_close(Engine *engine, PyObject *unused) {
     struct worker *workers = engine->workers;
     (void)unused;
@@ -977,7 +977,7 @@ static int start_worker(Engine *engine, struct worker *worker, long max_connecti
     pthread_mutex_init(&worker->mutex, NULL);
     if (worker->multi == NULL || worker->share == NULL)
         return 0;
-    /* One thread uses it, so it needs no locks. */
+    /* Only one thread uses the share handle, so it needs no locks. */
     curl_share_setopt(worker->share, CURLSHOPT_SHARE, CURL_LOCK_DATA_SSL_SESSION);
     curl_multi_setopt(worker->multi, CURLMOPT_MAXCONNECTS, max_connections);
     return pthread_create(&worker->thread, NULL, work, worker) == 0;
@@ -1001,7 +1001,7 @@ static int engine_init(Engine *engine, PyObject *arguments, PyObject *unused) {
     engine->small_count = small;
     engine->workers = calloc((size_t)(small + large), sizeof *engine->workers);
     is_bad = engine->eventfd < 0 || engine->workers == NULL;
-    /* Threads inherit it: signals are for Python's main thread. */
+    /* Threads inherit the mask: Python's main thread handles signals. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 0; i < small + large && !is_bad; i++) {
@@ -1058,7 +1058,7 @@ static PyType_Spec engine_spec = {
     "fusefs.store.engine._engine.Engine", sizeof(Engine), 0, Py_TPFLAGS_DEFAULT, engine_slots};
 
 static int module_exec(PyObject *module) {
-    /* Thread-safe since libcurl 7.84, and without effect but for the first call. */
+    /* Thread-safe since libcurl 7.84; only the first call has an effect. */
     if (curl_global_init(CURL_GLOBAL_ALL) != CURLE_OK) {
         PyErr_SetString(PyExc_ImportError, "libcurl can't be initialised");
         return -1;

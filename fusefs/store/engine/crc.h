@@ -1,7 +1,7 @@
-/* CRC32 of what is received. Tables take eight bytes a step (2 GB/s). Where the processor
- * multiplies without carry, 64 bytes are folded a step (9 GB/s and more; Gopal and others, "Fast
+/* CRC32 of received bytes. Tables process eight bytes a step (2 GB/s). If the processor has
+ * carry-less multiplication, 64 bytes are folded a step (9 GB/s and more; Gopal and others, "Fast
  * CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009), and the
- * tables take what remains. All of it is reflected: the coefficient of x^0 is the highest bit. */
+ * tables process the rest. All values are reflected: the coefficient of x^0 is the highest bit. */
 
 #include <stdint.h>
 #include <string.h>
@@ -13,7 +13,7 @@
 #define CRC_POLYNOMIAL 0xedb88320u
 
 static uint32_t crc_tables[8][256];
-static uint64_t crc_folding[2][2]; /* by 64 and by 16 bytes: of the low and the high half */
+static uint64_t crc_folding[2][2]; /* by 64 and by 16 bytes, for the low and the high half */
 
 static uint32_t crc_step(uint32_t value) {
     return value >> 1 ^ (value & 1 ? CRC_POLYNOMIAL : 0);
@@ -61,7 +61,7 @@ FOLDS static uint32_t crc_with_folding(uint32_t crc, const uint8_t *at, size_t s
 }
 #endif
 
-/* The CRC32 of data that follows data with the CRC32 `crc` (0: of nothing). */
+/* Returns the CRC32 of `data`, continuing from `crc`, that of the data before (0: none). */
 static uint32_t crc32_of(uint32_t crc, const void *data, size_t size) {
 #if defined(__x86_64__)
     if (size >= 64 && __builtin_cpu_supports("pclmul"))
@@ -70,7 +70,7 @@ static uint32_t crc32_of(uint32_t crc, const void *data, size_t size) {
     return ~crc_with_tables(~crc, data, size);
 }
 
-/* Makes the tables; called once, before all else. */
+/* Makes the tables; must be called once, before any other function. */
 static void crc_prepare(void) {
     for (uint32_t byte = 0; byte < 256; byte++) {
         uint32_t value = byte;
@@ -81,7 +81,7 @@ static void crc_prepare(void) {
     for (int i = 1; i < 8; i++)
         for (int byte = 0; byte < 256; byte++)
             crc_tables[i][byte] = crc_with_tables(crc_tables[i - 1][byte], (uint8_t[1]){0}, 1);
-    /* x^n modulo the polynomial, for n of the distance less one: the product of two reflected
+    /* x^n modulo the polynomial, with n one less than the distance: the product of two reflected
      * numbers of 64 bits lacks a bit. */
     for (int i = 0; i < 4; i++) {
         uint32_t value = 1u << 31;
