@@ -1,14 +1,13 @@
-"""`python -m bench.cluster`: first reads through a cluster cache, against S3 alone.
+"""`python -m bench.cluster`: first reads through a cluster cache, compared with S3 alone.
 
-Three ways, side by side in rounds whose order rotates, each with an empty local cache and
-a new mount: S3 alone; a cluster cache that has nothing yet, which is filled by what is
-read; and one that has all of it. The cluster cache is a SeaweedFS of a master, a filer
-with S3 gateway and three volume servers on loopback, the source a server behind the
-proxy of the profile `cloud`. Beside the rates stand the processor time of the daemon and
-that of the cluster, and the share of the bytes that came from the source. Cluster, server,
-proxy, daemon and reader share this machine's processors, so what a cluster cache is filled
-with is paid for twice here. After each way its bytes are compared with the data set. It needs
-root and a real disk, as `python -m bench` does.
+Three ways are measured in rounds whose order rotates, each with an empty local cache and a new
+mount: S3 alone; an empty cluster cache, which is filled by the reads; and a cluster cache that has
+all data. The cluster cache is a SeaweedFS of a master, a filer with S3 gateway and three volume
+servers on loopback; the source is a server behind the proxy of the profile `cloud`. Beside the
+rates, the table shows the processor time of the daemon and of the cluster, and the share of the
+bytes that came from the source. Cluster, server, proxy, daemon and reader share this machine's
+processors, so filling a cluster cache costs twice here. After each way its bytes are compared with
+the data set. It needs root and a real disk, as `python -m bench` does.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from tests.support.servers.seaweed_cluster import REPLICATIONS, SeaweedCluster
 MIB = 1024 * 1024
 FILL_LIMIT_S = 900.0
 S3_ALONE, EMPTY, WARM = "S3 alone", "empty", "warm"
-# How far away the source is. A bucket in another region that others use as well gives a
-# connection little, and refuses what is above its rate.
+# The distances of the source. A shared bucket in another region gives a connection a low rate, and
+# refuses requests above its limit.
 SOURCES = {
     "cloud": Distance(),
     "throttled": Distance(mb_s=20, requests_per_s=300),
@@ -51,7 +50,7 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row's comparison; `floors` are the least ratios to S3 alone, by the name of the way."""
+    """One row of the comparison; `floors` are the least ratios to S3 alone, by way."""
 
     name: str
     unit: str
@@ -64,10 +63,10 @@ ROWS = (LARGE_ROW, Row("small", "files/s", {EMPTY: 0.97, WARM: 5.0}))
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One way in one round.
+    """The result of one way in one round.
 
-    `cpu` and `cluster_cpu` are the processor time of the daemon and of the cluster, in seconds
-    for 10^9 bytes, `from_source` is the source's share of the bytes.
+    `cpu` and `cluster_cpu` are the processor time of the daemon and of the cluster, in seconds for
+    10^9 bytes; `from_source` is the source's share of the bytes.
     """
 
     rate: float
@@ -77,7 +76,7 @@ class Reading:
 
 
 class Ways:
-    """The ways of reading the data set for the first time on a node."""
+    """The ways to read the data set for the first time on a node."""
 
     def __init__(self, place: Place, data: DataSet, cluster: SeaweedCluster) -> None:
         self._place = place
@@ -91,7 +90,7 @@ class Ways:
         self._digests = {row.name: digest(native, row) for row in ROWS}
 
     def fill(self) -> None:
-        """Have a cluster cache with all of the data set, which `warm` reads."""
+        """Fill a cluster cache with all of the data set, for `warm` to read."""
         self._warm = self._cluster.new_bucket()
         mount = self._mount(self._warm)
         mount.start()
@@ -106,7 +105,7 @@ class Ways:
 
     def empty(self, row: Row, seed: int) -> Reading:
         bucket = self._cluster.new_bucket()
-        # The first object makes the bucket's volumes, which takes a cluster a moment or more.
+        # For the first object the cluster creates the bucket's volumes, which takes time.
         client = self._cluster.client(retries={"total_max_attempts": 8})
         client.put_object(Bucket=bucket, Key="ready", Body=b"ready")
         try:
@@ -133,7 +132,7 @@ class Ways:
         try:
             session.make_cold()
             pagecache.load(self._cluster.data)
-            # To find the process takes a command, in which what was read would be stored.
+            # Finding the process takes a while, in which the reads' data would be stored.
             daemon = mount.wait_for_daemon(None)
             cpu, cluster_cpu, sent = _cpu(daemon), self._cluster_cpu(), _sent(session)
             sample = session.fetch_large() if row is LARGE_ROW else session.fetch_small()
@@ -157,7 +156,7 @@ class Ways:
 
 
 def digest(session: Session, row: Row) -> str:
-    """SHA-256 of what the contender shows of a row's files."""
+    """Return the SHA-256 of a row's files as the contender shows them."""
     return session.digest_object(LARGE) if row is LARGE_ROW else session.digest_small()
 
 
@@ -244,7 +243,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _create(data: DataSet, bucket: Bucket) -> None:
-    """Make the files that are read here, and put them into the bucket."""
+    """Make the files of the rows, and upload them to the bucket."""
     small = [f"small/{name}" for name in data.small_names()]
     dataset.write_random(data.root / LARGE, data.sizes.large)
     for name in small:

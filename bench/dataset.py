@@ -1,11 +1,10 @@
 """The data that is read: the same files in a directory of the local disk and in the bucket.
 
-`large/object.bin` is one big object, `shards/` four of a quarter of its size,
-`small/` a training set of small files in folders of a hundred, `tree/` many
-tiny files in a hundred folders and `flat/` as many in one. Contents are
-random, so that no layer can compress them or take one block for another. The
-local directory is made first; the bucket gets its files, and it is itself the
-contender that everything is compared with.
+`large/object.bin` is one big object, `shards/` has four of a quarter of its size, `small/` is a
+training set of small files in folders of a hundred, `tree/` has many tiny files in a hundred
+folders and `flat/` as many in one. Contents are random, so that no layer can compress or
+deduplicate them. The local directory is made first and uploaded to the bucket; it is also the
+contender with which all others are compared.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TREE_FOLDERS = 100
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The size of everything; the defaults are the full run's."""
+    """The sizes in bytes and the counts of files; the defaults are the full run's."""
 
     large: int = 1024 * MIB
     small: int = 2_000
@@ -46,7 +45,7 @@ class Sizes:
     removed: int = 5_000
 
     def quick(self) -> Sizes:
-        """A quarter of it: enough to see that all works and roughly how fast."""
+        """Return a quarter of each: enough to see that everything works and roughly how fast."""
         return Sizes(*(count // 4 for count in astuple(self)))
 
 
@@ -74,20 +73,20 @@ class DataSet:
         return tree + [f"flat/f{number:05}.txt" for number in range(self.sizes.listed)]
 
     def create(self) -> None:
-        """Write all files, and have them on the disk."""
+        """Write all files, and sync them to the disk."""
         write_random(self.root / LARGE, self.sizes.large)
         for shard in SHARDS:
             write_random(self.root / shard, self.sizes.large // len(SHARDS))
         for name in self.small_names():
             write_random(self.root / "small" / name, SMALL_SIZE)
         for number, name in enumerate(self.listed_names()):
-            # Sizes that differ, so that a mistaken listing is noticed.
+            # Sizes differ, so that a wrong listing is noticed.
             write_random(self.root / name, 16 + number % 64)
         self.names_file.write_text(json.dumps(self.small_names()))
         os.sync()
 
     def upload(self, store: Any) -> None:
-        """Put every file into the bucket under its own name."""
+        """Upload every file to the bucket under its own name."""
         small = [f"small/{name}" for name in self.small_names()]
         upload(store, self.root, [LARGE, *SHARDS, *small, *self.listed_names()])
 
@@ -100,7 +99,7 @@ def write_random(path: Path, size: int) -> None:
 
 
 def upload(store: Any, root: Path, names: Sequence[str]) -> None:
-    """Put files below `root` into the bucket, each under its own name."""
+    """Upload files below `root` to the bucket, each under its own name."""
 
     def put(name: str) -> None:
         obstore.put(store, name, root / name, chunk_size=16 * MIB)

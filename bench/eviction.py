@@ -1,13 +1,13 @@
 """`python -m bench.eviction`: orders of eviction, compared on traces of reads.
 
-Files are read whole, one after the other, by name. A policy sees each read and
-answers whether it had the file. What is counted is the share of bytes that it had:
-from the second epoch on, or in the third one after the files were replaced by others.
+Files are read whole, one after the other, by name. A policy sees each read and answers if it had
+the file. The result is the share of bytes that it had: from the second epoch on, or in the third
+epoch after the files were replaced by others.
 
-The policies are those of their papers, by bytes where these count pages: LRU; SIEVE
-(Zhang et al., NSDI 2024); S3-FIFO (Yang et al., SOSP 2023); MinIO, which never evicts,
-of CoorDL (Mohan et al., VLDB 2021); ARC (Megiddo and Modha, FAST 2003). `fusefs` is
-fusefs's own code (fusefs/cache/eviction_order.py).
+The policies are those of their papers, by bytes where the papers count pages: LRU; SIEVE (Zhang et
+al., NSDI 2024); S3-FIFO (Yang et al., SOSP 2023); MinIO, which never evicts, of CoorDL (Mohan et
+al., VLDB 2021); ARC (Megiddo and Modha, FAST 2003). `fusefs` is fusefs's own code
+(fusefs/cache/eviction_order.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Read = tuple[str, int]
 
 
 class Policy(Protocol):
-    """A cache of a number of bytes."""
+    """A cache with a limit in bytes."""
 
     def read(self, name: str, size: int) -> bool:
-        """Read a file; tell whether it was there."""
+        """Read a file; True if the cache had it."""
         ...
 
 
@@ -67,14 +67,14 @@ class MinIO:
 
 
 class Sieve:
-    """New files go in front; a hand moves from the oldest on and spares what was visited."""
+    """New files go in front; a hand moves from the oldest file on and spares visited files."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._used = 0
         self._sizes: dict[str, int] = {}
         self._visited: set[str] = set()
-        # The newest last, and the hand's place by name: a list would be slow to shrink.
+        # The newest last, and the hand's place by name: shrinking a list would be slow.
         self._older: dict[str, str | None] = {}
         self._newer: dict[str, str | None] = {}
         self._oldest: str | None = None
@@ -119,7 +119,7 @@ class Sieve:
 
 
 class S3Fifo:
-    """A small queue (a tenth), a main queue, and the names of what left the small one."""
+    """A small queue (a tenth), a main queue, and the names of files that left the small queue."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -180,7 +180,7 @@ class S3Fifo:
 
 
 class Arc:
-    """Lists of what was read once (t1) and more often (t2), and of what left them (b1, b2)."""
+    """Lists of files read once (t1) and more often (t2), and of names that left them (b1, b2)."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -301,7 +301,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 
 
 def files(prefix: str, size: int, *, seed: int | None = None) -> list[Read]:
-    """Files of one megabyte, or with a `seed` of many sizes, that are `size` megabytes in all."""
+    """Make `size` megabytes of files of one megabyte each, or with a `seed` of many sizes."""
     if seed is None:
         return [(f"{prefix}{number}", 1 << 20) for number in range(size)]
     sizes = random.Random(seed)
@@ -315,14 +315,14 @@ def files(prefix: str, size: int, *, seed: int | None = None) -> list[Read]:
 
 
 def shuffled(files: list[Read], epochs: int, seed: int) -> Iterator[list[Read]]:
-    """A new random order each epoch."""
+    """Yield a new random order for each epoch."""
     order = random.Random(seed)
     for _ in range(epochs):
         yield order.sample(files, len(files))
 
 
 def fixed(files: list[Read], epochs: int, seed: int) -> Iterator[list[Read]]:
-    """One random order."""
+    """Yield the same random order for each epoch."""
     again = random.Random(seed).sample(files, len(files))
     return iter([again] * epochs)
 
@@ -335,7 +335,7 @@ ORDERS = {"shuffled": shuffled, "fixed": fixed, "sequential": sequential}
 
 
 def shares(policy: Policy, epochs: Iterable[list[Read]]) -> list[float]:
-    """The share of bytes of each epoch that the cache had."""
+    """Return the share of bytes that the cache had, for each epoch."""
     answer = []
     for epoch in epochs:
         had = sum(size for name, size in epoch if policy.read(name, size))
@@ -356,15 +356,15 @@ Share = Callable[[Policy, int], float]
 
 
 def epochs(order: str, size: int) -> Share:
-    """The share from the second epoch on, of `size` megabytes."""
+    """Make a function that returns the share from the second epoch on, of `size` megabytes."""
     return lambda policy, seed: mean(shares(policy, ORDERS[order](files("a", size), 6, seed))[1:])
 
 
 def first_ahead(policy: Policy, seed: int) -> float:
-    """The share of the second epoch; in the first, files were fetched ahead of it by name.
+    """Return the share of the second epoch, after a first epoch with files fetched ahead by name.
 
-    There are three for each read, until the cache is full: then what was used late in the first
-    epoch is what stayed.
+    Three files are fetched ahead for each read, until the cache is full: it then keeps the files
+    that were used late in the first epoch.
     """
     fetch = policy.fetch_ahead if isinstance(policy, Fusefs) else policy.read
     ahead = iter(files("a", 2 * CACHE))
@@ -381,7 +381,7 @@ def many_sizes(policy: Policy, seed: int) -> float:
 
 
 def moved(order: str, before: int, after: int) -> Share:
-    """The share in the third epoch of other files, after four epochs."""
+    """Make a function: the share in the third epoch of new files, after four of others."""
 
     def share(policy: Policy, seed: int) -> float:
         shares(policy, ORDERS[order](files("a", before), 4, seed))
@@ -391,7 +391,7 @@ def moved(order: str, before: int, after: int) -> Share:
 
 
 def hot_set(policy: Policy, seed: int) -> float:
-    """The share of a hot set of half the cache; of three reads two are of files not read again."""
+    """Return the share of a hot set of half the cache; two of three reads are of one-time files."""
     order, had, once = random.Random(seed), [], 0
     hot = files("hot", CACHE // 2)
     for epoch in shuffled(hot, 8, order.randrange(100)):
@@ -404,7 +404,7 @@ def hot_set(policy: Policy, seed: int) -> float:
 
 
 def zipf(policy: Policy, seed: int) -> float:
-    """The share of 3,000 files whose popularity follows Zipf's law, exponent 0.9."""
+    """Return the share of 3,000 files whose popularity follows Zipf's law, exponent 0.9."""
     popular = files("a", 3000)
     weights = [1 / (rank + 1) ** 0.9 for rank in range(len(popular))]
     reads = random.Random(seed).choices(popular, weights, k=30_000)

@@ -1,11 +1,11 @@
-"""`python -m bench.foresight`: the misses of a planned order of eviction beside Belady's, no data.
+"""`python -m bench.foresight`: misses of a planned order of eviction, compared with Belady's.
 
-A data set of equal files is read in a new random order each epoch by some nodes, each of which
-reads its part of the order (as PyTorch's DistributedSampler deals it out) and has a cache for half
-of its part. Belady's order fetches at the turn of a file, and knows everything. The mount's
-(fusefs/planning/) fetches an eighth of the cache ahead, for which it may evict only what is used
-later still. It knows this epoch and the next, or all. All nodes are alike, so one of them is
-simulated. Reported are the misses from the second epoch on.
+It reads no data. A data set of equal files is read in a new random order each epoch by some nodes,
+each of which reads its part of the order (as PyTorch's DistributedSampler splits it) and has a
+cache for half of its part. Belady's order fetches a file at its turn, and knows all uses. The
+mount's (fusefs/planning/) fetches an eighth of the cache ahead, for which it may evict only files
+with a later next use; it knows this epoch and the next, or all. As nodes are alike, one is
+simulated. The table has the misses from the second epoch on.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ CACHE_SHARE = 1 / 2
 
 
 def next_uses(files: int, nodes: int, seed: int) -> tuple[array[int], int]:
-    """The turn of the next use of what the first node reads at each turn; and turns per epoch.
+    """Return the turn of each file's next use, by the first node's turns; and turns per epoch.
 
-    Without a next use it is the number of turns.
+    If there is no next use, it is the number of turns.
     """
     generator, reads = random.Random(seed), array("i")
     order = list(range(files))
@@ -38,10 +38,10 @@ def next_uses(files: int, nodes: int, seed: int) -> tuple[array[int], int]:
 
 
 def misses(following: array[int], per_epoch: int, room: int, ahead: int, epochs_known: int) -> int:
-    """The misses after the first epoch, of a cache with room for so many files.
+    """Count the misses after the first epoch, of a cache with room for `room` files.
 
-    A file is fetched `ahead` turns before its own; what is used after the `epochs_known` next
-    epochs is taken for what is never used again.
+    A file is fetched `ahead` turns before its own; a use after the next `epochs_known` epochs is
+    not known, as if there were none.
     """
     turns = len(following)
     is_there, uses = bytearray(turns), list[int]()
@@ -57,7 +57,7 @@ def misses(following: array[int], per_epoch: int, room: int, ahead: int, epochs_
                 is_there[next_use] = 1
                 heapq.heappush(uses, -next_use)
             else:
-                used -= 1  # it is there already, as the file of its next turn
+                used -= 1  # it is already there, as the file of its next turn
         if turn >= turns or is_there[turn]:
             continue
         found += turn >= per_epoch

@@ -1,12 +1,12 @@
-"""`python -m bench.fsspec`: reads through `fusefs://`, against files of the mount and s3fs.
+"""`python -m bench.fsspec`: reads through `fusefs://`, compared with files of the mount and s3fs.
 
-Each operation is made three ways, in processes of their own and in rounds whose order rotates:
-with the mount's files (32 threads where fsspec's call has many files), through `fusefs://`, and
-through s3fs (PyPI) straight to the server. The first two are measured twice: on a new mount with
-an empty cache, and once more when everything is cached and in the page cache. s3fs has no cache
-of contents; its listings are remembered in the process, so its second pass is shown as well. What
-comes has to be what the data set has. It needs root and a real disk, as `python -m bench` does,
-and s3fs (`pip install -e '.[bench]'`).
+Each operation is made in three ways, in its own process and in rounds whose order rotates: with the
+mount's files (32 threads if fsspec's call has many files), through `fusefs://`, and through s3fs
+(PyPI) straight to the server. The first two are measured twice: on a new mount with an empty cache,
+and again when everything is cached and in the page cache. s3fs caches no contents, but its process
+remembers listings, so its second pass is shown as well. The contents have to equal those of the
+data set. It needs root and a real disk, as `python -m bench` does, and s3fs (`pip install -e
+'.[bench]'`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAYS = ("files", "fusefs", "s3fs")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An operation, how many `unit` it does, and what is printed for a second of it."""
+    """An operation, its count of `unit`s, and the unit that is printed for a second of it."""
 
     operation: str
     unit: str
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The rates of the first pass and of a later one."""
+    """The rates of the first pass and of later passes (median)."""
 
     first: float
     again: float
@@ -77,12 +77,12 @@ class Reads:
         return [row for row in rows if row.operation in names]
 
     def expected(self, row: Row) -> str:
-        """The digest of what an operation gives, from the local copy."""
+        """Return the digest of an operation's result on the local copy."""
         _, digest = self._run("files", row, self._data.root, 1)
         return digest
 
     def read(self, way: str, row: Row, expected: str) -> Reading:
-        """Both rates of one way, on a new mount where it has one."""
+        """Measure both rates of one way, on a new mount unless the way is s3fs."""
         passes = 4
         if way == "s3fs":
             pagecache.drop()
@@ -181,7 +181,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _create(data: DataSet, bucket: Bucket) -> None:
-    """Make the files that are read here, and put them into the bucket."""
+    """Make the files of the rows, and upload them to the bucket."""
     small = [f"small/{name}" for name in data.small_names()]
     listed = [f"flat/f{number:05}.txt" for number in range(data.sizes.listed)]
     dataset.write_random(data.root / LARGE, data.sizes.large)

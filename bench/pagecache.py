@@ -1,4 +1,4 @@
-"""The page cache: emptying it, and filling it with some files on purpose."""
+"""The page cache: drops it, and fills it with chosen files."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ MIB = 1024 * 1024
 
 
 def settle() -> None:
-    """Have everything that was written on the disk, so that no later writer waits for it."""
+    """Sync everything that was written to the disk, so that no later writer waits for it."""
     os.sync()
 
 
 def drop() -> None:
-    """Empty the page cache, the inodes and the directory entries, once all is on the disk."""
+    """Sync, and drop the page cache, the inodes and the directory entries."""
     settle()
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 def load(directory: Path) -> None:
-    """Read every file below a directory once; sparse ones cost their holes too."""
+    """Read every file below a directory once; sparse files cost their holes, too."""
     buffer = bytearray(MIB)
     for path in sorted(directory.rglob("*")):
         if path.is_file():

@@ -1,15 +1,14 @@
 """`python -m bench.planned`: a training job whose order the mount knows (`fusefs plan`).
 
-The job is that of `python -m bench.training`, on a mount with a cache for half of the data and
-an order that is shuffled anew each epoch. A step computes 1.3 times as long as the transfer of
-its files takes on an empty mount, so S3 is fast enough on average. Reported are the
-accelerator's utilisation in each epoch, beside ext4's, and the bytes that were fetched from the
-second epoch on, beside those of Belady's order: without a plan, with one, and with the plan of
-another seed.
+The job is that of `python -m bench.training`, on a mount with a cache for half of the data and an
+order that is shuffled anew each epoch. A step computes 1.3 times as long as its files' transfer
+takes on an empty mount, so S3 is fast enough on average. The table has the accelerator's
+utilisation in each epoch, compared with ext4's, and the bytes fetched from the second epoch on,
+compared with Belady's order: without a plan, with a plan, and with the plan of another seed.
 
-With `--small` it reads 2,000 cold files of 100 KiB instead, in a random order by eight threads:
-without a plan, with one, and with the bare client at several widths, in files a second. With a plan
-it is also reported what the time of `fusefs plan` itself makes of that.
+With `--small` it reads 2,000 cold files of 100 KiB instead, in a random order with eight threads:
+without a plan, with a plan, and with the bare client at several widths, in files a second. For the
+plan there is also a rate that includes the time of `fusefs plan` itself.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ KINDS = {"no plan": None, "a plan": 0, "another order's plan": 1000}
 
 
 def order(model: Model, seed: int) -> list[list[str]]:
-    """The names of each epoch in the order of bench/programs/trainer.py, whose seeds are 0, 1…"""
+    """Return each epoch's names in the order of bench/programs/trainer.py, whose seeds are 0, 1…"""
     names, epochs = model.names(), []
     for epoch in range(EPOCHS):
         random.Random(seed + epoch).shuffle(names)
@@ -48,7 +47,7 @@ def order(model: Model, seed: int) -> list[list[str]]:
 
 
 def farthest_misses(epochs: list[list[str]], room: int) -> list[int]:
-    """The misses of each epoch where the file goes that is used last, of `room` files."""
+    """Return each epoch's misses if the file with the latest next use is evicted."""
     reads = [name for epoch in epochs for name in epoch]
     following: list[float] = [0.0] * len(reads)
     last: dict[str, int] = {}
@@ -67,7 +66,7 @@ def farthest_misses(epochs: list[list[str]], room: int) -> list[int]:
 
 
 def _measure(model: Model, contender: Fusefs, compute_s: float, seed: int | None) -> str:
-    """Train on a mount that begins empty; the row of the table."""
+    """Train on a mount that begins empty; return the row of the table."""
     contender.cache_limit = model.bytes // 2
     try:
         contender.start()

@@ -1,13 +1,11 @@
-"""Processes that the bench starts or watches, and mounts that have to go.
+"""Processes that the bench starts or watches, and mounts that have to end.
 
-A daemon is measured with all its descendants: memory is the sum of their peak
-resident sizes (VmHWM), processor time that of all of them together. Whatever
-is started here gets a session of its own, so that a Ctrl-C at the terminal
-reaches only the bench, which then ends everything in order.
+A daemon is measured with all its descendants: memory is the sum of their peak resident sizes
+(VmHWM), processor time is their total. Each program that is started here gets its own session, so
+that a Ctrl-C at the terminal reaches only the bench, which then ends everything in order.
 
-A mount that does not end when unmounted is aborted through the kernel's control
-file system before it is detached: a detached mount whose daemon hangs leaves
-processes behind that nothing can kill.
+A mount that does not end when unmounted is aborted through the kernel's control file system before
+it is detached: a detached mount whose daemon hangs leaves processes behind that nothing can kill.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ START_WAIT_S = 30.0
 
 
 class BenchError(Exception):
-    """Something that was to be measured could not be."""
+    """A measurement could not be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Usage:
 
 
 def usage_of(pid: int) -> Usage:
-    """Peak memory and processor time of a process tree; zero when it is gone."""
+    """Return the peak memory and processor time of a process tree; zero when it is gone."""
     peak, ticks = 0, 0
     for member in _tree(pid):
         with contextlib.suppress(OSError):
@@ -69,7 +67,7 @@ def _tree(root: int) -> list[int]:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name, which may hold spaces."""
+    """Return the fields of /proc/PID/stat after the name, which may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
 
 
@@ -78,18 +76,18 @@ def _peak_rss(pid: int) -> int:
 
 
 def proportional_size(pid: int) -> int:
-    """Memory of a process now (PSS), in which it has its share of what others have too."""
+    """Return the present memory of a process (PSS), with its share of shared pages."""
     return _bytes_in(Path(f"/proc/{pid}/smaps_rollup"), "Pss:")
 
 
 def _bytes_in(table: Path, name: str) -> int:
-    """A number of kB in one of the kernel's tables; zero if it is not there."""
+    """Return a number of kB in one of the kernel's tables, in bytes; zero if it is missing."""
     lines = map(str.split, table.read_text().splitlines())
     return next((int(fields[1]) * 1024 for fields in lines if fields[:1] == [name]), 0)
 
 
 def start(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a long-running program in a session of its own, its output going to `log`."""
+    """Start a long-running program in its own session, with its output in `log`."""
     with log.open("ab") as output:
         return subprocess.Popen(
             argv,
@@ -102,9 +100,9 @@ def start(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.
 
 
 def capture(argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
-    """Run a program to its end and return what it printed.
+    """Run a program to its end and return its output.
 
-    Whatever happens, also an interrupt, it and what it has forked are gone afterwards.
+    In any case, also after an interrupt, the program and its children are gone afterwards.
 
     Raises:
         BenchError: it failed, or did not end within `limit_s`.
@@ -123,7 +121,7 @@ def capture(argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None =
 
 
 def open_reader(argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start a program in a session of its own, with pipes to talk to it."""
+    """Start a program in its own session, with pipes for its input and output."""
     return subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
@@ -136,7 +134,7 @@ def open_reader(argv: Sequence[str], env: Mapping[str, str] | None = None) -> su
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:
-    """End a program and what it has forked; harmless if it has ended."""
+    """Kill a program and its children; harmless if it has ended."""
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGKILL)
@@ -147,7 +145,7 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a program that `start` started: SIGTERM first, then killed with its group."""
+    """End a program that `start` started: by SIGTERM, else by SIGKILL to its group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -158,7 +156,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_until(ready: Callable[[], bool], what: str, limit_s: float = START_WAIT_S) -> None:
-    """Poll until `ready()`; raises BenchError after `limit_s`."""
+    """Poll until `ready()` is true; raises BenchError after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not ready():
         if time.monotonic() > deadline:
@@ -167,7 +165,7 @@ def wait_until(ready: Callable[[], bool], what: str, limit_s: float = START_WAIT
 
 
 def wait_gone(pid: int) -> None:
-    """Wait for the end of a daemon that was unmounted; one that goes on is killed: an error."""
+    """Wait for the end of an unmounted daemon; if it runs on, kill it and raise BenchError."""
     gone = Path(f"/proc/{pid}")
     try:
         wait_until(lambda: not gone.exists(), f"end of daemon {pid}")
@@ -179,7 +177,7 @@ def wait_gone(pid: int) -> None:
 
 @contextlib.contextmanager
 def scratch_directory(base: Path, prefix: str) -> Iterator[Path]:
-    """A new directory below `base`, removed at the end with what is mounted in it."""
+    """Yield a new directory below `base`; remove it at the end, with all mounts in it."""
     base.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     try:
@@ -194,7 +192,7 @@ def scratch_directory(base: Path, prefix: str) -> Iterator[Path]:
 
 
 def tail(log: Path, lines: int = 3) -> str:
-    """The last lines of a log, for an error message."""
+    """Return the last lines of a log, for an error message."""
     if not log.exists():
         return ""
     return " | ".join(log.read_text(errors="replace").strip().splitlines()[-lines:])
@@ -209,13 +207,13 @@ def mounts_below(directory: Path) -> list[Path]:
 
 
 def _mounts() -> dict[Path, str]:
-    """Mountpoints with their MAJOR:MINOR, from a file: a stat could hang."""
+    """Return mountpoints with their MAJOR:MINOR, from mountinfo, because a stat could hang."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return {Path(fields[4]): fields[2] for fields in map(str.split, lines)}
 
 
 def unmount(mountpoint: Path) -> None:
-    """End a mount, by force if it does not end at once. Nothing mounted is no error."""
+    """End a mount, by force if it does not end at once. Without a mount, do nothing."""
     device = _mounts().get(mountpoint)
     if device is None:
         return
@@ -237,7 +235,7 @@ def _quietly(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _control() -> Iterator[Path]:
-    """FUSE's control file system, mounted for the moment if the system has it not."""
+    """Yield FUSE's control file system, which is mounted for the block if the system lacks it."""
     usual = Path("/sys/fs/fuse/connections")
     if any(usual.iterdir()):
         yield usual

@@ -1,9 +1,8 @@
 """The results: a table of medians, the targets with their ratios, and JSON.
 
-A target compares the median of one contender with the median of another of
-the same run; beside it stand the lowest and the highest ratio of the single
-rounds, so that a lucky median is seen for what it is. Rows and contenders
-that were not measured are left out rather than filled in.
+A target compares the median of one contender with another contender's median in the same run;
+beside it are the lowest and the highest ratio of the single rounds, so that a lucky median is
+recognised. Rows and contenders that were not measured are left out, not filled in.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from bench.contenders.registry import BEFORE, CONTENDERS, CSI, JUICEFS, KERNEL, 
 from bench.runner import Results
 from bench.workloads.table import THREADS, WORKLOADS
 
-# What a run tells beside its workloads, with units.
+# Rows that a run yields beside its workloads, with units.
 COSTS = {
     "alone_p99": ("alone: exceeded by one in a hundred", "ms"),
     "large_cpu": ("first_large: processor time of the daemon for each 10^9 bytes", "s/GB"),
@@ -50,9 +49,11 @@ COSTS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`subject` has to reach `floor` times the best of `references` in the row, and in the rows
-    of `among`. Without references the floor is the value itself; `below` turns it round.
-    It holds in one of the profiles.
+    """A ratio or value that `subject` has to reach.
+
+    It has to reach `floor` times the best of `references`, in `row` and in the rows of `among`.
+    Without references `floor` is the value itself; with `below` it is an upper limit. It is for one
+    profile.
     """
 
     row: str
@@ -122,7 +123,7 @@ TARGETS = (
     _far("first_large", 1.3, PEERS),
     _far("first_shards", 0.90, BARE),
     _far("first_shards", 1.2, PEERS),
-    # The bare client alone is 64 wide; to reach either is enough.
+    # The bare client alone has a width of 64; either floor is enough.
     _far("first_small", 700),
     _far("first_small", 0.70, BARE, among=("bare_small64",)),
     _far("first_small", 3.0, PEERS),
@@ -138,7 +139,7 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A target with what was measured; ratios are values where there is no reference."""
+    """A target with its measurements; without a reference, ratios are the values themselves."""
 
     target: Target
     value: float
@@ -155,7 +156,7 @@ class Verdict:
 
 
 def medians(results: Results) -> dict[str, dict[str, float]]:
-    """The median of each row and contender over the rounds."""
+    """Return the median of each row and contender over the rounds."""
     return {
         row: {
             name: statistics.median(sample.value for sample in samples.values())
@@ -166,7 +167,7 @@ def medians(results: Results) -> dict[str, dict[str, float]]:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """The targets for which both sides were measured."""
+    """Return the verdicts on the targets for which both sides were measured."""
     mine = [target for target in TARGETS if target.profile == results.profile]
     found = (_verdict(target, results) for target in mine)
     return [verdict for verdict in found if verdict is not None]
@@ -202,7 +203,7 @@ def _verdict(target: Target, results: Results) -> Verdict | None:
 
 
 def as_text(results: Results, skipped: dict[str, str]) -> str:
-    """Everything a person wants to see, as Markdown."""
+    """Format the whole report for people, as Markdown."""
     tables = (_table(results), _targets(results), _versions(results))
     parts = [f"## Profile {results.profile}\n", *tables]
     parts += [f"- not measured: {name}: {reason}" for name, reason in skipped.items()]
@@ -223,7 +224,7 @@ def _table(results: Results) -> str:
 
 
 def _cell(row: str, values: dict[str, float], name: str) -> str:
-    """A value, with its ratio to the bare disk (or the bare client) where that was measured."""
+    """Format a value, with its ratio to the bare disk (or the bare client) if that was measured."""
     if name not in values:
         return ""
     value = values[name]
@@ -234,7 +235,7 @@ def _cell(row: str, values: dict[str, float], name: str) -> str:
 
 
 def number_text(value: float) -> str:
-    """A value with three digits or more."""
+    """Format a value with three digits or more."""
     if value >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -263,7 +264,7 @@ def _targets(results: Results) -> str:
 
 
 def _versions(results: Results) -> str:
-    """The rows of fusefs beside those of the version it is compared with, if it was measured."""
+    """Compare the rows of fusefs with those of the version before, if that was measured."""
     lines = [
         _line(["row", "unit", "before", "now", "times", "rounds"]),
         _line(["---", "---", "---:", "---:", "---:", "---"]),
@@ -287,7 +288,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def as_json(options: dict[str, Any], profiles: dict[str, Any]) -> dict[str, Any]:
-    """A run with what is needed to judge it; each of the profiles is of `profile_as_json`."""
+    """Return a run with the facts to judge it; `profiles` come from `profile_as_json`."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
@@ -299,7 +300,7 @@ def as_json(options: dict[str, Any], profiles: dict[str, Any]) -> dict[str, Any]
 def profile_as_json(
     results: Results, contenders: Sequence[Contender], skipped: dict[str, str]
 ) -> dict[str, Any]:
-    """Everything, also the single rounds."""
+    """Return all results of a profile, with the single rounds."""
     return {
         "contenders": {
             one.name: {"version": one.version(), "command": _command(one)} for one in contenders
@@ -319,7 +320,7 @@ def profile_as_json(
 
 
 def _command(contender: Contender) -> str:
-    """The command that starts it, without the paths that only this run had."""
+    """Return the command that starts the contender, without paths that only this run had."""
     command = contender.command().replace(str(contender.place.scratch), "SCRATCH")
     return command.replace(f"{sys.prefix}/bin/", "")
 
@@ -331,7 +332,7 @@ def _machine() -> dict[str, Any]:
         if line.startswith("model name")
     ]
     return {
-        # What follows the first "-" is the name of a build.
+        # The part after the first "-" is the name of a build.
         "kernel": platform.release().partition("-")[0],
         "processors": os.cpu_count(),
         "model": models[0] if models else platform.machine(),

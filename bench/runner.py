@@ -1,14 +1,13 @@
 """A run: every contender in every round, in an order that rotates.
 
-Before the rounds each contender is verified: what it reads first, what it
-reads again after the page cache was dropped, and what it lists must have the
-digests of the local files. A contender that fails is not measured. Then each
-round gives each contender a mount with an empty cache per group of workloads.
-A workload that fails is on record with its reason and does not stop the
-others; a contender that cannot be started loses that round's group.
+Before the rounds each contender is verified: its first read, its second read after the page cache
+was dropped, and its listing must have the digests of the local files. A contender that fails is not
+measured. Then each round gives each contender a mount with an empty cache per group of workloads. A
+workload that fails is recorded with its reason and does not stop the others; a contender that
+cannot be started loses that round's group.
 
-What is written goes to a new bucket, which is removed at the end of the
-group; its workloads look themselves at what the bucket has got.
+Written data goes to a new bucket, which is removed at the end of the group; the writing workloads
+themselves compare the bucket's contents.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ FAILURES = (BenchError, OSError, subprocess.SubprocessError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of one mount: what its daemon used, and which requests it sent.
+    """The costs of one mount: the resources of its daemon, and its S3 requests.
 
-    `connections` is the most that were open to the proxy, if there is one.
+    `connections` is the highest number of open connections to the proxy, if there is one.
     """
 
     usage: Usage | None
@@ -45,7 +44,7 @@ class Costs:
 
 @dataclass(slots=True)
 class Results:
-    """All that was measured; `samples[row][contender][round]`, without the rounds that failed."""
+    """All measurements; `samples[row][contender][round]`, without the rounds that failed."""
 
     profile: str
     samples: dict[str, dict[str, dict[int, Sample]]] = field(default_factory=dict)
@@ -56,7 +55,7 @@ class Results:
 
 
 class Runner:
-    """Runs workloads over contenders and collects what comes out in `results`."""
+    """Runs workloads over contenders and collects the measurements in `results`."""
 
     def __init__(
         self, profile: str, workloads: Sequence[Workload], data: DataSet, limit_s: float
@@ -81,7 +80,7 @@ class Runner:
         return [workload for workload in self._workloads if contender.row_name in workload.who]
 
     def _is_right(self, contender: Contender, expected: dict[str, str]) -> bool:
-        """True if first and second reads give the right bytes; on record if not."""
+        """True if first and second reads give the right bytes; an error is recorded if not."""
         parts = self._parts(self._of(contender))
         if not parts:
             return True
@@ -99,7 +98,7 @@ class Runner:
         return right
 
     def _measure(self, contender: Contender, number: int) -> None:
-        """One round of one contender: each group of workloads on a mount of its own."""
+        """Measure one round of one contender: each group of workloads on a new mount."""
         costs: list[Costs] = []
         for group in GROUPS:
             chosen = [w for w in self._of(contender) if w.group == group]
@@ -107,7 +106,7 @@ class Runner:
                 continue
             use = partial(self._run_all, number=number, chosen=chosen, costs=costs)
             what = f"round {number + 1} {group}"
-            # Of rows for others as well: the server has the same behind it for everybody.
+            # Also those of other contenders' rows: the server then has the same history for all.
             prepare = [w.prepare for w in self._workloads if w.group == group and w.prepare]
             if group != "writing":
                 self._with_session(contender, what, number, use, prepare)
@@ -124,7 +123,7 @@ class Runner:
         self, session: Session, number: int, chosen: Sequence[Workload], costs: list[Costs]
     ) -> None:
         if session.proxy is not None:
-            session.proxy.counts()  # the most connections are counted from here on
+            session.proxy.counts()  # resets the highest number of connections
         for workload in chosen:
             if not workload.holds:
                 session.release()
@@ -155,7 +154,7 @@ class Runner:
         use: Callable[[Session], None],
         prepare: Sequence[Callable[[Session], None]] = (),
     ) -> bool:
-        """Start the contender, use it and stop it; False, and on record, if any of it failed."""
+        """Start, use and stop the contender; if any step fails, record it and return False."""
         session = self._session(contender, seed)
         try:
             try:
@@ -177,11 +176,11 @@ class Runner:
         return Session(contender, self._data, self._limit_s, seed)
 
     def _parts(self, workloads: Sequence[Workload]) -> set[str]:
-        """The parts of the data set that workloads read."""
+        """Return the parts of the data set that workloads read."""
         return {part for workload in workloads for part in READING.get(workload.group, ())}
 
     def _digests(self, session: Session, parts: set[str]) -> dict[str, str]:
-        """The digest of each of the parts; listings are for mounts alone."""
+        """Return the digest of each of the parts; only mounts have listings."""
         by_part: dict[str, Callable[[], str]] = {
             "large": lambda: session.digest_object(LARGE),
             "shards": lambda: "".join(map(session.digest_object, SHARDS)),
@@ -205,7 +204,7 @@ class Runner:
 
 
 def _total(costs: Sequence[Costs]) -> dict[str, float]:
-    """The rows of a round's mounts together: the highest peak, the sum of the rest."""
+    """Add up the rows of a round's mounts: the highest peak, the sum of the others."""
     rows: dict[str, float] = {}
     usages = [cost.usage for cost in costs if cost.usage is not None]
     if usages:

@@ -1,9 +1,8 @@
-"""One contender, started, and the ways to read through it.
+"""One started contender, and the functions that read through it.
 
-Every reading is done by `bench.programs.readers` in a process of its own, which ends
-with the reading. One exception: the reader that makes the first read of the
-large object keeps its handle open until `release`, so that what it costs the
-opens after it can be measured.
+Every read is done by `bench.programs.readers` in its own process, which ends with the read. One
+exception: the reader that makes the first read of the large object keeps its handle open until
+`release`, so that its cost for later opens can be measured.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured value and what it was made of; `also` has values for further rows."""
+    """One measured value with its details; `also` has values for further rows."""
 
     value: float
     detail: dict[str, Any]
@@ -42,10 +41,10 @@ class Sample:
 
 
 class Session:
-    """One started contender with the data set, and the ways to read through it.
+    """One started contender with the data set, and the functions that read through it.
 
-    `has_written` tells whether a large file has been written since the start.
-    `limit_s` bounds each random-read measurement, `seed` orders the small files.
+    `has_written` is True if a large file has been written since the start. `limit_s` bounds each
+    random-read measurement, `seed` orders the small files.
     """
 
     def __init__(self, contender: Contender, data: DataSet, limit_s: float, seed: int) -> None:
@@ -67,35 +66,35 @@ class Session:
         return self.contender.root / "small"
 
     def read(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run one operation of `bench.programs.readers` in a process of its own."""
+        """Run one operation of `bench.programs.readers` in its own process."""
         return self._run(_command(operation, arguments))
 
     def load(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run one operation of `bench.programs.loaders` in a process of its own."""
+        """Run one operation of `bench.programs.loaders` in its own process."""
         return self._run(_command(operation, arguments, module="bench.programs.loaders"))
 
     def crowd(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run one operation of `bench.programs.crowds` in a process of its own."""
+        """Run one operation of `bench.programs.crowds` in its own process."""
         return self._run(_command(operation, arguments, module="bench.programs.crowds"))
 
     def write(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run one operation of `bench.programs.writers` in a process of its own."""
+        """Run one operation of `bench.programs.writers` in its own process."""
         return self._run(_command(operation, arguments, module="bench.programs.writers"))
 
     def read_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Like `read`, for the operations that go to the bucket without a file system."""
+        """Run an operation like `read`, to the bucket without a file system."""
         return self.read(operation, store=self._store, **arguments)
 
     def load_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Like `load`, for the operations that go to the bucket without a file system."""
+        """Run an operation like `load`, to the bucket without a file system."""
         return self.load(operation, store=self._store, **arguments)
 
     def write_objects(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Like `write`, for the operations that go to the bucket without a file system."""
+        """Run an operation like `write`, to the bucket without a file system."""
         return self.write(operation, store=self._store, **arguments)
 
     def at_server(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Like `write_objects`, past the proxy: for what is prepared and compared, not measured."""
+        """Run like `write_objects`, past the proxy: for preparations and comparisons, not timed."""
         near = self.contender.place.bucket.near().reader_options()
         return self.write(operation, store=near, **arguments)
 
@@ -118,7 +117,7 @@ class Session:
         return per_second(result, "bytes", MB)
 
     def read_small(self, passes: int = 1, warm_up: bool = False, bare: bool = False) -> Sample:
-        """Read all small files, in the ordinary way or barely."""
+        """Read all small files, in the ordinary way or with `bare` system calls."""
         result = self.read(
             "small_files",
             root=str(self.small),
@@ -145,7 +144,7 @@ class Session:
         return per_second(result, "files")
 
     def fetch_large(self) -> Sample:
-        """First read of the large object, by a reader that then keeps its handle."""
+        """Read the large object first, with a reader that then keeps its handle open."""
         self._has_large = True
         arguments = {"path": str(self.large), "size": self.data.sizes.large}
         command = _command("read_and_hold", arguments)
@@ -153,28 +152,28 @@ class Session:
         return per_second(next_line(self._holder), "bytes", MB)
 
     def fetch_small(self) -> Sample:
-        """First read of the small files."""
+        """Make the first read of the small files."""
         self._has_small = True
         return self.read_small()
 
     def have_large(self) -> None:
-        """Have the large object in the contender's cache."""
+        """Read the large object, unless the contender's cache has it."""
         if not self._has_large:
             self.fetch_large()
 
     def have_small(self) -> None:
-        """Have the small files in the contender's cache."""
+        """Read the small files, unless the contender's cache has them."""
         if not self._has_small:
             self.fetch_small()
 
     def seconds_to_first_byte(self, path: Path, begin: Callable[[], None]) -> float:
-        """From before `begin`, which makes the file's mount, until its first byte is read."""
+        """Time from before `begin`, which makes the file's mount, to its first byte."""
         return self.seconds_to_first_bytes({path: begin})[0]
 
     def seconds_to_first_bytes(self, begins: Mapping[Path, Callable[[], None]]) -> list[float]:
-        """From before all of `begins`, which make the files' mounts at the same time.
+        """Time from before all of `begins`, which make the mounts at once, to each first byte.
 
-        In the order of `begins`.
+        The times are in the order of `begins`.
         """
         with ExitStack() as cleanup:
             readers = [cleanup.enter_context(self._waiting_reader(path)) for path in begins]
@@ -185,7 +184,7 @@ class Session:
 
     @contextmanager
     def _waiting_reader(self, path: Path) -> Iterator[subprocess.Popen[str]]:
-        """A process that opens and reads a file as soon as it gets a line."""
+        """Yield a process that opens and reads a file as soon as it gets a line."""
         reader = processes.open_reader(
             _command("read_on_signal", {"path": str(path)}), self._environment()
         )
@@ -196,13 +195,13 @@ class Session:
             processes.kill_group(reader)
 
     def digest_object(self, name: str) -> str:
-        """SHA-256 of an object as the contender shows it."""
+        """Return the SHA-256 of an object as the contender shows it."""
         if not isinstance(self.contender, BareClient):
             return str(self.read("digest_file", path=str(self.contender.root / name))["digest"])
         return str(self.read_objects("digest_object", key=name)["digest"])
 
     def digest_small(self) -> str:
-        """SHA-256 over the small files as the contender shows them."""
+        """Return the SHA-256 over the small files as the contender shows them."""
         arguments = {"names_file": str(self.data.names_file), "threads": THREADS}
         if isinstance(self.contender, BareClient):
             found = self.read_objects("digest_objects", prefix="small", **arguments)
@@ -211,7 +210,7 @@ class Session:
         return str(found["digest"])
 
     def digest_listing(self, folder: str) -> str:
-        """SHA-256 over the names and sizes below a folder."""
+        """Return the SHA-256 over the names and sizes below a folder."""
         found = self.read("digest_listing", root=str(self.contender.root / folder))
         return str(found["digest"])
 
@@ -220,12 +219,12 @@ class Session:
         if self._holder is not None:
             holder, self._holder = self._holder, None
             try:
-                holder.communicate(timeout=STOP_WAIT_S)  # the end of its input ends it
+                holder.communicate(timeout=STOP_WAIT_S)  # it ends with its input
             finally:
                 processes.kill_group(holder)
 
     def make_cold(self) -> None:
-        """Empty the page cache of all but the server's data."""
+        """Empty the page cache, except for the server's data."""
         pagecache.drop()
         self.contender.place.bucket.warm()
 
@@ -240,7 +239,7 @@ def _command(
 
 
 def _read_once_begun(reader: subprocess.Popen[str], begin: Callable[[], None]) -> float:
-    """The moment, of the monotonic clock, at which a waiting reader has a first byte."""
+    """Return the monotonic time at which a waiting reader has a first byte."""
     begin()
     assert reader.stdin is not None
     reader.stdin.write("\n")
@@ -249,7 +248,7 @@ def _read_once_begun(reader: subprocess.Popen[str], begin: Callable[[], None]) -
 
 
 def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next line of a reader that goes on living afterwards."""
+    """Return the next line of a reader that keeps running."""
     assert process.stdout is not None
     assert process.stderr is not None
     readable, _, _ = select.select([process.stdout], [], [], READER_WAIT_S)
@@ -261,7 +260,7 @@ def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def per_second(result: dict[str, Any], unit: str, scale: int = 1) -> Sample:
-    """The rate of a reader's median pass, in `scale` units a second."""
+    """Return the rate of a reader's median pass, in `scale` units a second."""
     seconds = result["seconds"]
     detail = {"seconds": seconds}
     if took := sorted(result.get("took_s", [])):

@@ -1,14 +1,14 @@
 """`python -m bench.training`: accelerator utilisation, DLIO-shaped.
 
-DLIO-shaped, MLPerf record sizes, scaled: files and records have the sizes of MLPerf Storage's
-data sets, and there are so few of them that a laptop's disk has room. It is not MLPerf Storage
-and its figures are not comparable with results of that.
+DLIO-shaped, MLPerf record sizes, scaled: files and records have the sizes of MLPerf Storage's data
+sets, but there are only as many as a laptop's disk has room for. It is not MLPerf Storage and its
+figures are not comparable with MLPerf Storage results.
 
-An accelerator is a sleep for each step. Its length is MLPerf's for an H100 and as many records,
-or longer: so long that the job on ext4 is computing for 99 % of its time. The job has a fifth
-of the data as memory, in a control group of its own, and the page cache is dropped before each
-epoch. Reported is the share of the time that was computed from the second epoch on, and how
-much that is of ext4's: with a cache in which all of the data fits, and with one for half of it.
+An accelerator is a sleep for each step. Its length is MLPerf's for an H100 and as many records, or
+longer: long enough that the job on ext4 computes for 99 % of its time. The job has a fifth of the
+data as memory, in its own control group, and the page cache is dropped before each epoch. The table
+has the share of computing time from the second epoch on, and its ratio to ext4's share: with a
+cache for all of the data, and with a cache for half of it.
 
 It needs root and a real disk, as `python -m bench` does.
 """
@@ -43,11 +43,11 @@ MIB = 1024 * 1024
 WORKERS = 4
 EPOCHS = 4
 MEMORY_SHARE = 5
-# The utilisation that the job on ext4 has to reach, and how its computation is lengthened.
+# The utilisation that the job on ext4 has to reach, and the factor that lengthens its steps.
 ENOUGH = 0.99
 LENGTHENING = 1.25
 TRIES = 16
-# Of ext4's utilisation: where all fits into the cache, and where half does.
+# Least ratio to ext4's utilisation: if the cache has room for all data, or for half.
 FLOORS = {"fits": 0.95, "half": 0.90}
 
 
@@ -55,7 +55,7 @@ FLOORS = {"fits": 0.95, "half": 0.90}
 class Model:
     """A data set: `files` of `per_file` records of `size` bytes, read `batch` at a time.
 
-    `compute_s` is MLPerf Storage's for a record on an H100; sizes and times are from its
+    `compute_s` is MLPerf Storage's time for a record on an H100; sizes and times are from its
     configurations, https://github.com/mlcommons/storage, configs/dlio/workload.
     """
 
@@ -96,14 +96,14 @@ MODELS = (
 
 
 def _write_npz(path: Path, size: int) -> None:
-    """An archive as numpy.savez writes it: one member, stored as it is."""
+    """Write an archive like numpy.savez: one member, uncompressed."""
     with zipfile.ZipFile(path, "w") as archive, archive.open("x.npy", "w") as member:
         for start in range(0, size, MIB):
             member.write(os.urandom(min(MIB, size - start)))
 
 
 def _write_tfrecord(path: Path, size: int, records: int) -> None:
-    """Frames of TFRecord; the fields of the checksums are empty, for the trainer skips them."""
+    """Write frames of TFRecord; the checksum fields are empty, because the trainer skips them."""
     with path.open("wb") as file:
         for _ in range(records):
             file.write(size.to_bytes(8, "little") + bytes(4))
@@ -121,7 +121,7 @@ class Job:
         self._epochs = 0
 
     def epoch(self, compute_s: float) -> dict[str, float]:
-        """Train one, with nothing of it in memory before."""
+        """Train an epoch, with none of the data in memory before; return its times and counts."""
         pagecache.drop()
         self._place.bucket.warm()
         assert self._process.stdin is not None
@@ -132,7 +132,7 @@ class Job:
         return next_line(self._process)
 
     def utilisation(self, compute_s: float, epochs: int) -> float:
-        """The share of the time that was computed."""
+        """Train epochs; return the share of the time that was spent computing."""
         done = [self.epoch(compute_s) for _ in range(epochs)]
         return sum(one["computed_s"] for one in done) / sum(one["seconds"] for one in done)
 
@@ -162,7 +162,7 @@ def running_job(model: Model, contender: Contender) -> Iterator[Job]:
 
 
 def _compute_s(model: Model, native: Contender) -> tuple[float, float]:
-    """The seconds of a step with which ext4 is enough, and its utilisation then."""
+    """Find a step's seconds with which ext4 is fast enough; also return its utilisation."""
     with running_job(model, native) as job:
         idle = job.epoch(0)
         compute_s = max(model.compute_s * model.batch, idle["seconds"] / idle["steps"])
@@ -178,7 +178,7 @@ def _compute_s(model: Model, native: Contender) -> tuple[float, float]:
 def _measure(
     model: Model, contender: Contender, compute_s: float, limit: int | None
 ) -> list[float]:
-    """The utilisation of each epoch, on a mount that begins with an empty cache."""
+    """Return the utilisation of each epoch, on a mount that begins with an empty cache."""
     contender.cache_limit = limit
     try:
         contender.start()
@@ -255,7 +255,7 @@ def main() -> int:
 def _with_data(
     model: Model, profile: str, base: Path, contenders: list[str]
 ) -> list[dict[str, Any]]:
-    """One model at a time has its data on the disk."""
+    """Run one model; only its data is on the disk meanwhile."""
     with place_of(model, profile, base) as place:
         return _run(model, place, contenders)
 

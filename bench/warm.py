@@ -1,13 +1,12 @@
-"""`python -m bench.warm`: what it takes to have a data set on the local disk.
+"""`python -m bench.warm`: the time to get a data set onto the local disk.
 
-Three ways, side by side in rounds whose order rotates, each from an empty cache:
-`fusefs warm --wait`; `cat` of every file through the same kind of mount, as one
-does without it; and `rclone copy` to a directory. The latter two work on sixteen
-files at a time, with the profile `cloud` (a server far away, over TLS) on 32.
-Times run from the start of the command until it has returned. The server's files
-are in the page cache. After each, what is there has to have the data set's
-bytes: in the mount without a request for them, or in the directory. It needs
-root and a real disk, as `python -m bench` does.
+Three ways are measured in rounds whose order rotates, each from an empty cache: `fusefs warm
+--wait`; `cat` of every file through the same kind of mount, as people do without it; and `rclone
+copy` to a directory. The latter two read sixteen files at the same time, with the profile `cloud`
+(a server far away, over TLS) 32. Times run from the start of the command until it has returned. The
+server's files are in the page cache. After each way, the result has to have the data set's bytes:
+in the mount without a request for them, or in the directory. It needs root and a real disk, as
+`python -m bench` does.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of the data set: `count` files of `size` bytes below `folder`."""
+    """A part of the data set: `count` files of `size` bytes below `folder`."""
 
     folder: str
     count: int
@@ -93,7 +92,7 @@ PROFILES = {
 
 
 class Ways:
-    """The ways of having a part of the data set on the local disk; each tells its seconds."""
+    """The ways to get a part of the data set onto the local disk; each returns its seconds."""
 
     def __init__(self, place: Place, at_once: int) -> None:
         self._place = place
@@ -140,7 +139,7 @@ class Ways:
             shutil.rmtree(target, ignore_errors=True)
 
     def _mounted(self, part: Part, digest: str, command: Sequence[str]) -> float:
-        """The time of a command in a folder of a new mount."""
+        """Time a command in a folder of a new mount."""
         self._mount.start()
         try:
             seconds = _timed(command, dict(os.environ), self._mount.root / part.folder)
@@ -174,7 +173,7 @@ def _compare(part: Part, root: Path, digest: str) -> None:
 def run(
     place: Place, parts: Sequence[Part], rounds: int, at_once: int, ways_named: Sequence[str]
 ) -> None:
-    """Measure ways with all parts, and print a table of medians."""
+    """Measure the named ways with all parts, and print a table of medians."""
     ways = Ways(place, at_once)
     table: dict[str, Callable[[Part, str], float]] = {
         "fusefs warm": ways.warm,

@@ -1,7 +1,7 @@
-"""The program in proxy/ (Go), which stands before the S3 server: built, started, adjusted.
+"""Builds, starts and adjusts the Go program in proxy/, which stands before the S3 server.
 
-It ends with the process that started it: the end of its stdin ends it. main.go
-says what it does to the bytes that pass.
+It ends with the process that started it, when its stdin ends. main.go says what the program does to
+the bytes that pass.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ STOP_WAIT_S = 5.0
 class Distance:
     """The distance at which the server seems to be; zero means no delay and no limit.
 
-    `first_ms` pass from the end of a request to the first byte of its answer at
-    least, for `tail_share` of the answers `tail_ms`. `mb_s` (MB = 10^6 bytes)
-    is for each connection and direction, `requests_per_s` for all together:
-    what is above is answered 503 SlowDown.
+    An answer's first byte comes at least `first_ms` after the end of its request; for `tail_share`
+    of the answers `tail_ms` after it. `mb_s` (MB = 10^6 bytes) is the limit of each connection and
+    direction. Requests above `requests_per_s`, the limit for all connections together, are answered
+    503 SlowDown.
     """
 
     first_ms: float = 30.0
@@ -46,9 +46,9 @@ NEAR = Distance(first_ms=0, tail_share=0, tail_ms=0, mb_s=0)
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The counts since the start; `most_open` connections since the counts before.
+    """The counts since the start, but `most_open` connections since the previous counts.
 
-    `sent_bytes` are of answers, heads included and encryption not.
+    `sent_bytes` are of answers, with headers and without encryption.
     """
 
     connections: int
@@ -62,8 +62,8 @@ class Counts:
 class Proxy:
     """The proxy before the server at `target`, an http URL, from `start` to `stop`.
 
-    `build` is a directory for what the Go compiler makes, which may be kept;
-    `directory` gets the root certificate and the log.
+    `build` is a directory for the Go compiler's output, which may be kept; `directory` gets the
+    root certificate and the log.
     """
 
     def __init__(self, target: str, directory: Path, build: Path) -> None:
@@ -94,10 +94,10 @@ class Proxy:
         return self._directory / "proxy-ca.pem"
 
     def start(self) -> None:
-        """Build it if need be, and start it, with no delay and no limit.
+        """Build the proxy if need be, and start it with no delay and no limit.
 
         Raises:
-            BenchError: there is no Go, or the program did not start.
+            BenchError: Go is missing, or the program did not start.
         """
         program = build(self._build)
         log = self._directory / "proxy.log"
@@ -128,14 +128,14 @@ class Proxy:
             processes.kill_group(process)
 
     def set(self, distance: Distance) -> Counts:
-        """Have answers from now on come from so far."""
+        """Set the distance for all further answers, and return the counts."""
         return self._order(asdict(distance))
 
     def counts(self) -> Counts:
         return self._order({})
 
     def usage(self) -> Usage:
-        """The resources that it has used since its start."""
+        """Return the resources that the proxy has used since its start."""
         assert self._process is not None
         return processes.usage_of(self._process.pid)
 
@@ -152,10 +152,10 @@ class Proxy:
 
 
 def build(directory: Path) -> Path:
-    """The program, which is built again only if its sources have changed. Blocks.
+    """Build the program if its sources have changed, and return its path. Blocks.
 
     Raises:
-        BenchError: there is no Go, or it does not compile.
+        BenchError: Go is missing, or the program does not compile.
     """
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
@@ -170,7 +170,7 @@ def build(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ".gitignore").write_text("*\n")
     environment = {**os.environ, "GOCACHE": str(directory / "go"), "GOTOOLCHAIN": "local"}
-    # The compiler's output has another name until it is whole.
+    # The compiler's output has another name until it is complete.
     partial = program.with_suffix(".partial")
     processes.capture(
         [go, "build", "-C", str(SOURCES), "-trimpath", "-o", str(partial), "."],

@@ -1,9 +1,8 @@
-"""The contender's interface, and those that need no program: the bare disk and the bare client.
+"""The contenders' interface, and two without a mount: the bare disk and the bare client.
 
-A contender that is mounted shows the whole bucket below `root`. `start`
-begins with an empty cache of its own, `stop` leaves nothing behind; both can
-be called again, and `stop` after a failed `start`. For writing, peers are
-mounted in the way in which close returns when the bucket has the file.
+A mounted contender shows the whole bucket below `root`. `start` begins with an empty cache of its
+own, `stop` leaves nothing behind; both can be called again, and `stop` after a failed `start`. For
+writing, peers are mounted so that close returns when the bucket has the file.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from bench.processes import Usage
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place that contenders share: the bucket, the local copy of its files, room for mounts."""
+    """Shared by all contenders: the bucket, a local copy of its files, and room for mounts."""
 
     bucket: Bucket
     native_root: Path
@@ -29,57 +28,57 @@ class Place:
 
 
 class Contender:
-    """Base of all: something that does not need starting and uses nothing."""
+    """Base of all contenders: needs no start and uses no resources."""
 
     is_writable = False
-    # Bytes that its cache may have from the next start on; None: what it takes by itself.
+    # The maximum size of its cache in bytes from the next start on; None: its own default.
     cache_limit: int | None = None
 
     def __init__(self, name: str, place: Place) -> None:
         self.name = name
-        self.row_name = name  # the contender whose rows it is measured in
+        self.row_name = name  # the contender in whose rows it is measured
         self.place = place
         self.root = place.native_root
         self.cache = place.scratch / "caches" / name
 
     def writing_to(self, bucket: Bucket) -> Self:
-        """The same contender, to be started for writing, on another bucket."""
+        """Return a copy of the contender for writing to another bucket; it is not started."""
         other = copy.copy(self)
         other.place = replace(self.place, bucket=bucket)
         other.is_writable = True
         return other
 
     def missing(self) -> str | None:
-        """The reason why it cannot be measured here; None if it can."""
+        """Return the reason why the contender cannot be measured here; None if it can."""
         return None
 
     def version(self) -> str:
         return ""
 
     def command(self) -> str:
-        """The command that starts it, for the record."""
+        """Return the command that starts it, for the report."""
         return ""
 
     def start(self) -> None:
-        """Make it ready, with nothing cached."""
+        """Make the contender ready, with nothing cached."""
 
     def stop(self) -> None:
-        """End it and remove its cache."""
+        """Stop the contender and remove its cache."""
 
     def settle(self) -> None:
-        """Have in the bucket what was written, where close did not wait for that."""
+        """Upload written files to the bucket, if close did not wait for the upload."""
 
     def usage(self) -> Usage | None:
-        """The resources that its processes have used since `start`."""
+        """Return the resources used by its processes since `start`; None if it has none."""
         return None
 
     def requests(self) -> dict[str, int]:
-        """Requests made to S3 since `start`, where the contender counts them."""
+        """Return the numbers of S3 requests since `start`; empty if the contender has no counts."""
         return {}
 
 
 class Native(Contender):
-    """The files on the local disk: what a cached read is compared with."""
+    """The files on the local disk: the reference for cached reads."""
 
     def writing_to(self, bucket: Bucket) -> Self:
         other = super().writing_to(bucket)
@@ -94,7 +93,7 @@ class Native(Contender):
 
 
 class BareClient(Native):
-    """obstore without a file system: what a first read and an upload are compared with."""
+    """obstore without a file system: the reference for first reads and uploads."""
 
     def version(self) -> str:
         import obstore

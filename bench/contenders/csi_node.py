@@ -1,8 +1,8 @@
 """The CSI driver on a node, as the manifests run it, and kubelet's side of its socket.
 
-`fusefs-csi node` mounts and keeps, `fusefs-csi daemons` has the daemons; each volume has
-a mount of its own, which its pods share. Pods have target paths below a directory
-that is taken for kubelet's.
+`fusefs-csi node` mounts and runs the keepers, `fusefs-csi daemons` runs the daemons; each volume
+has one mount, which its pods share. Pods have target paths below a directory that stands in for
+kubelet's.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class CsiNode(Contender):
         for directory in (self._directory, self.cache):
             directory.mkdir(parents=True, exist_ok=True)
         self.place.scratch.chmod(0o711)  # daemons are ordinary users
-        # In memory, as the driver demands, and with a short path, as sockets do.
+        # On tmpfs, as the driver demands, and short, because socket paths are limited.
         self._state = Path(tempfile.mkdtemp(prefix="bench-", dir="/dev/shm"))
         self._cleanup.callback(shutil.rmtree, self._state)
         python, environment = self._cleanup.enter_context(runnable_by_all())
         self._run([python[0], "-c", MAIN, "daemons", *self._state_option()], environment)
-        # Between the two: without the driver no mount is added, without mounts no daemon stays.
+        # Unmounts after the driver's end, so that no mount is added, and before the daemons' end.
         self._cleanup.callback(self._unmount_all)
         self._run([python[0], "-c", MAIN, "node", *self._options()], environment)
         channel = self._cleanup.enter_context(grpc.insecure_channel(f"unix:{self._socket}"))
@@ -79,13 +79,13 @@ class CsiNode(Contender):
     # --- kubelet ---
 
     def target(self, volume: str, pod: str) -> Path:
-        """The path where a pod sees a volume."""
+        """Return the path at which a pod sees a volume."""
         path = self._kubelet / "pods" / pod / "volumes/kubernetes.io~csi" / volume / "mount"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def publish(self, volume: str, target: Path) -> None:
-        """NodePublishVolume, with the identity of a Secret."""
+        """Call NodePublishVolume with the keys of a Secret."""
         self._published[target] = volume
         request = csi_pb2.NodePublishVolumeRequest(
             volume_id=volume,
@@ -97,7 +97,7 @@ class CsiNode(Contender):
         _call(self._node.NodePublishVolume, request)
 
     def unpublish_all(self) -> None:
-        """NodeUnpublishVolume for each; the last one of a volume ends its mount."""
+        """Call NodeUnpublishVolume for each target; a volume's last one ends its mount."""
         while self._published:
             target, volume = self._published.popitem()
             request = csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume, target_path=str(target))
@@ -106,7 +106,7 @@ class CsiNode(Contender):
     # --- what it costs ---
 
     def memory_by_part(self) -> dict[str, int]:
-        """Bytes of all daemons, keepers and brokers; shared pages count once."""
+        """Return the bytes of all daemons, keepers and brokers; shared pages count once."""
         found = {"daemon": 0, "keeper": 0, "broker": 0}
         parents = {pid: processes.parent_of(pid) for pid in self._mount_processes()}
         for pid, parent in parents.items():
@@ -118,9 +118,9 @@ class CsiNode(Contender):
         return found
 
     def _mount_processes(self) -> list[int]:
-        """Those that the driver has started, or that these have: they know its directory.
+        """Return the driver's mount processes, found by the state directory in their environment.
 
-        What is forked shows its supervisor's environment.
+        A forked daemon shows its supervisor's environment, so its parent's command line counts.
         """
         found = []
         for pid in processes.all_pids():
@@ -180,7 +180,7 @@ class CsiNode(Contender):
 
 
 def _call(method: Any, request: Any) -> None:
-    """Make a call, and again while another for the same volume is under way, as kubelet does."""
+    """Make a call; repeat it while another call for the volume is under way, as kubelet does."""
     deadline = time.monotonic() + CALL_LIMIT_S
     while True:
         try:
@@ -194,7 +194,7 @@ def _call(method: Any, request: Any) -> None:
 
 
 def _is_forked(pid: int) -> bool:
-    """True for a daemon that a supervisor has forked."""
+    """True if the process is a daemon that a supervisor has forked."""
     return _read(pid, "comm").strip() == forking.NAME.encode()
 
 

@@ -16,7 +16,7 @@ COMMAND_WAIT_S = 60.0
 
 
 class Fusefs(Mount):
-    """fusefs, which goes into the background by itself and tells about itself."""
+    """fusefs, which goes into the background by itself and reports its status."""
 
     def __init__(
         self, name: str, place: Place, options: list[str], prefix: Path = Path(sys.prefix)
@@ -55,18 +55,18 @@ class Fusefs(Mount):
         except BenchError:
             self._run("umount", str(self.root), "--force")
         if pid is not None:
-            # The cache must not be removed underneath a daemon that still closes it.
+            # The cache must not be removed while a daemon still closes it.
             processes.wait_gone(pid)
 
     def settle(self) -> None:
         self._run("sync", str(self.root))
 
     def plan(self, path: Path) -> None:
-        """Give the mount a plan of what is read, with a path below the mount on each line."""
+        """Send the mount a plan of the reads: a file with a path below the mount on each line."""
         self._run("plan", str(self.root), str(path))
 
     def usage(self) -> Usage | None:
-        # The daemon is a child of its keeper, where it has one.
+        # The daemon is a child of its keeper, if it has one.
         pid = self._pid("keeper") or self._pid("daemon")
         return None if pid is None else processes.usage_of(pid)
 
@@ -79,14 +79,14 @@ class Fusefs(Mount):
         }
 
     def _pid(self, process: str) -> int | None:
-        """One of the mount's processes, by its name in the status; None if it has none."""
+        """Return the pid of one of the mount's processes, by its name in the status, or None."""
         try:
             return int(self._status()[process]["pid"])
         except (BenchError, KeyError):
             return None
 
     def wait_for_daemon(self, other_than: int | None) -> int:
-        """The process of a daemon that answers and is not the one that was killed."""
+        """Return the pid of a daemon that answers and is not `other_than`, which was killed."""
         found: list[int] = []
 
         def is_new() -> bool:
@@ -125,7 +125,7 @@ class Fusefs(Mount):
         ]
 
     def _run(self, *arguments: str) -> str:
-        # Output goes to files: a daemon that keeps the pipe would hold us up.
+        # Output goes to files: a daemon that keeps a pipe open would block this process.
         output = self.log.with_suffix(".out")
         try:
             with output.open("wb") as out, self.log.open("ab") as errors:

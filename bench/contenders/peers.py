@@ -1,8 +1,7 @@
-"""Other programs that mount a bucket, with the options that were fastest where they were tried.
+"""Other programs that mount a bucket, with the options that were fastest in trials.
 
-Those are large chunks, many streams, long-lived attributes, no checksums. JuiceFS has a
-format of its own in the bucket, and its metadata in a Redis: only what it reads from its
-cache compares.
+These options are large chunks, many streams, long-lived attributes, no checksums. JuiceFS has its
+own format in the bucket, and its metadata in a Redis: only its cached reads can be compared.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from bench.dataset import LARGE
 from bench.processes import BenchError, Usage
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 
-# What is copied into a file system with a format of its own.
+# The directories that are copied into a file system with its own format.
 COPIED = (LARGE.partition("/")[0], "small", "tree")
 COPY_LIMIT_S = 300.0
 
 
 def find(program: str) -> str | None:
-    """Beside the running Python first, where packages install programs, else on the path."""
+    """Find a program, first beside the running Python, where packages install it, or None."""
     return shutil.which(program, path=str(Path(sys.prefix) / "bin")) or shutil.which(program)
 
 
 def rclone_environment(bucket: Bucket) -> dict[str, str]:
-    """The variables that make rclone know the bucket's server as the remote `bench` alone."""
+    """Return the variables that give rclone a single remote, `bench`: the bucket's server."""
     return {
         **bucket.environment(),
         "RCLONE_CONFIG": os.devnull,
@@ -91,7 +90,7 @@ class Peer(Mount, ABC):
 
     @abstractmethod
     def _argv(self) -> list[str]:
-        """The command that mounts it and stays in the foreground."""
+        """Return the command that mounts it and stays in the foreground."""
 
     def _environment(self) -> dict[str, str]:
         return self.place.bucket.environment()
@@ -100,8 +99,8 @@ class Peer(Mount, ABC):
 class Rclone(Peer):
     """rclone mount with its full cache; its remote is defined in the environment.
 
-    Its cache uploads after close has returned, whatever its options; without
-    a cache it sends what is written, and close waits for the end of that.
+    With its cache, close returns before the upload, whatever its options; without a cache, data is
+    sent when it is written, and close waits for the end of that.
     """
 
     def _argv(self) -> list[str]:

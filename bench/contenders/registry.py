@@ -14,16 +14,16 @@ NATIVE = "native"
 OBSTORE = "obstore"
 KERNEL = "fusefs-kernel"
 NO_PASSTHROUGH = "fusefs-nopt"
-# Where close waits for the local disk alone; it is measured for writing only.
+# With this one close waits only for the local disk; it is measured for writing only.
 LOCAL = "fusefs-local"
-# As it is mounted by default; the others are read-only where nothing is written.
+# With the default of a writable mount; the others are read-only unless they are written to.
 WRITABLE = "fusefs-writable"
 PYFUSE3 = "fusefs-pyfuse3"
 CSI = "fusefs-csi"
-# Another version, of a checkout that a run names; in every row of fusefs-kernel.
+# Another version, from a checkout that a run names; in every row of fusefs-kernel.
 BEFORE = "fusefs-before"
 PEERS = ("mountpoint-s3", "geesefs", "rclone", "s3fs")
-# Of another kind: its files are its own, and only what is cached compares.
+# Has its own format in the bucket, so only cached reads can be compared.
 JUICEFS = "juicefs"
 
 
@@ -32,7 +32,7 @@ def _fusefs(*options: str, session: str = "kernel") -> Callable[[str, Place], Co
 
 
 def other_version(checkout: Path, place: Place) -> Contender:
-    """fusefs as the `.venv` of another checkout has it."""
+    """Return fusefs as installed in the `.venv` of another checkout."""
     contender = Fusefs(BEFORE, place, ["--session", "kernel"], prefix=checkout / ".venv")
     contender.row_name = KERNEL
     return contender

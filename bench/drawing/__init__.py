@@ -1,1 +1,1 @@
-"""Pictures of what was measured: `python -m bench draw`."""
+"""Pictures of measurements: `python -m bench draw`."""

@@ -1,4 +1,4 @@
-"""`python -m bench draw RESULT.json…`: the pictures of results, beside them or in a directory."""
+"""`python -m bench draw RESULT.json…`: draws results, into their directory or another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DrawingError(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw what the arguments name; return the exit status."""
+    """Draw the results that the arguments name; return the exit status."""
     parsed = _parser().parse_args(arguments)
     try:
         for path in parsed.results:
@@ -34,8 +34,8 @@ def draw_result(path: Path, directory: Path) -> list[Path]:
     """Write the pictures of a result into the directory, as RESULT-PROFILE-PICTURE.svg.
 
     Raises:
-        DrawingError: matplotlib is missing, or the result has nothing that is drawn.
-        ResultError: the file is no result of the bench.
+        DrawingError: matplotlib is missing, or the result has no row to draw.
+        ResultError: the file is not a result of the bench.
         OSError: a picture could not be written.
     """
     result = None if is_simulation(path) else load(path)

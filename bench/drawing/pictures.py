@@ -1,10 +1,10 @@
 """The pictures of a result, as plain data: panels of bars or lines, with their numbers.
 
-A result is what `bench.report.as_json` has written. A bar is the median of the rounds;
-its range is the lowest and the highest of them. Where rows of several units stand in one
-panel, all are shown as ratios to one reference, the bare disk or the best peer, and the
-range is that of the single rounds' ratios. Rows and contenders that were not measured are
-left out; a picture without any row is not drawn.
+A result is a file that `bench.report.as_json` made. A bar is the median of the rounds, with a range
+from the lowest to the highest. If a panel has rows of several units, all of them are shown as
+ratios to one reference, the bare disk or the best peer, and the range is that of the single rounds'
+ratios. Rows and contenders that were not measured are left out; a picture without any row is not
+drawn.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ FIRST = (
     "tree_cold",
     "flat_cold",
 )
-# The few rows that tell most, for the picture that has both.
+# The most telling rows, for the picture with both cached and first reads.
 CHOSEN_CACHED = ("reread_dropped", "par8_dropped", "rand4k_dropped8", "small_warm", "small_dropped")
 CHOSEN_FIRST = ("first_large", "first_shards", "first_small", "folders_cold", "tree_cold")
 LATENCIES = {
@@ -123,12 +123,12 @@ DISK, BEST_PEER = "bare disk", "best peer"
 
 
 class ResultError(Exception):
-    """A file that is no result of the bench; the message says why, in one line."""
+    """The file is not a result of the bench; the message says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One contender's median with its lowest and highest round; `text` is as measured."""
+    """One contender's median with its lowest and highest round; `text` has the measured unit."""
 
     contender: str
     value: float
@@ -139,7 +139,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One row of the table."""
+    """One row of the bench's table, with a mark for each contender."""
 
     row: str
     label: str
@@ -148,7 +148,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Rows with a bar for each contender; `reference` names what the ratio 1 is, if any."""
+    """Rows with a bar for each contender; `reference` names the contender with ratio 1, if any."""
 
     title: str
     axis: str
@@ -158,7 +158,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A value over a number, `counted`, of clients, a line for each contender."""
+    """A value over a count of clients (`counted` says which), with a line for each contender."""
 
     title: str
     axis: str
@@ -170,7 +170,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One file: `name` is the end of its name, `note` says what was measured, and where."""
+    """One file: `name` is the end of its name, `note` describes the run and the machine."""
 
     name: str
     title: str
@@ -179,24 +179,24 @@ class Picture:
 
     @property
     def contenders(self) -> list[str]:
-        """Those that are shown, in the order of the bench's tables."""
+        """The contenders in the picture, in the order of the bench's tables."""
         shown = {mark.contender for panel in self.panels for mark in _marks(panel)}
         return [name for name in CONTENDERS if name in shown]
 
     @property
     def digest(self) -> str:
-        """A digest of all that is shown: the same for the same numbers, however drawn."""
+        """A digest of the picture's data: the same for the same numbers, however drawn."""
         plain = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def name_of(contender: str) -> str:
-    """The name of a contender in a picture."""
+    """Return the name of a contender in a picture."""
     return NAMES.get(contender, contender)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A result's JSON.
+    """Load a result's JSON.
 
     Raises:
         ResultError: it can't be read, or is something else.
@@ -228,11 +228,11 @@ def _checked_values(samples: Mapping[str, Any]) -> Iterator[float]:
 
 
 def pictures(result: Mapping[str, Any], profile: str) -> list[Picture]:
-    """Those for which something was measured in the profile."""
+    """Make the pictures for which the profile has measurements."""
     rows = _Rows(result["profiles"][profile]["samples"])
     both = rows.cached(CHOSEN_CACHED), rows.first(CHOSEN_FIRST)
     found: dict[str, tuple[str, list[Bars | Lines]]] = {
-        # With one of the two alone it would be another picture's beginning.
+        # With only one of the two, this picture would be the beginning of another.
         "reads": ("Cached reads and first reads", both[0] + both[1] if all(both) else []),
         "cached": ("Cached reads", rows.cached(CACHED)),
         "first": ("First reads and first walks", rows.first(FIRST)),
@@ -249,7 +249,7 @@ def pictures(result: Mapping[str, Any], profile: str) -> list[Picture]:
 
 
 def _note(result: Mapping[str, Any], profile: str) -> str:
-    """The note on the run for its readers."""
+    """Describe the run for readers of the pictures."""
     machine, options = result["machine"], result["options"]
     where = {
         "local": "SeaweedFS on the same machine as S3",
@@ -285,7 +285,7 @@ class _Rows:
         }
 
     def cached(self, rows: Sequence[str]) -> list[Bars | Lines]:
-        """Against the bare disk where that was measured, else against the best peer."""
+        """Make bars relative to the bare disk if it was measured, else to the best peer."""
         title = "Cached: read before, now on the local disk"
         disk = self._ratios(title, rows, (NATIVE,), DISK)
         return disk or self._ratios(title, rows, (*PEERS, JUICEFS), BEST_PEER)
@@ -349,7 +349,7 @@ class _Rows:
             row = pattern.format(count)
             for mark in self._marks(row):
                 marks[mark.contender].append(mark)
-        # A line across a missing point would show what was not measured.
+        # A line across a missing point would suggest a measurement.
         whole = tuple(tuple(line) for line in marks.values() if len(line) == len(counts))
         if not whole:
             return None
@@ -357,7 +357,7 @@ class _Rows:
         return Lines(title, unit, counted, counts, whole, is_logarithmic)
 
     def latencies(self) -> list[Bars | Lines]:
-        """A panel for each row, since their times are of different orders."""
+        """Make a panel for each row, since their times are of different orders."""
         return [
             Bars(title, UNITS[row], (Group(row, "", self._marks(row)),))
             for row, title in LATENCIES.items()
@@ -373,7 +373,7 @@ class _Rows:
         return tuple(found)
 
     def _of(self, row: str) -> dict[str, dict[int, float]]:
-        """The rounds of a row, in the order of the bench's tables."""
+        """Return the rounds of a row, in the order of the bench's tables."""
         by_contender = self._rounds.get(row, {})
         return {name: by_contender[name] for name in CONTENDERS if name in by_contender}
 

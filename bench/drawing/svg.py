@@ -1,11 +1,11 @@
-"""Pictures as SVG, by matplotlib.
+"""Draws pictures as SVG with matplotlib.
 
-The same numbers give the same bytes with the same matplotlib: identifiers are salted
-with a constant, and no date is written. Text stays text, in the reader's own sans-serif
-font, which keeps the files small. The background is white and opaque, so that the
-pictures can be read on dark pages as well.
+The same numbers give the same bytes with the same matplotlib: identifiers are salted with a
+constant, and no date is written. Text stays text, in the reader's own sans-serif font, which keeps
+the files small. The background is white and opaque, so that the pictures can be read on dark pages
+as well.
 
-Raises ModuleNotFoundError where matplotlib is missing, when it is imported.
+Importing this module raises ModuleNotFoundError if matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STYLE = {
     "ytick.color": "#1f2328",
     "grid.color": "#d8dee4",
 }
-# Different also for readers who do not see all colours (Okabe and Ito's set).
+# Distinguishable also for readers with impaired colour vision (Okabe and Ito's set).
 COLOURS = {
     NATIVE: "#57606a",
     OBSTORE: "#b0b7bf",
@@ -56,13 +56,13 @@ COLOURS = {
     JUICEFS: "#cc79a7",
 }
 WIDTH_IN = 10.0
-# Heights in inches: of a bar, between the groups of bars, of a panel's title and axis.
+# Heights in inches: of a bar, between groups of bars, of a panel's title and axis, of lines.
 BAR_IN, GAP_IN, FRAME_IN, LINES_IN = 0.17, 0.14, 0.75, 2.6
 HEAD_IN, NOTE_LINE_IN, NOTE_WIDTH = 0.75, 0.17, 150
 
 
 def draw(picture: Picture, source: str) -> bytes:
-    """The picture as an SVG file; `source` is the file that the numbers are from."""
+    """Draw the picture as an SVG file; `source` names the file with the numbers."""
     note = textwrap.wrap(picture.note, NOTE_WIDTH)
     rows = [picture.panels[start : start + 2] for start in range(0, len(picture.panels), 2)]
     heights = [max(_height(panel) for panel in row) for row in rows]
@@ -118,7 +118,7 @@ def _height(panel: Bars | Lines) -> float:
 def _axes(
     figure: Any, place: tuple[int, int], edges: tuple[float, float], panel: Bars | Lines
 ) -> Any:
-    """Axes with the panel's own height, at the top of its row."""
+    """Add axes with the panel's own height, at the top of its row."""
     (column, columns), (top, total) = place, edges
     width = 1 / columns
     has_labels = isinstance(panel, Bars) and any(group.label for group in panel.groups)
@@ -144,7 +144,7 @@ def _panel(axes: Any, panel: Bars | Lines) -> None:
 
 
 def _draw_bars(axes: Any, panel: Bars) -> None:
-    """Horizontal bars, the first group at the top, each with its value as measured."""
+    """Draw horizontal bars, the first group at the top, each with its value as measured."""
     y, ticks = 0.0, []
     highest = max(mark.high for group in panel.groups for mark in group.marks)
     for group in panel.groups:
@@ -180,7 +180,7 @@ def _draw_group(axes: Any, group: Group, top: float, highest: float) -> None:
 
 
 def _draw_lines(axes: Any, panel: Lines) -> None:
-    """A line for each contender, with its range; counts are at equal distances."""
+    """Draw a line for each contender, with its range; counts are at equal distances."""
     positions = list(range(len(panel.counts)))
     for line in panel.lines:
         colour = COLOURS[line[0].contender]

@@ -1,1 +1,1 @@
-"""The programs that do the timed reading and writing, in processes of their own."""
+"""The programs that do the timed reading and writing, in their own processes."""

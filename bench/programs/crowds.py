@@ -1,7 +1,7 @@
 """Many processes that each make small requests: opens, reads of 4 KiB, walks.
 
-Started as `python -m bench.programs.crowds SPEC`, with SPEC as for the readers. They are
-processes, as a loader's workers are, and not threads, which would wait for each other.
+Started as `python -m bench.programs.crowds SPEC`, with SPEC as for the readers. They are processes,
+as a loader's workers are, and not threads, which would wait for each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.programs.together import ShortReadError, run_together
 
 
 def opens(root: str, names_file: str, processes: int, each: int, warm_up: bool = True) -> Result:
-    """Open and close small files, each process `each` times in an order of its own."""
+    """Open and close small files, each process `each` times in its own order."""
     names = [f"{root}/{name}" for name in json.loads(Path(names_file).read_text())]
 
     def work(number: int) -> None:
@@ -33,7 +33,7 @@ def opens(root: str, names_file: str, processes: int, each: int, warm_up: bool =
 
 
 def pages(path: str, size: int, processes: int, each: int) -> Result:
-    """Read 4 KiB with O_DIRECT at random places, each process `each` times."""
+    """Read 4 KiB with O_DIRECT at random offsets, each process `each` times."""
 
     def work(number: int) -> None:
         places = random.Random(number)
@@ -48,7 +48,7 @@ def pages(path: str, size: int, processes: int, each: int) -> Result:
 
 
 def walks(root: str, files: int, processes: int, warm_up: bool = True) -> Result:
-    """Walk a tree with lstat, all processes at the same time."""
+    """Walk a tree with lstat, in all processes at the same time."""
     if warm_up:
         walk_alone(root, files)
 

@@ -1,4 +1,4 @@
-"""Readers that read as loaders of data and models do: many at a time, scattered, mapped.
+"""Readers that read like loaders of data and models: in parallel, scattered, mapped.
 
 Started as `python -m bench.programs.loaders SPEC`, with SPEC as for the readers.
 """
@@ -26,7 +26,7 @@ LARGEST_TENSOR = 32 * MIB
 
 
 def shards(paths: list[str], size: int) -> Result:
-    """Read files at the same time, each by a process of its own in 1 MiB reads."""
+    """Read files at the same time, each in its own process in 1 MiB reads."""
 
     def read(number: int) -> None:
         with open(paths[number], "rb", buffering=0) as file:
@@ -36,7 +36,7 @@ def shards(paths: list[str], size: int) -> Result:
 
 
 def shares(path: str, size: int, threads: int, passes: int = 1, warm_up: bool = False) -> Result:
-    """Read a file in 1 MiB reads by threads of one process, each with its share of it."""
+    """Read a file in 1 MiB reads with threads of one process, each with its share of the file."""
     share = size // threads
 
     def read(mine: Sequence[str]) -> None:
@@ -50,7 +50,7 @@ def shares(path: str, size: int, threads: int, passes: int = 1, warm_up: bool = 
 
 
 def scattered(path: str, size: int, readers: int, reads: int) -> Result:
-    """Read blocks of 128 KiB at random offsets, none twice, by processes."""
+    """Read blocks of 128 KiB at random offsets, none twice, with several processes."""
     offsets = _scattered_offsets(size, readers * reads)
 
     def read(number: int) -> None:
@@ -67,7 +67,7 @@ def scattered(path: str, size: int, readers: int, reads: int) -> Result:
 def scattered_ranges(
     store: dict[str, str], key: str, size: int, readers: int, reads: int
 ) -> Result:
-    """Read as `scattered` does, with obstore in place of a file system, by threads."""
+    """Read as `scattered` does, with threads and obstore in place of a file system."""
     import obstore
 
     s3 = open_store(store)
@@ -88,7 +88,7 @@ def _scattered_offsets(size: int, count: int) -> list[int]:
 
 
 def tensors(path: str, size: int, seed: int) -> Result:
-    """Map a file and copy each of its tensors out, in random order, as a model is loaded."""
+    """Map a file and copy each of its tensors, in random order, as if a model was loaded."""
     order = random.Random(seed)
     places = []
     start = 0
@@ -109,7 +109,7 @@ def tensors(path: str, size: int, seed: int) -> Result:
 
 
 def burst(root: str, names_file: str, size: int, readers: int, each: int) -> Result:
-    """Processes that start together read so many files each, one after the other."""
+    """Start processes together that each read `each` small files, one after the other."""
     names = json.loads(Path(names_file).read_text())
     random.Random(0).shuffle(names)
 
@@ -131,10 +131,10 @@ def beside(
     large_size: int,
     readers: int,
 ) -> Result:
-    """Read small files by threads while processes read a large one, until these are through.
+    """Read small files with threads while processes read a large file, until these have ended.
 
-    Each of the `readers` has its share of the large file. The times of the single small files, in
-    seconds. Without `readers`, a quarter of them is read.
+    Each of the `readers` has its share of the large file. Returns the times of the single small
+    files in seconds. Without `readers`, only a quarter of the small files is read.
     """
     names = json.loads(Path(names_file).read_text())
     random.Random(0).shuffle(names)
@@ -157,7 +157,7 @@ def beside(
 
     def wait() -> None:
         if sum(os.waitpid(child, 0)[1] for child in children):
-            took.clear()  # noticed below: nothing was read beside it
+            took.clear()  # noticed below: nothing was read meanwhile
         large_s.append(time.monotonic() - begun)
         done.set()
 

@@ -1,14 +1,13 @@
-"""The readers: what runs in a process of its own and does the timed reading.
+"""The readers: the functions that do the timed reading, in their own process.
 
-Every contender is read by this code, started afresh for each measurement as
-`python -m bench.programs.readers SPEC`, with SPEC a JSON object: `op` names one of the
-functions, the rest are its keyword arguments. The process prints one JSON
-object as its last line and ends. It imports nothing but the standard library
-(and obstore where obstore is what is measured), so that what is timed is the
-file system.
+Every contender is read by this code, started anew for each measurement as `python -m
+bench.programs.readers SPEC`, with SPEC a JSON object: `op` names one of the functions, the other
+keys are its keyword arguments. The process prints one JSON object as its last line and ends. It
+imports only the standard library (and obstore when that is measured), so that the time is the file
+system's.
 
-Times are taken inside the process, from before the open to after the close;
-together.py says how they are taken for readers that run at the same time.
+Times are measured inside the process, from before the open to after the close; together.py says how
+they are measured for simultaneous readers.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ KIB = 1024
 MIB = 1024 * KIB
 PAGE = 4 * KIB
 
-# How a downloader usually cuts an object: parts that amortise a request, and
-# enough of them at a time to keep a link full.
+# A downloader's usual division of an object: parts that amortise a request, and enough parallel
+# parts to use a link fully.
 PART_SIZE = 8 * MIB
 PARTS_AT_A_TIME = 8
 
@@ -45,9 +44,9 @@ Result = dict[str, Any]
 def sequential(
     path: str, size: int, readers: int = 1, passes: int = 1, warm_up: bool = False
 ) -> Result:
-    """Read the file in 1 MiB reads into one buffer; each reader takes its share of it.
+    """Read the file in 1 MiB reads into one buffer; each reader takes its share of the file.
 
-    With `warm_up` one pass goes before the timed ones.
+    With `warm_up` one pass goes before the timed passes.
     """
     share = size // readers
 
@@ -63,7 +62,7 @@ def sequential(
 
 
 def read_and_hold(path: str, size: int) -> Result:
-    """Read the file once, tell the time at once, and keep it open until stdin ends."""
+    """Read the file once, print the time at once, and keep it open until stdin ends."""
     start = time.monotonic()
     with open(path, "rb", buffering=0) as file:
         read_range(file, 0, size)
@@ -94,10 +93,9 @@ def random_pages(
     direct: bool = False,
     mapped: bool = False,
 ) -> Result:
-    """Read 4 KiB at random page offsets: the stand-in where fio is not installed.
+    """Read 4 KiB at random page offsets: replaces fio if that is not installed.
 
-    Each reader keeps to its share of the file and stops after `reads` reads or
-    `limit_s` seconds.
+    Each reader stays in its share of the file and stops after `reads` reads or `limit_s` seconds.
     """
     offsets = [_page_offsets(reader, size // readers, reads) for reader in range(readers)]
     done_reader, done_writer = os.pipe()
@@ -113,14 +111,14 @@ def random_pages(
 
 
 def _page_offsets(reader: int, share: int, reads: int) -> list[int]:
-    """Every page of the reader's share in random order, begun again until there are enough."""
+    """Return `reads` offsets: all pages of the reader's share in random order, then again."""
     pages = list(range(reader * share // PAGE, (reader + 1) * share // PAGE))
     random.Random(reader).shuffle(pages)
     return [page * PAGE for page in itertools.islice(itertools.cycle(pages), reads)]
 
 
 def _touch_read(path: str, size: int, offsets: list[int], deadline: float, direct: bool) -> int:
-    # An anonymous mapping starts at a page, which is what O_DIRECT asks of a buffer.
+    # An anonymous mapping is page-aligned, as O_DIRECT demands of a buffer.
     buffers = [mmap.mmap(-1, PAGE)]
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
@@ -158,12 +156,12 @@ def small_files(
     bare: bool = False,
     is_shuffled: bool = True,
 ) -> Result:
-    """Open, read and close every file, by threads, in an order that differs per pass.
+    """Open, read and close every file, with threads, in an order that differs per pass.
 
-    The ordinary way is Python's open().read(), one task per file, as loaders
-    do it. `bare` makes three system calls per file instead, each thread with
-    its share of the files and one buffer: the least that a reader can cost.
-    The result has the times of the single files of the last pass, unless it is `bare`.
+    The ordinary way is Python's open().read(), one task per file, as loaders do it. `bare` makes
+    three system calls per file instead, each thread with its share of the files and one buffer: the
+    least that a reader can cost. The result has the times of the single files of the last pass,
+    unless it is `bare`.
     """
     names = [f"{root}/{name}" for name in json.loads(Path(names_file).read_text())]
     shuffle = random.Random(seed).shuffle
@@ -183,7 +181,7 @@ def small_files(
 
 
 def timed(load: Callable[[str], int], took: list[float]) -> Callable[[str], int]:
-    """The same function, which also adds the seconds of each call to `took`."""
+    """Wrap a function so that the seconds of each call are added to `took`."""
 
     def run(name: str) -> int:
         start = time.monotonic()
@@ -212,7 +210,7 @@ def _read_barely(paths: Iterable[str], size: int) -> None:
 
 
 def walk(root: str, files: int, passes: int = 1) -> Result:
-    """List every directory below `root` and lstat every file, as a loader's start does."""
+    """List every directory below `root` and lstat every file, as a loader does at its start."""
     seconds = []
     for _ in range(passes):
         start = time.monotonic()
@@ -235,7 +233,7 @@ def _raise(error: OSError) -> None:
 
 
 def kill_and_ask(pid: int, path: str, size: int) -> Result:
-    """Kill a mount's daemon; the seconds until a file's attributes are there, and its bytes."""
+    """Kill a mount's daemon; return the seconds until a file's attributes and its bytes arrive."""
     start = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     os.lstat(path)
@@ -246,7 +244,7 @@ def kill_and_ask(pid: int, path: str, size: int) -> Result:
 
 
 def read_on_signal(path: str) -> Result:
-    """Read a file's first byte once stdin says so; the time of the monotonic clock then."""
+    """Read a file's first byte after a line on stdin; return the monotonic time of its end."""
     print(json.dumps({}), flush=True)
     sys.stdin.readline()
     with open(path, "rb", buffering=0) as file:
@@ -256,7 +254,7 @@ def read_on_signal(path: str) -> Result:
 
 
 def digest_file(path: str) -> Result:
-    """The SHA-256 of one file, read in 1 MiB reads."""
+    """Return the SHA-256 of one file, read in 1 MiB reads."""
     digest = hashlib.sha256()
     buffer = bytearray(MIB)
     view = memoryview(buffer)
@@ -267,7 +265,7 @@ def digest_file(path: str) -> Result:
 
 
 def digest_files(root: str, names_file: str, threads: int) -> Result:
-    """One SHA-256 over the names and contents of many files, read by threads."""
+    """Return one SHA-256 over the names and contents of many files, read with threads."""
     return _digest_named(
         json.loads(Path(names_file).read_text()),
         lambda name: Path(root, name).read_bytes(),
@@ -276,7 +274,7 @@ def digest_files(root: str, names_file: str, threads: int) -> Result:
 
 
 def digest_listing(root: str) -> Result:
-    """One SHA-256 over the relative names and sizes that a walk shows."""
+    """Return one SHA-256 over the relative names and sizes that a walk shows."""
     lines = sorted(f"{path[len(root) :]} {stat.st_size}" for path, stat in _stats(root))
     return {"digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
 
@@ -293,7 +291,7 @@ def _digest_named(names: list[str], load: Callable[[str], Any], threads: int) ->
 def download_parts(
     store: dict[str, str], keys: list[str], target: str, width: int = PARTS_AT_A_TIME
 ) -> Result:
-    """Download objects to files with obstore, `width` parts of 8 MiB at a time in all.
+    """Download objects to files with obstore, in `width` parallel parts of 8 MiB in all.
 
     Parts of several objects take turns.
     """
@@ -344,7 +342,7 @@ def download_stream(store: dict[str, str], key: str, target: str) -> Result:
 def get_objects(
     store: dict[str, str], prefix: str, names_file: str, size: int, threads: int, seed: int = 0
 ) -> Result:
-    """Get many small objects with obstore, by threads, in shuffled order."""
+    """Get many small objects with obstore, with threads, in shuffled order."""
     import obstore
 
     s3 = open_store(store)
@@ -360,7 +358,7 @@ def get_objects(
 
 
 def digest_object(store: dict[str, str], key: str) -> Result:
-    """Digest as `digest_file` does, an object read with obstore."""
+    """Return the same as `digest_file`, of an object read with obstore."""
     import obstore
 
     digest = hashlib.sha256()
@@ -370,7 +368,7 @@ def digest_object(store: dict[str, str], key: str) -> Result:
 
 
 def digest_objects(store: dict[str, str], prefix: str, names_file: str, threads: int) -> Result:
-    """Digest as `digest_files` does, objects read with obstore."""
+    """Return the same as `digest_files`, of objects read with obstore."""
     import obstore
 
     s3 = open_store(store)
@@ -382,7 +380,7 @@ def digest_objects(store: dict[str, str], prefix: str, names_file: str, threads:
 
 
 def open_store(options: dict[str, str], keys: Mapping[str, str] = os.environ) -> Any:
-    """A client for the bucket that `options` name."""
+    """Open a client for the bucket that `options` name."""
     from obstore.store import S3Store
 
     client: dict[str, Any] = {"allow_http": True}
@@ -399,7 +397,7 @@ def open_store(options: dict[str, str], keys: Mapping[str, str] = os.environ) ->
 
 
 def main(*operations: Callable[..., Result]) -> None:
-    """Do what the command line asks for, and print the result."""
+    """Run the function that the command line names, and print the result."""
     spec = json.loads(sys.argv[1])
     by_name = {operation.__name__: operation for operation in operations}
     print(json.dumps(by_name[spec.pop("op")](**spec)))

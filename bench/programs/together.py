@@ -1,7 +1,7 @@
-"""Readers that read at the same time: tasks of a pool, threads, processes.
+"""Runs readers at the same time: as tasks of a pool, threads, or processes.
 
-Processes are forked and wait at a barrier. Their time is from the first start
-to the last stop: the clock is monotonic and the same in all of them.
+Processes are forked and wait at a barrier. Their time is from the first start to the last stop: all
+of them read the same monotonic clock.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-# Each child reports its start and stop as JSON padded to this length, so that
-# reports can be separated in the pipe they share.
+# Each child reports its start and stop as JSON padded to this length, so that the reports can be
+# separated in the pipe that all children share.
 SPAN_SIZE = 80
 
 
 class ShortReadError(Exception):
-    """A file ended before the size that it should have."""
+    """A file ended before its expected size."""
 
 
 def run_together(count: int, work: Callable[[int], None]) -> float:
-    """Run `work(0..count-1)` at the same time; the seconds from first start to last stop.
+    """Run `work(0..count-1)` at the same time; return the seconds from first start to last stop.
 
-    One reader runs in this process, several in forked ones: threads of one
-    Python process would wait for each other.
+    One reader runs in this process, several in forked ones: threads of one Python process would
+    wait for each other.
     """
     if count == 1:
         start = time.monotonic()
@@ -45,7 +45,7 @@ def run_together(count: int, work: Callable[[int], None]) -> float:
         children.append(child)
     for _ in range(count):
         os.read(ready_reader, 1)
-    os.close(go_writer)  # the children see the end of the pipe, all at once
+    os.close(go_writer)  # all children see the end of the pipe together
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(codes):
         raise ShortReadError(f"{sum(map(bool, codes))} of {count} readers failed")
@@ -56,7 +56,7 @@ def run_together(count: int, work: Callable[[int], None]) -> float:
 
 
 def _run_child(number: int, work: Callable[[int], None], ready: int, go: int, times: int) -> None:
-    """Body of a forked reader; never returns into the parent's code."""
+    """Run the work in a forked reader; never returns into the parent's code."""
     code = 1
     try:
         os.write(ready, b"r")
@@ -73,7 +73,7 @@ def _run_child(number: int, work: Callable[[int], None], ready: int, go: int, ti
 
 
 def by_tasks(names: list[str], threads: int, load: Callable[[str], int], size: int) -> float:
-    """Load every name as a task of its own; the seconds that it took."""
+    """Load every name as its own task; return the seconds that it took."""
     with ThreadPoolExecutor(threads) as pool:
         start = time.monotonic()
         for name, count in zip(names, pool.map(load, names), strict=True):
@@ -83,7 +83,7 @@ def by_tasks(names: list[str], threads: int, load: Callable[[str], int], size: i
 
 
 def by_threads(names: list[str], threads: int, work: Callable[[list[str]], None]) -> float:
-    """Share the names among threads that start together; the seconds that it took."""
+    """Share the names among threads that start together; return the seconds that it took."""
     barrier = threading.Barrier(threads + 1)
 
     def run(mine: list[str]) -> None:

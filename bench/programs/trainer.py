@@ -1,12 +1,12 @@
-"""A training job that reads and sleeps: what DLIO does, without its framework.
+"""A training job that reads and sleeps, as DLIO does, without its framework.
 
-`python -m bench.programs.trainer SPEC`, with SPEC a JSON object: the arguments of `train`.
-Each line on stdin is the wish for an epoch: a JSON object with the seconds of computation for
-a step and the seed of the order. It is answered by a line with what came of it.
+`python -m bench.programs.trainer SPEC`, with SPEC a JSON object: the arguments of `train`. Each
+line on stdin asks for an epoch: a JSON object with the seconds of computation for a step and the
+seed of the order. The answer is a line with the epoch's times and counts.
 
-Worker processes read as PyTorch's DataLoader has them: forked once, each with a queue of the
-batches that it is to read, two of them ahead, and one queue for all results, which the trainer
-takes in order. What is read is dropped, as DLIO does. A step computes by sleeping.
+Worker processes read like those of PyTorch's DataLoader: forked once, each with a queue of batches
+to read, two of them ahead, and one queue for all results, which the trainer takes in order. Data
+that was read is dropped, as in DLIO. A step computes by sleeping.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 from bench.programs.together import ShortReadError
 
 AHEAD = 2
-# What numpy reads at a time from a member of an archive, and TensorFlow from a file of records.
+# Size of the reads of numpy from an archive's member, and of TensorFlow from a file of records.
 CHUNK = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`count` records from the first one on; of files with one record each, `paths` are read."""
+    """`count` records of each file in `paths`, from record `first` on."""
 
     paths: list[str]
     first: int
@@ -40,7 +40,7 @@ class Batch:
 
 
 class Records:
-    """Reads batches; a file of many records stays open for the batch after it."""
+    """Reads batches; a file of many records stays open for the next batch."""
 
     def __init__(self, kind: str, size: int) -> None:
         self._kind = kind
@@ -48,7 +48,7 @@ class Records:
         self._file: BufferedReader[FileIO] | None = None
 
     def read(self, batch: Batch) -> int:
-        """The bytes of its records.
+        """Read a batch; return the bytes of its records.
 
         Raises:
             ShortReadError: a record has another size than it should have.
@@ -59,7 +59,7 @@ class Records:
         return sum(self._checked(path, load(path)) for path in batch.paths)
 
     def _read_frames(self, path: str, batch: Batch) -> int:
-        """TFRecord: a length of 8 bytes, its checksum (4), the record, its checksum (4)."""
+        """Read TFRecords: a length of 8 bytes, its checksum (4), the record, its checksum (4)."""
         file = self._at(path, batch.first)
         for _ in range(batch.count):
             length = int.from_bytes(file.read(12)[:8], "little")
@@ -68,7 +68,7 @@ class Records:
         return batch.count * self._size
 
     def _at(self, path: str, record: int) -> BufferedReader[FileIO]:
-        """The file, to be read from a record on: the one of the batch before, or a new one."""
+        """Return the file, positioned at a record; it stays open from batch to batch."""
         if self._file is None or self._file.name != path or record == 0:
             if self._file is not None:
                 self._file.close()
@@ -83,7 +83,7 @@ class Records:
 
 
 def _load_npz(path: str) -> int:
-    """As numpy loads the array of an archive, which checks its CRC32."""
+    """Load an archive's array as numpy does, including the check of its CRC32; return its bytes."""
     with zipfile.ZipFile(path) as archive, archive.open("x.npy") as member:
         return sum(map(len, iter(lambda: member.read(CHUNK), b"")))
 
@@ -125,9 +125,9 @@ def _work(
 
 
 def _batches(paths: list[str], per_file: int, batch: int, workers: int) -> Iterator[Batch]:
-    """An epoch in its order, of which worker N has each Nth batch.
+    """Yield an epoch's batches in order; of N workers, each reads every Nth batch.
 
-    A file of many records is one worker's, who reads it from its begin to its end.
+    A file of many records is read by one worker, from its beginning to its end.
     """
     if per_file == 1:
         for start in range(0, len(paths), batch):
@@ -146,7 +146,7 @@ def _epoch(
     results: Queue[tuple[int, int]],
     compute_s: float,
 ) -> dict[str, Any]:
-    """One epoch; the first step, which waits for the workers to begin, is not counted."""
+    """Run one epoch; the first step, which waits for the workers to begin, is not counted."""
     sent = read = 0
     ready: dict[int, int] = {}
     computed = begun = 0.0

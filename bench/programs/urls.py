@@ -1,9 +1,9 @@
-"""Reads through fsspec, and the same with files: what `bench.fsspec` runs in a process of its own.
+"""Reads through fsspec, and the same reads of files: `bench.fsspec` runs this in its own process.
 
-Started afresh for each measurement as `python -m bench.programs.urls SPEC`, with SPEC a JSON
-object: `way` is `fusefs`, `s3fs` or `files`, `operation` names one of the methods of `Ways`, and
-`passes` is how often it is timed. The process prints one JSON object: the seconds of each pass,
-and a digest of what the last has given. Imports, and the making of the file system, are not timed.
+Started anew for each measurement as `python -m bench.programs.urls SPEC`, with SPEC a JSON object:
+`way` is `fusefs`, `s3fs` or `files`, `operation` names one of the operations of `_work`, and
+`passes` is the number of timed passes. The process prints one JSON object: the seconds of each
+pass, and a digest of the last result. Imports, and the making of the file system, are not timed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 KIB, MIB = 1024, 1024 * 1024
-# As many as fusefs's own `cat` has.
+# As many threads as fusefs's own `cat` has.
 THREADS = 32
 RANGE = 64 * KIB
 ALONE = 200
 
 
 class Files:
-    """The mount's own files, read by programs that have paths."""
+    """The mount's own files, read as programs with file names do."""
 
     def __init__(self, root: str) -> None:
         self._root = Path(root)
@@ -57,7 +57,7 @@ class Files:
 
 
 class Urls:
-    """A file system of fsspec's; `bucket` is the beginning of its paths."""
+    """A file system of fsspec; `bucket` is the beginning of its paths."""
 
     def __init__(self, system: Any, bucket: str) -> None:
         self._system = system
@@ -89,7 +89,7 @@ class Urls:
 
 
 def _sum(file: Any) -> bytes:
-    """Read a file by 1 MiB, and give the last of it."""
+    """Read a file in pieces of 1 MiB, and return the last piece."""
     last = b""
     while piece := file.read(MIB):
         last = piece
@@ -97,7 +97,7 @@ def _sum(file: Any) -> bytes:
 
 
 def _work(way: Files | Urls, operation: str, names: list[str], large: str, size: int) -> Any:
-    """The timed part: all of one operation."""
+    """Run one whole operation: the timed part."""
     if operation == "cat":
         return way.cat(names)
     if operation == "open":
@@ -130,7 +130,7 @@ def main() -> None:
     names = json.loads(Path(spec["names_file"]).read_text())
     seconds, found = [], None
     for _ in range(spec["passes"]):
-        found = None  # what was read before is not to be freed within the next one's time
+        found = None  # earlier results must not be freed within the next pass's time
         began = time.monotonic()
         found = _work(way, spec["operation"], names, spec["large"], spec["size"])
         seconds.append(time.monotonic() - began)

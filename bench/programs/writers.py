@@ -1,12 +1,11 @@
-"""The writers: what runs in a process of its own and does the timed writing.
+"""The writers: the functions that do the timed writing, in their own process.
 
-Started as `python -m bench.programs.writers SPEC`, with SPEC as for the readers. What
-is written is made from a seed, so that any process can say what the bucket
-ought to have: a pool of random bytes, of which each block takes another
-stretch. Times run from before the open to after the close.
+Started as `python -m bench.programs.writers SPEC`, with SPEC as for the readers. The contents are
+made from a seed, so that any process can compute what the bucket ought to have: a pool of random
+bytes, of which each block is another part. Times run from before the open to after the close.
 
-The `check_…` operations compare what the bucket has with what was written.
-Run right after a writer has ended, they tell whether close had waited.
+The `check_…` operations compare the bucket's contents with what was written. Run right after a
+writer has ended, they show if close has waited for the uploads.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ PUTS_AT_A_TIME = 16
 
 
 class NotStoredError(Exception):
-    """The bucket does not have what was written."""
+    """The bucket does not have the written contents."""
 
 
 class Content:
-    """The bytes of large and small files."""
+    """The bytes of large and small files, made from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._pool = memoryview(random.Random(seed).randbytes(POOL_SIZE))
@@ -46,12 +45,12 @@ class Content:
         return self._pool[start : start + size]
 
     def blocks(self, size: int) -> Iterator[memoryview]:
-        """A large file's, a MiB each."""
+        """Return the blocks of a large file, of 1 MiB each."""
         return (self.block(number, MIB) for number in range(size // MIB))
 
 
 def write_file(path: str, size: int, seed: int, sync: bool = False) -> Result:
-    """Write a new file in 1 MiB writes, with `sync` also fsync it, and close it."""
+    """Write a new file in 1 MiB writes, fsync it with `sync`, and close it."""
     content = Content(seed)
     start = time.monotonic()
     with open(path, "wb", buffering=0) as file:
@@ -76,7 +75,7 @@ def write_files(root: str, files: int, size: int, threads: int, seed: int) -> Re
 
 
 def rename(source: str, target: str, files: int) -> Result:
-    """Rename a directory that has so many files."""
+    """Rename a directory that has `files` files."""
     start = time.monotonic()
     os.rename(source, target)
     return {"seconds": [time.monotonic() - start], "files": files}
@@ -95,10 +94,10 @@ def make_files(root: str, archive: str, files: int, size: int, seed: int) -> Res
 
 
 def run(command: list[str], files: int) -> Result:
-    """Run a program that makes or removes so many files.
+    """Run a program that makes or removes `files` files.
 
     Raises:
-        CalledProcessError: it failed.
+        CalledProcessError: the program failed.
     """
     start = time.monotonic()
     subprocess.run(command, check=True)
@@ -126,7 +125,7 @@ def put_objects(
     seed: int,
     metadata: dict[str, str] | None = None,
 ) -> Result:
-    """Write as `write_files` does, with obstore in place of a file system."""
+    """Write the same as `write_files`, with obstore in place of a file system."""
     import obstore
 
     s3 = open_store(store)
@@ -141,7 +140,7 @@ def put_objects(
 
 
 def check_file(store: dict[str, str], key: str, size: int, seed: int) -> Result:
-    """Compare an object with what `write_file` has written."""
+    """Compare an object with the contents of `write_file`."""
     import obstore
 
     s3 = open_store(store)
@@ -159,7 +158,7 @@ def check_file(store: dict[str, str], key: str, size: int, seed: int) -> Result:
 
 
 def check_files(store: dict[str, str], prefix: str, files: int, size: int, seed: int) -> Result:
-    """Compare objects with what `write_files` has written."""
+    """Compare objects with the contents of `write_files`."""
     import obstore
 
     s3 = open_store(store)
@@ -176,7 +175,7 @@ def check_files(store: dict[str, str], prefix: str, files: int, size: int, seed:
 
 
 def check_renamed(store: dict[str, str], source: str, target: str, files: int, size: int) -> Result:
-    """See that nothing is left under the old prefix, and everything is under the new one."""
+    """Check that no file is left under the old prefix, and all are under the new one."""
     s3 = open_store(store)
     _check_names(s3, source, 0, size)
     _check_names(s3, target, files, size)
@@ -184,7 +183,7 @@ def check_renamed(store: dict[str, str], source: str, target: str, files: int, s
 
 
 def check_removed(store: dict[str, str], prefix: str) -> Result:
-    """See that nothing is left under a prefix."""
+    """Check that no file is left under a prefix."""
     _check_names(open_store(store), prefix, 0, 0)
     return {}
 

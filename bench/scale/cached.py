@@ -1,12 +1,12 @@
 """The memory of a daemon whose cache holds very many small files.
 
-The bucket is the computed one of bench.scale.objects. Three rows: at rest, after so many
-files have been read, and after another start with so many more files in the catalog (rows
-without files, which nothing reads), when as many other files have been read.
+The bucket is the computed one of bench.scale.objects. There are three measurements: at rest; after
+N files have been read; and after a restart with many more files in the catalog (rows without files,
+which nothing reads), when another N files have been read.
 
     python -m bench.scale.cached [--read N] [--rows N] [--options "--memory-limit 112MiB"]
 
-To write ten million rows takes minutes and 4 GiB.
+Writing ten million rows takes minutes and 4 GiB.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AT_ONCE = 100_000
 
 
 def read(mount: Mount, first: int, count: int) -> dict[str, object]:
-    """Read the files of so many folders, from a first one on."""
+    """Read `count` files, from folder `first` on; return the time and the daemon's cost."""
     began, began_cpu_s = time.perf_counter(), usage_of(mount.pid).cpu_s
     for number in range(first, first + count // PER_FOLDER):
         for path in (mount.path / f"part-{number:05d}").iterdir():
@@ -66,7 +66,7 @@ def add_rows(path: Path, count: int) -> None:
 def _rows(start: int, boot: str) -> Iterator[tuple[object, ...]]:
     ranges = RangeMap(iter([(0, SIZE)])).pack()
     for number in range(start, start + AT_ONCE):
-        # Spread as the hashes are that files are named by.
+        # Spread like the hashes that name files.
         name, generation = f"{number * 0x9E3779B97F4A7C15 % (1 << 64):032x}", "00000000"
         crc = catalog._checksum(name, generation, number, SIZE, ranges, True, boot)
         yield name, generation, number, SIZE, ranges, SIZE, 1, boot, float(number), crc

@@ -1,21 +1,21 @@
 """A thousand nodes that start at once: discrete events, with the daemon's own policy.
 
-Each node is the daemon's Requester (store/s3/requester.py) with all that decides when a request
-is sent: the budget of connections (AIMD), the rate that is felt for, pauses with jitter. And
-of the cluster cache its deadline, breaker and sampling (cluster_cache/policy.py). All
-nodes run in one trio loop whose clock jumps from event to event, so what runs is
-the daemon's code and what is simulated is the network and the stores:
+Each node is the daemon's Requester (store/s3/requester.py) with everything that decides when a
+request is sent: the budget of connections (AIMD), the probed request rate, pauses with jitter; and
+the cluster cache's deadline, breaker and sampling (cluster_cache/policy.py). All nodes run in one
+trio loop whose clock jumps from event to event, so the policy is the daemon's code, and only the
+network and the stores are simulated:
 
-- S3 takes `RATE` GETs a second of each prefix, a second's worth at once at most, and
+- S3 accepts `RATE` GETs a second for each prefix, at most a second's worth at once, and
   refuses more (503 SlowDown). The first byte takes 30 ms, for one request in a hundred 300 ms;
   a connection carries 90 MB/s: the distant server of bench/cloud.
 - A node has a link of 10 Gbit/s.
-- A server of the cluster cache has a link of 25 Gbit/s, which serves one answer after
-  the other, and keeps what it has been given. Each has the same share of the blocks.
+- A server of the cluster cache has a link of 25 Gbit/s, which serves one answer after the
+  other, and stores all blocks that it is given. Each server has the same share of the blocks.
 
-The data set is 1.6 GB, of 192 parts of 8 MiB in four prefixes, where a real one has a
-terabyte. Rates and sizes of parts are the real ones, so a steady state lasts 600 times longer
-for a terabyte, and what it costs to find the rate, in the first seconds, stays as it is.
+The data set is 1.6 GB, of 192 parts of 8 MiB in four prefixes; a real one has a terabyte. Rates and
+sizes of parts are real, so with a terabyte the steady state lasts 600 times longer, and the cost of
+finding the rate, in the first seconds, stays the same.
 
     python -m bench.scale.nodes [--nodes N] [--out FILE]
 """
@@ -55,30 +55,30 @@ RATE = 5500.0
 FIRST_BYTE_S, SLOW_FIRST_BYTE_S, SLOW_SHARE = 0.03, 0.3, 0.01
 CONNECTION = 90e6
 NODE_LINK, CACHE_LINK = 10e9 / 8, 25e9 / 8
-# What a request takes of a cache server's processors, and until its first byte.
+# The time of a request on a cache server's processors, and the time to its first byte.
 CACHE_REQUEST_S, CACHE_FIRST_BYTE_S = 1e-4, 0.002
-# Blocks that a node puts into the cluster cache at a time.
+# Blocks that a node uploads to the cluster cache at the same time.
 FILLS = 2
 # Servers of the cluster cache: a volume server on each tenth node.
 SERVERS = 100
 
 
 class Link:
-    """A network link of so many bytes a second, which carries one thing after the other."""
+    """A network link of `rate` bytes a second, which carries one transfer after the other."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._free_at = 0.0
 
     def carry(self, size: int, longest_s: float = 0.0) -> float:
-        """The time when so many bytes are through that also take `longest_s` for other reasons."""
+        """Return the end of a transfer of `size` bytes that takes at least `longest_s`."""
         now = trio.current_time()
         self._free_at = max(now, self._free_at) + size / self._rate
         return max(self._free_at, now + longest_s)
 
 
 class S3:
-    """The store: what it is sent, by the second, and what it refuses."""
+    """The store: counts requests and refusals by the second."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -87,7 +87,7 @@ class S3:
         self.refused: Counter[int] = Counter()
 
     def is_taken(self, prefix: int) -> bool:
-        """Count a request; False if it is one too many for its prefix."""
+        """Count a request; False if it exceeds the rate of its prefix."""
         now = trio.current_time()
         self.sent[int(now)] += 1
         tokens, then = self._taken.get(prefix, (self._rate, now))
@@ -104,7 +104,7 @@ async def first_byte() -> None:
 
 
 class SimulatedEngine:
-    """Takes the time of a node's requests for parts, and sends nothing."""
+    """Spends the time of a node's requests for parts, and sends nothing."""
 
     def __init__(self, node: Node, nursery: trio.Nursery) -> None:
         self._node = node
@@ -133,11 +133,11 @@ class Node:
         self.warm_at = math.inf
 
     async def get(self, part: int) -> None:
-        """Fetch a part from S3, however often that takes."""
+        """Fetch a part from S3, with as many retries as that takes."""
         await self.requester.send(Call("GET", "GET", str(part)), lambda _: None)
 
     async def answer(self, part: int) -> int:
-        """Return the status of S3's answer when its last byte has come."""
+        """Return the status of S3's answer when its last byte has arrived."""
         is_taken = self._s3.is_taken(part * PREFIXES // PARTS)
         await first_byte()
         if not is_taken:
@@ -160,7 +160,7 @@ class Node:
 
 
 class Cache:
-    """The cluster cache: servers, and which blocks they have."""
+    """The cluster cache: its servers, and the blocks that it has."""
 
     def __init__(self, servers: int) -> None:
         self._links = [Link(CACHE_LINK) for _ in range(servers)]
@@ -169,7 +169,7 @@ class Cache:
         self.hits = self.misses = self.fills = 0
 
     async def look_up(self, part: int) -> bool:
-        """Return at the first byte of the answer: whether the block is there."""
+        """Return True if the block is there, at the time of the answer's first byte."""
         server = part % len(self._links)
         at = self._processors[server].carry(1, CACHE_FIRST_BYTE_S * random.uniform(0.9, 1.1))
         await trio.sleep_until(at)
@@ -179,7 +179,7 @@ class Cache:
         return is_hit
 
     async def carry(self, part: int, node: Link) -> None:
-        """Bring a block that was found to a node, or from one."""
+        """Carry a block from the cache to a node, or from a node to it."""
         server = part % len(self._links)
         through = self._links[server].carry(PART)
         await trio.sleep_until(max(node.carry(PART), through))
@@ -203,7 +203,7 @@ class CachedNode(Node):
         self._breaker = Breaker()
         self._sampling = Sampling()
         self._filling = 0
-        # Parts that S3 has refused, if they are looked for in the cache again before the next try.
+        # Parts that S3 has refused, if the cache is asked again before the next attempt; else None.
         self._refused: set[int] | None = set() if looks_again else None
 
     async def get(self, part: int) -> None:
@@ -256,7 +256,7 @@ class CachedNode(Node):
         if self._breaker.take_probe():
             self._nursery.start_soon(self._probe, part)
         await super().get(part)
-        # What would have to wait is not filled: another node's copy of it does as well.
+        # A fill that would have to wait is left out: another node may fill the same part.
         if self._breaker.is_closed and self._filling < FILLS:
             self._filling += 1
             self._nursery.start_soon(self._fill, part)
@@ -276,7 +276,7 @@ class CachedNode(Node):
 
 @dataclass
 class Run:
-    """The result of one start of all nodes; `series` by seconds."""
+    """The result of one start of all nodes; `series` has a value for each second."""
 
     name: str
     figures: dict[str, float] = field(default_factory=dict)
@@ -287,18 +287,18 @@ Order = Callable[[int, int], list[int]]
 
 
 def same(_node: int, _nodes: int) -> list[int]:
-    """All nodes in the same order."""
+    """All nodes read in the same order."""
     return list(range(PARTS))
 
 
 def rotated(node: int, _nodes: int) -> list[int]:
-    """Each node from a place of its own on, round to that."""
+    """Each node starts at its own place and reads round to it."""
     at = random.Random(node).randrange(PARTS)
     return [*range(at, PARTS), *range(at)]
 
 
 def sharded(node: int, nodes: int) -> list[int]:
-    """The parts that `fusefs warm --shard` gives a node: each part to one of them."""
+    """Return the parts that `fusefs warm --shard` gives a node: each part goes to one node."""
     return [part for part in range(PARTS) if part % nodes == node]
 
 
@@ -310,7 +310,7 @@ async def start(
     looks_again: bool = False,
     rate: float = RATE,
 ) -> Run:
-    """Start all nodes; they read in one order after the other, each once all have ended."""
+    """Start all nodes; they read in one order after the other, each once all nodes have ended."""
     s3 = S3(rate)
     cache = Cache(servers) if servers else None
     ends: list[float] = []
@@ -364,7 +364,7 @@ RUNS: dict[str, tuple[tuple[Order, ...], int, bool]] = {
 
 
 def is_simulation(path: Path) -> bool:
-    """True if a file is what bench.scale.nodes has written."""
+    """True if bench.scale.nodes has written the file."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

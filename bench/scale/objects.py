@@ -1,9 +1,9 @@
 """One mount of a bucket of 50 million objects: walked, listed, and looked up at random.
 
-The bucket is computed and stored nowhere (bench/scale/simulated_bucket.py):
-49,999 folders of 900 objects, and one of 5,000,900. What is measured is the mount: how
-many names a second it lists and looks up, in windows, so that a table that grows shows;
-and what its daemon takes of memory, once a second. The programs are this process and ls.
+The bucket is computed and not stored (bench/scale/simulated_bucket.py): 49,999 folders of 900
+objects, and one of 5,000,900. The mount is measured: how many names a second it lists and looks up,
+in windows, so that the effect of a growing table shows; and its daemon's memory, once a second. The
+programs are this process and ls.
 
     python -m bench.scale.objects [--folders N] [--flat N] [--options "--metadata-ttl 1h"]
 
@@ -40,7 +40,7 @@ READ = 2000
 
 @dataclass
 class Memory:
-    """The memory that the daemon takes."""
+    """The memory of the daemon, and its peak."""
 
     pid: int
     peak_pss: int = 0
@@ -48,7 +48,7 @@ class Memory:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Sample for as long as this lasts."""
+        """Sample the memory once a second during the block."""
         watcher = threading.Thread(target=self._watch)
         watcher.start()
         try:
@@ -78,7 +78,7 @@ class Memory:
 
 
 def slab() -> int:
-    """Bytes of the kernel's inodes of fusefs and of all names that it remembers."""
+    """Return the bytes of the kernel's fusefs inodes and of all its cached names."""
     total = 0
     for line in Path("/proc/slabinfo").read_text().splitlines():
         fields = line.split()
@@ -88,10 +88,10 @@ def slab() -> int:
 
 
 def in_windows(pid: int, count: int, work: Callable[[int], int]) -> dict[str, object]:
-    """Call `work` with each number below `count`; what it did in each window of numbers.
+    """Call `work` with each number below `count`; return the results for each window of numbers.
 
-    That is how many a second, and what each took of the daemon's processor time, which other
-    programs of the machine change less.
+    The results are the rate, and the daemon's processor time for each, which other programs of the
+    machine affect less.
     """
     rates, costs, done, total = [], [], 0, 0
     began_all = time.perf_counter()
@@ -157,7 +157,7 @@ def reads(pid: int, root: Path, shape: Shape, count: int) -> dict[str, object]:
 
 
 def listed(path: Path, expected: int) -> dict[str, object]:
-    """`ls -f | wc -l`."""
+    """Time `ls -f | wc -l`."""
     began = time.perf_counter()
     process = subprocess.run(
         f"ls -f {shlex.quote(str(path))} | wc -l", shell=True, capture_output=True, check=True
@@ -205,7 +205,7 @@ def two_at_once(path: Path, expected: int) -> dict[str, object]:
 
 
 def interrupted(path: Path, shape: Shape) -> dict[str, object]:
-    """A listing that is left in the middle, and one that goes back and forth."""
+    """Abandon a listing in the middle, and go back and forth in another."""
     began = time.perf_counter()
     with os.scandir(path) as entries:
         for _ in range(shape.flat // 10):
@@ -268,7 +268,7 @@ class Run:
         }
 
     def row(self, name: str) -> dict[str, object]:
-        """Run a phase, and tell what it did and what the daemon takes behind it."""
+        """Run a phase; return its results and the daemon's memory after it."""
         row = {"phase": name, **self.phases[name](), **self.memory.show()}
         row["nodes"] = self._mount.status()["metadata"]["nodes"]
         with urllib.request.urlopen(f"{self._url}/?stats") as answer:

@@ -1,7 +1,7 @@
-"""The picture of simulated starts: what S3 is sent and refuses, and how many nodes are warm.
+"""Picture of simulated starts: requests to S3, refusals, and the number of warm nodes.
 
-In the style of the other pictures (bench/drawing/svg.py). Raises ModuleNotFoundError where
-matplotlib is missing, when it is imported.
+It has the style of the other pictures (bench/drawing/svg.py). Importing this module raises
+ModuleNotFoundError if matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PANELS = (
 
 
 def draw(path: Path) -> bytes:
-    """The picture as an SVG file."""
+    """Draw the picture as an SVG file."""
     result = json.loads(path.read_bytes())
     runs: Sequence[dict[str, Any]] = result["runs"]
     with rc_context(STYLE):
@@ -56,7 +56,7 @@ def _panel(axes: Any, runs: Sequence[dict[str, Any]], series: str, *, is_logarit
     for run, colour in zip(runs, COLOURS, strict=False):
         values = run["series"][series]
         if is_logarithmic:
-            # What is nothing stands at the bottom.
+            # A logarithmic axis has no zero, so zeros are drawn at the bottom.
             values = [max(value, 0.5) for value in values]
         axes.step(range(len(values)), values, where="post", color=colour, label=run["name"])
     if is_logarithmic:

@@ -1,16 +1,14 @@
-"""A bucket of any number of keys that stores none of them: an S3 server of a formula.
+"""An S3 server of any number of keys that stores none of them, but computes them.
 
-`flat/` holds FLAT objects, and below `part-00000/` and so on FOLDERS folders hold
-PER_FOLDER each; each object has SIZE bytes that repeat its key. ListObjectsV2
-(prefix, delimiter, start-after, continuation-token, max-keys), GET and HEAD are
-answered to unsigned requests, and everything else is refused (403). The
-number of a key among all keys is computed from the key and the key from its number,
-so a page takes the same time anywhere in the bucket. Rows of a page are the
-thousand rows of one folder, joined by what they have in common.
+`flat/` has `Shape.flat` objects, and `Shape.folders` folders, `part-00000/` and so on, have
+`per_folder` each; each object has SIZE bytes that repeat its key. ListObjectsV2 (prefix, delimiter,
+start-after, continuation-token, max-keys), GET and HEAD are answered to unsigned requests, and
+everything else is refused (403). The number of a key among all keys is computed from the key and
+the key from its number, so a page takes the same time anywhere in the bucket. A page joins prepared
+rows with the part of the key that they share.
 
-Run as a program it serves until its standard input ends, and prints its port first.
-One thread serves one connection; nothing here has state but the count of requests,
-which `GET /?stats` tells.
+Run as a program it serves until its standard input ends, and prints its port first. One thread
+serves one connection; the only state is the count of requests, which `GET /?stats` returns.
 """
 
 import contextlib
@@ -35,7 +33,7 @@ _MODIFIED = "2026-01-02T03:04:05.000Z"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The number of a bucket's objects; of `flat` there are 10 million at most."""
+    """The numbers of a bucket's objects; `flat` is at most 10 million."""
 
     folders: int
     per_folder: int
@@ -50,19 +48,19 @@ class Shape:
         return self.flat + self.folders * self.per_folder
 
     def key(self, number: int) -> str:
-        """The key at a place in the order of all keys."""
+        """Return the key at a place in the order of all keys."""
         stem, row = self.parts(number)
         return stem + FOLDER_ROW % row
 
     def parts(self, number: int) -> tuple[str, int]:
-        """The part that a key shares with others, and its number among these."""
+        """Return the part that a key shares with others, and its number among them."""
         if number < self.flat:
             return FLAT_NAME % (number // 1000), number % 1000
         folder, row = divmod(number - self.flat, self.per_folder)
         return FOLDER_NAME % folder, row
 
     def first_behind(self, key: str) -> int:
-        """The number of the first key that is greater than a string."""
+        """Return the number of the first key that is greater than `key`."""
         low, high = 0, len(self)
         while low < high:
             middle = (low + high) // 2
@@ -99,7 +97,7 @@ class Lister:
         return _document(self._contents(start, last), next_key)
 
     def _contents(self, start: int, stop: int) -> bytes:
-        """The entries of the keys with numbers in [start, stop)."""
+        """Return the entries of the keys with numbers in [start, stop)."""
         runs = []
         while start < stop:
             stem, row = self.shape.parts(start)
@@ -113,7 +111,7 @@ class Lister:
         return b"".join(runs)
 
     def _folders(self, prefix: str, after: str, start: int, stop: int, most: int) -> bytes:
-        """The folders between two numbers, each as a common prefix."""
+        """Return a page of the folders between two numbers, each as a common prefix."""
         found: list[str] = []
         while start < stop and len(found) < most:
             key = self.shape.key(start)
@@ -158,7 +156,7 @@ def _document(entries: bytes, next_key: str) -> bytes:
 
 
 def body_of(key: str) -> bytes:
-    """The content of an object."""
+    """Return the content of an object."""
     line = f"{key}\n".encode()
     return (line * (SIZE // len(line) + 1))[:SIZE]
 
@@ -176,7 +174,7 @@ class Server:
         self.port: int = self._socket.getsockname()[1]
 
     def serve(self) -> None:
-        """Serve connections, each in a thread, for as long as this process lives."""
+        """Serve connections, each in a thread, as long as this process lives."""
         while True:
             connection, _ = self._socket.accept()
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
@@ -235,7 +233,7 @@ def _reply(status: str, body: bytes, head: str = "") -> bytes:
 
 @contextlib.contextmanager
 def serving(shape: Shape) -> Iterator[str]:
-    """The URL of a server of such a bucket, in a process of its own."""
+    """Serve such a bucket in another process during the block; yield its URL."""
     process = subprocess.Popen(
         [
             sys.executable,

@@ -1,7 +1,7 @@
-"""The workloads of many processes at a time, with what a request costs the daemon.
+"""The workloads of many simultaneous processes, with the daemon's cost of each request.
 
 Each row `opensN` has a row `opensN_cpu` beside it: the processor time of the daemon and its
-children for one open and close, in microseconds; likewise the others.
+children for one open and close, in microseconds; the other rows have the same.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from bench import pagecache
 from bench.processes import Usage
 from bench.session import Sample, Session, per_second
 
-# All processes together; as many by one process take a second or two.
+# The total of all processes; a single process takes a second or two for it.
 OPENS = 32_000
 READS = 64_000
 
 
 def opens(session: Session, processes: int) -> Sample:
-    """Small files that are cached, opened and closed without a read."""
+    """Open and close cached small files without a read."""
     session.have_small()
 
     def run() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def opens(session: Session, processes: int) -> Sample:
 
 
 def served(session: Session, processes: int) -> Sample:
-    """Reads of 4 KiB that the daemon answers: past the pages of the mount."""
+    """Read 4 KiB blocks that the daemon answers, past the mount's pages."""
     session.have_large()
     pagecache.load(session.contender.cache)
     size = session.data.sizes.large
@@ -54,7 +54,7 @@ def served(session: Session, processes: int) -> Sample:
 
 
 def walks(session: Session, processes: int) -> Sample:
-    """Walks with lstat over a tree that was walked just before."""
+    """Walk with lstat over a tree that was walked just before."""
     files = session.data.sizes.listed
 
     def run() -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _measured(session: Session, run: Callable[[], dict[str, Any]], what: str, co
 
 
 def _microseconds(before: Usage | None, after: Usage | None, count: int) -> float | None:
-    """Processor time for each of `count` operations; None where there is no daemon."""
+    """Return the processor time for each of `count` operations; None without a daemon."""
     if before is None or after is None:
         return None
     return (after.cpu_s - before.cpu_s) / count * 1e6

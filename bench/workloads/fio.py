@@ -1,12 +1,11 @@
 """Random reads by fio, whose own cost per read is far below a Python loop's.
 
-fio's options make it leave the page cache alone (it would drop the file from it) and
-to give the kernel no advice (unmodified programs give none either, and advice
-on a FUSE file does not reach a file behind it). Every job has its own share
-of the file and reads each page of it once, so that after the page cache was
-dropped no read finds a page that an earlier one brought; `repeat` allows it
-to begin again. A job ends when it is through or at the time limit: slow
-contenders read less, the rate is what counts.
+fio's options make it leave the page cache alone (it would drop the file from it) and give the
+kernel no advice (unmodified programs give none either, and advice on a FUSE file does not reach a
+file behind it). Every job has its own share of the file and reads each page of it once, so that
+after the page cache was dropped no read finds a page that an earlier read fetched; with `repeat` it
+begins again. A job ends with its share or at the time limit: slow contenders read less, but only
+the rate counts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class RandomRead:
-    """One random-read measurement: how many jobs, which way in, how often each page."""
+    """One random-read measurement: the jobs, the engine, and the reads of each page."""
 
     jobs: int
     engine: str = "psync"
@@ -39,7 +38,7 @@ def is_installed() -> bool:
 def reads_per_second(
     path: Path, size: int, read: RandomRead, limit_s: float
 ) -> tuple[float, dict[str, Any]]:
-    """Run fio; returns reads per second of all jobs together, and the particulars."""
+    """Run fio; return the reads per second of all jobs together, and the details."""
     share = size // read.jobs // PAGE * PAGE
     argv = [
         "fio",
@@ -66,7 +65,7 @@ def reads_per_second(
 
 
 def _rate(output: str) -> tuple[float, dict[str, Any]]:
-    # Warnings may come before the JSON on the same stream.
+    # Warnings may precede the JSON on the same stream.
     job = json.loads(output[output.index("{") :])["jobs"][0]
     if job["error"]:
         raise BenchError(f"fio: error {job['error']}")

@@ -1,7 +1,7 @@
-"""The workloads that read as loaders of data and models do, each on a new mount.
+"""The workloads that read like loaders of data and models, each on a new mount.
 
-Shards by several readers, blocks of 128 KiB all over a large file, a mapped model, a burst
-of readers, epochs over more than the cache holds, and a store that throttles.
+Shards by several readers, blocks of 128 KiB all over a large file, a mapped model, a burst of
+readers, epochs over more data than the cache can hold, and a store that throttles.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from bench.processes import BenchError
 from bench.session import MB, THREADS, Sample, Session, per_second
 from bench.workloads.reading import cost_per_gb, download
 
-# As many parts at a time as fusefs has connections, so that the widths are the same.
+# As many simultaneous parts as fusefs has connections, so that the widths are the same.
 SHARDS_WIDTH = 32
 SCATTERED_READERS = 8
 SCATTERED_READS = 100
 BURST = 64
 BURST_EACH = 10
 EPOCHS = 4
-# What a cache directory may have beside the files: catalogs and journals.
+# Room in a cache directory for other files than cached ones: catalogs and journals.
 BESIDE_FILES = 16 * MIB
-# Requests a second that the throttling store takes, for all connections together.
+# Requests a second that the throttling store accepts, for all connections together.
 THROTTLED_RATE = 300.0
 THROTTLED_THREADS = 32
 BESIDE_THREADS = 4
 
 
 def first_shards(session: Session) -> Sample:
-    """Four files of a quarter of the large object's size, a reader for each."""
+    """Read four files of a quarter of the large object's size, with a reader for each."""
     before = session.contender.usage()
     session.make_cold()
     result = session.load(
@@ -91,13 +91,13 @@ def bare_burst(session: Session) -> Sample:
 
 
 def bare_small(session: Session, width: int) -> Sample:
-    """The small objects by so many threads of the bare client."""
+    """Get the small objects with `width` threads of the bare client."""
     session.make_cold()
     return session.get_small(width)
 
 
 def bare_large(session: Session, width: int) -> Sample:
-    """The large object by so many parts at a time of the bare client."""
+    """Get the large object in `width` simultaneous parts with the bare client."""
     return download(session, [LARGE], width)
 
 
@@ -113,11 +113,11 @@ def _small(session: Session) -> dict[str, str | int]:
 
 
 def epochs(session: Session, order: str) -> Sample:
-    """The share of the bytes of the epochs after the first that was served locally, in per cent.
+    """Measure the share of bytes, after the first epoch, that was served locally, in per cent.
 
-    The cache may have half of the small files. `order` is "shuffled", another one in each
-    epoch, "fixed", shuffled once, or "sequential", by name. The page cache is dropped before
-    each epoch, as if the memory were small too.
+    The cache may have half of the small files. `order` is "shuffled", anew for each epoch, "fixed",
+    shuffled once, or "sequential", by name. The page cache is dropped before each epoch, as if the
+    memory were small, too.
     """
     contender = session.contender
     total = session.data.sizes.small * SMALL_SIZE
@@ -149,12 +149,12 @@ def epochs(session: Session, order: str) -> Sample:
 
 
 def _fetched(session: Session) -> int:
-    """Bytes that have come from S3, as the proxy has counted them."""
+    """Return the bytes that have come from S3, as counted by the proxy."""
     return _proxy(session).counts().sent_bytes
 
 
 def _disk_use(directory: Path) -> int:
-    """Bytes that a directory's files take on the disk."""
+    """Return the bytes that a directory's files take on the disk."""
     return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
 
 
@@ -168,9 +168,9 @@ def _proxy(session: Session) -> Proxy:
 
 
 def throttled(session: Session) -> Sample:
-    """First read of the small files while the store refuses what is above a rate.
+    """Make the first read of the small files while the store refuses requests above a rate.
 
-    An error that the reader sees fails the row.
+    An error that the reader gets fails the row.
     """
     session.make_cold()
     with _throttled(session) as proxy:
@@ -197,24 +197,24 @@ def _throttled(session: Session) -> Iterator[Proxy]:
 
 
 def beside(session: Session, *, is_throttled: bool = False) -> Sample:
-    """The median time of a small file's first read while another program reads a large file."""
+    """Measure the median first read of a small file while another program reads a large file."""
     return _beside(session, is_throttled, readers=1)
 
 
 def alone(session: Session, *, is_throttled: bool = False) -> Sample:
-    """The same while nothing else is read."""
+    """Measure the same as `beside` while nothing else is read."""
     sample = _beside(session, is_throttled, readers=0)
     return sample if is_throttled else replace(sample, also={"alone_p99": sample.detail["p99_ms"]})
 
 
 def beside_eight(session: Session) -> Sample:
-    """The time that one of a hundred first reads exceeds while eight programs read large files."""
+    """Measure the 99th percentile of first reads while eight programs read large files."""
     sample = _beside(session, is_throttled=False, readers=8)
     return replace(sample, value=sample.detail["p99_ms"])
 
 
 def _beside(session: Session, is_throttled: bool, readers: int) -> Sample:
-    # Nothing of it is to be in the cache, whatever was read before.
+    # The contender's cache must be empty, whatever was read before.
     session.contender.stop()
     session.contender.start()
     session.make_cold()

@@ -22,7 +22,7 @@ READERS = 8
 KILLS = 5
 MAPPED = RandomRead(1, engine="mmap")
 
-# Where fio is missing: how many reads a reader of the Python loop makes at most.
+# Maximum number of reads of a reader of the Python loop, which replaces fio if it is missing.
 FALLBACK_READS = 100_000
 
 
@@ -38,7 +38,7 @@ def first_large(session: Session) -> Sample:
 
 
 def cost_per_gb(session: Session, before: Usage | None, size: int) -> dict[str, float]:
-    """The daemon's processor time since `before` for each 10^9 bytes, if there is a daemon."""
+    """Return the daemon's processor time since `before` for each 10^9 bytes, or {}."""
     after = session.contender.usage()
     if before is None or after is None:
         return {}
@@ -46,7 +46,7 @@ def cost_per_gb(session: Session, before: Usage | None, size: int) -> dict[str, 
 
 
 def faster_download(session: Session) -> Sample:
-    """obstore in parts and obstore as one stream: the better of the two is the floor."""
+    """Download with obstore in parts and as one stream: the better rate is the floor."""
     in_parts = download(session, [LARGE], PARTS_AT_A_TIME)
     session.make_cold()
     target = session.contender.place.scratch / "download.bin"
@@ -56,7 +56,7 @@ def faster_download(session: Session) -> Sample:
 
 
 def download(session: Session, keys: Sequence[str], width: int) -> Sample:
-    """Objects to files with the bare client, by so many parts at a time."""
+    """Download objects to files with the bare client, in `width` simultaneous parts."""
     session.make_cold()
     target = session.contender.place.scratch / "download.bin"
     result = session.read_objects(
@@ -70,7 +70,7 @@ def large_warm(session: Session, readers: int = 1) -> Sample:
 
 
 def shares(session: Session, threads: int, *, is_warm: bool) -> Sample:
-    """The large file by threads of one process, each with its share."""
+    """Read the large file with threads of one process, each with its share."""
     result = session.load(
         "shares",
         path=str(session.large),
@@ -88,8 +88,8 @@ def random_warm(session: Session, read: RandomRead) -> Sample:
 
 
 def direct(session: Session) -> Sample:
-    # O_DIRECT goes past the mount's pages but not past those of the daemon's
-    # own file: with that in memory the daemon is measured, and not the disk.
+    # O_DIRECT bypasses the mount's pages but not those of the daemon's own file: with that file in
+    # memory, the daemon is measured and not the disk.
     pagecache.load(session.contender.cache)
     return _random_median(session, RandomRead(READERS, direct=True, repeat=100))
 
@@ -117,7 +117,7 @@ def random(session: Session, read: RandomRead) -> Sample:
 
 
 def dropped(measure: Run, times: int = DROPPED_TIMES) -> Run:
-    """The median of three, the page cache dropped before each: one alone is noisy."""
+    """Make a run: the median of `times` measurements with the page cache dropped before each."""
 
     def run(session: Session) -> Sample:
         samples = []
@@ -175,7 +175,7 @@ def _walk(session: Session, folder: str, passes: int = 1) -> Sample:
 
 
 def recovery(session: Session) -> Sample:
-    """Kill the daemon some times, each time asking for a name that was not looked up before."""
+    """Kill the daemon some times, and each time ask for a name that was not looked up before."""
     assert isinstance(session.contender, Fusefs)
     _walk(session, "tree")
     answers, reads, killed = [], [], None

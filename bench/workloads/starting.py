@@ -1,7 +1,7 @@
-"""The workloads of the group "starting": from the wish for a mount to a file's first byte.
+"""The workloads of the group "starting": from the request for a mount to a file's first byte.
 
-Values are times and MiB, so here less is better. The reader is a process that waits, ready
-to open, and gets a message when the mount is there: so a mount that hangs hangs no more than that.
+Values are times and MiB, so less is better. The reader is a process that waits, ready to open, and
+gets a message when the mount is there: so a mount that hangs blocks only this process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from bench.session import Sample, Session
 
 MIB = 1024 * 1024
 TIMES = 5
-# As many as the pods of a job that start on a node at once may bring.
+# As many as the pods of a job that start on a node at once may have.
 AT_ONCE = 20
-# So many that what they share, which is divided among them, weighs little.
+# So many that their shared memory, which is divided among them, weighs little.
 VOLUMES = 5
 
 
 def mount_first_byte(session: Session) -> Sample:
-    """The mount's command, with an empty cache."""
+    """Time the mount's command, with an empty cache."""
     contender = session.contender
 
     def once(_number: int) -> float:
@@ -35,18 +35,18 @@ def mount_first_byte(session: Session) -> Sample:
 
 
 def publish_first_byte(session: Session) -> Sample:
-    """A volume that the node has not, from kubelet's call on."""
+    """Time a volume that is new on the node, from kubelet's call on."""
     return _median(lambda number: _publish_ms(session, f"new-{number}", "pod"))
 
 
 def publish_second_pod(session: Session) -> Sample:
-    """A volume that another pod of the node uses, as the same identity."""
+    """Time a volume that another pod of the node uses already, as the same identity."""
     _publish_ms(session, "shared", "first-pod")
     return _median(lambda number: _publish_ms(session, "shared", f"pod-{number}"))
 
 
 def publish_at_once(session: Session) -> Sample:
-    """Many volumes that the node has not, published at the same time: until all have a byte."""
+    """Time many new volumes that are published at the same time, until all have a byte."""
     node = _node(session)
     node.unpublish_all()
     targets = {
@@ -63,7 +63,7 @@ def publish_at_once(session: Session) -> Sample:
 
 
 def volume_mib(session: Session) -> Sample:
-    """Memory of a volume's processes, a file of it read, the driver's own left out."""
+    """Measure the memory of a volume's processes after a read, without the driver's own."""
     node = _node(session)
     node.unpublish_all()
     for number in range(VOLUMES):

@@ -1,15 +1,14 @@
-"""The workloads, in the order in which it is run against one contender.
+"""The workloads, in the order in which they run against one contender.
 
-A workload is a function of a `Session` that returns a `Sample`. Workloads of
-one group share a mount that began with an empty cache: "data" reads the large
-object and the small files, "listing" walks the directories, "recovery" kills
-the daemon; the modules beside this one have the other groups. What
-a workload `needs` in the contender's cache is fetched if no earlier one did
-it, so that any selection works.
+A workload is a function of a `Session` that returns a `Sample`. Workloads of one group share a
+mount that began with an empty cache: "data" reads the large object and the small files, "listing"
+walks the directories, "recovery" kills the daemon; the modules beside this one have the other
+groups. A workload's `needs` fetches files into the contender's cache unless an earlier workload
+did, so that any selection works.
 
-The three states of the caches: *first*, nothing is local and the S3 server is
-warm in memory; *dropped*, the contender's cache is complete and the page cache
-is empty; *warm*, all of it was read just before in the same way.
+The three states of the caches: *first*, nothing is local and the S3 server is warm in memory;
+*dropped*, the contender's cache is complete and the page cache is empty; *warm*, all of it was read
+just before in the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from bench.workloads import crowds, loading, reading, starting, writing
 from bench.workloads.fio import RandomRead
 from bench.workloads.reading import Run
 
-# How many read at a time, where that is what a row is about.
+# The numbers of simultaneous readers, in rows that vary them.
 THREADS = (1, 2, 4, 8, 16, 32)
 WIDTHS = (8, 32, 64)
 NEAR, FAR = (LOCAL_PROFILE,), (CLOUD,)
@@ -51,8 +50,8 @@ WRITERS = (KERNEL, *PEERS)
 class Workload:
     """One row of the table.
 
-    `who` is measured, by `run` or, if it is the bare client, by `run_bare`; `needs` comes
-    first, untimed. `holds` workloads leave, or want, the handle of the first read open.
+    The contenders `who` are measured, by `run` or, for the bare client, by `run_bare`; `needs`
+    comes first, untimed. Workloads with `holds` leave or need the handle of the first read open.
     `prepare` is run before the contender is started.
     """
 
@@ -69,7 +68,7 @@ class Workload:
     profiles: Sequence[str] = PROFILES
 
     def measure(self, session: Session) -> Sample:
-        """Run it as its contender is to be measured."""
+        """Run the workload in the way that suits its contender."""
         if self.needs is not None:
             self.needs(session)
         if self.run_bare is not None and session.contender.name == OBSTORE:
@@ -148,7 +147,7 @@ WORKLOADS = (
         "reads/s",
         partial(reading.random_warm, read=RandomRead(1, repeat=4)),
     ),
-    # So many reads that one measurement is steady, and slow for some.
+    # Enough reads for a steady measurement, which takes slow contenders long.
     _large(
         "rand4k_dropped8",
         "4 KiB random reads, page cache dropped, 8 jobs",
@@ -481,9 +480,9 @@ WORKLOADS = (
         who=WRITERS,
     ),
 )
-# Each group has a mount of its own; those that read need the data set, of which the parts
-# named here are compared before anything is measured. A group that kills or starts daemons
-# tells nothing of what they use.
+# Each group has its own mount; groups that read need the data set, whose parts, named here, are
+# compared before the measurements. Groups that kill or start daemons have no rows of resource
+# usage.
 READING = {
     "data": ("large", "small"),
     "shards": ("shards",),

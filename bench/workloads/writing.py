@@ -1,8 +1,8 @@
 """The workloads of the group "writing".
 
-Each starts with nothing that waits to be written to the disk, and counts only
-if the bucket has exactly what was written, looked at right after the writer
-has ended: for a peer whose close does not wait, the row fails.
+Before each workload, all earlier writes are synced to the disk. It counts only if the bucket has
+exactly what was written, checked right after the writer has ended: for a peer whose close does not
+wait for uploads, the row fails.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ REMOVED = "removed"
 REMOVED_SIZE = 10 * KIB
 WARM_PASSES = 3
 
-# How obstore cuts a file, part size and parts at a time: by itself, the fastest in trials with
-# a server that is near, and wider, for one that is not.
+# obstore's division of a file, as part size and simultaneous parts: its default, the fastest in
+# trials with a near server, and a wider one for a distant server.
 PUT_OPTIONS = {"default": (5 * MIB, 12), "best": (16 * MIB, 8), "wide": (8 * MIB, 32)}
 
 
@@ -47,7 +47,7 @@ def large(session: Session) -> Sample:
 
 def checkpoint(session: Session) -> Sample:
     size = session.data.sizes.checkpoint
-    # A new mount has things to find out and to import; a job's has long done so.
+    # A new mount has to look things up and import modules; a job's mount has long done so.
     _write_file(session, FIRST, FIRST_SIZE)
     (session.contender.root / FIRST).unlink()
     sample = _write_file(session, CHECKPOINT, size)
@@ -78,7 +78,7 @@ def _write_file(session: Session, name: str, size: int, *, sync: bool = False) -
 
 
 def faster_put(session: Session) -> Sample:
-    """obstore as it is and at several widths: the best of them is the floor."""
+    """Upload with obstore's defaults and at several widths: the best rate is the floor."""
     _write_large(session)
     return _faster_put(session, LARGE, session.data.sizes.large)
 
@@ -172,21 +172,21 @@ def _put_files(session: Session, folder: str, files: int) -> Sample:
 
 
 def _forget_deleted() -> None:
-    """Let new files cost what they do on a disk where nothing was deleted of late.
+    """Drop the caches, so that new files cost as much as on a disk without recent deletions.
 
-    An ext4 without a journal looks at each inode that was deleted in the last
-    minutes, and whose block is in memory, before it makes another one.
+    An ext4 without a journal looks at each inode that was deleted in the last minutes, and whose
+    block is in memory, before it makes another one.
     """
     pagecache.drop()
 
 
-# What mounts write say when they were modified; what other programs write mostly does not.
+# Files that mounts write have their modification time; other programs' mostly do not.
 DATED, FOREIGN = "dated", "foreign"
 _METADATA = {DATED: {"mtime": "1700000000.000000000"}, FOREIGN: {}}
 
 
 def put_renamed(session: Session, folder: str) -> None:
-    """Put into the bucket what `rename` renames; a mount that is up might not see it."""
+    """Put the files that `rename` renames into the bucket; a running mount might not see them."""
     session.at_server(
         "put_objects",
         prefix=folder,
@@ -217,18 +217,18 @@ def make_copied(session: Session) -> None:
     """Make the local directory that `rsync` copies, and the archive that `tar` extracts."""
     source = _copied(session)
     if source.exists():
-        shutil.rmtree(source)  # of the contender before: the bytes are the round's
+        shutil.rmtree(source)  # the previous contender's: contents differ per round
     session.write("make_files", root=str(source), archive=f"{source}.tar", **_copied_files(session))
 
 
 def extract(session: Session) -> Sample:
-    """`tar -x`, which sets each file's mode, owner and time as well."""
+    """Run `tar -x`, which sets each file's mode, owner and time as well."""
     command = ["tar", "-xf", f"{_copied(session)}.tar", "-C"]
     return _copy(session, command, "extracted")
 
 
 def synchronize(session: Session) -> Sample:
-    """`rsync -a`, which writes each file under another name, and renames it."""
+    """Run `rsync -a`, which writes each file under another name, and renames it."""
     if shutil.which("rsync") is None:
         raise BenchError("rsync is not installed")
     return _copy(session, ["rsync", "-a", f"{_copied(session)}/"], "synchronized")
@@ -246,7 +246,7 @@ def _copy(session: Session, command: list[str], folder: str) -> Sample:
         session.contender.settle()
     if not isinstance(session.contender, Native):
         session.at_server("check_files", prefix=folder, **_copied_files(session))
-        session.contender.settle()  # attributes too, which are not waited for
+        session.contender.settle()  # close does not wait for attributes
     return sample
 
 
@@ -259,7 +259,7 @@ def _copied_files(session: Session) -> dict[str, int]:
 
 
 def put_removed(session: Session) -> None:
-    """Put into the bucket what `rm` removes; a mount that is up might not see it."""
+    """Put the files that `rm` removes into the bucket; a running mount might not see them."""
     session.at_server(
         "put_objects",
         prefix=REMOVED,
@@ -272,7 +272,7 @@ def put_removed(session: Session) -> None:
 
 
 def remove(session: Session) -> Sample:
-    """`rm -rf` of a directory that a new mount has not seen before."""
+    """Run `rm -rf` of a directory that a new mount has not seen before."""
     command = ["rm", "-rf", str(session.contender.root / REMOVED)]
     files = session.data.sizes.removed
     sample = _timed(session, lambda: session.write("run", command=command, files=files), "files")
@@ -283,7 +283,7 @@ def remove(session: Session) -> Sample:
 def _timed(
     session: Session, write: Callable[[], dict[str, Any]], unit: str, scale: int = 1
 ) -> Sample:
-    """The rate of a writer, with the processor time of the contender's processes."""
+    """Return the rate of a writer, with the processor time of the contender's processes."""
     pagecache.settle()
     before = session.contender.usage()
     sample = per_second(write(), unit, scale)
