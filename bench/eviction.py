@@ -381,7 +381,7 @@ def many_sizes(policy: Policy, seed: int) -> float:
 
 
 def moved(order: str, before: int, after: int) -> Share:
-    """Make a function: the share in the third epoch of new files, after four of others."""
+    """Make a function that returns the share of the third epoch after files were replaced."""
 
     def share(policy: Policy, seed: int) -> float:
         shares(policy, ORDERS[order](files("a", before), 4, seed))

@@ -22,7 +22,7 @@ CACHE_SHARE = 1 / 2
 
 
 def next_uses(files: int, nodes: int, seed: int) -> tuple[array[int], int]:
-    """Return the turn of each file's next use, by the first node's turns; and turns per epoch.
+    """Return the turn of the next use of each turn's file, for one node; and turns per epoch.
 
     If there is no next use, it is the number of turns.
     """
@@ -40,8 +40,8 @@ def next_uses(files: int, nodes: int, seed: int) -> tuple[array[int], int]:
 def misses(following: array[int], per_epoch: int, room: int, ahead: int, epochs_known: int) -> int:
     """Count the misses after the first epoch, of a cache with room for `room` files.
 
-    A file is fetched `ahead` turns before its own; a use after the next `epochs_known` epochs is
-    not known, as if there were none.
+    A file is fetched `ahead` turns before its own; uses after the next `epochs_known` epochs are
+    not known and count as none.
     """
     turns = len(following)
     is_there, uses = bytearray(turns), list[int]()

@@ -167,11 +167,11 @@ class Session:
             self.fetch_small()
 
     def seconds_to_first_byte(self, path: Path, begin: Callable[[], None]) -> float:
-        """Time from before `begin`, which makes the file's mount, to its first byte."""
+        """Return the seconds from before `begin`, which makes the mount, to the first byte."""
         return self.seconds_to_first_bytes({path: begin})[0]
 
     def seconds_to_first_bytes(self, begins: Mapping[Path, Callable[[], None]]) -> list[float]:
-        """Time from before all of `begins`, which make the mounts at once, to each first byte.
+        """Return seconds from before `begins`, which make the mounts at once, to each first byte.
 
         The times are in the order of `begins`.
         """

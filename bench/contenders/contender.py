@@ -20,7 +20,7 @@ from bench.processes import Usage
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Shared by all contenders: the bucket, a local copy of its files, and room for mounts."""
+    """The bucket, a local copy of its files, and room for mounts, shared by all contenders."""
 
     bucket: Bucket
     native_root: Path
@@ -56,7 +56,7 @@ class Contender:
         return ""
 
     def command(self) -> str:
-        """Return the command that starts it, for the report."""
+        """Return the contender's start command, for the report."""
         return ""
 
     def start(self) -> None:

@@ -90,7 +90,7 @@ class Peer(Mount, ABC):
 
     @abstractmethod
     def _argv(self) -> list[str]:
-        """Return the command that mounts it and stays in the foreground."""
+        """Return the command that mounts the bucket and stays in the foreground."""
 
     def _environment(self) -> dict[str, str]:
         return self.place.bucket.environment()
@@ -100,7 +100,7 @@ class Rclone(Peer):
     """rclone mount with its full cache; its remote is defined in the environment.
 
     With its cache, close returns before the upload, whatever its options; without a cache, data is
-    sent when it is written, and close waits for the end of that.
+    sent when it is written, and close waits for the end of the upload.
     """
 
     def _argv(self) -> list[str]:
@@ -196,7 +196,7 @@ class S3fs(Peer):
 
 
 class Geesefs(Peer):
-    """geesefs as it is, with a cache on the disk. Its close does not wait for the upload."""
+    """geesefs with its default tuning and a disk cache. Its close does not wait for the upload."""
 
     def _environment(self) -> dict[str, str]:
         bucket = self.place.bucket
@@ -220,10 +220,10 @@ class Geesefs(Peer):
 
 
 class MountpointS3(Peer):
-    """mountpoint-s3 as it is, with a cache on the disk.
+    """mountpoint-s3 with its default tuning and a disk cache.
 
-    It trusts the system's authorities alone, so it runs in a namespace of mounts where the bench's
-    authority is the only one; what it mounts below `_shared` is seen outside.
+    It trusts only the system's certificate authorities, so it runs in a mount namespace where the
+    bench's authority is the only one; its mount below `_shared` is visible outside.
     """
 
     _TRUSTING = (

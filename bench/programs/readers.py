@@ -244,7 +244,7 @@ def kill_and_ask(pid: int, path: str, size: int) -> Result:
 
 
 def read_on_signal(path: str) -> Result:
-    """Read a file's first byte after a line on stdin; return the monotonic time of its end."""
+    """Read a file's first byte after a line on stdin; return the read's end (monotonic time)."""
     print(json.dumps({}), flush=True)
     sys.stdin.readline()
     with open(path, "rb", buffering=0) as file:

@@ -287,12 +287,12 @@ Order = Callable[[int, int], list[int]]
 
 
 def same(_node: int, _nodes: int) -> list[int]:
-    """All nodes read in the same order."""
+    """Return the same order for all nodes."""
     return list(range(PARTS))
 
 
 def rotated(node: int, _nodes: int) -> list[int]:
-    """Each node starts at its own place and reads round to it."""
+    """Return an order that begins at the node's own place and goes round to it."""
     at = random.Random(node).randrange(PARTS)
     return [*range(at, PARTS), *range(at)]
 

@@ -76,7 +76,7 @@ class Shape:
 
 
 class Lister:
-    """ListObjectsV2 of one shape."""
+    """Answers ListObjectsV2 for a bucket of one shape."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """The progress of a call's work: `done` is text; the store request under way is noted, too."""
+    """The progress of a call's work: `done` describes it; `wait_for` notes the present request."""
 
     def __init__(self) -> None:
         self.done = ""

@@ -65,7 +65,7 @@ class Bucket:
         write_options: WriteOptions = NO_OPTIONS,
         progress: Progress | None = None,
     ) -> None:
-        """`progress` gets each request that is sent.
+        """Check the store's address; `progress` gets each request that is sent.
 
         Raises:
             InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does, or the
@@ -111,7 +111,7 @@ class Bucket:
             raise
 
     def pages(self, prefix: str) -> Iterator[list[ObjectVersion]]:
-        """The objects below `prefix`, up to `PAGE` at a time. No page is empty.
+        """Yield the objects below `prefix`, up to `PAGE` at a time. No page is empty.
 
         Raises:
             StoreError: the store does not answer, or lists keys with another prefix.
@@ -160,7 +160,7 @@ class Bucket:
         return result
 
     def _run(self, key: str, request: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Wait for a request, whose failure gets the key and the owner of the credentials."""
+        """Send a request; an error's message names the key and the owner of the credentials."""
         self._progress.wait_for(f"{self._host} (s3://{self.name}/{key})")
         try:
             result: T = trio.from_thread.run(request, *arguments, trio_token=_event_loop()[0])

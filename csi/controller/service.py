@@ -115,9 +115,9 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         )
 
     def _refuse_shared(self, bucket: Bucket, record: VolumeRecord) -> None:
-        """Refuse a folder named after a claim if another cluster has a claim of this name in it.
+        """Raise FailedPreconditionError if a volume of another cluster has the record's prefix.
 
-        Otherwise the two clusters would share the files, and neither owner would know.
+        Otherwise two claims of the same name would share files, and neither owner would know.
         """
         if not self._cluster:
             return
@@ -133,7 +133,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
                 )
 
     def _withdraw_if_shared(self, bucket: Bucket, volume: VolumeId, record: VolumeRecord) -> None:
-        """Remove a new record, and raise AbortedError, if another cluster just made one."""
+        """Remove a new record and raise AbortedError if another cluster just took its prefix."""
         try:
             self._refuse_shared(bucket, record)
         except FailedPreconditionError as error:

@@ -53,7 +53,7 @@ class FdStoreClient:
         return [root for root in roots if _name(root) not in held]
 
     def bring(self, root: KernelMount) -> None:
-        """Ask the mount's keeper to send a copy to the store; it follows within moments.
+        """Ask the mount's keeper to send the store a copy, which follows within moments.
 
         Raises:
             ControlError: the keeper does not answer.
@@ -111,7 +111,7 @@ class Daemons:
                 ) from error
 
     def serve(self, root: Path, *, if_silent: bool = False) -> bool:
-        """True if a daemon serves the mount at `root`; `if_silent` if there is no answer."""
+        """True if a daemon serves the mount at `root`; without an answer, returns `if_silent`."""
         path, number = os.fspath(self.supervisor.socket), launcher.mount_number(root)
         try:
             return supervisor_protocol.count(path, number) > 0

@@ -151,7 +151,7 @@ class CacheDomains:
     def set_aside(self, domain: UnusedDomain, *, keeps_state: bool = False) -> Path:
         """Rename a domain's directory so that no mount finds it. Only within `alone`.
 
-        With `keeps_state` the directory and the mounts' state stay; its other entries are moved.
+        Returns the new path. With `keeps_state` the mounts' state stays, and the rest is moved.
         """
         aside = domain.directory.with_name(f"{domain.name}.{time.time_ns():x}{_LEAVING}")
         if not keeps_state:

@@ -77,7 +77,7 @@ class Identity:
 
     @property
     def key_proof(self) -> tuple[str, ...]:
-        """The SSE-C key's part of `proof`; mounts that share a cache have it in common. Secret."""
+        """The SSE-C key's part of `proof`, the same for mounts that share a cache; to be hashed."""
         return ("customer key", self.customer_key.text) if self.customer_key else ()
 
 
@@ -229,7 +229,7 @@ def _own_keys() -> AccessKeys:
 
 
 class CredentialFiles:
-    """The credential files below `directory`, in one directory per mount. `agent` is an EKS URL."""
+    """Credential files below `directory`, one directory per mount. `agent`: Pod Identity's URL."""
 
     def __init__(self, directory: Path, agent: str = POD_IDENTITY_AGENT) -> None:
         self._directory = directory
@@ -282,7 +282,7 @@ class CredentialFiles:
     def environment(
         self, mount: str, identity: Identity, store: StoreSettings, *, is_fips: bool = False
     ) -> dict[str, str]:
-        """Return the environment by which the daemon's botocore finds its credentials. No secrets.
+        """Return the environment by which the daemon's botocore finds credentials; not secret.
 
         `is_fips`: the endpoint of AWS STS, too, is the one with validated cryptography.
         """

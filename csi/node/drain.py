@@ -94,7 +94,7 @@ class Drains:
         return self._reported(record)
 
     def _reported(self, record: MountRecord) -> str:
-        """As `_pending`, from the daemon's own status."""
+        """Describe pending uploads like `_pending`, from the daemon's own status."""
         status = self._mounts.ask(record)
         try:
             if status is not None:

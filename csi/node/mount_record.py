@@ -21,8 +21,8 @@ from csi.node.record_files import RecordFiles
 class MountRecord:
     """The record of one mount: `key` is its name, `root` is its path.
 
-    `arguments` stand for the publish request without its changeable parts; `settings` are its
-    MountSettings as texts, `environment` is its daemon's.
+    `arguments` stand for the publish request without its changeable parts; `settings` are the
+    mount's MountSettings as texts, `environment` is its daemon's.
     """
 
     key: str

@@ -41,7 +41,7 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A warm-up: `began` is the time of the first publish, `waiting` each target's last."""
+    """A warm-up: times of the first publish (`began`) and of each target's last (`waiting`)."""
 
     began: float
     is_over: bool = False
@@ -97,7 +97,7 @@ class Warmups:
         """Return when the mount is warm, or the volume's `warmTimeout` has passed.
 
         Raises:
-            AbortedError: warming is not done at `ends` (monotonic clock); has the progress.
+            AbortedError: not done at `ends` (monotonic clock); the message has the progress.
         """
         began = self.add_waiter(record.key, warm, target)
         status = "is starting"

@@ -212,7 +212,7 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _fetch(requests: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
-    """Let daemons do jobs of `fusefs warm` or `fusefs pin`; return the exit status."""
+    """Run jobs of `fusefs warm` or `fusefs pin` in the daemons; return the exit status."""
     from fusefs.cli import status_report, warm
     from fusefs.settings.display import shown
 
@@ -305,7 +305,7 @@ def _show_settings(options: argparse.Namespace) -> int:
 
 
 def _place_in_mount(path: Path) -> tuple[Path, str] | None:
-    """Split `path` into mountpoint and path below; None for a mountpoint or outside."""
+    """Split `path` into mountpoint and rest; None if it is a mountpoint or in no mount."""
     from fusefs.cli import sync
     from fusefs.launch.control import CommandError
 

@@ -43,7 +43,7 @@ class _Command(NamedTuple):
 def make_parser(arguments: Sequence[str] | None = None) -> Parser:
     """Make the parser for a command line; without `arguments`, for all commands and their settings.
 
-    It has only the command that comes first in `arguments`, or all if that is no command.
+    The parser has only the command that `arguments` begin with, or all if that is no command.
     """
     parser = Parser(
         prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."

@@ -27,7 +27,7 @@ def check(
     has_bucket: bool = False,
     tries_permissions: bool = False,
 ) -> Iterator[Finding]:
-    """Check the machine, the cache disk, and a mount, the bucket of the settings, or all mounts.
+    """Check the machine, the cache disk, and then `mountpoint`, or the bucket, or all mounts.
 
     For a mount, `settings` are used only if its own settings are not known.
 

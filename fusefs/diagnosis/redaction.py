@@ -69,7 +69,7 @@ class Secrets:
         return _NAMED.sub(_without_value, text)
 
     def remove_plain(self, value: Any, *, is_secret: bool = False) -> Any:
-        """Remove secrets from a JSON value, and values whose names look like a secret's."""
+        """Return a JSON value without secrets; values under a secret's name are removed, too."""
         if isinstance(value, Mapping):
             return {
                 self.remove(str(name)): self.remove_plain(
