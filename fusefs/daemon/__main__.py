@@ -1,4 +1,4 @@
-"""`python -m fusefs.daemon`: a mount's daemon; see entry.py."""
+"""The program `python -m fusefs.daemon`: a mount's daemon; see entry.py."""
 
 import ctypes.util
 import gc
@@ -12,13 +12,13 @@ def _known_library(name: str) -> str | None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # as `main` does: what is imported stays, and is not to be looked through
-    # To name its threads trio looks for this library as it is imported, with a process
-    # (`ldconfig -p`) that takes as long as a twentieth of all imports.
+    gc.disable()  # as in `main`: imported objects stay, and need not be scanned
+    # When trio is imported it looks for this library, to name its threads, with a process
+    # (`ldconfig -p`) that takes a twentieth of the time of all imports.
     ctypes.util.find_library = _known_library
     from fusefs.linux.process_title import set_title
 
-    if len(sys.argv) == 3:  # before the kernel forbids it, with all looks at this process
+    if len(sys.argv) == 3:  # before `forbid_inspection`, after which the kernel refuses it
         set_title("daemon", *sys.argv[1:])
     from fusefs.daemon.entry import main
 

@@ -1,12 +1,12 @@
-"""The guard of cached data: when S3 refuses the mount's identity, the cache is not served either.
+"""The guard of cached data: if S3 refuses the mount's identity, the cache is not served either.
 
-An identity whose rights were taken away would read from the cache for as long as it lasts. Where
-`--revoke-after` says so, the mount checks: as long as no request has succeeded for half of that
-time, it lists one key of its prefix. Only refusals count, and only if they last all that time: a
-time-out, expired credentials or a server that fails say nothing about rights.
+Without it, an identity whose rights were revoked could go on reading from the cache. With
+`--revoke-after TIME`, the mount checks its rights: whenever no request has succeeded for half of
+TIME, it lists one key of its prefix. The cache is shut if S3 refuses all requests for TIME. Only
+refusals count: a time-out, expired credentials or a failing server say nothing about rights.
 
-Then lookups, opens and reads fail, and the files that the kernel reads by itself are taken from it,
-but for those that are open. It is over when a request succeeds. The state is on record beside the
+While the cache is shut, lookups, opens and reads fail, and passthrough files that are not open are
+unregistered. The first request that succeeds reopens the cache. The state is on record beside the
 mount's socket, so that a new daemon does not serve the cache until it has checked.
 """
 
@@ -23,13 +23,13 @@ from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.daemon")
 
-# How often a server that refuses is checked.
+# Bounds of the pause between two checks of a server that refuses.
 LONGEST_PAUSE_S = 10.0
 SHORTEST_PAUSE_S = 0.5
 
 
 class AccessGuard:
-    """Watches one mount's rights, never if `after_s` is inf; calls `shut` on a change."""
+    """Checks one mount's rights, unless `after_s` is inf; calls `shut(is_shut)` on a change."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class AccessGuard:
         self._after_s = after_s
         self._record = record
         self._shut = shut
-        self._since: float | None = None  # when the first of the refusals came
+        self._since: float | None = None  # the time of the first refusal
         self.is_shut = False
 
     @property
     def refused_s(self) -> float | None:
-        """For how many seconds S3 has refused the mount's own requests; None if it does not."""
+        """The seconds for which S3 has refused the mount's requests; None if it accepts them."""
         return None if self._since is None else trio.current_time() - self._since
 
     def recall(self) -> None:
@@ -61,7 +61,7 @@ class AccessGuard:
         self._judge()
 
     async def run(self) -> None:
-        """Send requests while the mount sends none that succeed, until cancelled."""
+        """Check the rights whenever the mount has no successful requests, until cancelled."""
         if self._after_s == float("inf"):
             return
         quiet_s = self._after_s / 2
@@ -86,7 +86,7 @@ class AccessGuard:
             self._judge()
 
     def _put_on_record(self) -> None:
-        """Leave the state to the next daemon, which otherwise finds out by itself."""
+        """Write the state for the next daemon; errors are logged, since that one checks too."""
         try:
             if self._since is None:
                 self._record.unlink(missing_ok=True)

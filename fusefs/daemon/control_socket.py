@@ -1,8 +1,8 @@
 """The daemon's end of its control socket (launch/control.py has the commands' end).
 
-Requests are bounded in size and time, so a client cannot hold the daemon up. The
-directory and the socket are the mount owner's only, and the peer's credentials are
-checked as well: the owner and root are answered.
+Requests are bounded in size and time, so that no client can block the daemon. Only the
+mount's owner can access the directory and the socket. The peer's credentials are checked
+as well: the daemon answers only the owner and root.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Answer = Callable[[Message], Message | Awaitable[Message]]
 
-# A piece of a list of paths, with room for what JSON makes of other characters.
+# The longest request is a piece of a list of paths, whose characters JSON may escape.
 MAX_REQUEST = 256 << 10
 CLIENT_TIMEOUT_S = 5.0
 
@@ -35,7 +35,7 @@ CLIENT_TIMEOUT_S = 5.0
 async def serve(
     path: Path, answer: Answer, *, task_status: trio.TaskStatus[None] | None = None
 ) -> None:
-    """Answer clients on `path` by `answer`, until cancelled. Started means listening."""
+    """Answer clients on `path` by `answer`, until cancelled. Calls `started()` when it listens."""
     with _listening(path) as listening:
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
         async with trio.open_nursery() as nursery:
@@ -60,7 +60,7 @@ def _listening(path: Path) -> Iterator[socket.socket]:
             listening.listen()
             yield listening
         finally:
-            # The next mount on this mountpoint may have its own there by now.
+            # The path may belong to the next mount on this mountpoint by now.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), made):
                     path.unlink()
@@ -76,9 +76,9 @@ async def _serve_client(stream: trio.SocketStream, answer: Answer) -> None:
 
 
 async def _reply(stream: trio.SocketStream, answer: Answer) -> bytes:
-    """The answer as JSON. Reports have parts of all of the daemon: no fault of theirs ends it."""
+    """Read a request and return the answer as JSON; any error becomes an `error` answer."""
     try:
-        message = await _receive(stream)  # first: who is still sending would miss a refusal
+        message = await _receive(stream)  # first: a client that still sends would miss a refusal
         if not sockets.is_trusted(stream.socket):
             raise ControlError("only the mount's owner and root are answered")
         ACTIVITY.note()

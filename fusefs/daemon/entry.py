@@ -1,8 +1,8 @@
 """A daemon's process: its input, its answer to the launcher, and its exit status.
 
-`fusefs mount` starts `python -m fusefs.daemon`, writes the settings as JSON to its standard input
-and reads one line from its standard output: `{"ready": true, "pid": …}` once the mount answers, or
-`{"error": "a sentence", "code": …}` with an `ErrorCode`.
+The launcher or the keeper starts `python -m fusefs.daemon` and writes the settings as JSON to its
+standard input. The daemon writes one line to its standard output: `{"ready": true, "pid": …}` when
+the mount answers, or `{"error": "a sentence", "code": …}` with an `ErrorCode`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("fusefs.daemon")
 
 
 def _run(settings: MountSettings) -> None:
-    """Serve one mount until it is unmounted; raises USER_ERRORS if it can't be started."""
+    """Serve one mount until it is unmounted; raises USER_ERRORS if the mount can't be started."""
     setup.set_up(settings)
     daemon = Daemon(settings, status.answer, status.log_waiting)
     try:
@@ -52,8 +52,8 @@ def _tell(message: dict[str, object]) -> None:
 
 def main() -> int:
     forbid_inspection()  # before any secret is in memory
-    # What a start makes stays: modules, botocore's models, perhaps a million restored nodes. To
-    # look through them all the time takes a twentieth of a start, and more with many nodes.
+    # The objects that a start creates stay: modules, botocore's models, perhaps a million restored
+    # nodes. Scanning them for garbage takes a twentieth of a start, and more with many nodes.
     gc.disable()
     try:
         _run(setup.read_input(sys.stdin.read()))

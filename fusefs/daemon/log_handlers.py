@@ -1,10 +1,10 @@
-"""The daemon's log: lines on standard error, of a bounded size if it is a file.
+"""The daemon's log: lines on standard error; a log file has a bounded size.
 
-Keeper, broker and daemons, one after the other, append to one file whose
-directory may be root's: they have its descriptor and no more, so none can
-rename it without the others writing on to the renamed file. Instead the oldest
-part is cut out of the file, in one step of the file system, while all go on
-appending: only the oldest lines are lost.
+Keeper, broker and all daemons of a mount append to one file, of which they only
+have the descriptor, since its directory may be root's. So it can't be rotated: after
+a rename all would go on writing to the renamed file. Instead the oldest part is cut
+out of the file by one call of fallocate(2), while all processes go on appending; only
+the oldest lines are lost.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fusefs.linux import libc, log_line
 from fusefs.settings.display import shown
 from fusefs.settings.mount import MountSettings
 
-# A full log is cut by this many bytes, and has at most twice as many.
+# The number of bytes that are cut from a full log; a log has at most twice as many.
 PART = 10 << 20
-# How many lines may be written before the size is checked.
+# The number of lines between two checks of the size.
 LOOK_EVERY = 256
 
 
 class BoundedHandler(logging.StreamHandler[TextIO]):
-    """Writes to the descriptor of a file, and keeps the file below twice `part` bytes."""
+    """A handler that writes to a file's descriptor and keeps the file below 2 * `part` bytes."""
 
     def __init__(self, fd: int, part: int = PART) -> None:
         stream = os.fdopen(fd, "w", closefd=False, encoding="utf-8", errors="backslashreplace")
@@ -34,7 +34,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
         self._fd = fd
         self._part = part
         self._lines = 0
-        # Where the data begins in a file that can't be made shorter.
+        # The offset of the first data in a file that can't be made shorter.
         self._start = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -61,7 +61,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
 
 
 class OneLineFormatter(logging.Formatter):
-    """Keeps each message on one line: the key of an object may have ends of lines, and more."""
+    """A formatter that escapes control characters such as newlines, which keys may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         trace = self.formatException(record.exc_info) if record.exc_info else ""
@@ -70,7 +70,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 def set_up(settings: MountSettings) -> None:
-    """Log to standard error, which is kept small where it is a file that fusefs has opened."""
+    """Log to standard error; if that is a file that fusefs has opened, its size is bounded."""
     is_ours = settings.log_file is not None or not settings.foreground
     is_file = stat.S_ISREG(os.fstat(2).st_mode)
     handler = BoundedHandler(2) if is_ours and is_file else logging.StreamHandler()

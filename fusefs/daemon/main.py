@@ -1,11 +1,11 @@
-"""The parts of one mount, put together, and the nursery they live in.
+"""The daemon of one mount: builds all parts and runs their tasks in one nursery.
 
-It asks the bucket (most mistakes show there), opens the cache, mounts, and serves. When the file
-system has been unmounted, by whomever, everything else is cancelled, the catalog is brought up to
-date, and the process ends.
+The daemon sends a first request to the bucket (most mistakes show there), opens the cache, mounts,
+and serves. When the file system is unmounted, by any process, all other tasks are cancelled, the
+cache's catalog is written, and the process ends.
 
 SIGTERM and SIGINT unmount; a mount that is in use is detached, and ends with its last user or with
-a second signal. SIGUSR2 logs what waits for what, and for how long.
+a second signal. SIGUSR2 logs the waiting requests and downloads.
 """
 
 from __future__ import annotations
@@ -99,22 +99,22 @@ USER_ERRORS = (
     SettingsError,
 )
 INIT_TIMEOUT_S = 30
-# New objects from one collection of garbage to the next: with the usual 700, small files that are
-# fetched cost the event loop 3% to 7% more.
+# New Python objects between two garbage collections: with the usual 700, fetching small files
+# costs the event loop 3% to 7% more.
 GARBAGE_AFTER = 10_000
 COMPACT_EVERY_S = 10.0
-# A mount waits so long at most for what the store says to a first PUT, once a day.
+# The longest wait, while mounting, for the answers to the prober's first requests.
 PROBE_S = 2.0
-# A cache that has less room is of no use to most.
+# A warning is given for a cache with less room than this.
 LEAST_ROOM = 64 << 20
-# How often a mount that was taken over tries to be found by commands.
+# The interval at which a mount that was taken over retries to register itself for commands.
 REGISTER_EVERY_S = 5.0
-# Called with warnings for the user when the mount answers.
+# Called when the mount answers, with warnings for the user.
 Ready = Callable[[list[str]], None]
 
 
 class Daemon:
-    """The parts of a mount, whose life is `run`. Commands get an `answer`; what waits is logged."""
+    """One mount with all its parts. `answer` handles commands, `log_waiting` SIGUSR2."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Daemon:
                 self._takeover.keeper.ending()
 
     def _build(self, nursery: trio.Nursery) -> None:
-        """Make the parts that do not depend on the session; their tasks run in `nursery`."""
+        """Create the parts that do not depend on the session; their tasks run in `nursery`."""
         self._nursery = nursery
         prefix = self.settings.source.prefix
         allowed = setup.s3_settings(self.settings)
@@ -203,7 +203,7 @@ class Daemon:
         )
 
     def _make_cluster_cache(self, nursery: trio.Nursery) -> ClusterCache:
-        # Most mounts have none: it need not be imported.
+        # Imported here, because most mounts have no cluster cache.
         from fusefs.cluster_cache.cluster_cache import ClusterCache
         from fusefs.cluster_cache.remote import BlockBucket
 
@@ -223,7 +223,7 @@ class Daemon:
         )
 
     def _pending(self, key: str) -> tuple[int, int]:
-        """The number of files and bytes at or below a key that are not in the bucket."""
+        """The numbers of files and of bytes at or below a key that are not uploaded yet."""
         writer = self.operations.writer
         staged = writer.backlog.files(key) if writer is not None else []
         return len(staged), sum(file.size() for file in staged)
@@ -246,12 +246,12 @@ class Daemon:
 
     @property
     def _identity(self) -> str:
-        """The text that tells the mount's bucket from others."""
+        """Identity of the mount's bucket, as text: endpoint and bucket."""
         return f"{self.settings.endpoint_url or 'aws'}/{self.settings.source.bucket}"
 
     @property
     def _is_fresh(self) -> bool:
-        """True for a new mount, False for one that is taken over."""
+        """True for a new mount, False for a mount that is taken over."""
         return self._takeover is None or self._takeover.is_fresh
 
     @property
@@ -273,10 +273,10 @@ class Daemon:
         )
 
     def _principal_directory(self) -> str:
-        """The part of the cache that is read with these credentials."""
+        """The name of the cache subdirectory for the mount's credentials; may raise as `recall`."""
         takeover = self._takeover
         if takeover is not None and not takeover.is_fresh:
-            # Who the credentials belong to takes a second to find out; it stays as it was.
+            # The recorded name is used, because finding the credentials' owner takes a second.
             return takeover.recall()
         principal = "shared" if self.settings.shared_cache else self.store.principal
         return hashlib.blake2b(principal.encode(), digest_size=8).hexdigest()
@@ -292,7 +292,7 @@ class Daemon:
                 await self._register(nursery)
                 if isinstance(session, Session):
                     assert self._takeover is not None
-                    # An upgrade has its answer then, and commands ask the new daemon.
+                    # After registering: a command that upgrades now returns, and finds this daemon.
                     self._takeover.serving(has_resend=session.has_resend)
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_ended, session, serving)
@@ -326,13 +326,13 @@ class Daemon:
                     registry.unregister(mountpoint, pid=os.getpid())
 
     async def _register(self, nursery: trio.Nursery) -> None:
-        """Have commands find this mount: a new one now, or an error is raised; others later."""
+        """Register the mount for commands; a new mount raises errors, others retry later."""
         try:
             await self._answer_commands(nursery)
         except (OSError, registry.MountsError) as error:
             if self._is_fresh:
                 raise
-            # Programs are served without that. The disk of /run may have room later.
+            # Programs are served all the same. The disk of /run may have room later.
             logger.error("commands do not find this mount for now: %s", error)
             nursery.start_soon(self._register_later, nursery)
 
@@ -362,7 +362,7 @@ class Daemon:
             )
         if settings.source.prefix and self.store.is_prefix_empty:
             warnings.append(f"{settings.source} is empty. Is the prefix spelled correctly?")
-            # Each new claim begins so: a warning is for the person who typed the prefix.
+            # Logged as INFO: each new volume claim begins empty; the warning is for the user.
             logger.info("%s", warnings[-1])
         room = self.cache.quota.limit
         if room < LEAST_ROOM:
@@ -386,7 +386,7 @@ class Daemon:
         return mountinfo.find_mount(self.settings.mountpoint) is None
 
     def _watch_rights(self, nursery: trio.Nursery) -> None:
-        """See to it that nothing is served from the cache once S3 refuses everything."""
+        """Start the access guard, which shuts the cache when S3 refuses all requests."""
         settings = self.settings
         record = registry.directory_of(settings.mountpoint) / "refused"
         self.access_guard = AccessGuard(
@@ -398,7 +398,7 @@ class Daemon:
     def _shut(self, is_shut: bool) -> None:
         self.operations.is_shut = is_shut
         self.backing.drop_unused()
-        # What the kernel knows of names it knows no more.
+        # The kernel must drop its cached names.
         self.operations.notifier.invalidate_names()
 
     async def _until_ended(self, session: RunningSession, serving: trio.Nursery) -> None:
@@ -486,12 +486,12 @@ class Daemon:
         return Writing(staging, renames, self._nursery, rules, self.evictor.tend, aborts)
 
     def _described(self, info: ObjectInfo) -> None:
-        """Take note of what a GET said of an object; nothing is fetched before there are names."""
+        """Pass the metadata in a GET's answer to the head cache, which exists before any GET."""
         self.operations.head_cache.described(info)
 
     @asynccontextmanager
     async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:
-        """Hand out the session that serves: of a new mount, or of one that is taken over."""
+        """Mount or take over, and yield the session that serves; closes it in the end."""
         settings, takeover = self.settings, self._takeover
         assert takeover is not None
         if takeover.is_fresh:
@@ -550,7 +550,7 @@ class Daemon:
         return ControlFiles(ask, lambda: operations.attributes(operations.inodes.root))
 
     def _adopt(self, session: Session, takeover: Takeover, init_out: bytes) -> None:
-        """Go on with the kernel where the last daemon ended; may raise TakeoverError."""
+        """Continue the last daemon's session with the kernel; may raise TakeoverError."""
         try:
             session.adopt(init_out, is_all_answered=takeover.is_all_answered)
         except UnsupportedKernelError as error:
@@ -567,7 +567,7 @@ class Daemon:
         return PassthroughFiles(takeover.keeper)
 
     async def _leave_when_quiesced(self, takeover: Takeover, session: Session) -> None:
-        """Answer what has been read, and leave the rest to the daemon of an upgrade."""
+        """Wait for QUIESCE, then stop reading requests; the upgrade's daemon gets the others."""
         await takeover.keeper.quiesced.wait()
         session.stop_reading()
 
@@ -585,7 +585,7 @@ class Daemon:
             yield session
 
     async def _compact(self) -> None:
-        """Rewrite the journal when it has grown, a few items at a time."""
+        """Rewrite the journal whenever it has grown, a few items at a time."""
         log = self._log
         while isinstance(log, Journal):
             await ACTIVITY.pause(COMPACT_EVERY_S, idle_s=2 * COMPACT_EVERY_S)
@@ -608,7 +608,7 @@ class Daemon:
 async def _watch_signals(
     unmount: Callable[[], Awaitable[None]], log_waiting: Callable[[], None]
 ) -> None:
-    """Unmount on the first signal to end, exit on the second, log on SIGUSR2; until cancelled."""
+    """Handle signals until cancelled: the first to end unmounts, the second exits, SIGUSR2 logs."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) as received:
         is_ending = False
         async for number in received:

@@ -1,4 +1,4 @@
-"""The values of a mount's metrics, from its parts; for names and form see telemetry/metrics.py."""
+"""The values of a mount's metrics; telemetry/metrics.py describes their names and form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fusefs.telemetry.stalls import CAUSES, STALLS
 
 Samples = dict[str, list[Sample]]
 
-# A keeper answers at once, or is busy with what hangs: the others' values are not to wait for it.
+# A keeper that does not answer at once hangs; the other values must not wait for it.
 KEEPER_TIMEOUT_S = 0.5
 
 
@@ -64,7 +64,7 @@ def _mount(parts: Daemon) -> Samples:
 def _cache(parts: Daemon) -> Samples:
     cache = parts.cache
     counters = parts.operations.counters
-    # What was read for the first time since it was fetched, and was not waited for.
+    # The fetched bytes that were read for the first time, and for which no reader waited.
     ahead = counters.miss_bytes - counters.unkept_bytes - parts.downloader.waited_bytes
     counters.ahead_bytes = max(counters.ahead_bytes, ahead)
     return {
@@ -136,7 +136,7 @@ def _uploads(parts: Daemon) -> Samples:
         return {}
     unsent = writer.backlog.unsent("")
     now = trio.current_time()
-    # What a program has open, such as a log that is written to for days, is not late.
+    # A file that a program has open, such as a log that is written for days, is not late.
     due = [staged for staged in unsent if writer.backlog.state(staged) != OPEN]
     return {
         "upload_pending_files": [value(len(unsent))],
@@ -172,8 +172,8 @@ def _plans(parts: Daemon) -> Samples:
 
 def _process(parts: Daemon) -> Samples:
     assert parts.session is not None
-    # This is the event loop's thread. What it spent looking for the next request it could do
-    # without; that is measured by the clock, so the difference might fall where it is preempted.
+    # This is the event loop's thread. The time in which it polled for requests is not busy time;
+    # that is measured by the clock, so the difference might decrease if the thread is preempted.
     parts.loop_busy_s = max(parts.loop_busy_s, time.thread_time() - parts.session.polled_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
@@ -184,11 +184,11 @@ def _process(parts: Daemon) -> Samples:
 
 
 async def _keeper(mountpoint: Path) -> Samples:
-    """The counts of the keeper, since it outlives daemons; nothing if it does not answer."""
+    """The keeper's counters, which outlive daemons; no samples if it does not answer."""
     look = partial(keeper_status, mountpoint, KEEPER_TIMEOUT_S)
     try:
-        # Of its own: a slow disk may hold all threads of the default limiter, which files are
-        # synced with.
+        # A limiter of its own: calls that wait for a slow disk may hold all threads of the
+        # default limiter.
         thread = trio.CapacityLimiter(1)
         status = await trio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=thread)
     except ControlError:

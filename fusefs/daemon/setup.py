@@ -1,4 +1,4 @@
-"""Sets up a daemon's process: its input, log and limits, its cache and the settings of parts."""
+"""Set-up of a daemon's process: its input, log and limits, its cache and its parts' settings."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ logger = logging.getLogger("fusefs.daemon")
 
 
 def set_up(settings: MountSettings) -> None:
-    """Log to standard error, which the launcher opened; allow many descriptors."""
+    """Set up the process: log to standard error, raise the descriptor limit, set the umask."""
     log_handlers.set_up(settings)
-    # The keeper sends this to a daemon that is silent, for the log; it works in a busy loop, too.
+    # The keeper sends SIGUSR1 to a silent daemon, which then logs its stacks, even in a busy loop.
     faulthandler.register(signal.SIGUSR1)
     raise_limit()
     # Files are created for this user alone, whatever the shell's umask is.
@@ -38,10 +38,10 @@ def set_up(settings: MountSettings) -> None:
 
 
 def read_input(text: str) -> MountSettings:
-    """The settings that the launcher wrote, and the AWS configuration as files of this process."""
+    """Parse the launcher's JSON into settings; set AWS's variables to the files passed in it."""
     given = json.loads(text)
     for variable, content in given["files"].items():
-        # In memory alone: it holds secrets.
+        # Only in memory, since the content has secrets.
         fd = os.memfd_create(variable)
         os.write(fd, content.encode())
         os.environ[variable] = f"/proc/self/fd/{fd}"
@@ -57,7 +57,7 @@ def open_cache(
     *,
     in_any_case: bool,
 ) -> FileCache:
-    """Open a part of the cache, `in_any_case` on a full disk; raises CacheDirectoryError."""
+    """Open a part of the cache, on a full disk only if `in_any_case`; or CacheDirectoryError."""
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
     floors = settings.min_free.bytes_of, FREE_INODES.bytes_of
     quota = Quota(directory, settings.cache_size, *floors)
@@ -74,7 +74,7 @@ def open_cache(
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:
-    """The store's settings, with connections as memory allows; may raise CustomerKeyError."""
+    """The store's settings; the memory limit bounds connections. May raise CustomerKeyError."""
     fitting = MemoryBudget.of(settings.memory_limit)
     return S3Settings(
         bucket=settings.source.bucket,
@@ -96,7 +96,7 @@ def s3_settings(settings: MountSettings) -> S3Settings:
 
 
 def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
-    """The cluster cache's settings, and its domain's key; may raise SettingsError. Blocks."""
+    """The settings of the cluster cache's store, and its key; may raise SettingsError. Blocks."""
     from fusefs.cluster_cache import access
 
     assert settings.cluster_cache is not None

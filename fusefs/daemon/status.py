@@ -1,4 +1,4 @@
-"""The daemon's side of `fusefs status`, `sync`, `warm` and the like."""
+"""The daemon's answers to commands: `fusefs status`, `sync`, `warm` and the like."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from fusefs.telemetry.stalls import CAUSES, STALLS
 
 logger = logging.getLogger("fusefs.daemon")
 
-# How many items an answer names; it counts the others.
+# The number of items that an answer lists; it counts the others.
 MOST_PENDING = 20
 MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
-# The last so many seconds, of which status shows what requests waited for.
+# Spans, in seconds before now, for which status shows what requests waited for.
 STALL_SPANS_S = (10, 60, 300)
 
 
 def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:
-    """Answer a request of a command such as `fusefs status`; raises ControlError for others."""
+    """Answer the request of a command; raises ControlError for an unknown request."""
     match request:
         case {"command": "status"}:
             return collect(daemon)
@@ -96,7 +96,7 @@ async def _warm(daemon: Daemon, path: str, request: dict[str, Any]) -> dict[str,
 
 
 async def _give_up(daemon: Daemon, path: str) -> dict[str, Any]:
-    """Give up what the bucket lacks at and below a path; see `Backlog.give_up`."""
+    """Give up the changes at and below a path that are not uploaded; see `Backlog.give_up`."""
     writer = daemon.operations.writer
     if writer is None:
         raise ControlError("a read-only mount has nothing to give up")
@@ -127,7 +127,7 @@ async def _append(daemon: Daemon, name: str, offset: int, lines: str) -> dict[st
 
 
 def collect(daemon: Daemon) -> dict[str, Any]:
-    """The daemon's facts: bytes, seconds and counts, by section."""
+    """The status of the daemon by section: bytes, seconds and counts."""
     settings = daemon.settings
     session, guard = daemon.session, daemon.access_guard
     ttl_s = settings.metadata_ttl.otherwise
@@ -177,7 +177,7 @@ def collect(daemon: Daemon) -> dict[str, Any]:
 
 
 def _warming(daemon: Daemon) -> list[dict[str, Any]]:
-    """The jobs that are under way, and the last that have ended."""
+    """The warm jobs that are under way, after the latest ones that have ended."""
     jobs = daemon.warmer.describe()
     under_way = [job for job in jobs if job["state"] in ("listing", "under way")]
     ended = [job for job in jobs if job not in under_way]
@@ -202,7 +202,7 @@ def _writing(daemon: Daemon) -> dict[str, Any] | None:
 
 
 def pending(writer: Writer, prefix: str) -> dict[str, Any]:
-    """The oldest staged files at or below a key that are not in the bucket, and their count."""
+    """The oldest files at or below a key that wait for upload, and the count of all of them."""
     now = trio.current_time()
     unsent = sorted(writer.backlog.unsent(prefix), key=lambda staged: staged.since)
     return {
@@ -223,7 +223,7 @@ def pending(writer: Writer, prefix: str) -> dict[str, Any]:
 
 
 def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
-    """As `pending`, with renames of directories; all are begun if it `is_first`."""
+    """Like `pending`, with renames of directories. The first request starts all of them at once."""
     if is_first:
         mutations.writer.backlog.hurry(key)
     renames = mutations.changes.pending_renames(key, hurry=is_first)
@@ -246,7 +246,7 @@ def _cache(daemon: Daemon) -> dict[str, Any]:
         "misses": counters.misses,
         "miss_bytes": counters.miss_bytes,
         "local_share": counters.local_share,
-        # Each counts above as one read of the whole file; what is read of it is not known.
+        # Each is a hit of the whole file above; the bytes that are read are not known.
         "passthrough_opens": counters.passthrough_opens,
         "passthrough_bytes": counters.passthrough_bytes,
         "evicted_files": daemon.cache.evicted,
@@ -272,7 +272,7 @@ def _process(daemon: Daemon) -> dict[str, Any]:
         "pid": os.getpid(),
         "uid": os.geteuid(),
         "rss_bytes": resident,
-        # The kernel brings the peak up to date only now and then.
+        # The kernel updates the peak only now and then.
         "peak_rss_bytes": max(resident, used.ru_maxrss << 10),
         "cpu_s": used.ru_utime + used.ru_stime,
         "uptime_s": time.monotonic() - daemon.started,
@@ -280,7 +280,7 @@ def _process(daemon: Daemon) -> dict[str, Any]:
 
 
 def log_waiting(daemon: Daemon) -> None:
-    """Log the requests that wait, and the downloads, on SIGUSR2."""
+    """Log the waiting requests and the downloads; called on SIGUSR2."""
     now = time.monotonic()
     waiting = daemon.session.waiting if daemon.session is not None else []
     logger.warning("%d requests wait", len(waiting))

@@ -1,14 +1,14 @@
-"""The takeover: a daemon gets its mount, and leaves it to the next one.
+"""The takeover: a daemon receives its mount from the keeper, and leaves it to its successor.
 
-The keeper (keeper/main.py) starts each daemon of a mount and says what there is to do:
+The keeper (keeper/main.py) starts each daemon of a mount with one of three tasks:
 
-- *fresh*: nothing is mounted. Check everything, then have it mounted.
-- *take over*: the last daemon died. Take the descriptor, read its journal, go on. Nothing asks the
-  bucket before requests are answered.
-- *prepare*: an upgrade. The last daemon still serves; check everything, and read its journal as a
-  trial.
+- *fresh*: nothing is mounted. The daemon checks everything, then asks the keeper to mount.
+- *take over*: the last daemon died. The daemon takes the descriptor, reads the last daemon's
+  journal and goes on. It sends no request to the bucket before it answers the kernel.
+- *prepare*: an upgrade, in which the last daemon still serves. The daemon checks everything, and
+  reads the journal as a trial.
 
-When keeper and broker are both gone, the daemon serves on, and no other one follows it. But one
+When keeper and broker are both gone, the daemon goes on serving and has no successor. A daemon
 that a supervisor has started gets another keeper, over the socket to the supervisor.
 """
 
@@ -47,31 +47,31 @@ class TakeoverError(Exception):
 
 
 def state_directory(settings: MountSettings) -> Path:
-    """The directory for all that a mount leaves to the next daemon, or to the next mount."""
+    """The directory for state that a mount leaves to its next daemon or to the next mount."""
     return settings.cache_dir / STATE / registry.mount_directory(settings.mountpoint).name
 
 
 def staging_directory(settings: MountSettings, mounted_ns: int) -> Path:
-    """The directory of a mount's written files, by when it was mounted; made if need be."""
+    """Return the directory for the written files of the mount made at `mounted_ns`; make it."""
     directory = state_directory(settings) / "staging" / str(mounted_ns)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 
 
 def renames_directory(settings: MountSettings) -> Path:
-    """The directory for records of renamed directories; made if need be."""
+    """Return the directory for records of renamed directories; make it if it is missing."""
     directory = state_directory(settings) / "renames"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 
 
 def late_requests_directory(settings: MountSettings, mounted_ns: int) -> Path:
-    """The directory for records of requests that are under way, or got no answer."""
+    """The directory for records of change requests that are under way or were not answered."""
     return state_directory(settings) / "late" / str(mounted_ns)
 
 
 class Takeover:
-    """One daemon's dealings with its keeper. Use `begin`."""
+    """One daemon's communication with its keeper. Made by `begin`."""
 
     def __init__(self, settings: MountSettings, keeper: KeeperClient, task: int) -> None:
         self._settings = settings
@@ -81,13 +81,13 @@ class Takeover:
         self._supervisor: socket.socket | None = None
         self._has_resend = False
         self.fd = -1
-        # The number of the mount's connection, as far as it is known.
+        # The number of the mount's connection, or 0.
         self._connection = 0
         self.taken: TakenMount | None = None
 
     @classmethod
     async def begin(cls, settings: MountSettings) -> Takeover:
-        """Say hello to the keeper that has started this process; raises KeeperError without one."""
+        """Send HELLO to the keeper that started this process; raises KeeperError without one."""
         keeper = KeeperClient.from_environment()
         if keeper is None:
             raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
@@ -100,17 +100,17 @@ class Takeover:
 
     @property
     def is_fresh(self) -> bool:
-        """True if there is no mount yet: this daemon has the keeper make it."""
+        """True if there is no mount yet, and this daemon is to ask for it."""
         return self._task == FRESH
 
     @property
     def is_all_answered(self) -> bool:
-        """True if the last daemon has left no request unanswered."""
+        """True if there was no last daemon, or it left no request unanswered."""
         return self.taken is None or self.taken.is_all_answered
 
     @property
     def checks_first(self) -> bool:
-        """True if somebody waits to hear what is wrong, rather than for answers."""
+        """True if all checks come first, as a command waits for errors; False in a take-over."""
         return self._task in (FRESH, PREPARE)
 
     @property
@@ -118,13 +118,13 @@ class Takeover:
         return state_directory(self._settings)
 
     def remember(self, cache: str) -> None:
-        """Record the name of the mount's part of the cache; may raise CacheDirectoryError."""
+        """Record the name of the mount's cache subdirectory; may raise CacheDirectoryError."""
         with usable(self._settings.cache_dir):
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             files.replace(self._directory / "cache", cache)
 
     def recall(self) -> str:
-        """The name on record; raises TakeoverError without one, else CacheDirectoryError."""
+        """Read the recorded name; raises TakeoverError without one, or CacheDirectoryError."""
         try:
             return (self._directory / "cache").read_text()
         except FileNotFoundError as error:
@@ -133,11 +133,11 @@ class Takeover:
             raise CacheDirectoryError(f"{self._directory} can't be read: {error}") from error
 
     async def take(self) -> None:
-        """Get hold of a mount that exists; of an upgrade's, when its daemon has finished.
+        """Receive an existing mount from the keeper; in an upgrade, when the old daemon has ended.
 
         Raises:
             TakeoverError: the journal can't be used.
-            CacheDirectoryError: it can't be read now.
+            CacheDirectoryError: the journal can't be read now.
         """
         if self._task == PREPARE:
             await self._read(lambda path: replay(path, is_live=True))
@@ -146,7 +146,7 @@ class Takeover:
         self.fd = self.taken.fd
 
     async def mount(self) -> None:
-        """Have the bucket mounted; raises MountError with one sentence that says why."""
+        """Mount, through the keeper or fusermount3; raises MountError with one sentence."""
         settings = self._settings
         if self.is_privileged:
             try:
@@ -162,11 +162,11 @@ class Takeover:
         self.keeper.deposit(self.fd)
 
     async def open_journal(self) -> tuple[Journal, KernelState | None]:
-        """A new journal, or the last daemon's and what it tells.
+        """Return a new journal and None, or the last daemon's journal and the state it records.
 
         Raises:
-            TakeoverError: the last daemon's can't be used.
-            CacheDirectoryError: the disk does not take a new one, or can't be read now.
+            TakeoverError: the last daemon's journal can't be used.
+            CacheDirectoryError: a new journal can't be written, or the old one not read now.
         """
         if self.taken is None:
             with usable(self._settings.cache_dir):
@@ -192,16 +192,16 @@ class Takeover:
             return await trio.to_thread.run_sync(read)
         except (FileNotFoundError, UnusableJournalError) as error:
             raise TakeoverError(f"what the last daemon knew can't be read: {error}") from error
-        except OSError as error:  # the disk may take it the next time
+        except OSError as error:  # the next daemon may succeed
             raise CacheDirectoryError(f"the journal can't be gone on with: {error}") from error
 
     @property
     def namespace(self) -> int:
-        """The PID namespace of requests' processes, if the keeper looks at them; else 0."""
+        """The PID namespace of the pids in requests, if the keeper can look them up; else 0."""
         return self.keeper.namespace
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """The fate of a process, by its number there; see linux/callers.py."""
+        """Return the fate of process `pid` of `namespace`; with `ino` HOLDS etc. (callers.py)."""
         return await self.keeper.look_at_process(pid, ino)
 
     @property
@@ -209,7 +209,7 @@ class Takeover:
         return fuse_connection.is_disconnected(self.fd)
 
     async def keep(self, in_flight: Callable[[], int], files: PassthroughFiles | None) -> None:
-        """Tick for the keeper, then for the next if a supervisor brings one, which gets `files`."""
+        """Run the keeper's connection; a new keeper that a supervisor brings learns of `files`."""
         if self._supervisor is None:
             await self.keeper.run(in_flight, self._settings.hang_timeout)
             logger.error("the keeper is gone: the mount ends when this process does")
@@ -231,16 +231,16 @@ class Takeover:
                 logger.info("another keeper is there")
 
     def serving(self, *, has_resend: bool) -> None:
-        """Tell the keeper that requests are answered, and whether they can be sent again."""
+        """Tell the keeper that this daemon serves, and whether the kernel can resend requests."""
         self._has_resend = has_resend
         self.keeper.serving(has_resend=has_resend)
 
 
 def _remove_leftovers(directory: Path, connection: int) -> None:
-    """Remove the journals of mounts that have ended without removing them. Blocks shortly."""
+    """Remove leftover journals of mounts that have ended. Blocks shortly."""
     known = fuse_connection.numbers()
     if connection not in known:
-        return  # what this namespace shows says nothing
+        return  # this namespace does not show all connections
     for path in directory.glob("journal.*"):
         number = path.name.split(".")[1]
         if number.isdecimal() and int(number) not in known:
@@ -248,7 +248,7 @@ def _remove_leftovers(directory: Path, connection: int) -> None:
 
 
 def _from_supervisor() -> socket.socket | None:
-    """The socket to whoever has started this process, if that is not its keeper."""
+    """The inherited socket to the supervisor, or None if the keeper started this process."""
     number = os.environ.pop(supervisor_protocol.ENVIRONMENT, None)
     if number is None:
         return None
@@ -261,9 +261,9 @@ def _from_supervisor() -> socket.socket | None:
 async def _hear_supervisor(
     supervisor: socket.socket, keepers: trio.MemorySendChannel[socket.socket]
 ) -> None:
-    """Pass on the sockets to new keepers; end without a supervisor, which alone can bring them.
+    """Pass sockets of new keepers to the channel; kill this process if the supervisor is gone.
 
-    The keeper has the next one started, as if this one's container had ended.
+    The keeper then starts a successor, as it does when this daemon's container ends.
     """
     while True:
         try:

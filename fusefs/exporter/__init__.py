@@ -1,1 +1,1 @@
-"""The metrics of all mounts of a machine for Prometheus: over HTTP, or as a file."""
+"""Export of the metrics of a machine's mounts to Prometheus, over HTTP or as a file."""

@@ -1,14 +1,14 @@
-"""A collector for prometheus_client: at each scrape it gets the metrics of all mounts.
+"""A collector for prometheus_client, which requests all mounts' metrics at each scrape.
 
-The values come from the daemons (telemetry/metrics.py describes them); here they
-get the label `volume`, and beside them stand
+The daemons give the values (telemetry/metrics.py describes them). This module adds
+the label `volume`, and two metrics of its own:
 
     fusefs_volume_up{volume}                        1 if the mount answered, else 0
     fusefs_volume_pod_info{volume, namespace, pod}  1 for each pod that uses it
 
-A name that a daemon of another version reports is passed on as it is. An answer
-that is not as described counts as none, and the other mounts have theirs. Nothing
-is kept between scrapes, so any number of them may run at once.
+Metrics with unknown names, from daemons of another version, are passed on as they
+are. A malformed answer counts as no answer, and does not affect the other mounts.
+There is no state between scrapes, so any number of scrapes may run at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from fusefs.telemetry.metrics import METRICS
 logger = logging.getLogger(__name__)
 
 PREFIX = "fusefs_"
-# The default without an address: IPv6's socket takes IPv4 as well, where there is IPv6.
+# The default address: on machines with IPv6, an IPv6 socket accepts IPv4 as well.
 EVERY_ADDRESS = "::"
 VOLUME = "volume"
-# Names that are the exporter's own.
+# The names of the exporter's own metrics.
 _OWN = ("volume_up", "volume_pod_info")
-# Of one mount; a daemon has some hundreds.
+# The limit for one mount; a daemon has some hundreds.
 MOST_SAMPLES = 20_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FAMILIES: dict[str, Callable[..., Any]] = {
@@ -50,7 +50,7 @@ _FAMILIES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class _MetricOfMount:
-    """One metric of one mount; a sample has its name, its labels and its value."""
+    """One metric of one mount; `samples` are tuples of name, labels and value."""
 
     kind: str
     help: str
@@ -61,7 +61,7 @@ _MetricsOfMount = dict[str, _MetricOfMount]
 
 
 class MountCollector:
-    """Collects the metrics of the mounts that `targets` finds at each scrape."""
+    """A collector of the metrics of the mounts that `targets()` returns at each scrape."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class MountCollector:
         self._ask = query
 
     def describe(self) -> list[Metric]:
-        """Nothing: prometheus_client would scrape to find the names out."""
+        """Return no metrics: registering a collector is not to request metrics from mounts."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -103,9 +103,9 @@ def registry_of(*collectors: Any) -> CollectorRegistry:
 
 
 def serve(host: str, port: int, registry: CollectorRegistry) -> Callable[[], None]:
-    """Serve from now on; the result ends that.
+    """Start to serve the metrics over HTTP; return a function that ends it.
 
-    Each scrape has a thread of its own. Port 0 is a free port.
+    Each scrape has a thread of its own. Port 0 stands for any free port.
 
     Raises:
         OSError: the address can't be used.
@@ -136,7 +136,7 @@ def _families(mounts: Iterable[_MetricsOfMount]) -> Iterator[Metric]:
                 families[name] = _FAMILIES[metric.kind](
                     f"{PREFIX}{name.removesuffix('_total')}", metric.help
                 )
-            # Two versions of a daemon may differ in what a name is.
+            # Daemons of two versions may have different types under one name.
             if kinds[name] == metric.kind:
                 for full, labels, value in metric.samples:
                     families[name].add_sample(full, labels, value)
@@ -144,7 +144,7 @@ def _families(mounts: Iterable[_MetricsOfMount]) -> Iterator[Metric]:
 
 
 def _parsed(answer: MountAnswer) -> tuple[Target, _MetricsOfMount | None]:
-    """The metrics of a mount, None where it has not answered or what it answered is malformed."""
+    """Parse an answer; the metrics are None if the mount has not answered or they are malformed."""
     target = answer.target
     if answer.metrics is None:
         return target, None
@@ -156,10 +156,10 @@ def _parsed(answer: MountAnswer) -> tuple[Target, _MetricsOfMount | None]:
 
 
 def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
-    """The metrics of an answer.
+    """Parse the metrics of one mount's answer.
 
     Raises:
-        MALFORMED: it has another form.
+        MALFORMED: the answer has another form.
     """
     metrics: _MetricsOfMount = {}
     remaining = MOST_SAMPLES
@@ -168,7 +168,7 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
         if kind not in _FAMILIES or name.removesuffix("_total") in _OWN:
             continue
         known = METRICS.get(name)
-        if known is not None and known.type != kind:  # another version means something else by it
+        if known is not None and known.type != kind:  # another version uses the name differently
             continue
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a metric")
@@ -183,7 +183,7 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
 
 
 def _with_volume(labels: Mapping[str, str], volume: str) -> dict[str, str]:
-    """The labels of a sample, and of which mount it is, whatever the mount says."""
+    """Add the label `volume` to a sample's labels, replacing one that the mount has given."""
     # Prometheus' own labels begin with "__": `__name__` would make a sample that of another metric.
     if any(not _NAME.fullmatch(name) or name.startswith("__") for name in labels):
         raise ValueError(f"{labels} has other things than names of labels")
@@ -191,5 +191,5 @@ def _with_volume(labels: Mapping[str, str], volume: str) -> dict[str, str]:
 
 
 def _text(value: str) -> str:
-    """A label's value; mountpoints may have bytes that are not UTF-8, and stay different ones."""
+    """Make a label's value valid UTF-8, by escaping the other bytes that a mountpoint may have."""
     return value.encode(errors="surrogateescape").decode(errors="backslashreplace")

@@ -1,7 +1,7 @@
-"""`fusefs metrics`: serves the metrics of this user's mounts over HTTP, or writes them once.
+"""The command `fusefs metrics`: serves the metrics of this user's mounts, or writes a file.
 
-A file is replaced in one step, for the textfile collector of node_exporter; it is
-readable for everybody, as that runs as another user.
+The file, for node_exporter's textfile collector, is replaced atomically. All users may
+read it, because node_exporter runs as another user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEXTFILE_MODE = 0o644
 
 
 def run(listen: tuple[str, int] | None, textfile: str | None) -> int:
-    """Serve until a signal, or write the file and return; the result is the exit status.
+    """Write `textfile`, or else serve on `listen` until a signal; return the exit status.
 
     Raises:
         CommandError: prometheus_client is missing, or the address can't be used.
@@ -53,7 +53,7 @@ def run(listen: tuple[str, int] | None, textfile: str | None) -> int:
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    # Python runs signal handlers only in this thread, so it has to wake up.
+    # Python runs signal handlers only in this thread, which therefore must wake up.
     while not ending.wait(1.0):
         pass
     end()
@@ -61,10 +61,10 @@ def run(listen: tuple[str, int] | None, textfile: str | None) -> int:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Host and port of `ADDRESS:PORT`, `[ADDRESS]:PORT` or `:PORT` (all addresses).
+    """Parse `ADDRESS:PORT`, `[ADDRESS]:PORT` or `:PORT` (all addresses) into host and port.
 
     Raises:
-        argparse.ArgumentTypeError: it is none of these.
+        argparse.ArgumentTypeError: the text has another form.
     """
     host, separator, port = text.rpartition(":")
     is_port = re.fullmatch(r"[0-9]{1,5}", port) is not None and int(port) <= 65535

@@ -1,8 +1,8 @@
-"""Gets the metrics of many mounts side by side, each within a deadline.
+"""Concurrent requests for the metrics of many mounts, each with a time-out.
 
-Each mount is sent its request from a thread of its own, so that one that hangs delays no other.
-Where the system starts no more threads, the others are asked in turn. This module needs nothing
-but the standard library.
+A thread for each mount sends the request, so that a mount that hangs delays no other. If the
+system starts no more threads, the remaining requests are sent one after the other. Apart from
+fusefs, this module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A mount, and what it is called: the value of the label `volume`.
+    """A mount's status socket, with the value of its label `volume`.
 
-    `pods` are the namespaces and names of the pods that use it.
+    `pods` are the namespaces and names of the pods that use the mount.
     """
 
     volume: str
@@ -38,9 +38,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class MountAnswer:
-    """The answer of a mount; `metrics` is None where it did not, for which `why` is the reason.
+    """The answer of a mount; if it did not answer, `metrics` is None and `why` is the reason.
 
-    There is a reason as well where the daemon has no metrics.
+    If the daemon answered without metrics, they are empty and `why` is the reason.
     """
 
     target: Target
@@ -50,21 +50,21 @@ class MountAnswer:
 
 
 def target_at(mountpoint: Path, volume: str, pods: Iterable[tuple[str, str]] = ()) -> Target:
-    """The mount at a mountpoint, be it there or not, under a name."""
+    """The target for a mountpoint, whether mounted or not, with the label `volume`."""
     # Only the mountpoint decides where the socket is.
     registration = registry.Registration(str(mountpoint), "", 0, 0)
     return Target(volume, registration.socket, tuple(pods))
 
 
 def mounts_of_user() -> list[Target]:
-    """All mounts that this user has on record, named by their mountpoints."""
+    """The targets for all registered mounts of this user; mountpoints are their labels."""
     return [Target(found.mountpoint, found.socket) for found in registry.all_mounts()]
 
 
 def query_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[MountAnswer]:
-    """The answers of all mounts, in the order of `targets`. Blocks for little more than the time.
+    """Request all metrics; return the answers in the order of `targets`.
 
-    Safe to call from several threads.
+    Blocks for little more than `timeout_s`. Safe to call from several threads.
     """
     in_turn_until = time.monotonic() + timeout_s
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -72,7 +72,7 @@ def query_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[M
         def begin(target: Target) -> Callable[[], MountAnswer]:
             try:
                 return pool.submit(_ask, target, timeout_s).result
-            except RuntimeError:  # of a control group, or of the user, there are too many threads
+            except RuntimeError:  # the control group or the user has too many threads
                 answer = _ask(target, max(0.0, in_turn_until - time.monotonic()))
                 return lambda: answer
 
@@ -86,14 +86,14 @@ def _ask(target: Target, timeout_s: float) -> MountAnswer:
     except NotAnsweringError as error:
         return MountAnswer(target, why=str(error))
     except (ControlError, LookupError, TypeError) as error:
-        # A daemon of a version without metrics answers, and serves.
+        # A daemon of a version without metrics; it has answered, so the mount is up.
         return MountAnswer(target, {}, str(error))
 
 
 def samples_of(
     name: str, metric: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], float]]:
-    """Prometheus' samples of a mount's metric: for a histogram one for each bucket, sum and count.
+    """Yield Prometheus samples of a metric; a histogram has one for each bucket, sum and count.
 
     Raises:
         MALFORMED: the metric has another form.

@@ -1,19 +1,19 @@
-"""The broker: the process that reads what a daemon sends, so that the keeper need not.
+"""The broker: a process that reads the daemon's messages in place of the keeper.
 
-A daemon may have been taken over by an attacker, and what it sends can hang the process that
-touches it: fstat or close of a descriptor waits for ever if the file is on a mount whose daemon
-does not answer. So a child of the keeper, a new one for each daemon, reads its messages, checks its
-descriptors and asks the kernel to register them. The keeper only gets numbers, over a private
-socket, and replaces a broker that hangs together with its daemon.
+An attacker may have taken over the daemon, and a descriptor that it sends can hang the process that
+uses it: fstat or close of a descriptor waits for ever if the file is on a mount whose daemon does
+not answer. So the keeper forks one broker for each daemon. The broker reads the daemon's messages,
+checks the descriptors and asks the kernel to register them. The keeper only gets numbers, over a
+private socket, and if a broker hangs, the keeper replaces it together with its daemon.
 
-Its file-system ids are the daemon's and CAP_SYS_ADMIN is its only effective capability, for the
-kernel reads a registered file with the credentials of its registration. Other capabilities stay
-permitted and its real uid root's, so the daemon can neither signal nor trace it: when its keeper
-dies, the broker becomes the keeper, with the mount's descriptor, the socket to the daemon, and its
-copy of the state.
+A broker has the daemon's file-system ids, and CAP_SYS_ADMIN is its only effective capability,
+because the kernel reads a registered file with the credentials of its registration. Its other
+capabilities stay permitted and its real uid is root's, so that the daemon can neither signal nor
+trace it. When the keeper dies, the broker becomes the keeper: it has the mount's descriptor, the
+socket to the daemon, and a copy of the state.
 
-It passes the daemon's messages on to the keeper under their own kinds, and adds the few kinds
-below.
+The broker passes the daemon's messages on to the keeper with their kinds unchanged, and adds the
+few kinds below.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from fusefs.linux import callers
 from fusefs.linux.capabilities import lower_privileges, raise_privileges
 from fusefs.linux.fuse_connection import is_device
 
-# To the keeper, besides REGISTERED: the daemon is cut off (a: 1 if it broke the
-# protocol, 0 if it closed its socket).
+# Sent to the keeper, besides REGISTERED: the daemon is cut off (a: 1 if the daemon
+# broke the protocol, 0 if it closed its socket).
 CUT_OFF = 65
 FROM_BROKER = wire.FROM_DAEMON | {wire.REGISTERED: 0, CUT_OFF: 0}
-# From the keeper, besides QUIESCE: the mount is made (a: the connection's
-# number), or could not be (error); or the keeper ends by a fault of its own.
+# Sent by the keeper, besides QUIESCE: the result of mounting (a: the connection's
+# number; or error), and the message that the keeper ends by a fault of its own.
 MOUNT_MADE = 66
 FAILED = 67
 TO_BROKER = {MOUNT_MADE: 0, FAILED: 0, wire.QUIESCE: 0}
 
-# A daemon that ticks all the time wakes the keeper no more often than this.
+# TICKs are passed on to the keeper at most once in this time.
 TICK_INTERVAL_S = 0.2
 
 # ioctls on /dev/fuse: _IOW(229, 1, struct fuse_backing_map), _IOW(229, 2, uint32_t)
@@ -56,7 +56,7 @@ DEV_IOC_BACKING_OPEN = 0x4010E501
 DEV_IOC_BACKING_CLOSE = 0x4004E502
 BACKING_MAP = struct.Struct("=iIQ")
 
-# What the daemon may say when.
+# The kinds of messages that a daemon may send, by the state of its session.
 _ALWAYS = frozenset((wire.TICK, wire.ENDING))
 NEW = frozenset((wire.HELLO,))
 UNMOUNTED = _ALWAYS | {wire.MOUNT, wire.DEPOSIT}
@@ -71,7 +71,7 @@ ATTACHED = _ALWAYS | {
 
 
 class Broker:
-    """One daemon's session over the socket `daemon`; `task` is that of WELCOME."""
+    """One daemon's session over the socket `daemon`; `task` is sent in WELCOME."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Broker:
         }
 
     def attach(self) -> None:
-        """Begin with a daemon that serves already, and says no HELLO."""
+        """Begin the session with a daemon that serves already and sends no HELLO."""
         self._allowed = ATTACHED | {wire.KNOWN}
 
     def take(self) -> None:
@@ -122,7 +122,7 @@ class Broker:
             self._post(wire.pack(wire.ENTRY, backing_id, device, inode))
 
     def serve(self, keeper: socket.socket) -> bool:
-        """Deal with the daemon until the keeper is dead; tell whether to succeed it."""
+        """Run the session until the keeper is dead; True if this process becomes the keeper."""
         self._keeper = keeper
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
@@ -132,8 +132,8 @@ class Broker:
             poll = select.poll()
             poll.register(keeper, select.POLLIN)
             if not self.is_cut_off and self._allowed:
-                # Nothing is read before all is sent, so a daemon that does not
-                # listen can't make us remember more and more.
+                # Nothing is read before all answers are sent, so the outbox of a
+                # daemon that does not read its socket can't grow without limit.
                 poll.register(self.daemon, select.POLLOUT if self._outbox else select.POLLIN)
             ready = [fd for fd, _ in poll.poll()]
             if keeper.fileno() in ready and not self._hear_keeper():
@@ -144,7 +144,7 @@ class Broker:
         if self.configuration.is_privileged:
             raise_privileges()
         if self.task == wire.PREPARE:
-            # Whoever succeeds the keeper knows nothing of the upgrade.
+            # The broker that succeeds the keeper does not know of the upgrade.
             self.process.kill()
             return False
         return True
@@ -176,7 +176,7 @@ class Broker:
     def _tell(self, packed: bytes, fd: int = -1) -> None:
         try:
             wire.send(self._keeper, packed, fd)
-        except OSError:  # it is dead, as the next poll shows
+        except OSError:  # the keeper is dead, as the next poll shows
             return
 
     # --- the daemon ---
@@ -232,7 +232,7 @@ class Broker:
             self.take()
 
     def _prepared(self, message: wire.KeeperMessage) -> None:
-        # Another broker goes on from here, one that knows what is registered.
+        # The keeper forks another broker for this daemon, which knows the registered files.
         self._allowed = frozenset()
         self._report(message)
 
@@ -297,10 +297,10 @@ class Broker:
         answer = wire.pack(wire.BACKING_OPENED, message.a, len(results))
         self._post(wire.with_pairs(answer, results))
         for fd in message.fds:
-            _close(fd)  # may hang, so everybody knows before
+            _close(fd)  # may hang, so the answers are sent first
 
     def _register_all(self, fds: Sequence[int]) -> list[tuple[int, int]]:
-        """Register files, and report them; the id of each and an errno, of which one is 0."""
+        """Register files and tell the keeper; return (id, errno) for each, one of which is 0."""
         results, registered = [], []
         for fd in fds:
             backing_id, error = 0, 0
@@ -323,10 +323,10 @@ class Broker:
             self._tell(wire.with_pairs(wire.pack(wire.REGISTERED, 0, len(files)), files))
 
     def _check(self, fd: int) -> int:
-        """The inode's number, if the kernel may read and write this file for the daemon.
+        """Return the file's inode number; raise OSError if the file must not be registered.
 
-        The kernel opens it again by itself and checks no permission: a
-        descriptor that can only be read would be written to all the same.
+        The kernel opens the file again without checking permissions, so it could
+        also write to a file whose descriptor is open for reading only.
         """
         configuration = self.configuration
         if not configuration.is_privileged:
@@ -350,7 +350,7 @@ class Broker:
 
     def _backing_close(self, message: wire.KeeperMessage) -> None:
         error = 0
-        # Before the kernel closes it: a lost id costs less than a wrong one.
+        # Before the kernel closes the id: a lost id costs less than a wrong one.
         if self.state.files.pop(message.b, None) is not None:
             self._report(message)
             self._close_id(message.b)
@@ -367,5 +367,5 @@ class Broker:
 
 
 def _close(fd: int) -> None:
-    with contextlib.suppress(OSError):  # its file system may refuse what was written before
+    with contextlib.suppress(OSError):  # close reports errors of earlier writes
         os.close(fd)

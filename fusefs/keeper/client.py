@@ -1,9 +1,9 @@
 """The daemon's end of the socket to its keeper; the protocol is in protocol.py.
 
-What the socket does not take at once is sent by one task, so that messages keep
-their order and no caller waits for the keeper that does not need its answer. When
-the keeper's end is gone, everything that waits for an answer fails with ECONNRESET
-and `gone` is set: the mount goes on without a keeper until there is another one.
+If the socket is full, one task sends the remaining messages, so that they keep their
+order and a caller that needs no answer does not wait. When the keeper's end closes,
+all calls that wait for an answer fail with ECONNRESET and `gone` is set: the mount
+goes on without a keeper until another keeper connects.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fusefs.linux.callers import FATES, HOLDS, HOLDS_NOT, UNKNOWN
 from fusefs.telemetry.activity import ACTIVITY, IDLE_S
 
 TICK_S = 1.0
-# A keeper that does not answer by then is busy with what hangs.
+# A keeper that does not answer in this time hangs itself.
 LOOK_LIMIT_S = 2.0
-# How long a file that is to be registered later waits for others.
+# The time that a file waits for others that are registered in the same message.
 GATHER_S = 0.02
-# Of messages with several files. The kernel lets a user have only so many descriptors on their
-# way as it may have open, a thousand by default.
+# Limit for messages with several files. The kernel allows a user only as many descriptors in
+# transit as the user may have open, a thousand by default.
 MOST_UNANSWERED = 8
 
 
@@ -39,7 +39,7 @@ class KeeperError(Exception):
 
 @dataclass(slots=True)
 class Welcome:
-    """The keeper's words about its mount; `connection` is 0 if that is not there or not known."""
+    """The keeper's WELCOME; `connection` is 0 if there is no mount yet or its number is unknown."""
 
     task: int
     is_privileged: bool
@@ -48,7 +48,7 @@ class Welcome:
 
 @dataclass(slots=True)
 class TakenMount:
-    """The mount as the last daemon leaves it: the descriptor, and {id: (st_dev, st_ino)}."""
+    """The last daemon's mount: `fd` of /dev/fuse, and `backing`, {backing id: (st_dev, st_ino)}."""
 
     fd: int
     backing: dict[int, tuple[int, int]]
@@ -64,22 +64,22 @@ class KeeperClient:
         self._outbox, self._queue = trio.open_memory_channel[tuple[bytes, tuple[int, ...]]](
             math.inf
         )
-        # Whether nothing waits in the queue, so that what comes may be sent at once.
+        # True if the queue is empty, so that the next message may be sent at once.
         self._is_idle = True
         self._last_number = 0
         self._waiting: dict[int, _Reply] = {}
-        # Files to be registered in one message, and how many such have no answer yet.
+        # Files to be registered in one message, and the number of such messages without an answer.
         self._gathered: list[tuple[int, Callable[[int, int], None]]] = []
         self._has_gathered = trio.Event()
         self._unanswered = 0
-        # The PID namespace of requests' processes, if the keeper looks at them; else 0.
+        # The PID namespace of the pids in requests, if the keeper can look them up; else 0.
         self.namespace = 0
         self.gone = trio.Event()
         self.quiesced = trio.Event()
 
     @classmethod
     def from_environment(cls) -> KeeperClient | None:
-        """The connection that this process was started with, if there is one."""
+        """Make a client of the socket that this process inherited; None without one."""
         number = os.environ.pop(wire.ENVIRONMENT, None)
         if number is None:
             return None
@@ -89,12 +89,12 @@ class KeeperClient:
     # Before serving: one question at a time.
 
     async def hello(self) -> Welcome:
-        """Begin the session; what the keeper says of the mount."""
+        """Begin the session with HELLO, and return the keeper's answer."""
         message = await self._ask(wire.pack(wire.HELLO, wire.VERSION, 1), wire.WELCOME)
         return Welcome(message.a, bool(message.d & 1), message.d >> 1)
 
     async def mount(self) -> int:
-        """Have the keeper mount; return the descriptor. Raises the OSError of mount(2)."""
+        """Ask the keeper to mount; return the descriptor. Raises the OSError of mount(2)."""
         message = await self._ask(wire.pack(wire.MOUNT), wire.MOUNTED)
         if message.error:
             raise OSError(message.error, os.strerror(message.error))
@@ -105,11 +105,11 @@ class KeeperClient:
         wire.send(self._socket, wire.pack(wire.DEPOSIT), fd)
 
     def prepared(self) -> None:
-        """Say that this process could take the mount over."""
+        """Tell the keeper that this process is ready to take over the mount."""
         wire.send(self._socket, wire.pack(wire.PREPARED))
 
     async def take(self) -> TakenMount:
-        """Wait until the mount is this process's own."""
+        """Wait until the keeper hands over the mount, and return it."""
         take = await self._receive(wire.TAKE)
         backing = {}
         for _ in range(take.a):
@@ -130,7 +130,7 @@ class KeeperClient:
         return message
 
     async def _next_message(self) -> KeeperMessage | None:
-        """Wait for a message; None when the keeper has ended."""
+        """Wait for a message and return it; None when the keeper has ended."""
         while True:
             try:
                 return wire.receive(self._socket, wire.FROM_KEEPER)
@@ -140,26 +140,26 @@ class KeeperClient:
     # While serving.
 
     def serving(self, *, has_resend: bool) -> None:
-        """Say that this process answers requests, and whether the kernel can send them again."""
+        """Tell the keeper that this process serves, and whether the kernel can resend requests."""
         self._send(wire.pack(wire.SERVING, has_resend))
 
     def known(self, backing_id: int, inode: int) -> None:
-        """Tell a keeper that is new of a file that another has registered."""
+        """Tell a new keeper of a file that the last keeper had registered."""
         self._send(wire.pack(wire.KNOWN, 0, backing_id, inode))
 
     def unmount(self) -> None:
-        """Have the mount taken away, which this process may not; detached if it is in use."""
+        """Ask the privileged keeper to unmount, or to detach the mount if it is in use."""
         self._send(wire.pack(wire.UNMOUNT))
 
     def ending(self) -> None:
-        """Say that this process ends on purpose; sent at once, since it ends."""
+        """Tell the keeper that this process ends on purpose; bypasses the queue."""
         try:
             wire.send(self._socket, wire.pack(wire.ENDING))
         except OSError:
             self.gone.set()
 
     async def run(self, in_flight: Callable[[], int], hang_s: float) -> None:
-        """Tick often enough for `hang_s`, and answer what comes, until the keeper is gone."""
+        """Send and receive messages until the keeper is gone; tick more often than `hang_s`."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tick, in_flight, hang_s)
             nursery.start_soon(self._send_all)
@@ -177,11 +177,11 @@ class KeeperClient:
                 nursery.cancel_scope.cancel()
 
     async def open_backing(self, fd: int) -> int:
-        """Register a file, open until this returns; return its id. Raises OSError if refused."""
+        """Register the open file `fd` for passthrough; return its backing id, or raise OSError."""
         if self.gone.is_set():
             raise OSError(errno.ECONNRESET, "there is no keeper")
         [reply] = self._send_files([fd])
-        # Not cancelled: an id that comes must be known, and it comes soon.
+        # Shielded: an id that the keeper sends must not get lost, and the answer comes soon.
         with trio.CancelScope(shield=True):
             await reply.event.wait()
         if reply.error:
@@ -189,9 +189,9 @@ class KeeperClient:
         return reply.value
 
     def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
-        """Register a file, which is to stay open until `done` gets its id and an errno.
+        """Register `fd` soon; `done` gets the backing id and an errno, one of which is 0.
 
-        One of the two is 0. A message wakes two processes, so files go together, after a moment.
+        `fd` must stay open until then. One message, which wakes two processes, has several files.
         """
         if self.gone.is_set():
             done(0, errno.ECONNRESET)
@@ -203,7 +203,7 @@ class KeeperClient:
                 self._has_gathered.set()
 
     def open_gathered(self) -> None:
-        """Have registered at once what waits for others; it is needed."""
+        """Send the files of `open_backing_later` at once, because one of them is needed."""
         while self._gathered and self._unanswered < MOST_UNANSWERED:
             files = self._gathered[: wire.MOST_FILES]
             del self._gathered[: len(files)]
@@ -226,7 +226,7 @@ class KeeperClient:
             self.open_gathered()
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """The fate of a process, or whether it has a file open; see linux/callers.py."""
+        """Return a process's fate, or with `ino` HOLDS, HOLDS_NOT or UNKNOWN (linux/callers.py)."""
         if self.gone.is_set() or not self.namespace:
             return UNKNOWN
         number, reply = self._expect_reply()
@@ -242,7 +242,7 @@ class KeeperClient:
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
     ) -> trio.Event:
-        """Give an id back; set when that is done. `done` gets ECONNRESET if the keeper is gone."""
+        """Give a backing id back; the answer sets the event and calls `done(0, errno)`."""
         number, reply = self._expect_reply()
         reply.done = done
         if self.gone.is_set():
@@ -266,7 +266,7 @@ class KeeperClient:
             except BlockingIOError:
                 self._is_idle = False
             except OSError:
-                return  # gone, which receiving will show
+                return  # the keeper is gone; `run` finds out by itself
         self._outbox.send_nowait((message, fds))
 
     async def _send_all(self) -> None:
@@ -278,7 +278,7 @@ class KeeperClient:
                 except BlockingIOError:
                     await trio.lowlevel.wait_writable(self._socket)
                 except OSError:
-                    return  # gone, which receiving will show
+                    return  # the keeper is gone; `run` finds out by itself
             self._is_idle = not self._queue.statistics().current_buffer_used
 
     async def _receive_all(self) -> None:

@@ -32,7 +32,7 @@ LONGEST_WAIT_S = 86_400.0
 
 
 class Loop:
-    """Descriptors and what to call when they are ready."""
+    """A poll loop that calls the handlers of descriptors that are ready."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -52,20 +52,20 @@ class Loop:
         if timeout_s is not None:
             timeout_ms = int(1000 * min(max(0.0, timeout_s), LONGEST_WAIT_S)) + 1
         for fd, _ in self._poll.poll(timeout_ms):
-            handler = self._handlers.get(fd)  # one before it may have forgotten it
+            handler = self._handlers.get(fd)  # None if a handler before has called `forget`
             if handler is not None:
                 handler()
 
 
 class Listener:
-    """A listening socket for this user alone; making it may raise OSError."""
+    """A listening Unix socket that only this user can connect to; may raise OSError."""
 
     def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
         self._path = path
         self.socket = socket.socket(socket.AF_UNIX, kind)
         self.socket.setblocking(False)
         with sockets.short_name(path) as name:
-            # By another name first: whoever finds the socket finds it listening.
+            # Bound under another name first, so that under its own name it always listens.
             unfinished = f"{os.path.dirname(name)}/.{os.getpid()}.new"
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(unfinished)
@@ -81,21 +81,21 @@ class Listener:
 
     @property
     def has_name(self) -> bool:
-        """True if its name is still there, and not another process's by now."""
+        """True if the path still leads to this socket, and not to another process's."""
         try:
             return self._find_identity() == self._identity
         except OSError:
             return False
 
     def remove(self) -> None:
-        """Remove the socket's name, unless somebody else listens there by now."""
+        """Remove the socket's path, unless it belongs to another process's socket by now."""
         if self.has_name:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
 
 
 def listen(path: str) -> Listener | None:
-    """A listener; None, and a line in the log, if it can't be."""
+    """Make a listener; if that fails, log the error and return None."""
     try:
         return Listener(path)
     except OSError as error:
@@ -104,7 +104,7 @@ def listen(path: str) -> Listener | None:
 
 
 class Client:
-    """One connection: a request, and at some time its answer."""
+    """One connection: one request and, at once or later, its answer."""
 
     def __init__(self, control: ControlSocket, connection: socket.socket) -> None:
         self._control = control
@@ -114,7 +114,7 @@ class Client:
         self._answer = b""
 
     def read(self) -> None:
-        """Read more of the request, and answer it when it is whole."""
+        """Read more of the request, and handle it when it is complete."""
         try:
             chunk = self.connection.recv(1 << 16)
         except BlockingIOError:
@@ -130,7 +130,7 @@ class Client:
             self._control.ask(self, self._request)
 
     def answer(self, answer: dict[str, Any]) -> None:
-        """Send the answer; then the connection ends."""
+        """Send the answer, then close the connection."""
         self._answer = exchange.encode(answer)
         self.deadline = time.monotonic() + CLIENT_S
         self._write()
@@ -150,7 +150,7 @@ class Client:
 
 
 class ControlSocket:
-    """The keeper's named socket. `ask` gets each request, and answers it then or later."""
+    """The keeper's named socket. `ask` is called with each request, and may answer it later."""
 
     def __init__(
         self,
@@ -166,24 +166,24 @@ class ControlSocket:
             loop.watch(listener.socket.fileno(), select.POLLIN, self._accept)
 
     def deadline(self) -> float:
-        """The time at which the next client has to be sent away; monotonic seconds."""
+        """The earliest deadline of a client, in monotonic seconds; inf without clients."""
         return min((client.deadline for client in self._clients), default=float("inf"))
 
     def dismiss_late(self, now: float) -> None:
-        """End the connections whose deadline, in monotonic seconds, is over."""
+        """Close the connections whose deadlines, in monotonic seconds, are over."""
         for client in list(self._clients):
             if now >= client.deadline:
                 self.dismiss(client)
 
     def dismiss(self, client: Client) -> None:
-        """End a connection without an answer."""
+        """Close a connection."""
         if client in self._clients:
             self._clients.remove(client)
             self.loop.forget(client.connection.fileno())
             client.connection.close()
 
     def close(self) -> None:
-        """Close all connections. The listening socket is left to who goes on with it."""
+        """Close all connections; the listening socket stays open for the keeper's successor."""
         for client in list(self._clients):
             self.dismiss(client)
 

@@ -1,6 +1,6 @@
 """One request and its answer over a Unix socket, each a JSON object in one line.
 
-Keepers (control.py) and daemons (daemon/control_socket.py) are spoken to in this way.
+Commands talk in this way to keepers (control.py) and daemons (daemon/control_socket.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_ANSWER = 4 << 20
 PEER_TIMEOUT_S = 5.0
 
 
-# In a keeper's refusal of an upgrade: the new daemon can't read what the old one knows.
+# The `code` of a refused upgrade whose new daemon can't read the old daemon's state.
 HOPELESS = "cannot-take-over"
 
 
 class ControlError(Exception):
-    """The process refused the request, with a `code` if any, or its answer makes no sense."""
+    """The peer refused the request, perhaps with a `code`, or its answer is malformed."""
 
     def __init__(self, sentence: str, code: str = "") -> None:
         super().__init__(sentence)
@@ -33,7 +33,7 @@ class ControlError(Exception):
 
 
 class NotAnsweringError(ControlError):
-    """No answer came in time, or no process listens."""
+    """No answer came in time, or no process listens on the socket."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -41,7 +41,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The object in one line; raises ControlError if there is none."""
+    """Parse one line as a JSON object; raises ControlError if it is none."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -52,7 +52,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def peer(path: str | os.PathLike[str]) -> int | None:
-    """The pid of the process that listens on `path`, whether it answers or not."""
+    """The pid of the process that listens on `path`, even if it does not answer; else None."""
     try:
         with sockets.connect(path, PEER_TIMEOUT_S) as sock:
             return sockets.peer_of(sock)[0]
@@ -66,8 +66,8 @@ def exchange(
     """Send one request to the process that listens on `path`; return the answer.
 
     Raises:
-        NotAnsweringError: there was none within `timeout_s`.
-        ControlError: the process refused, or answered nonsense.
+        NotAnsweringError: there was no answer within `timeout_s`.
+        ControlError: the process refused the request, or its answer is malformed.
     """
     deadline = time.monotonic() + timeout_s
     try:

@@ -1,17 +1,17 @@
 """The keeper: a process that lets a mount outlive its daemon.
 
-It holds the /dev/fuse descriptor, starts the daemon (or has a supervisor in another container start
-it, see supervisor_protocol.py), and starts it again when it dies; requests wait meanwhile. It is
-the only privileged part: it mounts, and has files registered for passthrough. It also limits every
-pause: a daemon that sends nothing for `hang_s` is replaced, and a mount that no daemon serves for
-`max_pause_s`, or whose daemons die one after the other, is aborted, so that programs get an error.
+The keeper holds the /dev/fuse descriptor, starts the daemon (or asks a supervisor in another
+container to start it, see supervisor_protocol.py), and starts a new daemon when that one dies;
+requests wait meanwhile. Only keeper and broker are privileged: they mount, and register files for
+passthrough. The keeper limits pauses: it replaces a daemon that is silent for `hang_s`, and aborts
+a mount (programs get errors) that has no daemon for `max_pause_s`, or whose daemons keep dying.
 
-It is one loop over descriptors and deadlines, and touches nothing that could wait: what comes from
-a daemon goes through a broker (broker.py), a child that takes the keeper's place if that is killed.
+The keeper is one loop over descriptors and deadlines, and makes no call that could block. A broker
+(broker.py), its child, reads the daemon's messages, and becomes the keeper if the keeper is killed.
 
-It is started by `python -I -S -c`, calls `main`, and is configured by one JSON object on standard
-input (`Configuration` and `begin`). Standard output belongs to the first daemon, or says that there
-is none; standard error is the log. Few modules are imported, so that it stays small.
+`python -I -S -c` calls `main`, which reads one JSON object from standard input (`Configuration` and
+`begin`). Standard output is the first daemon's, or gets the error if no daemon can be started;
+standard error is the log. Few modules are imported, to save memory.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ MOST_FAILURES = 10
 
 
 def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
-    """Make a keeper that has started its first daemon, or goes on with one that serves already.
+    """Make a keeper that has started its first daemon, or has adopted one that serves already.
 
-    With `fuse_fd` the mount is there already, and perhaps a supervisor's daemon that has lost
-    its keeper. Where there is none it is started, unless a daemon `goes_on` elsewhere.
+    With `fuse_fd` in `given` the mount exists. If the supervisor has its daemon, which lost its
+    keeper, that daemon is adopted; else one is started, unless another daemon `goes_on` serving.
 
     Raises:
         OSError: there is no daemon.
-        BecomeBroker: in the child.
+        BecomeBroker: in the forked child.
     """
     state = KeeperState(Program(given["command"], given["settings"]))
     if "fuse_fd" in given:
@@ -79,7 +79,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
 
 
 def _find_daemon(configuration: Configuration, program: Program) -> DaemonProcess | None:
-    """The mount's daemon that has lost its keeper; raises OSError if there may be one."""
+    """Adopt the daemon that lost its keeper; None if there is none, OSError if that is unknown."""
     if configuration.supervisor is None:
         return None
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,7 +94,7 @@ def _find_daemon(configuration: Configuration, program: Program) -> DaemonProces
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
-    """The keeper that a broker becomes, or an exit status; raises BecomeBroker in the child."""
+    """Make the keeper that a broker becomes, or return an exit status; may raise BecomeBroker."""
     if broker.state.keeper_failures >= MOST_FAILURES:
         log("the mount is given up: its keepers fail one after the other", "ERROR")
         broker.process.kill()
@@ -112,10 +112,10 @@ Role = Keeper | BecomeBroker | int
 
 
 def main() -> int:
-    """Be the keeper, and in its children what they become; return the exit status."""
+    """Run the keeper, and in forked children the broker; return the exit status."""
     with open(0, "rb", closefd=False) as stdin:
         text = stdin.read()
-    if not text:  # whoever started us did not come further
+    if not text:  # the launcher died before it wrote the configuration
         return 1
     given = json.loads(text)
     point_to_null(0)
@@ -136,13 +136,13 @@ def main() -> int:
 
 
 def _set_title(role: str, configuration: Configuration) -> None:
-    # What is behind the program is of whoever has started it.
+    # The arguments after the program, given by the caller, stay as they are.
     spared = sum(len(os.fsencode(argument)) + 1 for argument in sys.argv[1:])
     set_title(role, configuration.source, configuration.mountpoint, spared=spared)
 
 
 def _play(role: Role, listener: Listener | None) -> Role:
-    """Be a keeper or a broker until there is something else to be, or an exit status."""
+    """Run a keeper or a broker to its end; return this process's next role, or an exit status."""
     try:
         if isinstance(role, Keeper):
             return role.run()

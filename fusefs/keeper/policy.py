@@ -1,11 +1,11 @@
 """The decisions of the keeper: when a daemon is started, replaced or given up.
 
-A death is followed by a new daemon at once, unless the mount is gone, the
-kernel cannot send its requests again, or daemon after daemon died by itself
-within seconds. A kernel that cannot send them again is no obstacle if the last
-daemon has answered all that it read, as in an upgrade. A daemon that was killed is
-not to blame (the kernel kills when memory is short), so its death counts for
-nothing but the pause.
+When a daemon dies, the keeper starts a new one at once, unless the mount is gone,
+the kernel cannot resend unanswered requests, or one daemon after the other died by
+itself within seconds. A kernel that cannot resend is no obstacle if the last daemon
+has answered all requests that it read, as in an upgrade. The death of a daemon that
+another process killed (the kernel does so when memory is short) does not count as a
+quick death, but the pause counts.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 QUIESCE_S = 10.0
 MOST_LINGERING = 8
 
-# A daemon that served for less died quickly, unless somebody killed it.
+# The death of a daemon that served for less is a quick death, unless the daemon was killed.
 QUICK_S = 5.0
 MOST_QUICK_DEATHS = 10
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 2.0
-# After a start that failed before there was a daemon.
+# The delay after a failed start of a daemon.
 RETRY_S = 0.5
 
 
 class Keeper:
-    """Keeps one mount, from `run` to its exit code."""
+    """The keeper of one mount: `run` returns its exit status when the mount has ended."""
 
     def __init__(
         self, configuration: Configuration, state: KeeperState, listener: Listener | None
@@ -77,30 +77,30 @@ class Keeper:
         )
         self._upgrader: Client | None = None
         self._start_at = NEVER
-        self._obstacle = ""  # to the last start
+        self._obstacle = ""  # the error of the last failed start
         self._is_terminating = False
         self._exit_code: int | None = None
         self._signals: list[int] = []
         self._wake = self._catch_signals()
 
     def start(self) -> None:
-        """Start a daemon: the first, or one for a mount without.
+        """Start a daemon: the first of this mount, or the successor of a dead one.
 
         Raises:
-            OSError: it could not be started.
-            BecomeBroker: in the child.
+            OSError: the daemon could not be started.
+            BecomeBroker: in the forked child.
         """
         task = wire.TAKE_OVER if self._state.has_served else wire.FRESH
         self._processes.start(self._state.program, task)
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
-        """Go on with another keeper's daemon and broker; raises BecomeBroker in the child."""
+        """Take over another keeper's daemon; raises BecomeBroker in the child, its new broker."""
         if self._state.has_served:
             daemon.served = time.monotonic()
         self._processes.adopt(daemon, broker)
 
     def run(self) -> int:
-        """Keep the mount until it ends; return the exit status. Raises BecomeBroker in children."""
+        """Run until the mount ends; return the exit status. Raises BecomeBroker in children."""
         while self._exit_code is None:
             soonest = min(
                 self._start_at,
@@ -114,7 +114,7 @@ class Keeper:
         return self._exit_code
 
     def report_failure(self) -> None:
-        """Have the broker know that this keeper is not killed, but can't go on."""
+        """Tell the broker that this keeper ends by a fault of its own, not by a signal."""
         daemon = self._processes.current
         if daemon is not None and daemon.broker is not None:
             daemon.broker.tell(wire.pack(FAILED))
@@ -161,7 +161,7 @@ class Keeper:
                 daemon.process.signal(signal.SIGTERM)
 
     def _close_in_child(self) -> None:
-        """In a child: close what is the keeper's alone."""
+        """Close the descriptors that only the keeper uses. Called in forked children."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
@@ -169,7 +169,7 @@ class Keeper:
         for fd in self._wake:
             os.close(fd)
 
-    # --- what a daemon says ---
+    # --- a daemon's messages ---
 
     def _on_message(self, daemon: DaemonProcess, message: wire.KeeperMessage) -> None:
         kind = message.kind
@@ -251,7 +251,7 @@ class Keeper:
     # --- a daemon's end ---
 
     def _on_exit(self, daemon: DaemonProcess) -> None:
-        """Decide what follows."""
+        """React to a daemon's end: end the mount, promote the upgrade's daemon, or replace it."""
         if self._exit_code is not None:
             return
         end = daemon.reason or describe_end(daemon.status)
@@ -271,16 +271,16 @@ class Keeper:
             self._replace(daemon, end)
 
     def _is_over(self, daemon: DaemonProcess) -> bool:
-        """True if the mount is gone; one that was detached is, once its daemon has left it."""
+        """True if the mount is gone, or detached and its daemon has sent ENDING."""
         if fuse_connection.is_disconnected(self._state.fuse_fd):
             return True
         return daemon.is_ending and not mountinfo.is_connection_mounted(self._state.connection)
 
     def _has_made_way(self, daemon: DaemonProcess) -> bool:
-        """True if the daemon of an upgrade can go on where this one has ended.
+        """True if the upgrade's new daemon can take over from `daemon`, which has ended.
 
-        One that says ENDING has answered all that it read. One that had to be killed
-        may not have, and then it takes a kernel that sends requests again.
+        A daemon that sent ENDING has answered all requests that it read. A daemon that
+        was killed may have left some; then the kernel must be able to resend them.
         """
         if not daemon.is_quiesced or self._processes.incoming is None:
             return False
@@ -326,10 +326,10 @@ class Keeper:
             return
         try:
             self.start()
-            # Before it has the mount: the descriptor store may have died with the last one.
+            # Before the daemon has the mount: the descriptor store may have died with the last one.
             self._deposit()
         except OSError as error:
-            # Something is short, just being replaced on the disk, or a supervisor not there.
+            # Memory is short, a file is being replaced on the disk, or no supervisor listens.
             if self._obstacle != str(error):
                 log(f"no daemon can be started: {error}")
             self._obstacle = str(error)
@@ -356,7 +356,7 @@ class Keeper:
         daemon.deadline = NEVER
         if old is not None:
             self._state.paused(time.monotonic())
-            # What is not answered in time is sent to the next one, where the kernel can.
+            # The kernel, if it can, resends requests that are not answered in time.
             limit_s = QUIESCE_S if self._state.has_resend else self._configuration.max_pause_s
             self._processes.quiesce(old, limit_s)
 
@@ -375,7 +375,7 @@ class Keeper:
     # --- the end ---
 
     def _abort(self, why: str) -> None:
-        """Let all programs that wait for the mount fail. It stays, so that none writes below it."""
+        """Abort the connection, but leave the mount: no program is to write to the directory."""
         if self._exit_code is not None:
             return
         log(f"the mount is given up: {why}", "ERROR")
@@ -384,11 +384,11 @@ class Keeper:
         try:
             abort_own(self._state)
         except OSError as error:
-            # It ends all the same when its last descriptor is closed.
+            # The connection ends in any case when its last descriptor is closed.
             log(f"its connection cannot be aborted: {error.strerror}")
 
     def _end_mount(self, exit_code: int) -> None:
-        """Take away what a daemon may have left; the connection ends with our descriptor."""
+        """Detach the mount if it is still there, and set the exit code for `run`."""
         self._exit_code = exit_code
         mountpoint = self._configuration.mountpoint
         if self._is_in_place():
@@ -403,7 +403,7 @@ class Keeper:
         self._processes.end()
         if self._state.fuse_fd >= 0:
             os.close(self._state.fuse_fd)
-        # Last, as whoever waits for the mount's processes finds us by it.
+        # Last: commands that wait for the mount's processes find the keeper by this socket.
         self._control.close()
         if self._listener is not None:
             self._listener.remove()
@@ -432,7 +432,7 @@ class Keeper:
 
 
 def _unmount(mountpoint: str) -> None:
-    """Unmount, or detach what is in use; may wait for requests under way, and raise OSError."""
+    """Unmount; detach a mount that is in use. May wait for open requests, and raise OSError."""
     try:
         libc.umount(mountpoint, libc.UMOUNT_NOFOLLOW)
     except OSError as error:
@@ -442,7 +442,7 @@ def _unmount(mountpoint: str) -> None:
 
 
 def _detach(mountpoint: str) -> None:
-    """Take the mount out of sight, by fusermount3 where this process may not; may raise OSError."""
+    """Detach the mount, with fusermount3 if this process may not; may raise OSError."""
     try:
         libc.umount(mountpoint, libc.MNT_DETACH | libc.UMOUNT_NOFOLLOW)
     except PermissionError:

@@ -1,10 +1,10 @@
 """The keeper's processes: daemons and their brokers, from start to end.
 
-A daemon that is silent for too long is sent SIGUSR1, so that it logs its
-stacks, and is then killed. Messages that its broker has read before may come
-after its death: the daemon is over when those are handled too, and what
-follows is decided in policy.py. Nothing here waits for a process: those that
-do not end, because they hang in the kernel, are remembered and left behind.
+If a daemon is silent for too long, the keeper sends it SIGUSR1, so that it logs
+its stacks, and then kills it. Messages that the broker has read before may arrive
+after the daemon's death: the daemon is over when these are handled too, and
+policy.py decides about its successor. Nothing here waits for a process: one that
+does not end because it hangs in the kernel is remembered and left behind.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 DUMP_S = 0.5  # for the stacks of a daemon that hangs
 CUT_OFF_S = 1.0  # between a daemon's closed socket and its death
-DRAIN_S = 1.0  # for a broker to say what it still knows
-# A process in state D does not go; one with a write under way may come back.
+DRAIN_S = 1.0  # for a broker to send its last messages
+# A killed process in state D does not end; if it waits for a write, it may end later.
 LINGER_S = 5.0
 END_S = 2.0
 
-# Messages of a broker between two looks at everything else.
+# Messages of a broker that are handled in a row before the loop goes on.
 BATCH = 64
 
-# How far a daemon is on its way out.
+# The steps of a daemon's end.
 ALIVE = 0
 WARNED = 1  # silent for too long; writing its stacks to the log
 LEAVING = 2  # sent QUIESCE, or its socket is closed
 KILLED = 3
-DEAD = 4  # its broker may still have something to say
+DEAD = 4  # its broker may still send messages
 
 
 class BrokerHandle:
@@ -56,7 +56,7 @@ class BrokerHandle:
         self.channel = channel
 
     def tell(self, packed: bytes) -> bool:
-        """Send a message; False if the broker is dead or does not listen."""
+        """Send a message; False if the broker is dead or its socket is full."""
         try:
             wire.send(self.channel, packed)
         except OSError:
@@ -67,9 +67,9 @@ class BrokerHandle:
 class DaemonProcess:
     """A daemon, from its start until its last message is handled. Times are monotonic seconds.
 
-    `socket` is our end of its channel. Brokers read it; we hold it, so that the
-    daemon sees it closed only when broker and keeper are both dead.
-    `deadline` is when the keeper has to do something about it.
+    `socket` is the keeper's end of the channel to the daemon. The broker reads it; the
+    keeper holds it too, so that the daemon sees it closed only when both are dead.
+    At `deadline` the keeper has to act on this daemon.
     """
 
     def __init__(self, process: ProcessHandle, channel: socket.socket, program: Program) -> None:
@@ -84,22 +84,22 @@ class DaemonProcess:
         self.deadline = NEVER
         self.heard = time.monotonic()
         self.served: float | None = None
-        self.is_incoming = False  # it is to take over from another one
+        self.is_incoming = False  # it is to take over from another daemon
         self.is_prepared = False
         self.is_quiesced = False
         self.is_ending = False  # it has sent ENDING
         self.is_drained = False  # all its messages are handled
-        self.is_faulty = False  # killed for what it did, so its death counts as a crash
+        self.is_faulty = False  # killed for its own fault, so its death counts as a crash
         self.reason = ""
         self.status: int | None = None
 
     @property
     def name(self) -> str:
-        """The name that the log has for it. In another PID namespace it has no number here."""
+        """The daemon's name in the log. A daemon of another PID namespace has no pid here."""
         return f"the daemon {self.pid}" if self.pid else "the daemon in the other container"
 
     def close(self) -> None:
-        """Close what we have of it."""
+        """Close the keeper's descriptors of this daemon."""
         os.close(self.pidfd)
         self.socket.close()
         if self.process.supervisor is not None:
@@ -109,10 +109,10 @@ class DaemonProcess:
 def start_daemon(
     program: Program, configuration: Configuration, *, is_beside: bool
 ) -> DaemonProcess:
-    """Start a daemon, or have it started, beside another in an upgrade; raises OSError."""
+    """Start a daemon, `is_beside` the mount's last one in an upgrade; raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    # Like a pipe to the reader, but no writer waits for a reader that is slow.
+    # The reader uses it like a pipe, but the writer need not wait for a slow reader.
     settings = os.memfd_create("settings")
     try:
         os.write(settings, program.settings.encode())
@@ -159,7 +159,7 @@ def _start(
 
 
 class BecomeBroker(Exception):
-    """Raised in a child of the keeper: what it is from now on."""
+    """Raised in a forked child of the keeper, which is to run `broker` from now on."""
 
     def __init__(self, broker: Broker, channel: socket.socket) -> None:
         super().__init__()
@@ -170,8 +170,8 @@ class BecomeBroker(Exception):
 class ProcessTable:
     """The processes of one mount.
 
-    `on_message` gets daemons' messages, `on_exit` those that are over; `close_in_child` closes in a
-    child what is the keeper's alone.
+    `on_message` gets each message of a daemon, `on_exit` each daemon that is over;
+    `close_in_child` closes, in a forked child, the descriptors that only the keeper uses.
     """
 
     def __init__(
@@ -192,10 +192,10 @@ class ProcessTable:
         self._close_keepers_own = close_in_child
         self.current: DaemonProcess | None = None
         self.incoming: DaemonProcess | None = None  # prepares itself, in an upgrade
-        # The broker of the last daemon, who would succeed us until there is another.
+        # The broker of the last daemon: it succeeds the keeper until the next broker is forked.
         self._spare: BrokerHandle | None = None
-        self._unreaped: dict[int, float] = {}  # pids, and since when
-        self._tasks: dict[str, int] = {}  # pids
+        self._unreaped: dict[int, float] = {}  # pid to the time of its start or kill
+        self._tasks: dict[str, int] = {}  # name to pid
 
     # --- beginning ---
 
@@ -203,11 +203,11 @@ class ProcessTable:
         """Start a daemon, and a broker for it.
 
         Raises:
-            OSError: its program could not be executed.
-            BecomeBroker: in the child.
+            OSError: the program could not be executed.
+            BecomeBroker: in the forked child, the broker.
         """
         daemon = start_daemon(program, self._configuration, is_beside=task == wire.PREPARE)
-        point_to_null(1)  # the first one's alone, so that its end can be seen
+        point_to_null(1)  # only the first daemon has it, so the launcher sees EOF at its end
         if task == wire.PREPARE:
             daemon.is_incoming = True
             self.incoming = daemon
@@ -220,7 +220,7 @@ class ProcessTable:
         self._fork_broker(daemon, self._new_broker(daemon, task))
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
-        """Watch a daemon that serves already, and give it a broker."""
+        """Watch a daemon that serves already, and fork a broker for it."""
         point_to_null(1)  # no launcher waits for it to serve
         self.current = daemon
         daemon.is_child = False
@@ -232,7 +232,7 @@ class ProcessTable:
             self._fork_broker(daemon, broker)
 
     def promote(self) -> None:
-        """Let the daemon that has prepared itself take over."""
+        """Give the mount to the incoming daemon, which has prepared itself."""
         daemon = self.incoming
         assert daemon is not None
         self.current, self.incoming = daemon, None
@@ -252,7 +252,7 @@ class ProcessTable:
             )
 
     def _on_supervisor_message(self, daemon: DaemonProcess) -> None:
-        """Its supervisor says that it has ended, or is gone itself, which ends it as well."""
+        """Handle a daemon's end: the supervisor has reported it, or has ended with its daemons."""
         assert daemon.process.supervisor is not None
         daemon.status = daemon.process.poll_end()
         self._loop.forget(daemon.process.supervisor.fileno())
@@ -263,7 +263,7 @@ class ProcessTable:
 
     def _fork_broker(self, daemon: DaemonProcess, broker: Broker) -> None:
         if not daemon.is_incoming:
-            # One at a time: two of them would both succeed us.
+            # One broker at a time: two would both become the keeper.
             self._dismiss(self._spare)
             self._spare = None
         try:
@@ -279,7 +279,7 @@ class ProcessTable:
                 self._close_in_child(daemon)
                 if daemon.is_prepared:
                     broker.take()
-            except Exception as error:  # the daemon may be gone: anything but a second keeper
+            except Exception as error:  # the daemon may be gone; this child must not run the loop
                 log(f"the broker of {daemon.name} has not begun: {error}")
                 os._exit(1)
             raise BecomeBroker(broker, theirs)
@@ -299,7 +299,7 @@ class ProcessTable:
             self._spare.channel.close()
 
     def run_in_child(self, name: str, work: Callable[[], None]) -> None:
-        """Do what may wait in a child, unless it is still at the last work of this name."""
+        """Do work that may block in a child, unless the last child of this name still runs."""
         if self._tasks.get(name) in self._unreaped:
             return
         try:
@@ -327,7 +327,7 @@ class ProcessTable:
                 yield daemon.deadline
 
     def check_clock(self, now: float) -> None:
-        """Do what is due."""
+        """Reap ended children, and act on daemons whose deadline is over."""
         for pid in list(self._unreaped):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self._unreaped[pid]
@@ -365,14 +365,14 @@ class ProcessTable:
     # --- ending ---
 
     def kill(self, daemon: DaemonProcess, reason: str) -> None:
-        """End a daemon; `reason` is logged, unless it has one already."""
+        """Kill a daemon; `reason` goes to the log, unless the daemon has a reason already."""
         daemon.reason = daemon.reason or reason
         daemon.step = KILLED
         daemon.deadline = time.monotonic() + LINGER_S
         daemon.process.kill()
 
     def quiesce(self, daemon: DaemonProcess, limit_s: float) -> None:
-        """Let a daemon finish what it has begun, and go."""
+        """Ask a daemon to answer the requests that it has read and exit within `limit_s`."""
         daemon.is_quiesced = True
         daemon.step = LEAVING
         daemon.deadline = time.monotonic() + limit_s
@@ -380,7 +380,7 @@ class ProcessTable:
             self.kill(daemon, "could not be sent the order to end")
 
     def end(self) -> None:
-        """Kill them all, and wait shortly until they are gone."""
+        """Kill all processes, and wait up to `END_S` until they are gone."""
         for daemon in (self.current, self.incoming):
             if daemon is not None:
                 daemon.process.kill()
@@ -479,7 +479,7 @@ class ProcessTable:
             self.kill(daemon, "lost its broker")
 
     def _abandon(self, daemon: DaemonProcess) -> None:
-        """Handle what a broker has sent so far, and no more: it hangs, or still has a peer."""
+        """Kill a broker that hangs; of its messages so far, handle only those on files."""
         broker, daemon.broker = daemon.broker, None
         if broker is None:
             return
@@ -492,7 +492,7 @@ class ProcessTable:
 
     def _dismiss(self, broker: BrokerHandle | None) -> None:
         if broker is not None and broker.pid not in self._unreaped:
-            # First of all: it would take a closed channel for our death.
+            # Killed first, because it would take a closed channel for the keeper's death.
             os.kill(broker.pid, signal.SIGKILL)
             self._loop.forget(broker.channel.fileno())
             broker.channel.close()

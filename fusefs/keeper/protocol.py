@@ -1,12 +1,11 @@
 """The messages between the keeper and a daemon, over one inherited socket.
 
-The daemon finds its end of a connected AF_UNIX, SOCK_SEQPACKET pair under the
-number in the environment variable `FUSEFS_KEEPER_FD`. Every message is one
-`MESSAGE`: kind, error (0 or a positive errno) and four numbers. Descriptors
-travel only with the kinds that say so, exactly one with each where nothing else
-is said, and `PAIR`s of numbers follow only in those that say so. Anything else
-ends the session, and with it the daemon: the keeper does not argue with a
-process that may have been taken over.
+The daemon's end of a connected AF_UNIX, SOCK_SEQPACKET pair is the descriptor whose
+number is in the environment variable `FUSEFS_KEEPER_FD`. Every message is one
+`MESSAGE`: kind, error (0 or a positive errno) and four numbers a, b, c, d. Only the
+kinds marked "+" below carry descriptors, exactly one unless stated otherwise, and
+only the kinds that mention pairs carry `PAIR`s of numbers. Any other message ends the
+session, and the daemon is killed, because an attacker may have taken it over.
 
 Daemon to keeper, in the order in which they come:
 
@@ -17,18 +16,18 @@ Daemon to keeper, in the order in which they come:
                   once, only after FRESH, and only where d of WELCOME is 0
     SERVING       a: 1 if the kernel can resend requests, which are answered from now on.
                   Answered by ABLE.
-    BACKING_OPEN  a: a number of the daemon's for the first file, which the others'
-                  follow, b: how many files, at most MOST_FILES; + these. Answered by
-                  BACKING_OPENED.
-    BACKING_CLOSE a: a number of the daemon's, b: id. Answered by BACKING_CLOSED.
+    BACKING_OPEN  a: the daemon's number for the first file (the others are numbered
+                  consecutively), b: the number of files, at most MOST_FILES; + their
+                  descriptors. Answered by BACKING_OPENED.
+    BACKING_CLOSE a: the daemon's number for this request, b: id. Answered by BACKING_CLOSED.
     TICK          a: requests in flight. Each second, from the event loop.
-    UNMOUNT       have the mount taken away, or out of sight if it is in use. Not
-                  answered: the daemon serves until the kernel says that it is gone.
+    UNMOUNT       unmount, or detach the mount if it is in use. Not answered: the
+                  daemon serves until the kernel reports that the mount is gone.
     ENDING        the daemon ends on purpose: unmounted, by SIGTERM, or quiesced
-    KNOWN         b: id, c: st_ino of a file that the last keeper had registered. From a
-                  daemon that has got another keeper, before SERVING.
-    LOOK          a: a number of the daemon's, b: the number of a thread, as requests
-                  have it, c: 0, or the st_ino of a file; only after ABLE. Answered by LOOKED.
+    KNOWN         b: id, c: st_ino of a file that the last keeper had registered. Sent to
+                  a new keeper, before SERVING.
+    LOOK          a: the daemon's number for this request, b: the pid of a request, c: 0, or
+                  the st_ino of a file; only after ABLE. Answered by LOOKED.
 
 Keeper to daemon:
 
@@ -37,25 +36,23 @@ Keeper to daemon:
                    keeper mounts and registers files, plus twice the number of the
                    mount's connection, if that is known. Answers HELLO.
     MOUNTED        error, or + the /dev/fuse descriptor
-    TAKE           + the /dev/fuse descriptor; a: how many ENTRY follow; b: 1 if whatever
-                   was read from the descriptor has been answered, so that nothing
-                   has to be sent again. Follows
-                   TAKE_OVER at once, and PREPARE when the old daemon is gone.
+    TAKE           + the /dev/fuse descriptor; a: how many ENTRY follow; b: 1 if all
+                   requests that were read are answered, so that none has to be resent.
+                   Sent at once after TAKE_OVER; after PREPARE, when the old daemon is gone.
     ENTRY          a: id, b: st_dev, c: st_ino of a registered file
     BACKING_OPENED a, b: as in the request; for each file a pair of its id and an errno,
                    of which one is 0
     BACKING_CLOSED error; a: as in the request
-    ABLE           b: the PID namespace in which requests' processes have their numbers,
-                   if the keeper is in it and looks at them, else 0. Answers SERVING.
-    LOOKED         a: as in the request, b: what becomes of the process, or whether it has the
-                   file open, as in linux/callers.py
-    QUIESCE        read no more requests, answer those in flight, say ENDING, exit 0
+    ABLE           b: the PID namespace of the pids in requests, if the keeper is in it
+                   and can look them up, else 0. Answers SERVING.
+    LOOKED         a: as in the request, b: the fate of the process, or with an st_ino
+                   HOLDS, HOLDS_NOT or UNKNOWN, as in linux/callers.py
+    QUIESCE        read no more requests, answer those in flight, send ENDING, exit 0
 
-A daemon that exits with CANNOT_TAKE_OVER is not followed by another one.
+After a daemon that exits with CANNOT_TAKE_OVER the keeper starts no other.
 
-The socket's end before TAKE or MOUNTED means that this daemon is not wanted any
-more; afterwards, that keeper and broker are dead and the mount needs a new
-keeper.
+If the socket closes before TAKE or MOUNTED, this daemon is no longer needed; if it
+closes later, keeper and broker are dead and the mount needs a new keeper.
 """
 
 from __future__ import annotations
@@ -97,30 +94,30 @@ QUIESCE = 38
 ABLE = 39
 LOOKED = 40
 
-# What a of WELCOME says about the mount.
+# The values of a in WELCOME: the daemon's task.
 FRESH = 0
 TAKE_OVER = 1
 PREPARE = 2
 
-# The exit status of a daemon for which the mount's state cannot be used.
+# The exit status of a daemon that cannot use the mount's state.
 CANNOT_TAKE_OVER = 3
 
-# The kinds of a direction, with their numbers of descriptors; AS_MANY: the message's b.
+# The kinds of each direction, with their numbers of descriptors; AS_MANY: b of the message.
 AS_MANY = -1
 FROM_DAEMON = dict.fromkeys(range(HELLO, LOOK + 1), 0) | {DEPOSIT: 1, BACKING_OPEN: AS_MANY}
 FROM_KEEPER = dict.fromkeys(range(WELCOME, LOOKED + 1), 0) | {MOUNTED: 1, TAKE: 1}
-# From a broker to its keeper only: files were registered (b: how many; for each a pair of its
-# id and its st_ino).
+# Sent by a broker to its keeper only: the files that were registered (b: how many; a pair of id
+# and st_ino for each).
 REGISTERED = 64
 _WITH_PAIRS = frozenset((BACKING_OPENED, REGISTERED))
 _LONGEST = MESSAGE.size + MOST_FILES * PAIR.size
 
 
 class ProtocolError(OSError):
-    """The peer sent what the protocol does not have; the message says what.
+    """The peer sent a message that breaks the protocol.
 
-    Descriptors that came with it stay open: to close what a hostile peer has sent may take for
-    ever, and is left to the end of the process, or to who trusts the peer of these `fds`.
+    Its descriptors `fds` stay open, because closing a hostile peer's descriptor may block for
+    ever. They are closed when the process ends, or by a caller that trusts the peer.
     """
 
     def __init__(self, sentence: str, fds: Sequence[int] = ()) -> None:
@@ -129,7 +126,7 @@ class ProtocolError(OSError):
 
 
 class KeeperMessage:
-    """One message; `fds` are its descriptors, non-inheritable, `fd` the first of them, or -1."""
+    """One message; `fds` are its descriptors, non-inheritable; `fd` is the first one, or -1."""
 
     def __init__(self, packed: bytes, fds: Sequence[int] = ()) -> None:
         numbers: tuple[int, ...] = MESSAGE.unpack_from(packed)
@@ -144,7 +141,7 @@ def pack(kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, *, error: in
 
 
 def with_pairs(message: bytes, pairs: Iterable[tuple[int, int]]) -> bytes:
-    """A message of a kind that has pairs; its b is how many."""
+    """Append pairs to a packed message, whose b must be their number."""
     return message + b"".join(PAIR.pack(*pair) for pair in pairs)
 
 
@@ -159,11 +156,11 @@ def send(sock: socket.socket, message: bytes, fd: int = -1) -> None:
 
 
 def receive(sock: socket.socket, kinds: Mapping[int, int]) -> KeeperMessage | None:
-    """Receive one message of `kinds`; None when the peer has closed the session.
+    """Receive one message of `kinds`; None if the peer has closed the socket.
 
     Raises:
-        BlockingIOError, TimeoutError: there is none.
-        ProtocolError: it was anything else.
+        BlockingIOError, TimeoutError: there is no message.
+        ProtocolError: the message is malformed or of another kind.
     """
     data, fds, is_cut = sockets.receive(sock, _LONGEST + 1, MOST_FILES)
     if not data and not fds:

@@ -1,8 +1,8 @@
-"""The state of a keeper's mount: the part that outlives daemons and keepers.
+"""The state of a keeper's mount, which outlives daemons and keepers.
 
-The keeper has one state; each broker is forked with a copy and keeps it up to
-date from the messages that it passes on, so that it can go on as the keeper. Both
-change it through the same few methods.
+Each broker is forked with a copy of the keeper's state and keeps it up to date from
+the messages that it passes on, so that it can become the keeper. Keeper and broker
+change their states through the same few methods.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEVER = math.inf
 
 
 def log(sentence: str, level: str = "WARNING") -> None:
-    """Write one line to the log, which is standard error, if that takes it at once."""
+    """Write one line to the log (standard error), or drop it if the write would block."""
     line = log_line.line(level, "fusefs.keeper", sentence) + "\n"
     poll = select.poll()
     poll.register(2, select.POLLOUT)
@@ -44,11 +44,11 @@ class Configuration:
         self.mountpoint: str = given["mountpoint"]
         # Another name of the mountpoint, which mount(2) takes where an automounter waits.
         self.mount_at: str = given.get("mount_at", self.mountpoint)
-        # The launcher's lock on the mountpoint, held until it is mounted: if the launcher is killed
-        # meanwhile, no second mount is made over this one.
+        # The descriptor that locks the mountpoint, held until the mount is made: if the launcher
+        # is killed before, no other command mounts on the same directory.
         self.claim: int | None = given.get("claim")
         self.source: str = given["source"]
-        # The options of mount(2) but fd=, and its MS_ flags.
+        # The options of mount(2) except fd=, and its MS_ flags.
         self.mount_data: str = given["mount_data"]
         self.mount_flags: int = given["mount_flags"]
         self.is_read_only = bool(self.mount_flags & MS_RDONLY)
@@ -59,17 +59,17 @@ class Configuration:
         self.most_backing_ids: int = given["most_backing_ids"]
         self.hang_s = float(given["hang_s"])
         self.max_pause_s = float(given["max_pause_s"])
-        # What the kernel reads ahead of a sequential reader; set after mounting.
+        # The kernel's read-ahead, set after mounting; None leaves it as it is.
         self.read_ahead_kib: int | None = given.get("read_ahead_kib")
         # The socket of the supervisor that starts the daemons and holds a copy of the descriptor,
-        # and the mount's number there. Without one the keeper starts daemons itself, also where
-        # none listens, unless `is_supervisor_needed`.
+        # and the mount's number there. Without a socket the keeper starts daemons itself; also if
+        # no process listens there, unless `is_supervisor_needed`.
         self.supervisor: str | None = given.get("supervisor")
         self.number: int = given.get("number", 0)
         self.is_supervisor_needed: bool = given.get("is_supervisor_needed", False)
 
     def release_claim(self) -> None:
-        """Let others mount on the mountpoint, or what is mounted there by now."""
+        """Release the launcher's lock on the mountpoint."""
         if self.claim is not None:
             os.close(self.claim)
             self.claim = None
@@ -88,17 +88,17 @@ class KeeperState:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        # What to return to while the program of an upgrade has not served yet.
+        # The old program, to go back to until the program of an upgrade serves.
         self.fallback: Program | None = None
         self.fuse_fd = -1
         self.connection = 0  # 0: not mounted yet
-        # Whether it was mounted from the keeper's PID namespace, so that requests have the
-        # numbers that processes have there. Of a mount that is adopted that is not known.
+        # True if the mount was made in the keeper's PID namespace, so that the pids in requests
+        # are valid there. False for an adopted mount, where this is unknown.
         self.is_ours = False
         self.has_served = False
         self.has_resend = False
-        # Whether all requests that were read are answered: the last daemon has
-        # finished, and none has served since.
+        # True if all requests that were read are answered: the last daemon has
+        # finished, and no other has served since.
         self.is_all_answered = False
         # Registered files: backing id to st_ino. They are all on one device.
         self.files: dict[int, int] = {}
@@ -111,15 +111,15 @@ class KeeperState:
         self.keeper_failures = 0
         self.pause_since: float | None = None
         self.longest_pause_s = 0.0
-        self.pauses_s = 0.0  # all of them
+        self.pauses_s = 0.0  # the sum of all pauses
 
     def paused(self, since: float) -> None:
-        """No daemon answers requests any more, since this time unless it was so before."""
+        """Begin a pause, in which no daemon answers requests, unless one has begun already."""
         if self.pause_since is None:
             self.pause_since = since
 
     def serving(self, has_resend: bool) -> float:
-        """A daemon answers requests; returns how long none did, in seconds."""
+        """Take note that a daemon serves; return the length of the pause before, in seconds."""
         self.has_served = True
         self.has_resend = has_resend
         self.is_all_answered = False
@@ -127,7 +127,7 @@ class KeeperState:
         return self.resumed()
 
     def resumed(self) -> float:
-        """The pause is over; returns how long it was, in seconds."""
+        """End the pause, if any; return its length in seconds."""
         if self.pause_since is None:
             return 0.0
         pause_s = time.monotonic() - self.pause_since
@@ -138,11 +138,11 @@ class KeeperState:
 
     @property
     def can_go_on(self) -> bool:
-        """True if another daemon could answer all requests that are unanswered."""
+        """True if another daemon would get all unanswered requests."""
         return self.has_resend or self.is_all_answered
 
     def died(self, reason: str) -> None:
-        """Count a restart: the daemon has died, for this reason."""
+        """Count a restart after the daemon's death, and record its reason."""
         self.restarts += 1
         self._was_replaced(reason)
 
@@ -158,13 +158,13 @@ class KeeperState:
 
 
 def abort_own(state: KeeperState) -> None:
-    """Abort the connection, unless it has ended: the number may be another's. Raises OSError."""
+    """Abort the connection unless it has ended (the kernel reuses numbers). Raises OSError."""
     if state.fuse_fd < 0 or not fuse_connection.is_disconnected(state.fuse_fd):
         fuse_connection.abort(state.connection)
 
 
 def describe_end(status: int | None) -> str:
-    """The end of a process, from waitpid's status; None where it was not our child."""
+    """Describe the end of a process; `status` is waitpid's, None if it was not our child."""
     if status is None:
         return "ended while somebody else watched it"
     code = os.waitstatus_to_exitcode(status)
@@ -172,16 +172,16 @@ def describe_end(status: int | None) -> str:
 
 
 def was_killed(status: int | None) -> bool:
-    """True if it was killed by another process: SIGKILL, or unknown."""
+    """True if the process was killed with SIGKILL, or if its status is unknown (None)."""
     return status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
 
 
 def cannot_take_over(status: int | None) -> bool:
-    """True if it reported that another daemon would fail as well."""
+    """True if the daemon reported that another daemon would fail as well."""
     return status is not None and os.waitstatus_to_exitcode(status) == CANNOT_TAKE_OVER
 
 
 def shell_status(status: int | None) -> int:
-    """An exit status for our own end."""
+    """The exit status, as shells give it, for waitpid's `status`; 1 for None."""
     code = os.waitstatus_to_exitcode(status) if status is not None else 1
     return 128 - code if code < 0 else code

@@ -1,10 +1,10 @@
 """Requests to a running daemon: a Unix socket, one JSON line each way.
 
-The daemon serves `status.sock` in the mount's runtime directory (registry.py) with
-daemon/control_socket.py; this is the commands' side. A client sends
-`{"command": "status"}` and a newline, gets one line back and the connection ends
-(keeper/exchange.py). Answers never wait for the mount, so the status of a mount on
-which everything hangs can be had.
+The daemon (daemon/control_socket.py) serves `status.sock` in the mount's runtime
+directory (registry.py); this module is the commands' side. A client sends
+`{"command": "status"}` and a newline, gets one line back, and the connection closes
+(keeper/exchange.py). Answers never wait for the mount, so even a mount on which all
+requests hang has a status.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = [
 ]
 
 Message = dict[str, Any]
-# What reading an answer of another form, or numbers out of range, raises. Daemons of another
-# version answer in theirs, and none is trusted by root's commands.
+# The errors that parsing an unexpected answer may raise. A daemon of another version may answer
+# in another form, and root's commands do not trust any daemon.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
@@ -36,5 +36,5 @@ class CommandError(Exception):
 
 
 def request(path: Path, command: str, timeout_s: float) -> Message:
-    """Ask the daemon behind `path`; see `exchange`."""
+    """Send a command to the daemon that listens on `path`; see `exchange`."""
     return exchange(path, {"command": command}, timeout_s)

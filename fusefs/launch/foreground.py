@@ -1,8 +1,8 @@
-"""A mount whose command stays: it ends when the mount does, and what ends it ends the mount.
+"""A mount in the foreground: command and mount end together.
 
-A keeper that is killed has a successor (keeper/main.py), which goes on with the mount. The
-command is then followed by that: a service manager that saw it end would end all that it
-has started, and mount anew, and programs would lose their open files.
+If the keeper is killed, another keeper (keeper/main.py) goes on with the mount, and the
+command waits for that keeper. If the command ended instead, a service manager would kill
+all its processes and mount again, and programs would lose their open files.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fusefs.launch.control import ControlError
 from fusefs.launch.mount_requests import keeper_pid, keeper_status
 from fusefs.linux import mountinfo, processes, service_manager
 
-# How long after a keeper's death another one may take to come up.
+# The time that a keeper's successor may take to come up.
 SUCCESSOR_S = 15.0
 POLL_S = 0.1
 ANSWER_S = 2.0
 
 
 class Foreground:
-    """A mount whose first keeper is `process`; without `has_keeper` its only daemon. Blocks."""
+    """A foreground mount; `process` is its first keeper, or its daemon if not `has_keeper`."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], mountpoint: Path, *, has_keeper: bool
@@ -34,12 +34,12 @@ class Foreground:
         self._process = process
         self._mountpoint = mountpoint
         self._has_keeper = has_keeper
-        # Of the keeper that goes on; -1 while the first one lives.
+        # Pidfd of the first keeper's successor; -1 while the first keeper lives.
         self._pidfd = -1
         self._is_ending = False
 
     def run(self) -> int:
-        """Stay until the mount has ended, and return the exit status for it."""
+        """Wait until the mount has ended, and return the command's exit status. Blocks."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._end)
@@ -50,7 +50,7 @@ class Foreground:
             return status
 
     def _works(self) -> bool:
-        # A keeper replaces a daemon that hangs, and one that has died.
+        # Only the keeper must live: it replaces daemons that hang or have died.
         return not self._has_keeper or keeper_pid(self._mountpoint) is not None
 
     def _end(self, _number: int, _frame: FrameType | None) -> None:
@@ -61,10 +61,10 @@ class Foreground:
             processes.send_signal(self._pidfd, signal.SIGTERM)
 
     def _has_successor(self) -> bool:
-        """True if another keeper goes on with the mount, which has not ended: `_pidfd` is its."""
+        """Wait for another keeper of a mount that still exists; True sets `_pidfd` to it."""
         until = time.monotonic() + SUCCESSOR_S
         while self._has_keeper and mountinfo.is_mountpoint(self._mountpoint):
-            # Who answers: the socket may be one that the keeper before has made.
+            # The pid is the answering keeper's; the socket may be its predecessor's.
             with contextlib.suppress(ControlError, ProcessLookupError):
                 pid = int(keeper_status(self._mountpoint, ANSWER_S)["pid"])
                 self._pidfd = os.pidfd_open(pid)
@@ -75,7 +75,7 @@ class Foreground:
         return False
 
     def _follow(self) -> int:
-        """Wait for the end of a process that is no child; return the exit status for it."""
+        """Wait for the end of the keeper `_pidfd`; return 0 if the mount has ended, else 1."""
         if self._is_ending:  # the signal came while there was no keeper
             processes.send_signal(self._pidfd, signal.SIGTERM)
         try:

@@ -1,13 +1,13 @@
-"""Starting a mount, and the wait for it.
+"""The launcher: starts a mount and waits until it is ready.
 
 When `preflight` has found no obstacle, `start` runs the keeper (keeper/main.py), which starts
 `python -m fusefs.daemon`; under pyfuse3 there is no keeper. The settings go to the standard
 input as JSON; the daemon answers with one JSON line on the standard output, `{"ready": true}`
-or `{"error": "...", "code": "..."}`, and closes that. Its standard error is the log. If a daemon
+or `{"error": "...", "code": "..."}`, and closes it. Its standard error is the log. If a daemon
 ends without that line, the last line of the log is shown.
 
-After a failure nothing is left: the daemon is ended, and a mount that it had
-already made is unmounted.
+After a failure nothing is left behind: the daemon is terminated, and a mount that
+it had already made is unmounted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fusefs.store.errors import ErrorCode
 # -P keeps the working directory, which is "/", out of the module path.
 DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon"]
 _PACKAGE_PARENT = os.fspath(Path(__file__).absolute().parents[2])
-# With nothing but the interpreter's own modules: the keeper stays small.
+# Without site-packages, to save memory.
 KEEPER = [
     sys.executable,
     "-I",
@@ -50,7 +50,7 @@ KEEPER = [
     f"import sys; sys.path.insert(0, {_PACKAGE_PARENT!r});"
     " from fusefs.keeper.main import main; sys.exit(main())",
 ]
-# Each keeps a file open in the kernel; the daemon closes the least used before.
+# Each id keeps a file open in the kernel; before this limit the daemon closes the least used one.
 MOST_BACKING_IDS = 20_000
 
 
@@ -58,15 +58,15 @@ MOST_BACKING_IDS = 20_000
 class SupervisorAddress:
     """The socket of the process that starts the daemons of mounts (keeper/supervisor_protocol.py).
 
-    If no process listens there, the keeper waits if it `is_needed`, and else starts a
-    daemon itself.
+    If no process listens there, the keeper waits if the supervisor `is_needed`; if not, the
+    keeper starts the daemon itself.
     """
 
     socket: Path
     is_needed: bool
 
 
-# What a start may take beyond the time in which S3 requests are retried.
+# The time that a start may take, in addition to the time for which S3 requests are retried.
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
 
@@ -81,13 +81,13 @@ def start(
     environment: Mapping[str, str] = os.environ,
     deadline: float = math.inf,
 ) -> subprocess.Popen[bytes]:
-    """Start the mount and return its process once it answers: the keeper, or pyfuse3's daemon.
+    """Start the mount; when it answers, return its process: the keeper, or pyfuse3's daemon.
 
-    `environment` is that of a new keeper; at `deadline` (monotonic clock) the mount is given up.
+    The keeper gets `environment`. At `deadline` (monotonic seconds) the start is given up.
 
     Raises:
-        NotUpError: it was not up in time; nothing is left of it.
-        LaunchError: it did not come up; nothing is left of it.
+        NotUpError: the mount was not ready in time; nothing is left behind.
+        LaunchError: the mount could not be started; nothing is left behind.
     """
     log_path = log_location.path_of(settings)
     with _claim(settings.mountpoint) as directory, log_location.opened(log_path) as log:
@@ -116,12 +116,12 @@ def resume(
     environment: Mapping[str, str] = os.environ,
     deadline: float = math.inf,
 ) -> subprocess.Popen[bytes] | None:
-    """Go on with a mount that has lost its keeper, and perhaps its daemon; return its new keeper.
+    """Start a keeper for a mount that has lost its keeper, and perhaps its daemon; return it.
 
-    None if it is no such mount. The other arguments are those of `start`.
+    None if this is no such mount. The other arguments are as for `start`.
 
     Raises:
-        LaunchError: no daemon came up for it; the descriptor store still holds it.
+        LaunchError: no daemon came up; the descriptor store still holds the mount.
     """
     mountpoint = settings.mountpoint
     mount = mountinfo.find_mount(mountpoint)
@@ -141,7 +141,7 @@ def resume(
         user = _choose_user(settings, environment)
         configuration = _keeper_configuration(_with_owner(settings), user, supervisor, environment)
         configuration["fuse_fd"] = fuse_fd
-        # One that no supervisor has started serves on, and has no other keeper.
+        # A daemon that no supervisor has started goes on without a keeper.
         configuration["goes_on"] = registration is not None and registration.is_alive()
         process = _popen(KEEPER, json.dumps(configuration), log, environment, (fuse_fd,))
     assert process.stdout is not None
@@ -155,7 +155,7 @@ def resume(
 
 
 def run_foreground(settings: MountSettings) -> int:
-    """Start the mount and stay until it has ended; what ends this ends it. Notifies systemd."""
+    """Start the mount, notify systemd and wait for the mount's end; SIGTERM ends the mount."""
     has_keeper = settings.session != SessionKind.PYFUSE3
     process = start(settings)
     return Foreground(process, settings.mountpoint, has_keeper=has_keeper).run()
@@ -163,10 +163,10 @@ def run_foreground(settings: MountSettings) -> int:
 
 @contextlib.contextmanager
 def _claim(mountpoint: Path) -> Iterator[int]:
-    """Keep other commands from mounting on the same directory meanwhile; its descriptor.
+    """Lock the mountpoint against other commands that mount there; yield its descriptor.
 
-    Whoever opens it after the mount was made locks the mount's root instead,
-    hence the second look.
+    If the mount is made before the open, the lock is on the mount's root instead of the
+    directory, so the mountpoint is checked again after locking.
     """
     directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -180,11 +180,11 @@ def _claim(mountpoint: Path) -> Iterator[int]:
 
 
 class NotUpError(LaunchError):
-    """The mount takes longer than it may."""
+    """The mount was not ready in time."""
 
 
 class _DiedError(Exception):
-    """The daemon closed its answer without having given one."""
+    """The daemon closed its standard output without an answer."""
 
 
 def _spawn(
@@ -203,8 +203,8 @@ def _spawn(
     _prepare_cache(settings.cache_dir, user)
     configuration = _keeper_configuration(settings, user, supervisor, environment)
     if mountinfo.has_automount(settings.mountpoint):
-        # Whoever comes by the path waits for this mount; only processes of the automounter's
-        # process group do not, of which this one may be and a keeper never is.
+        # Access by the path waits for this mount, except for the automounter's process group.
+        # This process may be in that group; the keeper never is.
         configuration["mount_at"] = f"/proc/{os.getpid()}/fd/{directory}"
     configuration["claim"] = directory
     return _popen(KEEPER, json.dumps(configuration), log, environment, (directory,))
@@ -244,7 +244,7 @@ def _choose_user(settings: MountSettings, environment: Mapping[str, str]) -> use
 
 
 def _with_owner(settings: MountSettings) -> MountSettings:
-    """The files belong to whoever mounts, and not to the daemon's user."""
+    """The settings with an owner of files: if not set, the user who mounts, not the daemon's."""
     return replace(
         settings,
         uid=os.geteuid() if settings.uid is None else settings.uid,
@@ -253,7 +253,7 @@ def _with_owner(settings: MountSettings) -> MountSettings:
 
 
 def _prepare_cache(directory: Path, user: users.User) -> None:
-    """Make the cache directory the daemon's, if it is new."""
+    """Make the cache directory; a new or empty one gets the daemon's user as its owner."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not user.is_own and not any(directory.iterdir()):
@@ -263,7 +263,7 @@ def _prepare_cache(directory: Path, user: users.User) -> None:
 
 
 def daemon_command(settings: MountSettings) -> list[str]:
-    """The command of a daemon; source and mountpoint are for its title alone."""
+    """The command line of a daemon; source and mountpoint are only used in its title."""
     return [*DAEMON, str(settings.source), os.fspath(settings.mountpoint)]
 
 
@@ -272,14 +272,14 @@ def daemon_input(
     user: users.User | None,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """The standard input of a daemon that runs as `user`; `environment` names the files.
+    """The standard input of a daemon that runs as `user`: its settings and files, as JSON.
 
-    With the contents of AWS's configuration, which another user can't read, nor
-    can any find a relative path. A file that is there for that user stays a
-    path: what changes in it arrives.
+    AWS configuration files, which `environment` names, are passed by content if `user`
+    can't read them or their path is relative. Files that `user` can read are passed as
+    paths, so that the daemon sees later changes.
 
     Raises:
-        LaunchError: a file of a secret does not hold it.
+        LaunchError: a file does not contain the secret that it should.
     """
     files = {
         name: path.read_text(errors="replace")
@@ -300,7 +300,7 @@ def daemon_input(
 
 
 def mount_number(mountpoint: Path) -> int:
-    """The number of a mount at its supervisor."""
+    """The number under which the supervisor knows the mount on `mountpoint`."""
     return int(registry.keeper_socket(mountpoint).stem, 16)
 
 
@@ -310,7 +310,7 @@ def _keeper_configuration(
     supervisor: SupervisorAddress | None,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The configuration of a keeper; see keeper/main.py."""
+    """The JSON object for a keeper's standard input; see keeper/main.py."""
     flags, data = mount_arguments(settings.mount_request)
     return {
         "mountpoint": os.fspath(settings.mountpoint),
@@ -350,7 +350,7 @@ def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float, deadlin
 
 
 def _code_in(answer: dict[str, Any]) -> ErrorCode:
-    """The code of an answer; one that is missing or of another version says nothing."""
+    """The answer's error code; UNAVAILABLE if it is missing or unknown to this version."""
     try:
         return ErrorCode(answer.get("code", ErrorCode.UNAVAILABLE))
     except ValueError:
@@ -358,7 +358,7 @@ def _code_in(answer: dict[str, Any]) -> ErrorCode:
 
 
 def _read_line(answer: IO[bytes], timeout_s: float) -> bytes:
-    """The daemon's one line. EOF before its end means that it died."""
+    """Read the daemon's line; raises _DiedError for EOF, NotUpError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     line = b""
     with selectors.DefaultSelector() as selector:
@@ -374,7 +374,7 @@ def _read_line(answer: IO[bytes], timeout_s: float) -> bytes:
 
 
 def _clean_up(daemon: subprocess.Popen[bytes], mountpoint: Path) -> None:
-    """End the daemon and take away what it mounted."""
+    """Terminate the daemon, and detach and unregister the mount that it may have made."""
     daemon.terminate()
     try:
         daemon.wait(END_TIMEOUT_S)

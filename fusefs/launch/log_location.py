@@ -1,4 +1,4 @@
-"""The place of a mount's log, for whoever starts it; daemon/log_handlers.py writes it."""
+"""The path of a mount's log, which the launcher opens and daemon/log_handlers.py writes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import IO
 from fusefs.launch.preflight import LaunchError
 from fusefs.settings.mount import MountSettings
 
-# Bytes of a log's name, of which file systems allow 255; the end of a mountpoint says most.
+# Bytes of a log's name, since file systems allow 255; of a mountpoint the end is used.
 LONGEST_NAME = 200
 
 
 def path_of(settings: MountSettings) -> Path | None:
-    """The path of the log; None is standard error."""
+    """The path of the log; None for standard error."""
     if settings.log_file is None and not settings.foreground:
         return _default(settings.mountpoint)
     return settings.log_file
 
 
 def _default(mountpoint: Path) -> Path:
-    """The path of a background mount's log: one file per mountpoint."""
+    """The default path of a background mount's log: one file for each mountpoint."""
     if os.geteuid() == 0:
         directory = Path("/var/log/fusefs")
     else:
@@ -37,7 +37,7 @@ def _default(mountpoint: Path) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path | None) -> Iterator[IO[bytes]]:
-    """The log for appending, the user's alone, or standard error; raises LaunchError."""
+    """Open the log for appending, with mode 0600; None is standard error. Raises LaunchError."""
     if path is None:
         yield sys.stderr.buffer
         return
@@ -47,16 +47,16 @@ def opened(path: Path | None) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise LaunchError(f"the log {path} cannot be written: {error.strerror}") from error
     with open(descriptor, "ab") as log:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # and not everybody's /dev/null
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # not /dev/null, which all users share
             os.fchmod(descriptor, 0o600)
         yield log
 
 
 def last_line(path: Path, start: int) -> str:
-    """The last line of what was written since the log had `start` bytes, or nothing."""
+    """The last line that is not empty after the log's first `start` bytes, or ""."""
     with open(path, "rb") as log:
         log.seek(start)
         lines = log.read().decode(errors="replace").splitlines()
-    # Without the frames in which Python shows groups of exceptions.
+    # Without the characters with which Python draws exception groups.
     lines_of_text = (line.strip(" |+-") for line in reversed(lines))
     return next(filter(None, lines_of_text), "")

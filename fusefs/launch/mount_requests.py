@@ -1,8 +1,8 @@
-"""Requests to the processes of one mount, which is named by its mountpoint.
+"""Requests to the daemon and the keeper of the mount on a given mountpoint.
 
-The daemon and the keeper each listen on a Unix socket (see `control`) whose path
-follows from the mountpoint (see `registry`). No function here touches the mount
-itself, so each answers also where the mount is wedged.
+Each of the two processes listens on a Unix socket (see `control`) whose path depends
+on the mountpoint (see `registry`). No function here accesses the mount itself, so all
+of them work while the mount hangs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fusefs.launch.control import ControlError, Message, NotAnsweringError
 
 
 class MountEndedError(ControlError):
-    """No daemon is registered for the mountpoint: its mount has ended, or has not begun."""
+    """No daemon is registered for the mountpoint: the mount has ended, or has not begun."""
 
 
 def daemon_request(mountpoint: Path, message: Message, timeout_s: float) -> Message:
@@ -53,7 +53,7 @@ def keeper_status(mountpoint: Path, timeout_s: float) -> Message:
 
 
 def keeper_pid(mountpoint: Path) -> int | None:
-    """The pid of the process that listens on the keeper's socket, even if it does not answer."""
+    """The pid of the listener on the keeper's socket, even if it does not answer; else None."""
     return control.peer(registry.keeper_socket(mountpoint))
 
 

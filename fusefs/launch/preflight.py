@@ -1,7 +1,7 @@
-"""Checks of a mount before anything is started, without a request to S3.
+"""Checks of the settings and the machine before a mount is started, without requests to S3.
 
-The usual mistakes get their sentence here. Nothing stats a mountpoint that may
-be a mount: it could wait for ever.
+Each usual mistake gets its own message here. No function stats a mountpoint that
+may be a mount, because the call could wait for ever.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEAD_TIMEOUT_S = 2.0
 
 
 class LaunchError(Exception):
-    """The mount cannot be made; the message is one line for the user."""
+    """The mount cannot be started; the message is one line for the user."""
 
     def __init__(self, sentence: str, code: ErrorCode = ErrorCode.UNAVAILABLE) -> None:
         super().__init__(sentence)
@@ -41,7 +41,7 @@ SHORTEST_REQUEST_TIMEOUT_S = 600
 
 
 def warnings() -> list[str]:
-    """The warnings about what will work, and not as well as it could."""
+    """Warnings for the user about system settings that impair the mount."""
     found = []
     for name in ("default_request_timeout", "max_request_timeout"):
         try:
@@ -57,7 +57,7 @@ def warnings() -> list[str]:
 
 
 def check(settings: MountSettings) -> None:
-    """Raise LaunchError, with what to do, for what cannot work on this machine."""
+    """Raise LaunchError, with advice, if the mount cannot work on this machine."""
     _clear_dead_mount(settings.mountpoint)
     _check_mountpoint(settings.mountpoint)
     _check_directories(settings)
@@ -81,7 +81,7 @@ def _check_mountpoint(mountpoint: Path) -> None:
 
 
 def refuse_mounted(mountpoint: Path) -> None:
-    """Raise LaunchError for a directory that something is mounted on."""
+    """Raise LaunchError if there is a mount on the directory already."""
     mount = mountinfo.find_mount(mountpoint)
     if mount is not None:
         raise LaunchError(
@@ -91,13 +91,13 @@ def refuse_mounted(mountpoint: Path) -> None:
 
 
 def _check_directories(settings: MountSettings) -> None:
-    """Refuse a mount that would need another one to keep what is its own."""
+    """Raise LaunchError if the cache or runtime directory is inside another fusefs mount."""
     named = {
         "--cache-dir": settings.cache_dir,
         registry.RUNTIME_VARIABLE: registry.runtime_directory(),
     }
     for name, given in named.items():
-        # As it is written first, so that no other mount is looked at where that is enough.
+        # The unresolved path first: resolving may access another mount, and is often not needed.
         for directory in (Path(os.path.abspath(given)), registry.resolve(given)):
             above = mountinfo.mount_above(directory)
             if above is not None and above.is_fusefs:
@@ -108,7 +108,7 @@ def _check_directories(settings: MountSettings) -> None:
 
 
 def check_device() -> None:
-    """Raise LaunchError, with what to do, on a machine without a usable /dev/fuse."""
+    """Raise LaunchError, with advice, if there is no usable /dev/fuse."""
     try:
         status = DEVICE.stat()
     except OSError:
@@ -128,7 +128,7 @@ def check_device() -> None:
 
 
 def check_privileges(mountpoint: Path | None, *, allow_other: bool) -> None:
-    """Raise LaunchError for a user who may not mount, on `mountpoint` if there is one."""
+    """Raise LaunchError if this user may not mount, or not on `mountpoint` if it is given."""
     if may_mount():
         return
     if os.geteuid() == 0:
@@ -148,7 +148,7 @@ def check_privileges(mountpoint: Path | None, *, allow_other: bool) -> None:
 def _check_session(settings: MountSettings) -> None:
     is_own = settings.session != SessionKind.PYFUSE3 and may_mount()
     if mountinfo.has_automount(settings.mountpoint) and not is_own:
-        # pyfuse3 and fusermount3 go by the path, and so would wait for the mount that they make.
+        # pyfuse3 and fusermount3 access the path, so they would wait for their own mount.
         raise LaunchError(
             f"{settings.mountpoint} is mounted on demand (autofs): mounting there needs root "
             "and --session kernel"
@@ -168,7 +168,7 @@ def _has_user_allow_other() -> bool:
 
 
 def _clear_dead_mount(mountpoint: Path) -> None:
-    """Unmount a mount of ours that no daemon serves any more, and print that."""
+    """Detach a fusefs mount whose daemon is dead, and print a message; may raise LaunchError."""
     mount = mountinfo.find_mount(mountpoint)
     if mount is None or not mount.is_fusefs or not _is_dead(mountpoint):
         return
@@ -180,7 +180,7 @@ def _clear_dead_mount(mountpoint: Path) -> None:
 
 
 def _is_dead(mountpoint: Path) -> bool:
-    """True if no process holds the mount. Looked up in a child, for the call may wait for ever."""
+    """True if statvfs fails with ENOTCONN; called in a child, because it may block for ever."""
     child = os.fork()
     if not child:
         try:

@@ -1,15 +1,14 @@
-"""The mounts of this user and their daemons, as the daemons have registered them.
+"""The registry of this user's mounts and their daemons.
 
-The runtime directory (/run/fusefs for root, $XDG_RUNTIME_DIR/fusefs or
-/tmp/fusefs-UID for others, whose mounts are looked for in all of these) has one
-directory for each mount, named by a hash of the mountpoint, with `mount.json` (the
-daemon's process) and `status.sock` (see `control`). What is mounted is the kernel's
-to say (linux/mountinfo.py). Nothing here, and nothing in the commands, stats or
-opens a mountpoint: it would wait while the mount's daemon hangs.
+The runtime directory has one directory for each mount, named by a hash of the
+mountpoint, with `mount.json` (the daemon's process) and `status.sock` (see `control`).
+It is /run/fusefs for root, and $XDG_RUNTIME_DIR/fusefs or /tmp/fusefs-UID for other
+users, whose mounts are searched in all these places. The kernel's table
+(linux/mountinfo.py) tells what is mounted. No function here or in the commands stats
+or opens a mountpoint, because the call would block while the mount's daemon hangs.
 
-A record names its daemon by pid and start time, so that another process that
-has got the pid later is not taken for it. Records of dead daemons are removed by
-the next process that finds them.
+A record identifies its daemon by pid and start time, as another process may get the
+pid later. The next process that finds the record of a dead daemon removes it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import NamedTuple
 from fusefs.linux import files, mountinfo
 
 RUNTIME_VARIABLE = "FUSEFS_RUNTIME_DIRECTORY"
-# Where it is for users without a session of their own, and for all that have one.
+# Parents of the runtime directories of users without and with a login session.
 TEMPORARY = "/tmp"
 SESSIONS = "/run/user"
 # The link to the directory of a mount's files that are not uploaded yet.
@@ -37,17 +36,17 @@ MAX_LINKS = 40  # as many symbolic links as the kernel itself follows
 
 
 class MountsError(Exception):
-    """The record of mounts cannot be used; the message is for the user."""
+    """The registry cannot be used; the message is for the user."""
 
 
 # --- paths ---------------------------------------------------------------------
 
 
 def resolve(path: Path) -> Path:
-    """`path` absolute and without symbolic links, as mountinfo shows it.
+    """Make `path` absolute and free of symbolic links, as in mountinfo.
 
-    Only readlink is used, which the kernel answers for the root of a mount
-    without its daemon. What does not exist is kept as written.
+    Only readlink is used, because the kernel answers it for the root of a mount
+    without asking the daemon. Parts that do not exist stay as they are.
     """
     resolved = Path("/")
     todo = list(reversed(files.absolute(path).parts[1:]))
@@ -81,18 +80,18 @@ def _link_target(path: Path) -> Path | None:
 
 
 def start_time(pid: int) -> int | None:
-    """The start of a process in clock ticks since boot; None if it is none, or a zombie."""
+    """A process's start time in clock ticks since boot; None for no process or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The second field is the command in parentheses and may hold anything.
+    # The second field is the command in parentheses, which may contain any characters.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _user_of(pid: int) -> int | None:
-    """The real uid of a process, which /proc/PID itself does not show of daemons."""
+    """A process's real uid or None; the owner of /proc/PID is root for undumpable daemons."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -100,7 +99,7 @@ def _user_of(pid: int) -> int | None:
     return int(text.partition("\nUid:")[2].split()[0])
 
 
-# --- what the daemons left on record ------------------------------------------
+# --- records of the daemons ---------------------------------------------------
 
 
 class Registration(NamedTuple):
@@ -112,7 +111,7 @@ class Registration(NamedTuple):
     started: int
 
     def is_alive(self) -> bool:
-        """True if the daemon is there, and of the directory's user, who may write any pid."""
+        """True if the daemon runs as the directory's owner, who could have written any pid."""
         if start_time(self.pid) != self.started:
             return False
         owner = server_of(Path(self.mountpoint))
@@ -128,20 +127,20 @@ class Registration(NamedTuple):
 
 
 def use_runtime_directory(directory: Path) -> None:
-    """Have this process, and those it starts, find and register mounts below `directory`."""
+    """Set the runtime directory of this process and of the processes that it starts."""
     os.environ[RUNTIME_VARIABLE] = os.fspath(directory)
 
 
 def runtime_directory() -> Path:
-    """The directory for records of new mounts; daemons have it from the environment."""
+    """The directory for records of new mounts; daemons get it from the environment."""
     return Path(_runtime_paths()[0])
 
 
 def _runtime_paths() -> list[str]:
-    """The runtime directories in which this user's mounts may be, that of new mounts first.
+    """The runtime directories that may have this user's mounts, the one for new mounts first.
 
-    Jobs of cron and of batch systems have no XDG_RUNTIME_DIR, or that of the machine from which
-    they were sent, where the user's shell on this machine has one.
+    Jobs of cron and of batch systems have no XDG_RUNTIME_DIR, or that of the submitting machine,
+    while the user's shell on this machine may have one.
     """
     given = os.environ.get(RUNTIME_VARIABLE)
     if given:
@@ -155,12 +154,12 @@ def _runtime_paths() -> list[str]:
 
 
 def _paths_of(uid: int) -> list[str]:
-    """The places of an ordinary user's mounts, unless an environment says otherwise."""
+    """The default runtime directories of an ordinary user."""
     return [f"{TEMPORARY}/fusefs-{uid}", f"{SESSIONS}/{uid}/fusefs"]
 
 
 def socket_of(mountpoint: Path, uid: int) -> Path | None:
-    """The socket of another user's mount, for root; None if none is found."""
+    """The status socket of another user's mount, for root; None if there is none."""
     for place in map(Path, _paths_of(uid)):
         with suppress(OSError):
             path = place / _hashed(mountpoint) / "status.sock"
@@ -170,11 +169,11 @@ def socket_of(mountpoint: Path, uid: int) -> Path | None:
 
 
 def _places() -> Iterator[Path]:
-    """The directories in which this user's mounts may be on record."""
+    """Yield the runtime directories of this user that are safe to read."""
     first, *others = map(Path, _runtime_paths())
     yield first
     for place in others:
-        # Another user may have planted what is in /tmp.
+        # Another user may have made the directory in /tmp.
         with suppress(OSError):
             found = place.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
@@ -182,7 +181,7 @@ def _places() -> Iterator[Path]:
 
 
 def _place_of(mountpoint: Path) -> Path:
-    """The one of these that has something of a mount, or else that of new mounts."""
+    """The runtime directory with the mount's record or keeper socket, or the one for new mounts."""
     first, *others = _places()
     name = _hashed(mountpoint)
     for place in (first, *others) if others else ():
@@ -196,27 +195,27 @@ def _hashed(mountpoint: Path) -> str:
 
 
 def mount_directory(mountpoint: Path) -> Path:
-    """Make a mount's directory in the runtime directory; raises MountsError if it can't."""
+    """Make a mount's directory in the runtime directory, or raise MountsError; return it."""
     directory = runtime_directory() / _hashed(mountpoint)
-    # Root's is passed through by the daemons of other users.
+    # Daemons of other users need to pass through root's runtime directory.
     _make(directory.parent, 0o711 if os.geteuid() == 0 else 0o700, owners=(0, os.geteuid()))
     _make(directory, 0o700, owners=(os.geteuid(),))
     return directory
 
 
 def directory_of(mountpoint: Path) -> Path:
-    """As `mount_directory`, of a mount that is there; the directory may not be."""
+    """The directory of an existing mount, like `mount_directory`; it is not made."""
     return _place_of(mountpoint) / _hashed(mountpoint)
 
 
 def hand_over(mountpoint: Path, uid: int, gid: int) -> None:
-    """Make the mount's directory the property of the user who will serve it."""
+    """Make the mount's directory anew, owned by the user as whom the daemon will run."""
     _remove(mountpoint)
     os.chown(mount_directory(mountpoint), uid, gid)
 
 
 def server_of(mountpoint: Path) -> int | None:
-    """The uid that a mount's daemon runs as, if the mount is on record."""
+    """The uid of a mount's daemon; None if the mount has no directory."""
     try:
         return directory_of(mountpoint).stat().st_uid
     except OSError:
@@ -224,17 +223,17 @@ def server_of(mountpoint: Path) -> int | None:
 
 
 def keeper_socket(mountpoint: Path) -> Path:
-    """The socket of the mount's keeper: beside the directory, which is the daemon's."""
+    """The path of the keeper's socket, beside the mount's directory, which the daemon owns."""
     return _place_of(mountpoint) / f"{_hashed(mountpoint)}.keeper"
 
 
 def new_keeper_socket(mountpoint: Path) -> Path:
-    """The socket on which the keeper of a new mount is to listen."""
+    """The path of the socket for the keeper of a new mount."""
     return runtime_directory() / f"{_hashed(mountpoint)}.keeper"
 
 
 def _make(path: Path, mode: int, *, owners: tuple[int, ...]) -> None:
-    """Make `path` a directory that only its owner can change: in /tmp it may be planted."""
+    """Make a directory and check its owner, as another user may have made it in /tmp."""
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
         found = path.lstat()
@@ -247,13 +246,13 @@ def _make(path: Path, mode: int, *, owners: tuple[int, ...]) -> None:
 
 
 def register(mountpoint: Path, source: str, pid: int, staging: Path | None = None) -> Registration:
-    """Put a mount and its running daemon on record.
+    """Write the record of a mount and its running daemon.
 
-    With the directory of its files that are not uploaded yet, which commands look at when the
+    `staging` is the directory of files that are not uploaded yet, which commands read when the
     mount's processes are gone.
 
     Raises:
-        MountsError: there is no such process, or the directory can't be used.
+        MountsError: there is no process `pid`, or the directory can't be used.
         OSError: the record can't be written.
     """
     started = start_time(pid)
@@ -269,12 +268,12 @@ def register(mountpoint: Path, source: str, pid: int, staging: Path | None = Non
 
 
 def staging_of(mountpoint: Path) -> Path | None:
-    """The directory of a mount's files that are not uploaded yet; None for a read-only mount."""
+    """The directory with a mount's files that are not uploaded yet; None on a read-only mount."""
     return _link_target(directory_of(mountpoint) / STAGING)
 
 
 def unregister(mountpoint: Path, *, pid: int | None = None) -> None:
-    """Remove a mount's record, if `pid` is its daemon's: the next mount may have begun."""
+    """Remove a mount's record; with `pid` only that daemon's, as the next mount may have begun."""
     if pid is not None:
         registration = _read(directory_of(mountpoint))
         if registration is None or registration.pid != pid:
@@ -283,13 +282,13 @@ def unregister(mountpoint: Path, *, pid: int | None = None) -> None:
 
 
 def _remove(mountpoint: Path) -> None:
-    import shutil  # it brings the compressors along, and most commands remove nothing
+    import shutil  # imports the compressors; most commands remove nothing
 
     shutil.rmtree(directory_of(mountpoint), ignore_errors=True)
 
 
 def registration_of(mountpoint: Path) -> Registration | None:
-    """The record of a mount's last daemon; that of a mount that is no more is removed."""
+    """The record of a mount's last daemon, or None. If the mount has ended, it is removed."""
     registration = _read(directory_of(mountpoint))
     if registration is not None and not registration.is_alive():
         mount = mountinfo.find_mount(mountpoint)
@@ -301,13 +300,13 @@ def registration_of(mountpoint: Path) -> Registration | None:
 
 
 def all_mounts() -> list[Registration]:
-    """The records of all living daemons of this user, by mountpoint."""
+    """The records of this user's existing mounts, sorted by mountpoint."""
     found = (registration_of(Path(record.mountpoint)) for record in records())
     return sorted((record for record in found if record), key=lambda record: record.mountpoint)
 
 
 def records() -> Iterator[Registration]:
-    """The records of all mounts, whether their daemons live or not; nothing is removed."""
+    """Yield the records of all mounts, also those of dead daemons; removes none."""
     for place in _places():
         try:
             directories = list(place.iterdir())
@@ -320,9 +319,9 @@ def records() -> Iterator[Registration]:
 
 
 def _read(directory: Path) -> Registration | None:
-    """The record in a directory, which may be another user's: its daemon writes there."""
+    """Read the record in a directory, whose owner is not trusted; None without a valid record."""
     try:
-        # A pipe is not waited for.
+        # O_NONBLOCK: opening a named pipe would block.
         fd = os.open(directory / "mount.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -330,6 +329,6 @@ def _read(directory: Path) -> Registration | None:
             found = Registration(**json.loads(file.read(_MAX_RECORD)))
         is_sound = isinstance(found.pid, int) and _hashed(Path(found.mountpoint)) == directory.name
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        # A mount that is just coming or going, or not one of ours.
+        # The mount is just beginning or ending, or is not ours.
         return None
     return found if is_sound else None

@@ -1,10 +1,10 @@
-"""The user of a daemon: an ordinary one where that is possible, so that it has no privilege.
+"""The choice of a daemon's user: an ordinary user if possible, so that the daemon is unprivileged.
 
-What the daemon needs must be readable for that user: the program, the CA
-bundle, a web identity token. Where there is no user `fusefs`, it is a number without a name
-that stands for the cache directory alone: as `nobody` other programs run, which could change
-what is cached, and read the keys. The AWS configuration need not be: those files of
-whoever mounts that the user can't read are handed over by content (see launcher.py).
+That user must be able to read the files that the daemon needs: the program, the CA bundle, a
+web identity token. If there is no user `fusefs`, the user is a uid without a name, used for this
+cache directory alone: other programs run as `nobody`, and could change cached data and read
+keys. AWS configuration files need not be readable: the launcher passes the content of those
+that the daemon's user can't read (see launcher.py).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import fusefs
 from fusefs.launch import registry
 from fusefs.settings.mount import MountSettings
 
-# Those that every daemon imports; what these need the first daemon finds.
+# Packages that every daemon imports; their own imports are not checked.
 _PACKAGES = ("trio", "botocore", "isal")
 DEFAULT_USER = "fusefs"
-# Numbers of cache directories. No distribution, systemd, /etc/subuid or directory service gives
-# these to anybody by default, nor does the CSI driver; the few are for user namespaces of 65,536.
+# Uids for cache directories. No distribution, systemd, /etc/subuid or directory service assigns
+# them by default, nor does the CSI driver; the second range is for user namespaces of 65,536 ids.
 _OF_CACHES = (range(2_100_000_000, 2_140_000_000), range(60_706, 61_184))
 _NOBODY = 65534
 _ID_MAPS = ("/proc/self/uid_map", "/proc/self/gid_map")
-NO_ID = 2**32 - 1  # what chown(2) takes for "leave it"
+NO_ID = 2**32 - 1  # chown(2) takes it for "no change"
 _NUMBER = re.compile(r"[0-9]{1,10}")
-# The variables that name AWS's files, and where those are without them.
+# The variables that name AWS's configuration files, and their default paths.
 AWS_FILES = {
     "AWS_CONFIG_FILE": "~/.aws/config",
     "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
 }
-# What these name is used again and again while mounted, from the home directory.
+# Configuration keys whose files or programs, in the home directory, are used while mounted.
 _HOME_BOUND = ("sso_", "credential_process", "web_identity_token_file")
 
 
@@ -49,7 +49,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """The user of a daemon; `why` says why it is not an ordinary one, or not one of its own."""
+    """The user of a daemon; `why` is the reason if it is not an ordinary user of its own."""
 
     name: str
     uid: int
@@ -63,7 +63,7 @@ class User:
 
 
 def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ) -> User:
-    """The user of a mount's daemon, by AWS's files in `environment`; raises UserError."""
+    """Choose the daemon's user; `environment` names AWS's files. Raises UserError."""
     if os.geteuid() != 0:
         if settings.user is not None:
             raise UserError("only root may use --user; drop it")
@@ -84,13 +84,13 @@ def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ)
 
 
 def daemon_user(mountpoint: Path) -> User | None:
-    """The user of a mount's daemon, if that is on record."""
+    """The user of a mount's daemon; None if the mount is not registered."""
     uid = registry.server_of(mountpoint)
     return None if uid is None else _look_up(str(uid))
 
 
 def current_user(why: str = "") -> User:
-    """The user who runs this; `why` says why it is to be the daemon's."""
+    """The user of this process; `why` is the reason to use it for the daemon."""
     return User(str(os.geteuid()), os.geteuid(), os.getegid(), tuple(os.getgroups()), why)
 
 
@@ -105,17 +105,17 @@ def _look_up(name: str) -> User | None:
 
 
 def _nameless(number: int, why: str = "") -> User:
-    """A user that only its number stands for, as containers have them."""
+    """A user without a name, whose uid and gid are `number`."""
     return User(str(number), number, number, (), why)
 
 
 def _user_of_cache(directory: Path) -> User | None:
-    """The user that a cache directory has, or is to have, where root's daemon has no other."""
+    """The nameless user for a cache directory: its owner, or a uid by the path's hash; or None."""
     owner = _owner_of_content(directory)
     if owner is not None and any(owner in numbers for numbers in _OF_CACHES):
         return _nameless(owner)
     if owner == _NOBODY:
-        # Files in it may wait for their upload, and its user could have prepared it for a chown.
+        # No chown: files may wait for upload, and the user nobody could have prepared links.
         why = (
             f"{directory} belongs to the user nobody, who may run other programs too; once"
             " `fusefs status` shows nothing to upload, unmount it and remove the directory"
@@ -130,13 +130,13 @@ def _user_of_cache(directory: Path) -> User | None:
 
 
 def _is_mapped(number: int, table: str) -> bool:
-    """True if this process's user namespace has a user or group of this number."""
+    """True if the id map `table` of this process's user namespace contains `number`."""
     lines = (map(int, line.split()) for line in Path(table).read_text().splitlines())
     return any(first <= number < first + count for first, _, count in lines)
 
 
 def _obstacle(user: User, settings: MountSettings, environment: Mapping[str, str]) -> str:
-    """The obstacle that keeps a user from serving this mount, or ""."""
+    """The reason why a user cannot serve this mount, or ""."""
     owner = _owner_of_content(settings.cache_dir)
     if owner not in (None, user.uid):
         return f"the cache directory {settings.cache_dir} belongs to user {owner}"
@@ -150,7 +150,7 @@ def _obstacle(user: User, settings: MountSettings, environment: Mapping[str, str
 
 
 def _program() -> Iterator[tuple[Path, int]]:
-    """The files that a daemon needs to start, by the paths that it would use, and the modes."""
+    """Yield the paths that a daemon needs to start, each with the access mode that it needs."""
     link = Path(sys.executable)
     while link.is_symlink():  # a virtual environment's
         yield link.parent, os.X_OK
@@ -176,7 +176,7 @@ def _default_obstacle(settings: MountSettings, environment: Mapping[str, str]) -
 
 
 def aws_files(environment: Mapping[str, str] = os.environ) -> list[tuple[str, Path]]:
-    """The AWS configuration files that are there, by the variables that name them."""
+    """The existing AWS configuration files: pairs of the variable that names each, and its path."""
     found = []
     for variable, default in AWS_FILES.items():
         path = Path(os.path.expanduser(environment.get(variable) or default))
@@ -186,7 +186,7 @@ def aws_files(environment: Mapping[str, str] = os.environ) -> list[tuple[str, Pa
 
 
 def _owner_of_content(directory: Path) -> int | None:
-    """The owner of a directory that is in use."""
+    """The owner of a directory; None if it is empty, missing or can't be read."""
     try:
         return directory.stat().st_uid if any(directory.iterdir()) else None
     except OSError:
@@ -200,7 +200,7 @@ def _existing(path: Path) -> Path:
 
 
 def may_use(user: User, path: Path, mode: int) -> bool:
-    """True if a user may get at a path; judged by its modes, as the kernel would."""
+    """True if the modes of a path and its parents let a user access it."""
     resolved = path.resolve()
     for directory in resolved.parents:
         if not _grants(user, directory, os.X_OK):

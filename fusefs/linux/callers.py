@@ -1,14 +1,12 @@
-"""Looks at the processes that make requests: is one going on, or does it end, and how?
+"""Inspection of the processes that make requests: the fate of each, and the files that it has open.
 
-Also: will a process that has closed a descriptor close another one of the same file?
+A request has the pid of its process in the mount's PID namespace, or 0 if it has no pid there. One
+look costs two reads below /proc. The keeper looks in place of the daemon where /proc shows a user
+only its own processes; so this module imports little.
 
-The kernel names a request's process by its number in the PID namespace of the mount, and by 0 where
-it has none there. A look costs two reads below /proc. The daemon takes it, or the keeper for it, as
-/proc may show a user its own processes alone; so little is imported.
-
-proc_pid_status(5) and proc_pid_stat(5) have the fields. complete_signal() in kernel/signal.c marks
-every thread of a process that a signal ends with SIGKILL, and leaves the signal itself pending;
-do_exit() in kernel/exit.c sets PF_EXITING and the exit code before it closes files.
+The fields are described in proc_pid_status(5) and proc_pid_stat(5). When a signal ends a process,
+complete_signal() in kernel/signal.c marks all its threads with SIGKILL and leaves the signal itself
+pending; do_exit() in kernel/exit.c sets PF_EXITING and the exit code before it closes files.
 """
 
 from __future__ import annotations
@@ -16,27 +14,27 @@ from __future__ import annotations
 import os
 import signal
 
-# It cannot be seen.
+# The process cannot be inspected.
 UNKNOWN = 0
-# Nothing ends it, or it ends by itself and has not begun to.
+# The process runs, and no signal is about to end it.
 LIVES = 1
-# A signal ends it, and it has not begun to.
+# A fatal signal is pending; the process has not begun to exit.
 IS_KILLED = 2
-# It closes its files because a signal ends it.
+# The process is exiting, and closes its files, because of a signal.
 WAS_KILLED = 3
-# It closes its files because it has ended, by itself as far as can be seen.
+# The process is exiting, and closes its files, apparently by itself.
 EXITS = 4
 FATES = frozenset((UNKNOWN, LIVES, IS_KILLED, WAS_KILLED, EXITS))
-# It, or a child of it, may write to a file through another descriptor; or neither may.
+# The process or a child of it has another descriptor with which it may write to the file.
 HOLDS = 5
 HOLDS_NOT = 6
-# So many descriptors are looked at.
+# The limit of descriptors that are looked at.
 _MOST_DESCRIPTORS = 4096
 
 _PF_EXITING = 0x4  # include/linux/sched.h
 _SIGKILL = 1 << (signal.SIGKILL - 1)
-# What ends a program that has no handler for it, and is still pending when it does. Those
-# that dump a core are not: there only the exit code tells.
+# Signals that end a program without a handler, and are still pending when it exits. Signals
+# that dump a core are not pending then: only the exit code shows them.
 _FATAL = sum(
     1 << (number - 1)
     for number in (
@@ -56,7 +54,7 @@ _FATAL = sum(
 
 
 def namespace() -> int:
-    """The number of the PID namespace of this process; 0 if /proc does not show that one."""
+    """The inode number of this process's PID namespace; 0 if /proc belongs to another one."""
     try:
         is_shown = os.readlink("/proc/self") == str(os.getpid())
         return os.stat("/proc/self/ns/pid").st_ino if is_shown else 0
@@ -65,7 +63,7 @@ def namespace() -> int:
 
 
 def fate(pid: int) -> int:
-    """The fate of a thread's process, by its number in this PID namespace."""
+    """Return one of `FATES` for the process of the thread `pid`, a number of this namespace."""
     if not pid:
         return UNKNOWN
     try:
@@ -85,10 +83,10 @@ def fate(pid: int) -> int:
 
 
 def holding(pid: int, ino: int) -> int:
-    """True if a thread's process or a child of it has a file open for writing, by its st_ino.
+    """Return HOLDS if the process of `pid`, or its child, has file `ino` open for writing.
 
-    The number may be that of a file of another file system as well. A descriptor that is
-    just being closed does not count, nor do any of a process that exits.
+    Else HOLDS_NOT or UNKNOWN. A file of another file system may have the same st_ino. Descriptors
+    that are just being closed, and those of a process that exits, do not count.
     """
     if not pid:
         return UNKNOWN
@@ -118,7 +116,7 @@ def _is_writing(path: str, ino: int) -> bool:
         with open(path) as file:
             fields = dict(line.split(None, 1) for line in file if line.startswith(("flags", "ino")))
     except (FileNotFoundError, ProcessLookupError):
-        return False  # it was closed meanwhile
+        return False  # the descriptor was closed meanwhile
     is_it = int(fields.get("ino:", -1)) == ino
     return is_it and int(fields["flags:"], 8) & os.O_ACCMODE != os.O_RDONLY
 

@@ -1,6 +1,6 @@
-"""Capability sets of the calling thread: what it may do, and what it gives up.
+"""Changes to the capability sets of the calling thread.
 
-Threads have one each, and those that are started later get their starter's.
+Each thread has its own sets; a new thread inherits those of the thread that starts it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Capabilities(ctypes.Structure):
 
 
 def give_up_all() -> None:
-    """Give up all capabilities for good, the ambient and those that programs bring as well."""
+    """Give up all capabilities for good, also ambient ones and those of executed files."""
     libc.set_process_option(_PR_SET_NO_NEW_PRIVS, 1)
     _set(lambda _permitted: 0, is_for_good=True)
 
@@ -41,7 +41,7 @@ def give_up_all() -> None:
 def lower_privileges(uid: int, gid: int) -> None:
     """Act on files as `uid` and `gid`, with CAP_SYS_ADMIN as the only effective capability.
 
-    What is permitted stays, so that `raise_privileges` undoes it.
+    The permitted set stays as it is, so that `raise_privileges` can undo this.
     """
     _libc.setfsgid(gid)
     _libc.setfsuid(uid)
@@ -55,7 +55,7 @@ def raise_privileges() -> None:
 
 
 def _set(choose: Callable[[int], int], *, is_for_good: bool) -> None:
-    """Choose the effective set from the permitted; for good, that and no more is permitted."""
+    """Set the effective set to `choose(permitted)`; if `is_for_good`, the permitted set too."""
     header = _Header(_CAPABILITY_VERSION_3, 0)
     sets = (_Capabilities * 2)()
     libc.check(_libc.capget(ctypes.byref(header), sets), "capget")

@@ -1,7 +1,7 @@
-"""Time since the epoch that goes on evenly while a process lives; which boot this is.
+"""Steady time since the epoch, and the id of the current boot.
 
-A machine's clock is set back when it has been wrong: shortly after a boot, or when a virtual
-machine goes on elsewhere. What was noted before would then seem to be later than what follows.
+The machine's clock may be set back: shortly after a boot, or when a virtual machine is moved.
+Times that were noted before would then seem to be later than those noted afterwards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _epoch: float | None = None
 
 
 def steady_time() -> float:
-    """Seconds since the epoch, by what the clock showed at the first call of this process."""
+    """Seconds since the epoch: the clock at this process's first call, plus the time since."""
     global _epoch
     if _epoch is None:
         _epoch = time.time() - time.monotonic()

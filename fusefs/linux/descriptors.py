@@ -1,4 +1,4 @@
-"""Descriptors of this process: as many as the system allows, and some of them not for files."""
+"""The limit of this process's descriptors, some of which are reserved."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import errno
 import os
 import resource
 
-# Those that programs' files leave for the rest: 128 connections (the default), and as many for
-# commands, the catalog, records, and files that are opened for a moment. Half of fewer than 512.
+# Descriptors that are not used for programs' files: 128 for connections (the default), and as many
+# for commands, the catalog, records and files opened for a moment. If the limit is below 512, half.
 RESERVED = 256
 
 
 def raise_limit() -> None:
-    """Allow this process as many descriptors as the system does."""
+    """Raise this process's soft limit of descriptors to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_unreserved() -> None:
-    """Raise OSError (EMFILE) where the next descriptor would be one of the reserved."""
+    """Raise OSError (EMFILE) if the next descriptor would be a reserved one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     fd = os.dup(2)  # the lowest number that is free; all of this takes 2 µs
     os.close(fd)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and locks of files."""
+"""Atomic replacement of files, fsync and file locks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def absolute(path: Path) -> Path:
-    """`path` from the root on; raises OSError if the working directory that it needs is gone."""
+    """Make `path` absolute; raises OSError if it is relative and the working directory is gone."""
     if path.is_absolute():
         return path
     try:
@@ -32,16 +32,16 @@ def replace(
     is_durable: bool = False,
     suffix: str = ".new",
 ) -> None:
-    """Give a file this content, in one step for its readers. Blocks.
+    """Replace a file's content atomically. Blocks.
 
-    It is written beside its place, under its name with `suffix`: where several
-    processes may write at the same time, each has a suffix of its own. What an
-    earlier writer left there is removed, so that no link is followed. With an
-    `owner` the file is that user's and group's. With `is_durable` the content is
-    on the disk when this returns, and so is the path.
+    The new content is written to `path` + `suffix`, then renamed. Processes that may
+    write at the same time need different suffixes. A file that an earlier writer left
+    under that name is removed first, so that no link is followed. `owner` is the uid
+    and gid of the new file. With `is_durable`, content and path are on the disk when
+    this returns.
 
     Raises:
-        OSError: the disk does not take it; the earlier content is still there.
+        OSError: the new content can't be written; the old content is still there.
     """
     data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
     path = os.fspath(path)
@@ -67,9 +67,9 @@ def replace(
 
 
 def sync_directory(path: str) -> None:
-    """Have the names of a directory on the disk, and its own path on its file system. Blocks.
+    """Sync a directory and all directories above it on the same file system. Blocks.
 
-    A directory above that this user may not read was not made by this user: it is passed over.
+    A parent that this user may not read was not made by this user, and is skipped.
 
     Raises:
         OSError: the disk refuses.
@@ -82,7 +82,7 @@ def sync_directory(path: str) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Have a file, or the names of a directory, on the disk; raises OSError. Blocks."""
+    """Call fsync for a file or directory; raises OSError. Blocks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -91,7 +91,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def try_lock(fd: int) -> bool:
-    """Lock an open file or directory against other processes; False if one has it locked."""
+    """Take an exclusive lock of an open file or directory; False if another holder has it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,9 @@
-"""Operations on a FUSE connection, by its number or its descriptor of /dev/fuse.
+"""Operations on a FUSE connection, which is given by its number or its /dev/fuse descriptor.
 
 `abort` ends a mount whose daemon will never answer: it writes to the connection's
-`abort` file in fusectl, upon which every waiting program gets ECONNABORTED and can
-be killed again. Where fusectl is not mounted, which is usual in containers, root
-opens it as a detached mount (fsopen, fsmount; Linux 5.2), which no namespace shows.
+`abort` file in fusectl, so that every waiting program gets ECONNABORTED and can be
+killed again. If fusectl is not mounted, as is usual in containers, root opens it as
+a detached mount (fsopen, fsmount; Linux 5.2), which no namespace shows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def abort(connection: int) -> None:
 
     Raises:
         FileNotFoundError: there is no such connection.
-        OSError: it is not this process's to abort.
+        OSError: this process may not abort it.
     """
     try:
         _write_one(f"{FUSECTL}/{connection}/abort", None)
@@ -57,7 +57,7 @@ def abort(connection: int) -> None:
 
 
 def number_of(fuse_fd: int) -> int:
-    """A descriptor's connection (Linux 6.17, fuse_dev_show_fdinfo in fs/fuse/dev.c), or 0."""
+    """The connection of a /dev/fuse descriptor, or 0 before Linux 6.17 (fuse_dev_show_fdinfo)."""
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fuse_fd}") as file:
         for line in file:
             name, _, value = line.partition(":")
@@ -67,7 +67,7 @@ def number_of(fuse_fd: int) -> int:
 
 
 def numbers() -> set[int]:
-    """The machine's connections; without fusectl by devices, of which others have some too."""
+    """The numbers of FUSE connections; without fusectl, of all devices with major number 0."""
     try:
         return {int(name) for name in os.listdir(FUSECTL) if name.isdecimal()} or _devices()
     except OSError:
@@ -91,7 +91,7 @@ def is_disconnected(fuse_fd: int) -> bool:
 
 
 def raise_read_ahead(connection: int, kib: int) -> bool:
-    """Let the kernel read ahead further, where sysfs can be written; return whether it can."""
+    """Set the kernel's read-ahead for a connection; False if sysfs can't be written."""
     with contextlib.suppress(OSError), open(f"{BDI}/0:{connection}/read_ahead_kb", "w") as file:
         file.write(str(kib))
         return True

@@ -21,7 +21,7 @@ _PR_SET_DUMPABLE = 4
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 # Modes of fallocate(2).
 KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x01, 0x02, 0x10
-# Not for programs: it moves what is behind, which would be another object altogether.
+# Not allowed to programs: it moves the data behind the range, which would change the whole object.
 COLLAPSE_RANGE = 0x08
 ALLOCATION_MODES = KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE
 
@@ -46,7 +46,7 @@ def umount(target: str, flags: int) -> None:
 
 
 def lock_memory(memory: mmap.mmap) -> None:
-    """Make private memory resident for good; raises OSError if the limits do not allow that."""
+    """Lock a private mapping in memory (mlock); raises OSError if the limits do not allow it."""
     for at in range(0, len(memory), _PAGE_SIZE):
         memory[at] = 0
     start = ctypes.c_char.from_buffer(memory)
@@ -54,7 +54,7 @@ def lock_memory(memory: mmap.mmap) -> None:
 
 
 def allocate(fd: int, mode: int, offset: int, length: int) -> None:
-    """fallocate(2): give a part of a file disk space or zeros, or take it out. Blocks.
+    """Call fallocate(2): allocate, zero, punch out or collapse a part of a file. Blocks.
 
     Raises:
         OSError: EOPNOTSUPP or EINVAL, the file system can't; ENOSPC, the disk is full.
@@ -64,7 +64,7 @@ def allocate(fd: int, mode: int, offset: int, length: int) -> None:
 
 
 def forbid_inspection() -> None:
-    """Forbid others to read, trace or dump this process; its files in /proc are root's then."""
+    """Make this process undumpable: its user can't trace or read it; /proc/PID is root's then."""
     set_process_option(_PR_SET_DUMPABLE, 0)
 
 
@@ -75,7 +75,7 @@ def set_process_option(option: int, *values: int) -> None:
 
 
 def check(result: int, target: str) -> None:
-    """Raise the error of a call that has returned less than 0; `target` is named in it."""
+    """Raise OSError, by errno and with `target`, if the `result` of a C call is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)

@@ -2,9 +2,9 @@
 
     2026-11-28T15:15:19.298+0000 WARNING fusefs.store: PUT failed: …
 
-With FUSEFS_LOG_FORMAT=json it is a JSON object. Where standard error is the journal, the line
-begins with its priority in brackets (sd-daemon(3)), which journald takes off: `journalctl -p err`
-finds errors. The keeper imports this, so it is small.
+With FUSEFS_LOG_FORMAT=json the line is a JSON object. If standard error is the journal, the line
+begins with its priority in angle brackets (sd-daemon(3)), which journald removes: `journalctl -p
+err` finds errors. The keeper imports this module, so it is small.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
 
 
 def line(level: str, name: str, message: str, at: float | None = None, trace: str = "") -> str:
-    """A line without its end, of `at` (epoch seconds) or now; a `trace` comes behind it."""
+    """Format a line without newline, dated `at` (epoch seconds) or now; `trace` is appended."""
     seconds = time.time() if at is None else at
     local = time.localtime(seconds)
     date, zone = time.strftime("%Y-%m-%dT%H:%M:%S", local), time.strftime("%z", local)
     stamp = f"{date}.{int(seconds * 1000) % 1000:03}{zone}"
     prefix = f"<{_PRIORITIES.get(level, 6)}>" if _is_journal() else ""
     if os.environ.get(FORMAT_VARIABLE) == "json":
-        import json  # few want it
+        import json  # rarely needed
 
         fields = {"time": stamp, "level": level.lower(), "logger": name, "message": message}
         return prefix + json.dumps(fields | ({"trace": trace} if trace else {}))
@@ -33,7 +33,7 @@ def line(level: str, name: str, message: str, at: float | None = None, trace: st
 
 
 def _is_journal() -> bool:
-    """True if standard error is the journal's socket, which systemd names (systemd.exec(5))."""
+    """True if standard error is the journal's socket, by JOURNAL_STREAM (systemd.exec(5))."""
     stream = os.environ.get("JOURNAL_STREAM")
     if not stream:
         return False

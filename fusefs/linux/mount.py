@@ -1,11 +1,11 @@
-"""The making of a mount: its /dev/fuse descriptor, and what it is like.
+"""Mounting: the options of a mount, and its /dev/fuse descriptor.
 
-For root, the keeper opens /dev/fuse and calls mount(2) (keeper/main.py). Anybody
-else asks fusermount3, the setuid helper of libfuse, which does the same and
-sends the descriptor back over a socket (the environment variable _FUSE_COMMFD
-names its number).
+For root, the keeper opens /dev/fuse and calls mount(2) (keeper/policy.py). For other
+users, fusermount3, the setuid helper of libfuse, does the same and sends the
+descriptor back over a socket, whose number is in the environment variable
+_FUSE_COMMFD.
 
-Nothing here touches the mount itself: a stat of it would wait for an answer
+No function here accesses the mount itself: a stat of it would wait for an answer
 of this very process.
 """
 
@@ -22,8 +22,8 @@ from fusefs.linux import fuse_connection, libc, sockets
 from fusefs.linux.capabilities import CAP_SYS_ADMIN
 from fusefs.linux.mountinfo import FILESYSTEM_TYPE, find_mount, kernel_mounts
 
-# What the kernel reads ahead of a sequential reader; a new mount has 128. With
-# 4096 and more, a first read was a fifth slower: requests wait for each other.
+# The kernel's read-ahead for sequential readers; a new mount has 128. With 4096
+# and more, a first read was a fifth slower, because requests wait for each other.
 READ_AHEAD_KIB = 1024
 MAX_READ = 1 << 20
 
@@ -34,7 +34,7 @@ class MountError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MountRequest:
-    """The mount to make: `source` is what `mount` shows as the device."""
+    """The mount to make; `mount` shows `source` as the device."""
 
     source: str
     mountpoint: Path
@@ -44,7 +44,7 @@ class MountRequest:
 
 
 def may_mount() -> bool:
-    """True if this process may call mount(2), and register files for passthrough."""
+    """True if this process has CAP_SYS_ADMIN: it may mount and register passthrough files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> CAP_SYS_ADMIN & 1)
@@ -52,7 +52,7 @@ def may_mount() -> bool:
 
 
 def mount_arguments(request: MountRequest) -> tuple[int, str]:
-    """The flags and the data of mount(2), but for "fd=N,"."""
+    """The flags and the data for mount(2); the caller puts "fd=N," before the data."""
     options = [
         "rootmode=40000",
         f"user_id={os.geteuid()}",
@@ -67,12 +67,12 @@ def mount_arguments(request: MountRequest) -> tuple[int, str]:
 
 
 def mount_by_helper(request: MountRequest) -> int:
-    """Mount as an ordinary user; return the non-blocking descriptor. Blocks shortly.
+    """Mount as an ordinary user; return the non-blocking /dev/fuse descriptor. Blocks shortly.
 
-    No process answers on it yet: a program that touches the mountpoint waits.
+    Until a process answers on it, programs that access the mountpoint wait.
 
     Raises:
-        MountError: with one sentence that says why.
+        MountError: the message is one sentence with the reason.
     """
     helper = shutil.which("fusermount3")
     if helper is None:
@@ -99,7 +99,7 @@ def mount_by_helper(request: MountRequest) -> int:
 
 
 def helper_options(request: MountRequest, source: str) -> list[str]:
-    """The options of a request for fusermount3, which show `source` as the device."""
+    """The options for fusermount3; `mount` then shows `source` as the device."""
     source = source.replace("\\", "\\\\").replace(",", "\\,")
     options = [f"fsname={source}", "subtype=" + FILESYSTEM_TYPE.removeprefix("fuse.")]
     if request.read_only:
@@ -112,13 +112,13 @@ def helper_options(request: MountRequest, source: str) -> list[str]:
 
 
 def raise_read_ahead(mountpoint: Path) -> bool:
-    """Let the kernel read ahead further, where this process may; return whether it may."""
+    """Raise the kernel's read-ahead for a mount; False if this process may not."""
     mount = find_mount(mountpoint)
     return mount is not None and fuse_connection.raise_read_ahead(mount.connection, READ_AHEAD_KIB)
 
 
 def stack_depth(cache: Path) -> int:
-    """The FUSE stack depth that backing files in a directory need: 2 on overlayfs, else 1."""
+    """The FUSE stack depth for backing files in the directory `cache`: 2 on overlayfs, else 1."""
     real = cache.resolve()
     under = [mount for mount in kernel_mounts() if real.is_relative_to(mount.mountpoint)]
     deepest = max(under, key=lambda mount: len(mount.mountpoint.parts), default=None)

@@ -1,7 +1,7 @@
 """The kernel's table of mounts: /proc/self/mountinfo.
 
-Reading it touches no mount: a stat of a mountpoint whose daemon hangs would hang
-as well. The keeper reads it too, so this module imports nothing that is large.
+Reading the table accesses no mount; a stat of a mountpoint whose daemon hangs would
+hang as well. The keeper imports this module, so it imports nothing large.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ AUTOMOUNT_TYPE = "autofs"
 
 
 class KernelMount:
-    """One line of mountinfo. `device` is "major:minor", `number` and `parent` are ids of mounts.
+    """One line of mountinfo: `device` is "major:minor", `number` and `parent` are mount ids.
 
-    `options` are the file system's, `flags` those of this mount of it; `root` is the directory
-    of the file system that is mounted here. See proc_pid_mountinfo(5).
+    `options` belong to the file system, `flags` to this mount of it; `root` is the directory
+    within the file system that is mounted here. See proc_pid_mountinfo(5).
     """
 
     def __init__(self, line: str) -> None:
@@ -47,17 +47,17 @@ class KernelMount:
 
     @property
     def is_read_only(self) -> bool:
-        """True if this mount of it refuses changes; another mount of it may not."""
+        """True if this mount refuses changes; another mount of the file system may allow them."""
         return "ro" in self.flags.split(",")
 
     @property
     def connection(self) -> int:
-        """The number of the FUSE connection: the device's minor."""
+        """The number of the FUSE connection, which is the device's minor number."""
         return int(self.device.partition(":")[2])
 
     @property
     def owner(self) -> int | None:
-        """The uid that mounted it, if the file system shows that."""
+        """The uid of the user who mounted the file system; None if its options do not show it."""
         match = re.search(r"(?:^|,)user_id=(\d+)", self.options)
         return int(match[1]) if match else None
 
@@ -77,7 +77,7 @@ def kernel_mounts() -> list[KernelMount]:
 
 
 def find_mount(mountpoint: Path | str) -> KernelMount | None:
-    """The topmost mount at exactly `mountpoint`; an automounter's own is none."""
+    """The topmost mount at exactly `mountpoint`, or None; automounters' mounts do not count."""
     found = [mount for mount in _mounts_at(mountpoint) if mount.filesystem != AUTOMOUNT_TYPE]
     return found[-1] if found else None
 
@@ -92,20 +92,20 @@ def _mounts_at(mountpoint: Path | str) -> list[KernelMount]:
 
 
 def mount_above(path: Path) -> KernelMount | None:
-    """The mount that `path` is on: absolute and without symbolic links. It need not exist."""
+    """The mount that holds `path`, an absolute path without symbolic links that may not exist."""
     return reached(str(path), kernel_mounts())
 
 
 def reached(path: str, mounts: Sequence[KernelMount]) -> KernelMount | None:
-    """The mount of a table on which a program that opens `path` arrives.
+    """The mount of the table `mounts` that holds `path`, or None.
 
-    The kernel goes from each mount to the one that is mounted on it first on the way. The order
-    of the lines does not show that: a mount that was moved, or made before it was attached,
-    stands before the one that it is mounted on.
+    At each mount the kernel follows the first child mount on the path. The order of the lines
+    does not show this: a mount that was moved, or made before it was attached, may stand before
+    its parent.
     """
     above = [mount for mount in mounts if f"{path}/".startswith(f"{mount.path.rstrip('/')}/")]
     numbers = {mount.number for mount in mounts}
-    # What the process' root is mounted on is not in its table, or is the root itself.
+    # The parent of the process's root mount is not in the table, or is the root mount itself.
     nexts = [mount for mount in above if mount.parent not in numbers - {mount.number}]
     found = None
     while nexts:

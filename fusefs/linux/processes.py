@@ -1,6 +1,6 @@
-"""Processes: starting them with a user, signals and waits by pidfd, and what ends with what.
+"""Processes: starting them as a user, signals and waits by pidfd, and rules for their ends.
 
-Nothing large is imported, for the keeper uses this too.
+The keeper imports this module, so it imports nothing large.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fusefs.linux import capabilities
 from fusefs.linux.libc import set_process_option
 
 _PR_SET_PDEATHSIG = 1
-# Where memory is short, a daemon goes before the process that starts the next one.
+# When memory is short, the kernel kills a daemon before the process that starts the next one.
 _OOM_SCORE_ADJUSTMENT = 500
 CGROUP_FILE = "/proc/self/cgroup"
 CGROUPS = "/sys/fs/cgroup"
 
 
 class Credentials:
-    """The user and groups that a daemon runs as. Nothing is dropped for a uid that is our own."""
+    """The user and groups that a daemon runs as; no rights are dropped if `uid` is ours."""
 
     __slots__ = ("gid", "groups", "uid")
 
@@ -41,12 +41,12 @@ def spawn(
     environment: dict[str, str],
     credentials: Credentials,
 ) -> int:
-    """Start a program in a session of its own, with `kept` as its only further descriptors.
+    """Start a program in a new session; its descriptors are 0, 1, 2 and those in `kept`.
 
-    Returns its pid, once it has been executed.
+    Returns the pid when the program has been executed.
 
     Raises:
-        OSError: it could not be.
+        OSError: the program could not be executed.
     """
     receiver, sender = os.pipe()
     try:
@@ -78,7 +78,7 @@ def spawn(
 
 
 def become(credentials: Credentials) -> None:
-    """Be a daemon's process, in a session of its own: with this user, and no rights but his."""
+    """Turn this process into a daemon's: in a new session, as this user, without capabilities."""
     os.setsid()
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
@@ -87,20 +87,20 @@ def become(credentials: Credentials) -> None:
     os.setgroups(credentials.groups)
     os.setresgid(credentials.gid, credentials.gid, credentials.gid)
     os.setresuid(credentials.uid, credentials.uid, credentials.uid)
-    # With the securebit no_setuid_fixup the change of the user takes none away.
+    # With the securebit no_setuid_fixup, setresuid leaves the capabilities.
     capabilities.give_up_all()
 
 
 def become_in_place(credentials: Credentials) -> None:
-    """As `become`, in a process that goes on as a daemon without executing a program."""
+    """Call `become`, then set Python's usual signals, as no program is executed afterwards."""
     become(credentials)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)  # as where Python starts
+        signal.signal(number, signal.SIG_IGN)  # as Python does when it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def yield_memory() -> None:
-    """Be what the kernel ends first when memory is short, unless a whole group would end."""
+    """Let the OOM killer prefer this process, unless it would end the whole control group."""
     if _ends_with_group():
         return
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -108,7 +108,7 @@ def yield_memory() -> None:
 
 
 def _ends_with_group() -> bool:
-    """True if the kernel ends a whole control group of this process (kubelet, systemd)."""
+    """True if the OOM killer ends whole control groups here (memory.oom.group, as by kubelet)."""
     with contextlib.suppress(OSError):
         with open(CGROUP_FILE) as file:
             [path] = [line[3:].strip("\n/") for line in file if line.startswith("0::")] or [""]
@@ -122,34 +122,34 @@ def _ends_with_group() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the one that has forked it ends, which has its user."""
+    """Ask the kernel to kill this process when its parent, of the same user, ends."""
     set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def close_all_but(*kept: int) -> None:
-    """Close all descriptors but the three standard ones and these."""
+    """Close all descriptors except 0, 1, 2 and those in `kept`."""
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         if fd > 2 and fd not in kept:
-            with contextlib.suppress(OSError):  # the one that listed them is closed
+            with contextlib.suppress(OSError):  # the descriptor of listdir is closed already
                 os.close(fd)
 
 
 def has_ended(pidfd: int, timeout_s: float = 0.0) -> bool:
-    """True if the process is gone, all of its threads included, after a wait if need be."""
+    """True if the process with all its threads ends within `timeout_s`."""
     poll = select.poll()  # select takes no descriptors from 1024 on
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(1000 * max(0.0, timeout_s)))
 
 
 def send_signal(pidfd: int, number: int) -> None:
-    """Signal a process that may have ended already, or is out of this one's reach."""
+    """Signal a process; no error if it has ended or this process may not signal it."""
     with contextlib.suppress(OSError):
         signal.pidfd_send_signal(pidfd, number)
 
 
 def pid_behind(pidfd: int) -> int:
-    """The number that a process has here; 0 if it is in another PID namespace, or gone."""
+    """The pid of a pidfd's process; 0 if it is in another PID namespace, or gone."""
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
         fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     return max(0, int(fields["Pid"]))

@@ -1,8 +1,8 @@
-"""Tells systemd that a service is ready, and that it works: the protocol of sd_notify(3).
+"""Messages to systemd that a service is ready and works: the protocol of sd_notify(3).
 
-A service of `Type=notify` has the socket's name in NOTIFY_SOCKET, and with `WatchdogSec=`
-in WATCHDOG_USEC how often systemd expects a sign of life, in microseconds. Elsewhere
-nothing is sent.
+A service of `Type=notify` gets the socket's name in NOTIFY_SOCKET, and with `WatchdogSec=`
+the longest time between two signs of life, in microseconds, in WATCHDOG_USEC. Without
+these variables nothing is sent.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 
 _MICROSECOND_S = 1e-6
-# A socket whose reader has stopped is full after some messages (net.unix.max_dgram_qlen, 10 by
-# default), and no service is to hang for that.
+# A socket whose reader has stopped is full after a few messages (net.unix.max_dgram_qlen, 10 by
+# default); a service must not hang for that.
 SEND_LIMIT_S = 5.0
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Send a state, as `READY=1`. What cannot be sent is left out."""
+    """Send a state such as `READY=1` to systemd; errors are ignored."""
     address = environment.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
@@ -33,7 +33,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def watchdog_interval_s(environment: Mapping[str, str] = os.environ) -> float | None:
-    """The interval between signs of life: half of what systemd waits for; None for never."""
+    """The interval between signs of life, half of systemd's limit; None without a watchdog."""
     text = environment.get("WATCHDOG_USEC", "")
     is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     if not text.isdecimal() or int(text) == 0 or not is_ours:
@@ -43,7 +43,7 @@ def watchdog_interval_s(environment: Mapping[str, str] = os.environ) -> float | 
 
 @contextlib.contextmanager
 def ready(works: Callable[[], bool]) -> Iterator[None]:
-    """The service is ready while the block runs; signs of life are sent while `works` says so."""
+    """Report the service as ready while the block runs; send signs of life if `works()` is true."""
     notify("READY=1")
     ending = threading.Event()
     interval_s = watchdog_interval_s()

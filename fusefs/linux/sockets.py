@@ -1,4 +1,4 @@
-"""Unix sockets: names of any length, the peer's identity, descriptors as passengers."""
+"""Unix sockets: paths of any length, the peer's identity, and messages with descriptors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INT_SIZE = array.array("i").itemsize
 
 @contextlib.contextmanager
 def short_name(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A name of `path` that fits into sockaddr_un, which has room for 107 bytes."""
+    """Yield a short name of `path` that fits into the 107 bytes of sockaddr_un."""
     parent, name = os.path.split(path)
     directory = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -31,7 +31,7 @@ def short_name(path: str | os.PathLike[str]) -> Iterator[str]:
 def connect(
     path: str | os.PathLike[str], timeout_s: float, kind: int = socket.SOCK_STREAM
 ) -> socket.socket:
-    """A connection to `path`, with this timeout for each call; raises OSError without a peer."""
+    """Connect to `path`; each call on the socket has this timeout. Raises OSError on failure."""
     sock = socket.socket(socket.AF_UNIX, kind)
     try:
         sock.settimeout(timeout_s)
@@ -44,7 +44,7 @@ def connect(
 
 
 def peer_of(sock: Any) -> tuple[int, int]:
-    """The pid and the uid of the process at the other end, when it connected or listened."""
+    """The pid and uid of the peer process, at the time when it called connect or listen."""
     packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     pid, uid, _ = _PEER_CREDENTIALS.unpack(packed)
     return pid, uid
@@ -56,7 +56,7 @@ def is_trusted(sock: Any) -> bool:
 
 
 def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> int:
-    """Send data, with descriptors if there are any; return how many bytes were sent.
+    """Send data, with descriptors if any are given; return the number of bytes sent.
 
     Raises:
         BlockingIOError: the socket is non-blocking and full; nothing was sent.
@@ -69,13 +69,13 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> int:
 
 
 def receive(sock: socket.socket, size: int, most_fds: int) -> tuple[bytes, list[int], bool]:
-    """Data, the non-inheritable descriptors with it, and whether any of that was cut off.
+    """Receive data and non-inheritable descriptors; the flag is True if any were cut off.
 
-    A closed connection is no data and no descriptor. One descriptor more than
-    `most_fds` may come, as the kernel pads; the rest is cut off.
+    If the connection is closed, both are empty. One descriptor more than `most_fds`
+    may arrive, because the kernel pads the buffer; the rest is cut off.
 
     Raises:
-        BlockingIOError, TimeoutError: there is nothing.
+        BlockingIOError, TimeoutError: there is nothing to receive.
         OSError: the socket cannot be used.
     """
     room = socket.CMSG_SPACE(most_fds * _INT_SIZE)

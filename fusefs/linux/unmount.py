@@ -1,8 +1,8 @@
-"""The end of a mount: unmounted, detached, or with its connection aborted.
+"""The three ways to end a mount: unmount, detach, abort the connection.
 
-Root calls umount2(2) itself; others go through fusermount3, which is setuid.
-Neither waits for the daemon, and no path here is stat'ed or opened: the mount
-may be wedged.
+Root calls umount2(2); other users call fusermount3, which is setuid. Neither
+waits for the daemon. No function here stats or opens a path of the mount, which
+may hang.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FUSERMOUNT_TIMEOUT_S = 30.0
 
 
 class UnmountError(Exception):
-    """A mount could not be ended; `is_busy` when programs still use it."""
+    """A mount could not be ended; `is_busy` if programs still use it."""
 
     def __init__(self, message: str, *, is_busy: bool = False) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class UnmountError(Exception):
 
 
 def umount_path(mountpoint: Path, *, is_lazy: bool = False) -> None:
-    """Take the mount away, or with `is_lazy` out of sight; raises UnmountError if it can't be."""
+    """Unmount, or with `is_lazy` detach the mount; raises UnmountError on failure."""
     if not may_mount():
         _fusermount(mountpoint, is_lazy=is_lazy)
         return
@@ -65,7 +65,7 @@ def _fusermount(mountpoint: Path, *, is_lazy: bool) -> None:
 
 
 def abort_connection(connection: int) -> None:
-    """End the FUSE connection: whatever waits for its daemon fails. Raises UnmountError."""
+    """Abort the FUSE connection, so that all waiting requests fail. Raises UnmountError."""
     try:
         fuse_connection.abort(connection)
     except FileNotFoundError:
@@ -77,13 +77,13 @@ def abort_connection(connection: int) -> None:
 
 
 def users_of(mountpoint: Path) -> list[tuple[int, str]]:
-    """The processes (pid, command) that visibly use the mount; mappings may go unseen."""
+    """The processes (pid, command) that use the mount; users by mappings alone are not found."""
     processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [(int(one.name), _command(one)) for one in processes if _uses(one, mountpoint)]
 
 
 def holders_of(device: str) -> list[tuple[int, str]]:
-    """Other mount namespaces with a copy of the mount `device`: pid and command of each."""
+    """One process (pid, command) of each other mount namespace that has the mount `device`."""
     found: dict[str, tuple[int, str]] = {}
     for process in Path("/proc").iterdir():
         with suppress(OSError):

@@ -1,20 +1,20 @@
-"""Sizes and times as text for people, with three or four digits; texts of others on one line."""
+"""Text for people: sizes and times with three or four digits, and foreign text on one line."""
 
 from __future__ import annotations
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
-# C0 and C1: ends of lines, and what terminals take for commands.
+# The control characters C0 and C1: newlines, and characters that terminals take for commands.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 
 
 def shown(text: str) -> str:
-    """`text` as one line without control characters, which keys of objects may have."""
+    """Escape the control characters in `text`, which may be an object's key."""
     return text if text.isprintable() else text.translate(_CONTROLS)
 
 
 def human_size(size: float) -> str:
-    """`size` bytes in three or four digits."""
+    """Show `size` bytes in three or four digits, with a binary unit."""
     if size < 1024:
         return f"{size:.0f} B"
     exponent = 1
@@ -26,7 +26,7 @@ def human_size(size: float) -> str:
 
 
 def human_duration(seconds: float | None) -> str:
-    """A time span in its two largest units; None and infinity are `indefinite`."""
+    """Show a time span in its two largest units; None and infinity are `indefinite`."""
     if seconds is None or seconds == float("inf"):
         return "indefinite"
     if seconds < 60:
@@ -41,5 +41,5 @@ def human_duration(seconds: float | None) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """A number of things: `1 file`, `1,200 files`."""
+    """Show a number of things: `1 file`, `1,200 files`."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

@@ -1,11 +1,11 @@
-"""The division of the memory that one mount's daemon may take (`--memory-limit`).
+"""The division of the memory that one mount's daemon may use (`--memory-limit`).
 
-What the process takes before it does anything (the interpreter, botocore,
-the buffers of the session) comes first. The rest is divided among
-what grows with use: requests on their way, bytes that are read past the cache,
-listings, cached files that were used lately, and names that the kernel remembers. Each
-has a limit of its own. They are seldom reached together; then, and for what the interpreter
-does not give back, the process may be 64 MiB larger.
+First comes the memory of the idle process (the interpreter, botocore, the session's
+buffers). The rest is divided among the parts that grow with use: requests under way,
+bytes that are read past the cache, listings, recently used cached files, and names that
+the kernel remembers. Each part has a limit of its own. All limits are rarely reached
+together; then, and because of memory that the interpreter does not free, the process
+may be 64 MiB larger.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from fusefs.settings.types import MIB
 
-# The least that a mount can do with: the process at rest, and a few of everything.
+# The smallest limit: memory for the idle process, and for a few requests, names and so on.
 LEAST = 112 * MIB
-# What the process takes at rest.
+# The memory of the idle process.
 _AT_REST = 96 * MIB
-# Of a large body: the client's buffers, and a chunk on its way to the disk or from it.
+# For each large body: the client's buffers, and a chunk on its way to or from the disk.
 _PER_STREAM = 4 * MIB
 _LEAST_STREAMS = 4
 # A small body has at most 256 KiB.
@@ -35,12 +35,12 @@ _MOST_ENTRIES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """The shares of the parts in `limit` bytes.
+    """The limits of the parts; `unkept` is in bytes, the others are numbers.
 
-    `requests` may be on their way to S3 at a time, and `streams` of these may have
-    bodies of more than 256 KiB; `unkept` are bytes that are
-    read past the cache; `entries` are kept of listings; beyond `names` the
-    kernel is made to forget some; `files` of the cache are in memory besides those in use.
+    `requests`: concurrent S3 requests; `streams`: those of them with bodies of more than
+    256 KiB; `unkept`: bytes that are read past the cache; `entries`: entries of listings;
+    `names`: names beyond which the kernel is made to forget some; `files`: cached files
+    in memory besides those in use.
     """
 
     requests: int
@@ -52,7 +52,7 @@ class MemoryBudget:
 
     @staticmethod
     def of(limit: int) -> MemoryBudget:
-        """The division of `limit` bytes, which are at least LEAST."""
+        """Divide `limit` bytes; a smaller limit than LEAST counts as LEAST."""
         free = max(limit, LEAST) - _AT_REST
         return MemoryBudget(
             requests=max(_LEAST_STREAMS, free // _PER_STREAM) * _REQUESTS_PER_STREAM,

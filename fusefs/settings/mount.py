@@ -1,14 +1,14 @@
-"""Every setting of a mount, once: its name, type, default, help and group.
+"""The declarations of a mount's settings: name, type, default, help and group of each.
 
 A setting is a field of `MountSettings`, declared by `option`: its type (`SettingType`)
-reads it from text and shows it again, its help is the text of `--help`. Every source
-gives texts by field name: flags (`--cache-size`), the environment
-(`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and the texts that the
-command sends to the daemon. So each type has one parser, and each default one place.
+converts it from and to text, its help is the text of `--help`. Every source gives
+texts by field name: flags (`--cache-size`), the environment (`FUSEFS_CACHE_SIZE`), a
+TOML file (`cache-size = "50GiB"`) and the texts that the command sends to the daemon.
+So each type has one parser, and each default one place.
 
-A `Layer` maps field names to `RawValue` texts; `build` merges layers, the first one
-wins. A text that cannot be read raises `SettingsError`, whose one line names the
-origin of the text.
+A `Layer` maps field names to `RawValue` texts. `build` merges layers; the first layer
+wins. For a text that cannot be read it raises `SettingsError`, whose message names
+the origin of the text.
 
 No secret is a setting: credentials come from botocore's own chain.
 """
@@ -331,7 +331,7 @@ class MountSettings:
         return MountRequest(source, self.mountpoint, self.allow_other, self.read_only, self.noexec)
 
     def as_texts(self) -> dict[str, str]:
-        """The settings that have a value, by field name, as the sources of settings write them."""
+        """The texts of the settings that have a value, by field name, as in a `Layer`."""
         return {
             name: type.show(value)
             for name, type in _TYPES.items()
@@ -340,10 +340,10 @@ class MountSettings:
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> MountSettings:
-        """The settings that `as_texts` gave, perhaps of another version: unknown ones are left out.
+        """Build settings from `as_texts`' result; unknown names, of another version, are ignored.
 
         Raises:
-            SettingsError: they are something else.
+            SettingsError: `texts` is no mapping, or as in `build`.
         """
         try:
             known = {name: text for name, text in dict(texts).items() if name in _TYPES}
@@ -352,7 +352,7 @@ class MountSettings:
         return build({name: RawValue(str(text), name) for name, text in known.items()})
 
     def changed(self, changes: Layer) -> MountSettings:
-        """These settings with those of `changes` in their place; raises as `build`."""
+        """A copy of these settings with the values of `changes`; raises as `build`."""
         return build(
             changes, {name: RawValue(text, name) for name, text in self.as_texts().items()}
         )
@@ -378,12 +378,12 @@ _REQUIRED = frozenset(
 )
 
 
-# Settings that the mount itself, its keeper or its state on disk depends on.
+# Settings that can't change while mounted: mount, keeper or state on the disk depend on them.
 FIXED = frozenset(
     (
         "source",
         "mountpoint",
-        "customer_key",  # part of the identity whose cache it is
+        "customer_key",  # part of the identity to which the cache belongs
         "cache_dir",
         "shared_cache",
         "session",
@@ -415,7 +415,7 @@ Layer = Mapping[str, RawValue]
 
 
 def build(*layers: Layer) -> MountSettings:
-    """The settings of all layers merged; the first layer wins.
+    """Merge all layers into settings; the first layer wins.
 
     Raises:
         SettingsError: a text cannot be read, a required setting is missing, or two
@@ -482,7 +482,7 @@ def _refuse_cluster_cache(settings: MountSettings, layer: Layer) -> None:
 
 
 def _is_same_place(place: MountSource, settings: MountSettings) -> bool:
-    """True if a cluster cache and what is mounted have keys in common."""
+    """True if a cluster cache and the mounted part of a bucket have keys in common."""
     prefixes = place.prefix, settings.source.prefix
     return (
         place.bucket == settings.source.bucket

@@ -1,12 +1,12 @@
-"""Patterns of paths, as the shell has them: for `fusefs warm`, pins and rules by path.
+"""Patterns of paths, like the shell's: for `fusefs warm`, pins and rules by path.
 
-A rule by path is a value, or VALUE:PATTERN, or several of both with commas between them, as
-`bucket,local:runs/**`. The last pattern that matches decides; the plain value is for all
-other paths. Patterns of rules are relative to the root of the mount.
+Rules by path are values and VALUE:PATTERN pairs with commas between them, such as
+`bucket,local:runs/**`. The last pattern that matches decides; the value without a pattern
+is for all other paths. Patterns of rules are relative to the root of the mount.
 
-`*`, `?` and `[…]` match within a name, `**` matches any number of directories. A
-pattern that matches a directory matches all below it. With `hides`, as in a shell,
-nothing of these matches a dot at a name's beginning.
+`*`, `?` and `[…]` match within a name, `**` matches any number of directories. A pattern
+that matches a directory matches all paths below it. With `hides`, as in a shell, none of
+these wildcards matches a dot at the beginning of a name.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _NOTHING = re.compile(r"(?!)")
 
 
 def is_pattern(path: str) -> bool:
-    """True if a path has characters of a pattern."""
+    """True if a path contains a wildcard character: `*`, `?` or `[`."""
     return any(character in path for character in "*?[")
 
 
 def matches(pattern: str, path: str) -> bool:
-    """True if a path, or a directory that it is in, matches a pattern."""
+    """True if a pattern matches a path or a directory above it."""
     return bool(matched(path.split("/"), [compiled(part) for part in pattern.split("/")]))
 
 
 def compiled(part: str, *, hides: bool = True) -> re.Pattern[str] | None:
-    """A part of a pattern; None is `**`."""
+    """Compile one part of a pattern, between slashes; None stands for `**`."""
     if part == "**":
         return None
     hidden = "" if part.startswith(".") or not hides else r"(?!\.)"
@@ -44,7 +44,7 @@ def compiled(part: str, *, hides: bool = True) -> re.Pattern[str] | None:
 def matched(
     path: Sequence[str], patterns: Sequence[re.Pattern[str] | None], *, hides: bool = True
 ) -> int:
-    """Count the first names of a path that match all patterns; 0 if they never do."""
+    """The number of leading names of a path that match all patterns; 0 for no match."""
 
     def with_skipped(states: set[int]) -> set[int]:
         # `**` may stand for no name at all.
@@ -54,7 +54,7 @@ def matched(
                 states.add(state)
         return states
 
-    # The numbers of patterns that may come next.
+    # The indexes of the patterns that may match the next name.
     states = with_skipped({0})
     for count, name in enumerate(path, 1):
         following = set()
@@ -73,7 +73,7 @@ def matched(
 
 @dataclass(frozen=True, slots=True)
 class PathRules(Generic[Value]):
-    """The value of a setting for each path: that of the last rule whose pattern matches."""
+    """The values of a setting by path: the last rule whose pattern matches decides."""
 
     otherwise: Value
     rules: tuple[tuple[Value, str], ...] = ()
@@ -84,16 +84,16 @@ class PathRules(Generic[Value]):
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """All values that some path may have."""
+        """All values that a path can have."""
         return self.otherwise, *(value for value, _ in self.rules)
 
     def shown(self, show: Callable[[Value], str] = str) -> str:
-        """The text that `parse_rules` reads."""
+        """The rules as text, which `parse_rules` reads."""
         rules = (f"{show(value)}:{pattern}" for value, pattern in self.rules)
         return ",".join([show(self.otherwise), *rules])
 
 
-# Each write to a large file asks again.
+# Cached, because each write to a large file calls this.
 @lru_cache(maxsize=1024)
 def _of(rules: PathRules[Any], path: str) -> Any:
     names = path.split("/")
@@ -105,10 +105,10 @@ def _of(rules: PathRules[Any], path: str) -> Any:
 
 
 def parse_rules(text: str, read: Callable[[str], Value], default: Value) -> PathRules[Value]:
-    """Read `bucket`, or `bucket,local:runs/**`, with `read` for each value.
+    """Parse rules such as `bucket,local:runs/**`; `read` parses each value.
 
     Raises:
-        ValueError: it is none of that.
+        ValueError: the text has another form.
     """
     otherwise: list[Value] = []
     rules: list[tuple[Value, str]] = []

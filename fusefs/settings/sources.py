@@ -15,18 +15,18 @@ from fusefs.settings.arguments import did_you_mean
 from fusefs.settings.mount import SETTINGS, Layer, RawValue, SettingsError
 from fusefs.settings.types import SWITCH, Setting, plain_number
 
-# Names the TOML file where no option does; else it is the machine's, if there is one.
+# The variable that names the TOML file if no option does; the default is DEFAULT_CONFIG.
 CONFIG_VARIABLE = "FUSEFS_CONFIG"
 DEFAULT_CONFIG = Path("/etc/fusefs/config.toml")
 _PREFIX = "FUSEFS_"
-# With the prefix, which all have in common: a letter or two.
+# Similarity of names, with their common prefix: one or two letters may differ.
 _NEAR = 0.9
-# What is read elsewhere.
+# Variables with the prefix that are no settings.
 _OTHERS = (CONFIG_VARIABLE, "FUSEFS_RUNTIME_DIRECTORY")
 
 
 def split_options(text: str) -> list[str]:
-    """The options of one `-o`; a value that is a list keeps the commas of its own."""
+    """Split the options of one `-o` at commas, but not at those within a value that is a list."""
     further = {setting.name: setting.type.further for setting in SETTINGS}
     options: list[str] = []
     for part in text.split(","):
@@ -40,7 +40,7 @@ def split_options(text: str) -> list[str]:
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """The settings among the environment's variables; an empty variable counts as unset."""
+    """Read settings from environment variables; an empty variable counts as unset."""
     return {
         setting.name: RawValue(environment[setting.variable], setting.variable)
         for setting in SETTINGS
@@ -49,7 +49,7 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 
 
 def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each variable that is much like a setting's, which would be lost unnoticed."""
+    """Yield a warning for each unknown variable whose name is similar to a setting's."""
     variables = [setting.variable for setting in SETTINGS]
     for name in sorted(environment):
         if name.startswith(_PREFIX) and name not in variables and name not in _OTHERS:
@@ -60,10 +60,10 @@ def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def config_of(given: str | None, environment: Mapping[str, str], mountpoint: str = "") -> Layer:
-    """The settings of the TOML file that is given by an option, by the environment, or neither.
+    """Read the TOML file that an option (`given`) or the environment names, or DEFAULT_CONFIG.
 
     Raises:
-        SettingsError: as `from_config`; the machine's file need not be there.
+        SettingsError: as `from_config`; DEFAULT_CONFIG may be missing.
     """
     named = given or environment.get(CONFIG_VARIABLE)
     if not named and not os.access(DEFAULT_CONFIG, os.R_OK):
@@ -72,16 +72,16 @@ def config_of(given: str | None, environment: Mapping[str, str], mountpoint: str
 
 
 def from_config(path: Path, mountpoint: str = "") -> Layer:
-    """The settings of a TOML file: its own, and over them those of the table of a mountpoint.
+    """Read a TOML file; its table for `mountpoint`, if any, overrides the top-level settings.
 
     Raises:
         SettingsError: the file cannot be read, is not TOML or has an unknown key.
     """
     try:
-        content = tomllib.loads(path.read_text("utf-8"))  # whatever the locale is
+        content = tomllib.loads(path.read_text("utf-8"))  # in any locale
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # also of an integer with thousands of digits
+    except ValueError as error:  # also raised for an integer with thousands of digits
         raise SettingsError(f"{path}: is not TOML: {error}") from error
     by_key = {setting.key: setting for setting in SETTINGS}
     layer = {}
@@ -89,7 +89,7 @@ def from_config(path: Path, mountpoint: str = "") -> Layer:
     own = tables.get(mountpoint, {})
     if not isinstance(own, dict):
         raise SettingsError(f"{path}: {mountpoint}: write a table, [{json.dumps(mountpoint)}]")
-    # What `fusefs status --settings` shows as well, and the command line says.
+    # `fusefs status --settings` also prints `source`, which the command line gives.
     wanted = {key: value for key, value in (content | own).items() if key != "source"}
     for key, value in wanted.items():
         if key in tables:
@@ -115,7 +115,7 @@ def _toml_text(setting: Setting, value: object, origin: str) -> str:
         case int() | float() if setting.type.takes_numbers and not isinstance(value, bool):
             try:
                 return plain_number(value)
-            except ValueError as error:  # of thousands of digits, as a number in base 16 may have
+            except ValueError as error:  # a number, given in base 16, has thousands of digits
                 raise SettingsError(f"{origin}: {error}") from None
     wanted = "true or false" if setting.is_switch else "text in quotes"
     raise SettingsError(f"{origin}: {value!r} has the wrong type; write {wanted}")

@@ -1,12 +1,12 @@
-"""The types that a setting can have: each is read from text and shown as text.
+"""The types of settings, which convert values from and to text.
 
-A `SettingType` is a pair of functions, text to value and value to the same text, and
-the placeholder that `--help` shows. `read` raises ValueError with a sentence that
-says what is wrong and how to write it; mount.py puts the origin of the text in front.
+A `SettingType` has two functions, text to value and value to text, and the placeholder
+for `--help`. `read` raises ValueError with a sentence that describes the mistake and the
+right form; mount.py puts the origin of the text in front.
 
 Binary units of sizes are `KiB` to `PiB` (or Kubernetes' `Ki` to `Pi`), decimal ones
 `kB` to `PB`. A bare `K` or `G` is refused, because some tools mean 1000 by it and others
-1024. Every value that is shown is read back as the same value.
+1024. The text of every value is read back as the same value.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ T = TypeVar("T")
 E = TypeVar("E", bound=enum.StrEnum)
 N = TypeVar("N", int, float)
 
-# For how long listings are relied on at most. An epoch over still data costs one LIST a minute for
-# each 1,000 objects: twice as long would spare little, and readers of replaced files wait for it.
+# The longest time for which a listing is used. Reading unchanging data costs one LIST a minute for
+# each 1,000 objects: a longer time would save little, and delay readers of replaced files.
 METADATA_TTL_S = 60.0
 
 # poll(2) waits at most 2^31 milliseconds, about 24 days.
@@ -76,7 +76,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """Show `size` in the largest binary unit that loses nothing."""
+    """Show `size` as a whole number of the largest possible binary unit."""
     for unit, factor in (("PiB", PIB), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -96,17 +96,17 @@ def format_duration(seconds: float) -> str:
 
 
 def plain_number(number: float) -> str:
-    """`number` without an exponent and without losing a digit."""
+    """Show `number` with all its digits and without an exponent."""
     text = format(Decimal(repr(number)), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-# --- the values that have a shape of their own --------------------------------
+# --- values with a class of their own -----------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MountSource:
-    """A bucket, or the part of it below one prefix.
+    """A bucket, or its part below one prefix.
 
     `prefix` is "" or ends with a slash, so that `prefix + name` is a key.
     """
@@ -140,8 +140,8 @@ class MinFree:
         return format_size(self.size) if self.percent is None else f"{plain_number(self.percent)}%"
 
 
-# The share of the disk's inodes that the cache leaves free. A cached file takes one, and ext4 has
-# one for 16 KiB: a cache of small files runs out of them long before it runs out of space.
+# The share of the disk's inodes that the cache leaves free. Each cached file needs an inode, and
+# ext4 has one for 16 KiB: with small files, a cache runs out of inodes long before it is full.
 FREE_INODES = MinFree(percent=10.0)
 
 
@@ -169,7 +169,7 @@ class PassthroughMode(enum.StrEnum):
 
 
 class Encryption(enum.StrEnum):
-    """The encryption of an object by S3: with its own keys, KMS', or KMS' twice."""
+    """Server-side encryption of objects: with S3's keys, KMS keys, or KMS keys in two layers."""
 
     S3 = "AES256"
     KMS = "aws:kms"
@@ -187,17 +187,17 @@ class Acl(enum.StrEnum):
 
 
 class Conflict(enum.StrEnum):
-    """The fate of an upload over an object that another writer has replaced meanwhile."""
+    """The result of an upload to a key whose object another writer has replaced meanwhile."""
 
     OVERWRITE = "overwrite"
     FAIL = "fail"
 
 
 class Durability(enum.StrEnum):
-    """The place of a file when fsync and close return.
+    """The place where a file is stored when fsync and close return.
 
-    AUTO is the bucket, but for closes of a temporary file, and of one that is appended to again
-    and again.
+    AUTO is the bucket, except for closes of temporary files and of files that are appended to
+    repeatedly: those are stored on the disk.
     """
 
     AUTO = "auto"
@@ -216,7 +216,7 @@ class AttributeForm(enum.StrEnum):
 
 
 class LogLevel(enum.StrEnum):
-    """The least severe line that is logged."""
+    """The lowest severity of lines that are logged."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -342,7 +342,7 @@ def _parse_url(text: str) -> str:
     try:
         parts = urlsplit(text.strip())
         is_endpoint = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of the address or the port
+    except ValueError:  # the address or the port is invalid
         is_endpoint = False
     if not is_endpoint or parts.query or parts.fragment:
         raise ValueError(f"{text!r} is not an endpoint; write it like https://s3.example.org:9000")
@@ -385,7 +385,7 @@ def _parse_word(text: str) -> str:
 
 
 def _parse_kms_key(text: str) -> str:
-    # It goes into a header. https://docs.aws.amazon.com/kms/latest/APIReference/API_DescribeKey.html
+    # For a header. https://docs.aws.amazon.com/kms/latest/APIReference/API_DescribeKey.html
     if not re.fullmatch(r"[!-~]{1,2048}", text.strip()):
         raise ValueError(f"{text!r} is not a KMS key; write its id, its ARN or alias/NAME")
     return text.strip()
@@ -396,11 +396,11 @@ def _parse_kms_key(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SettingType(Generic[T]):
-    """The reading of one type's values from text, and their form as text.
+    """The conversions of one type of settings: `read` from text, `show` to text.
 
-    `read` raises ValueError. With `takes_numbers` a TOML file may hold a bare number.
-    `further` matches what follows a comma within the value, where a list of options has commas
-    as well.
+    `read` raises ValueError. With `takes_numbers` a TOML file may contain a bare number.
+    If a value may contain commas, `further` matches the parts after its first comma, so that
+    they are not taken for the next options of a list.
     """
 
     metavar: str
@@ -411,7 +411,7 @@ class SettingType(Generic[T]):
 
 
 def at_least(minimum: N, base: SettingType[N]) -> SettingType[N]:
-    """The type `base` without the values below `minimum`."""
+    """The type `base`, whose `read` raises ValueError for values below `minimum`."""
 
     def read(text: str) -> N:
         value = base.read(text)
@@ -423,7 +423,7 @@ def at_least(minimum: N, base: SettingType[N]) -> SettingType[N]:
 
 
 def whole_number(least: int, most: int) -> SettingType[int]:
-    """Whole numbers from `least` to `most`."""
+    """The type of whole numbers from `least` to `most`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d{1,10}", text.strip()) or not least <= int(text) <= most:
@@ -434,7 +434,7 @@ def whole_number(least: int, most: int) -> SettingType[int]:
 
 
 def choice(values: type[E]) -> SettingType[E]:
-    """The values of an enumeration, by their texts."""
+    """The type of an enumeration's values, which are their own texts."""
 
     def read(text: str) -> E:
         try:
@@ -453,7 +453,7 @@ PATH = SettingType("PATH", _parse_path)
 SWITCH = SettingType("", _parse_switch, lambda value: "true" if value else "false")
 SIZE = SettingType("SIZE", parse_size, format_size, takes_numbers=True)
 DURATION = SettingType("TIME", _parse_wait, format_duration, takes_numbers=True)
-# `auto` by itself is an option of /etc/fstab.
+# `further` leaves `auto` out: it is an option of its own in /etc/fstab.
 DURABILITY = SettingType(
     "MODE[:PATTERN],…",
     _parse_durability,
@@ -482,7 +482,7 @@ CONNECTIONS = whole_number(1, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as flags, environment variables, TOML keys and `--help` show it."""
+    """One setting, with its names as flag, environment variable and TOML key."""
 
     name: str
     type: SettingType[Any]
@@ -516,10 +516,10 @@ def option(
     factory: Callable[[], object] | None = None,
     otherwise: str = "",
 ) -> Any:
-    """A dataclass field that is a setting, in this group of `--help`.
+    """Declare a dataclass field as a setting, in this group of `--help`.
 
-    `factory` makes the default where it depends on the process; `otherwise` describes
-    a default that has no text of its own.
+    `factory` makes a default that depends on the process; `otherwise` describes, for
+    `--help`, a default that has no text.
     """
     metadata = {"setting": (type, group, help, otherwise)}
     if factory is not None:

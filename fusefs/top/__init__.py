@@ -1,1 +1,1 @@
-"""`fusefs top`: what all mounts of a machine do now, and what they wait for."""
+"""The command `fusefs top`: the current work of this user's mounts, and the causes of waits."""

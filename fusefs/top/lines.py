@@ -1,4 +1,4 @@
-"""The texts of `fusefs top`: a line or a block for each mount, and advice."""
+"""The output texts of `fusefs top`: a line or a block of lines for each mount, and advice."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from fusefs.diagnosis import stall_report
 from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top.rates import Operation, Rates
 
-# What the kernel reads by itself is estimated by the sizes of the files that are opened for it.
+# Passthrough reads by the kernel are estimated by the sizes of the files that are opened.
 SOURCES = {"cache": "cache", "s3": "S3", "kernel": "kernel, estimated"}
-# Operations whose times a block has, the most frequent first.
+# The number of operations whose times a block shows, the most frequent first.
 MOST_OPERATIONS = 6
-# A smaller share of what S3 sent is no reason for a larger cache.
+# Evicted bytes, as a share of those received from S3, from which on a larger cache is advised.
 LEAST_EVICTED = 0.1
 
 
 def line(mount: Rates) -> str:
-    """One mount, without a line's end."""
+    """The text of one mount in one line, without a newline."""
     return shown(f"{mount.volume}: {'; '.join(_parts(mount))}")
 
 
 def block(mount: Rates) -> Sequence[str]:
-    """The lines of one mount: its name and source, and below what it does."""
+    """The lines of one mount: name and source, then indented lines about its work."""
     parts = _parts(mount)
     if mount.is_up:
         cache = f"{human_size(mount.cache_bytes)} of {human_size(mount.cache_limit_bytes)}"
@@ -82,7 +82,7 @@ def _short(seconds: float) -> str:
 
 
 def advice(mount: Rates) -> list[str]:
-    """Sentences that say what may be changed, the most useful first; none is possible."""
+    """Sentences of advice for the user, the most useful first; may be empty."""
     sentences = []
     if mount.evicted_s > LEAST_EVICTED * mount.received_s > 0:
         sentences.append(
@@ -108,7 +108,7 @@ def s3_text(mount: Rates) -> str:
 
 
 def origins(mount: Rates) -> str:
-    """The shares of what was read by where it came from, in brackets; "" if nothing was."""
+    """The shares of the read bytes by source, in brackets; "" if nothing was read."""
     if not mount.read_s:
         return ""
     shares = [

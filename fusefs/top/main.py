@@ -1,7 +1,7 @@
-"""`fusefs top`: samples all mounts now and then, and shows what happened in between.
+"""The main program of `fusefs top`: samples all mounts regularly, and shows rates in between.
 
-A terminal shows the latest sample, a block for each mount; `--plain`, or another output, gets a
-line for each mount, and `--json` one object a line.
+On a terminal it shows the latest sample, with a block for each mount. With `--plain`, or if the
+output is no terminal, it prints a line for each mount; with `--json`, one object for each sample.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 @dataclass(slots=True)
 class Sampler:
-    """Gets the rates of all mounts, one time after the other."""
+    """A sampler of the rates of all mounts, which remembers the previous answers."""
 
     _before: dict[str, MountAnswer] = field(default_factory=dict)
 
     def sample(self) -> list[Rates]:
-        """The rates since the last call. Blocks for as long as a silent mount may take."""
+        """Query all mounts; return their rates since the last call. Blocks up to the time-out."""
         answers = query_all(mounts_of_user())
         found = [rates(self._before.get(one.target.volume), one) for one in answers]
-        # A mount that misses one answer goes on from the last that it gave and that can be read.
+        # After a missing or malformed answer, the last good one is the base of the next rates.
         self._before = {
             one.target.volume: one if mount.is_up else self._before[one.target.volume]
             for one, mount in zip(answers, found, strict=True)
@@ -44,7 +44,7 @@ class Sampler:
 
 
 def run(*, is_plain: bool, is_json: bool, count: int | None, every_s: float = 1.0) -> int:
-    """Show `count` samples (None: until the user ends it), `every_s` seconds apart.
+    """Show `count` samples (None: until Ctrl-C), `every_s` seconds apart.
 
     Returns the exit status.
     """
@@ -74,7 +74,7 @@ def _show(mounts: Sequence[Rates], *, is_json: bool, has_screen: bool) -> None:
 
 
 def screen(mounts: Sequence[Rates], width: int, height: int) -> str:
-    """A block for each mount, cut at `width` and `height`; a line each if blocks have no room."""
+    """A block for each mount, or a line each if that is too high; cut at `width` and `height`."""
     text = [line for mount in mounts for line in lines.block(mount)] or ["no mounts"]
     if len(text) > height:
         text = [lines.line(mount) for mount in mounts]

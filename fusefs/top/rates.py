@@ -1,6 +1,6 @@
-"""The work of a mount between two answers of its daemon: rates and shares, from its metrics.
+"""Rates and shares of a mount's work, computed from its metrics in two answers.
 
-A counter that is less than before belongs to another daemon: it began at 0. All
+A counter that is less than before belongs to a new daemon, which began at 0. All
 rates are per second, sizes in bytes, times in seconds, shares from 0 to 1.
 """
 
@@ -13,17 +13,17 @@ from typing import Any
 
 from fusefs.exporter.queries import MALFORMED, MountAnswer, samples_of
 
-# Answers of which nothing is wrong (404 and 412 are answers like others), or which are counted
-# as throttled.
+# Codes that are no errors (404 and 412 are regular answers), or are counted as throttled (503
+# and 429).
 _NO_ERRORS = ("200", "206", "404", "412", "304", "cancelled", "503", "429")
 _Key = tuple[str, frozenset[tuple[str, str]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Requests of one kind: how many each second, their mean time, and what 99% of them took.
+    """Requests of one kind: rate, mean time, and the time within which 99% were answered.
 
-    `within_s` is the bound of the histogram's bucket, None beyond the last one.
+    `within_s` is the bound of a histogram's bucket; None if it is beyond the last bound.
     """
 
     per_s: float
@@ -33,7 +33,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Rates:
-    """One mount over `interval_s` seconds; without an answer that can be read `why` says why."""
+    """One mount's rates over `interval_s` seconds; without a valid answer, `why` is the reason."""
 
     volume: str
     is_up: bool = False
@@ -79,9 +79,9 @@ class Rates:
 
 
 def rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
-    """The rates between two answers of one mount; of the first there are no rates yet.
+    """Compute the rates between two answers of one mount; without `before` they are 0.
 
-    What can't be read in an answer concerns that mount alone. `before` has been read.
+    If `after` is malformed, the result says so. `before` must be a valid answer.
     """
     if after.metrics is None:
         return Rates(after.target.volume, why=after.why)
@@ -165,11 +165,11 @@ class _Change:
         return sum(self.by(name, "").values())
 
     def totals_by(self, name: str, label: str) -> dict[str, float]:
-        """The values now, added up for each value of a label."""
+        """The sums of a metric's current values, by the value of a label."""
         return self._by(name, label, lambda _key, value: value)
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The rates of a counter, added up for each value of a label."""
+        """The sums of a counter's rates, by the value of a label."""
         return self._by(name, label, self._rate)
 
     def _by(self, name: str, label: str, of: Callable[[_Key, float], float]) -> dict[str, float]:
@@ -191,7 +191,7 @@ class _Change:
         }
 
     def _within(self, name: str, operation: str, rate: float) -> float | None:
-        """The first bound of a histogram's buckets below which so many observations fell."""
+        """The lowest bound of a bucket with at least `rate` observations a second; else None."""
         below: dict[float, float] = {}
         for key, value in self._now.items():
             labels = dict(key[1])
@@ -209,10 +209,10 @@ class _Change:
 
 
 def _flat(metrics: Mapping[str, Any]) -> dict[_Key, float]:
-    """The samples by name and labels; of histograms the counts, the sums and the buckets.
+    """Map (name, labels) to values; histograms give their counts, sums and buckets.
 
     Raises:
-        MALFORMED: they have another form.
+        MALFORMED: the metrics have another form.
     """
     found: dict[_Key, float] = {}
     for metric_name, metric in metrics.items():

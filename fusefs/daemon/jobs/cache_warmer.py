@@ -1,17 +1,17 @@
-"""Fetches files into the cache ahead of their first read: `fusefs warm` and `fusefs pin`.
+"""The cache warmer fetches files before their first read: `fusefs warm` and `fusefs pin`.
 
-A *job* is a path of the mount (a file, or all below a directory), a pattern, or a list of paths,
-and of these all objects or a shard. Listings find them (selection.py), and the job works on the
-versions that these name: no node is made for the kernel. What is in the cache is passed over. On a
-writable mount, whose lookups need each object's metadata, the job sends those HEADs as well.
+A *job* selects all objects, or a shard, of a path of the mount (a file, or all files below a
+directory), a pattern, or a list of paths. Listings find the objects (selection.py) and their
+versions, so no node is made for the kernel. Files in the cache are skipped. On a writable mount,
+whose lookups need each object's metadata, the job also sends the HEADs for them.
 
-All jobs share one bounded number of requests; downloads go after what programs wait for. A job
-stops fetching when it could make room only by evicting what it has fetched itself, or what was used
-since it began, and goes on counting what does not fit. A job that pins puts what it selects on
-record (cache/retention.py) first, and may evict all that is not pinned.
+All jobs share a bounded number of requests, and downloads for programs go first. A job stops
+fetching when it could make room only by evicting files that it has fetched itself or that were
+used since it began; it then only counts the files that do not fit. A job that pins first puts its
+selection on record (cache/retention.py), and may evict all files that are not pinned.
 
-Jobs under way are on record in the mount's state directory, and so are lists, which come in pieces:
-the daemon that takes a mount over goes on with them.
+The mount's state directory has a record of the jobs under way, and their lists, which arrive in
+pieces; a daemon that takes over the mount goes on with these jobs.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fusefs.daemon.jobs.cache_warmer")
 
-# Pages that are listed ahead: 20 MB.
+# Pages that are listed ahead of the fetching: 20 MB.
 PAGES_AHEAD = 50
 # Lines of a list that are looked up together.
 BLOCK_LINES = 20_000
-# For a pin, whatever is not pinned is evicted: this time is after each last use.
+# A pin may evict any file that is not pinned: this time is later than each last use.
 EVICT_ANYTHING = sys.float_info.max
-# Parts that are fetched while others wait for the cluster cache to store them: 2 GiB. Of what is
-# there already nothing waits, so a slow store does not keep a job from what others have stored.
+# Limit for parts that wait until the cluster cache has stored them: 2 GiB. Parts that are stored
+# there already do not wait, so a slow store does not delay the fetching of those.
 MOST_UNSTORED = 256
-# Files passed over before other tasks have their turn.
+# Files that are skipped before other tasks get a turn.
 TURN = 100
-# Ended jobs that can still be described.
+# The number of ended jobs that are kept for `describe`.
 MOST_ENDED = 2000
-# Files of a job that could not be read and are named.
+# The number of failed files that a job names.
 MOST_NAMED = 10
-# And of how many jobs; the others have their number alone.
+# The number of jobs that `describe` returns with these names.
 MOST_WITH_NAMES = 100
 # The speed is computed over this many seconds.
 SPEED_OVER_S = 20
@@ -83,11 +83,11 @@ _LIST_NAME = re.compile(r"[0-9a-f]{16,64}")
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The paths and limits of a job.
+    """The selection of a job's files, and what it does with them.
 
-    `path` is a path or pattern of the mount, "" being its root, or the title of the list
-    whose file is named `list_name`. Of what is selected a `shard` is fetched, and all of
-    it `is_pinned`.
+    `path` is a path or pattern of the mount ("" is the root), or the title of the list in
+    the file `list_name`. Only the objects of `shard`, if given, are fetched; all selected
+    objects are pinned if `is_pinned`.
     """
 
     path: str
@@ -97,7 +97,7 @@ class JobSpec:
 
     @property
     def id(self) -> str:
-        """Tells jobs apart; that of a plain path is the path."""
+        """Identifier of the job; for a job with a path only, it is the path."""
         parts = [f"list {self.list_name}" if self.list_name else self.path]
         if self.shard is not None:
             parts.append(f"shard {self.shard.number}/{self.shard.count}")
@@ -111,13 +111,13 @@ class JobSpec:
         return f"{self.path} (shard {shard.number}/{shard.count})" if shard else self.path
 
     def plain(self) -> list[object]:
-        """The parts, as JSON can hold them."""
+        """The fields as a list for JSON; `from_plain` reads it."""
         shard = [self.shard.number, self.shard.count] if self.shard else None
         return [self.path, shard, self.is_pinned, self.list_name]
 
     @classmethod
     def from_plain(cls, path: str, shard: Any, is_pinned: Any, list_name: Any) -> JobSpec:
-        """Read what `plain` returned, or a request; raises ValueError or TypeError."""
+        """Make a spec of `plain`'s result or a request's fields; raises ValueError or TypeError."""
         if shard is not None:
             number, count = map(int, shard)
             if not 0 <= number < count:
@@ -130,7 +130,7 @@ class JobSpec:
 
 @dataclass
 class WarmCounts(Job):
-    """The progress of a job. The cluster cache did not take `unshared_blocks`."""
+    """The progress of a job. `unshared_blocks` counts those that the cluster cache refused."""
 
     is_listed: bool = False
     files: int = 0
@@ -146,19 +146,19 @@ class WarmCounts(Job):
 
 
 class WarmJob(WarmCounts):
-    """One job. `since` is when it was started, in seconds since the epoch."""
+    """One job, started at `since` (seconds since the epoch)."""
 
     def __init__(self, spec: JobSpec, since: float) -> None:
         super().__init__()
         self.spec = spec
         self.since = since
         self.scope = trio.CancelScope()
-        # What was unpinned since, and is not to be pinned again; `pinning` is held while pins are
-        # added.
+        # Paths that were unpinned since the start, and are not to be pinned again; `pinning` is
+        # held while pins are added.
         self.unpinned: list[str] = []
         self.pinning = trio.Lock()
         self.is_full = False
-        # How much had been fetched at which time of the monotonic clock.
+        # Pairs of a time (monotonic seconds) and the bytes that had been fetched then.
         self._samples = deque([(time.monotonic(), 0)], maxlen=SPEED_OVER_S)
 
     @property
@@ -166,7 +166,7 @@ class WarmJob(WarmCounts):
         return self.has_ended or self.scope.cancel_called
 
     def is_within(self, path: str) -> bool:
-        """True if its path is `path` or below it ("" is all); of a list only "" contains it."""
+        """True if the job's path is at or below `path`; a job of a list is only within ""."""
         if self.spec.list_name:
             return not path
         return not path or self.spec.path == path or self.spec.path.startswith(path + "/")
@@ -188,7 +188,7 @@ class WarmJob(WarmCounts):
         self.done_bytes += size
 
     def arrived(self, size: int, fetched: int) -> None:
-        """Count bytes that are in the cache now, of which `fetched` were missing."""
+        """Count `size` bytes that are in the cache now, of which `fetched` were downloaded."""
         self.done_bytes += size
         self.fetched_bytes += fetched
         now = time.monotonic()
@@ -196,12 +196,12 @@ class WarmJob(WarmCounts):
             self._samples.append((now, self.fetched_bytes))
 
     def leave_out(self, size: int) -> None:
-        """Count a file, or the rest of one, for which there is no room."""
+        """Count a file, or the rest of a file, for which the cache has no room."""
         self.left_out_files += 1
         self.left_out_bytes += size
 
     def lost(self, size: int, arrived: int) -> None:
-        """Take back a file that has changed since it was listed; some of it had `arrived`."""
+        """Uncount a file that has changed since the listing; `arrived` bytes were in the cache."""
         self.files -= 1
         self.bytes -= size
         self.done_bytes -= arrived
@@ -212,12 +212,12 @@ class WarmJob(WarmCounts):
             self.failed.append(f"{path} ({error})")
 
     def miss(self, line: int, path: str, error: StoreError) -> None:
-        """Count a line of a list for which there is no file."""
+        """Count a line of a list that names no existing file."""
         self.files += 1
         self.fail(f"line {line}: {path}", error)
 
     def describe_within(self, limit: int) -> dict[str, Any]:
-        """As `describe`; `limit` is how many bytes the cache may hold."""
+        """Like `describe`, with the state; `limit` is the size limit of the cache in bytes."""
         return self.describe() | {
             "id": self.spec.id,
             "path": self.spec.title,
@@ -233,7 +233,7 @@ class WarmJob(WarmCounts):
         return "cancelled" if self.scope.cancelled_caught else "ended"
 
     def _eta_s(self) -> float | None:
-        """Seconds until the end at the recent speed; None if that is not known."""
+        """Seconds until the job ends at its recent speed; None if unknown."""
         began, fetched = self._samples[0]
         passed_s = time.monotonic() - began
         if self.has_ended or not self.is_listed or self.fetched_bytes == fetched or passed_s <= 0:
@@ -243,7 +243,7 @@ class WarmJob(WarmCounts):
 
 
 class CacheWarmer:
-    """The jobs of one mount. Belongs to the event loop."""
+    """The warm and pin jobs of one mount. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class CacheWarmer:
         filler: Filler | None = None,
     ) -> None:
         self._filler = filler
-        # Where in a page or a file this node begins, as a share of it.
+        # The point, as a share of a page or a file, at which this node begins.
         self._turn = _turn(settings) if filler is not None else 0.0
         self._store = store
         self._cache = cache
@@ -268,16 +268,16 @@ class CacheWarmer:
         self._nursery: trio.Nursery
         self._head_cache: HeadCache
         self._has_begun = trio.Event()
-        # The store keeps some connections for demand, and the requests for these wait there:
-        # so the next is sent as soon as one is free, while a file is still being created.
+        # The store reserves some connections for programs' requests. With as many slots as
+        # connections a request always waits there, and is sent as soon as a connection is free.
         connections = store.counters()["connections"]
         self._slots = trio.Semaphore(connections)
-        # Those that are fetched, and those that wait for the cluster cache to store them.
+        # Parts that are being fetched or wait until the cluster cache has stored them.
         self._parts = trio.Semaphore(connections + MOST_UNSTORED)
         self._selector = selector
 
     async def run(self, takeover: Takeover | None, head_cache: HeadCache) -> None:
-        """Do the jobs until cancelled; after a takeover, those of the last daemon first."""
+        """Run jobs until cancelled; after a takeover, restart those of the last daemon first."""
         self._head_cache = head_cache
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -290,13 +290,13 @@ class CacheWarmer:
             await trio.sleep_forever()
 
     async def start(self, spec: JobSpec) -> WarmJob:
-        """Start a job, or join it; it is on record then. Raises ControlError without its list."""
+        """Return the running job of this spec, or start and record one; raises ControlError."""
         await self._has_begun.wait()
         if spec.list_name and not (self._lists / spec.list_name).exists():
             raise ControlError("the list is incomplete, for the daemon was replaced; try again")
         job = self._jobs.get(spec.id)
         if job is not None and job.unpinned:
-            job.scope.cancel()  # it would leave out what is to be pinned again
+            job.scope.cancel()  # it would leave out paths that are now to be pinned again
         if job is None or job.is_ending:
             job = WarmJob(spec, steady_time())
             self._begin(job)
@@ -304,10 +304,10 @@ class CacheWarmer:
         return job
 
     async def append(self, list_name: str, offset: int, lines: str) -> None:
-        """Add lines to a list, at `offset` bytes; the same ones may be added again.
+        """Write lines to a list's file at `offset` bytes; a piece may be sent twice.
 
         Raises:
-            ControlError: the list can't be kept, or what is before `offset` is missing.
+            ControlError: the list can't be written, or a piece before `offset` is missing.
         """
         await self._has_begun.wait()
         if not _LIST_NAME.fullmatch(list_name):
@@ -330,17 +330,17 @@ class CacheWarmer:
             raise ControlError(f"the list can't be kept: {error.strerror}") from error
 
     def cancel(self, path: str) -> bool:
-        """End the jobs at and below a path; what has been fetched stays."""
+        """Cancel the jobs at and below a path; True if there were any. Fetched files stay."""
         jobs = [job for job in self._jobs.values() if not job.is_ending and job.is_within(path)]
         for job in jobs:
             job.scope.cancel()
         return bool(jobs)
 
     async def cancel_pins(self, path: str) -> None:
-        """Have no job pin what is at or below a path, or what a pattern matches, any more.
+        """Stop all jobs from pinning files at or below `path`, or files that it matches.
 
-        Those for nothing else are ended; others, of a list or a pattern, leave it out. When
-        this returns nothing is being added.
+        Jobs within `path` are cancelled; jobs of a list or a pattern leave these files out.
+        When this returns, no job is adding such pins.
         """
         pinning = [job for job in self._jobs.values() if job.spec.is_pinned and not job.has_ended]
         for job in pinning:
@@ -353,7 +353,7 @@ class CacheWarmer:
                     continue
 
     def describe(self) -> list[dict[str, Any]]:
-        """The jobs as JSON can hold them, the latest last."""
+        """The jobs as dicts for JSON, the latest job last."""
         jobs = [job.describe_within(self._cache.quota.limit) for job in self._jobs.values()]
         # All names together may be larger than an answer (launch/control.py).
         for job in [job for job in jobs if job["failed"]][:-MOST_WITH_NAMES]:
@@ -423,12 +423,12 @@ class CacheWarmer:
                 if job.spec.is_pinned:
                     await self._finish_pin(job)
         except Exception as error:
-            # It is on record: what ends this daemon would end each one after it.
+            # Caught, because the job is on record: it would end each successor of this daemon too.
             logger.exception("warming %r", job.spec.title)
             job.why = f"a fault in fusefs, see the log: {first_of(error)!r}"
         job.ended.set()
         if job.spec.list_name and not self._is_used(job.spec.list_name):
-            with suppress(OSError):  # a bad disk is no reason to end the mount
+            with suppress(OSError):  # a bad disk must not end the mount
                 (self._lists / job.spec.list_name).unlink()
         logger.info("warmed %r: %s", job.spec.title, job.describe_within(self._cache.quota.limit))
         await self._write()
@@ -442,7 +442,7 @@ class CacheWarmer:
                     await self._bring(job, nursery, info)
 
     async def _finish_pin(self, job: WarmJob) -> None:
-        """Let what is not in the bucket any more be evicted, and have the rest on record."""
+        """Write the cache's records, and release pinned files that the bucket no longer has."""
         await self._cache.record()
         is_all = job.why is None and not job.left_out_files
         if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
@@ -483,7 +483,7 @@ class CacheWarmer:
                 job.is_listed = True
 
     async def _select_lines(self, job: WarmJob, deliver: Deliver) -> None:
-        """Deliver what is at or below the paths of the job's list; the first line is 1."""
+        """Deliver the objects at or below the paths in the job's list; lines count from 1."""
         path, number = self._lists / job.spec.list_name, 0
         # A carriage return ends no line.
         opening = partial(path.open, encoding="utf-8", newline="\n")
@@ -497,7 +497,7 @@ class CacheWarmer:
     async def _bring(
         self, job: WarmJob, nursery: trio.Nursery, info: ObjectInfo, *, is_again: bool = False
     ) -> None:
-        """Begin the requests for one file, as slots get free."""
+        """Start the requests for one file, each as soon as a slot is free."""
         if self._head_cache.lacks_version(info):
             await self._slots.acquire()
             nursery.start_soon(self._learn, info)
@@ -542,7 +542,7 @@ class CacheWarmer:
             raise
 
     def _in_turn(self, items: Sequence[T]) -> list[T]:
-        """Items in their order, which begins elsewhere on each node of a cluster cache."""
+        """Rotate items, so that each node of a cluster cache begins at a different one."""
         first = int(self._turn * len(items))
         return [*items[first:], *items[:first]]
 
@@ -569,7 +569,7 @@ class CacheWarmer:
             self._let_go(work)
 
     async def _fill(self, work: _Work, start: int, stop: int) -> bool:
-        """Have a part of a file in the cache; False if that can't be."""
+        """Fetch a part of a file into the cache unless it is there; False if that fails."""
         job, file = work.job, work.file
         try:
             since = EVICT_ANYTHING if job.spec.is_pinned else job.since
@@ -595,7 +595,7 @@ class CacheWarmer:
             work.end(self._prefix)
 
     async def _bring_again(self, job: WarmJob, nursery: trio.Nursery, key: str) -> None:
-        """Bring the version that an object has by now."""
+        """Fetch the current version of an object that has changed since the listing."""
         try:
             info = await self._store.head(key)
         except NotFoundError:
@@ -608,14 +608,14 @@ class CacheWarmer:
 
 
 def _turn(settings: MountSettings) -> float:
-    """A number from 0 to 1 that differs from node to node."""
+    """A number from 0 to 1, derived from host name and cache directory."""
     node = f"{socket.gethostname()}\0{settings.cache_dir}"
     digest = hashlib.blake2b(node.encode(errors="surrogateescape"), digest_size=4).digest()
     return int.from_bytes(digest, "big") / (1 << 32)
 
 
 class _Work:
-    """One file of a job, with parts `under_way`; `again` is called if the object has changed."""
+    """One file of a job and its parts under way; `again` is called if the object has changed."""
 
     def __init__(self, job: WarmJob, info: ObjectInfo, file: CacheFile) -> None:
         self.job = job
@@ -628,7 +628,7 @@ class _Work:
 
     @property
     def is_over(self) -> bool:
-        """True if no further part is worth beginning."""
+        """True if no further part should be fetched: there was an error, or the cache is full."""
         return self.error is not None or self.job.is_full
 
     def end(self, prefix: str) -> None:

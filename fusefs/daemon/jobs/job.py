@@ -1,4 +1,4 @@
-"""Jobs that a command starts, and whose state it asks for again and again until they have ended."""
+"""Jobs that a command starts; it then asks for their state repeatedly until they have ended."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fusefs.store.errors import StoreError
 
 logger = logging.getLogger("fusefs.daemon.jobs")
 
-# Jobs of a kind that can still be described after they have ended.
+# The number of ended jobs of each kind that are kept for `describe`.
 MOST_ENDED = 100
 
 
 @dataclass
 class Job:
-    """One job; `why` is the error that ended it. Its fields are what `describe` tells."""
+    """One job; `why` is the error that ended it, or None. `describe` returns all fields."""
 
     why: str | None = None
 
@@ -31,7 +31,7 @@ class Job:
         return self.ended.is_set()
 
     def describe(self) -> dict[str, Any]:
-        """The job as JSON can hold it; sizes are in bytes."""
+        """The job as a dict for JSON; sizes are in bytes."""
         return {"has_ended": self.has_ended, **asdict(self)}
 
 
@@ -39,7 +39,7 @@ JobType = TypeVar("JobType", bound=Job)
 
 
 class JobTable(Generic[JobType]):
-    """The jobs of one kind, by what each is asked for. Belongs to the event loop."""
+    """The jobs of one kind, each under the key by which it is requested. For the event loop."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
@@ -53,7 +53,7 @@ class JobTable(Generic[JobType]):
         *,
         is_new: bool,
     ) -> JobType:
-        """The job of a place; begun if there is none, or it has ended and `is_new` asks for one."""
+        """Return the job of `place`; start one if there is none, or it has ended and `is_new`."""
         job = self._jobs.get(place)
         if job is None or (is_new and job.has_ended):
             for old in [old for old, other in self._jobs.items() if other.has_ended][:-MOST_ENDED]:
@@ -69,7 +69,7 @@ class JobTable(Generic[JobType]):
             await work(job)
         except (StoreError, OSError) as error:
             job.why = str(error)
-        except Exception as error:  # no fault in it is to end the mount
+        except Exception as error:  # a fault in a job must not end the mount
             logger.exception("%s of %r", type(job).__name__, place)
             job.why = f"a fault in fusefs, see the log: {error!r}"
         finally:

@@ -1,9 +1,9 @@
-"""The share of a path that is in the cache, and dropping it: `fusefs status PATH`, `fusefs drop`.
+"""Counting and dropping the cached copies of a path: `fusefs status PATH`, `fusefs drop`.
 
-A job lists a path or pattern as `fusefs warm` does (selection.py), and looks for the
-cached copy of each version that the listing names. What programs have open, what is
-pinned and what the bucket does not have yet is never dropped; all of it is counted.
-Copies of versions that the bucket no longer has are found if this process has used them.
+A job lists a path or pattern as `fusefs warm` does (selection.py), and looks up the
+cached copy of each version in the listing. Files that programs have open, pinned files
+and files that are not uploaded yet are counted, but never dropped. Copies of versions
+that the bucket no longer has are found if this process has used them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from fusefs.store.errors import NotFoundError
 
 # Files that are named in an answer; the others are counted.
 MOST_NAMED = 10
-# Files looked at before other tasks have their turn.
+# Files that are handled before other tasks get a turn.
 TURN = 100
 
-# The number of files at or below a key, and of their bytes, that the bucket does not have.
+# Returns the numbers of files and of bytes at or below a key that are not uploaded yet.
 Pending = Callable[[str], tuple[int, int]]
 
 
-# What copies are counted as. `local`: whole copies and empty files; `partial`: others, with the
-# bytes that are there; `in_use`: those that were not dropped because programs have them open.
+# The prefixes of counts. `local`: whole copies and empty files; `partial`: incomplete copies, with
+# the bytes in the cache; `in_use`: copies that were not dropped because programs have them open.
 KINDS = ("", "local_", "partial_", "pinned_", "downloading_", "dropped_", "in_use_", "pending_")
 
 
 @dataclass
 class CopiesJob(Job):
-    """A look at the copies of a path: `counts` by kind, number of `pins`, and names `in_use`."""
+    """A job that counts or drops copies: `counts` by kind, number of `pins`, paths `in_use`."""
 
     is_pinned: bool = False
     pins: int = 0
@@ -59,14 +59,14 @@ class CopiesJob(Job):
 
 @dataclass
 class Unpinning(Job):
-    """The removal of pins: `pins` counts them; where there are none, `above` are those above."""
+    """A job that removes pins: `pins` is their number; if it is 0, `above` lists pins above."""
 
     pins: int = 0
     above: list[str] = field(default_factory=list)
 
 
 class LocalCopies:
-    """The jobs of one mount. Belongs to the event loop."""
+    """The jobs of one mount that count or drop copies or remove pins. For the event loop."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class LocalCopies:
         self._cancel_pins = cancel_pins
 
     def job(self, path: str, *, is_new: bool, drops: bool = False) -> CopiesJob:
-        """The job for a path ("" is the mount's root), which `drops` copies or only counts them."""
+        """Return or start the job for a path ("": the root) that counts and, if `drops`, drops."""
         return self._jobs.find_or_begin(
             (path, drops), CopiesJob, partial(self._look, path, drops=drops), is_new=is_new
         )
 
     def unpinning(self, path: str, *, is_new: bool) -> Unpinning:
-        """The removal of the pins at and below a path, or of a pattern; begun as a job is."""
+        """Return or start the job that removes the pins at and below a path, or of a pattern."""
         return self._unpinning.find_or_begin(
             path, Unpinning, partial(self._unpin, path), is_new=is_new
         )
@@ -104,7 +104,7 @@ class LocalCopies:
             await self._cancel_pins(path)
             job.pins = await self._cache.retention.remove_pins(self._key(path))
             if not job.pins and is_pattern(path):
-                root = self._key("")  # which is shown as ".", and no pattern's
+                root = self._key("")  # shown as "."; no pattern stands for it
                 job.pins = await self._cache.retention.remove_pins(
                     root, lambda pin: pin != root and matches(path, self._shown(pin))
                 )
@@ -119,7 +119,7 @@ class LocalCopies:
         return self._prefix + path if path else self._prefix.rstrip("/")
 
     def _shown(self, key: str) -> str:
-        """The path of a key; that of the mount's root for what contains it."""
+        """The path of a key, relative to the mount; "." for the root or a key above it."""
         return key[len(self._prefix) :] or "."
 
     async def _look(self, path: str, job: CopiesJob, *, drops: bool) -> None:
@@ -136,7 +136,7 @@ class LocalCopies:
             for number, (info, file) in enumerate(zip(selected.objects, files, strict=True)):
                 job.add("", info.size)
                 if not info.size:
-                    job.add("local_", 0)  # nothing of it is missing, and the cache has no file
+                    job.add("local_", 0)  # an empty file has no copy, and needs none
                 if file is not None and await self._is_there(file):
                     file.version = file.version or info.version
                     _count(job, file)
@@ -173,7 +173,7 @@ class LocalCopies:
             job.add("dropped_", size)
 
     async def _drop_others(self, job: CopiesJob, key: str, staying: Set[CacheFile]) -> None:
-        """Drop copies of versions that the bucket has no more, unlike those `staying`."""
+        """Drop the copies of versions that the bucket no longer has; leave those in `staying`."""
         for number, file in enumerate(self._cache.files()):
             version = file.version
             is_idle = file.present.total and not file.pins and not file.is_retained
@@ -195,5 +195,5 @@ def _count(job: CopiesJob, file: CacheFile) -> None:
 
 
 def _is_within(key: str, above: str) -> bool:
-    """True if a key is `above`, or below it as a directory; everything is below ""."""
+    """True if a key is equal to `above` or below that directory; all keys are below ""."""
     return not above or key == above or key.startswith(above + "/")

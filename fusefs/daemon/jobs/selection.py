@@ -1,13 +1,13 @@
-"""The objects that a path, a pattern or a list of paths stands for: for `fusefs warm` and the like.
+"""Selection of objects by a path, a pattern or a list of paths: for `fusefs warm` and the like.
 
-Everything is found by listings, so no node is made for the kernel. A path is a file or
-all below a directory, which is listed flat: a thousand keys a page, however many
-directories they are in. A pattern is followed level by level down to its last part or
-its first `**`; what it matches may be files and directories (settings/patterns.py). What
-exists under the very name is no pattern.
+All objects are found by listings, so no node is made for the kernel. A path stands for
+a file, or for all files below a directory, which is listed without delimiter: a thousand
+keys a page, in any number of directories. A pattern is followed level by level to its
+last part or its first `**`; it may match files and directories (settings/patterns.py). A
+path that exists is not taken for a pattern, even if it has a pattern's characters.
 
-A list is sorted, and its neighbours are looked up by one listing as long as a page has enough of
-them; the others get a HEAD each, many at a time. What is no object is listed by itself.
+A list is sorted. Neighbouring keys are looked up by one listing as long as each page has enough of
+them; the other keys get a HEAD each, many at a time. A path that is no object is listed by itself.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ListPage, ObjectInfo
 
-# Listings of paths at a time: they do not queue behind what programs wait for.
+# Concurrent listings of paths; few, so that programs' requests need not wait for them.
 LISTINGS = 2
-# Requests for lists at a time: at 20 ms each as many as small files are fetched.
+# Concurrent requests for lists: at 20 ms each they keep up with the fetching of small files.
 LOOK_UPS = 32
-# Paths of a list that are delivered together: pins among them are on the disk after one sync.
+# Paths of a list that are delivered together, so that one sync writes all their pins.
 RUN = 1000
 # A page of a listing costs as much as this many HEADs (AWS: 12; its bytes come on top).
 WORTH = 16
@@ -43,32 +43,32 @@ NO_SUCH = "there is no such file or directory in the bucket"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` parts of the objects, `number` counting from 0."""
+    """One of `count` parts of all objects; `number` counts from 0."""
 
     number: int
     count: int
 
     def has(self, key: str) -> bool:
-        """True if a key is in this part: by its hash, so that all parts are of a size."""
+        """True if a key's hash falls into this part, so that all parts are of similar size."""
         digest = blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.count == self.number
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """Some of what was selected: objects, and the keys and prefixes that were meant."""
+    """A batch of the selection: `objects`, and `roots`, the selected keys or prefixes of them."""
 
     objects: list[ObjectInfo]
     roots: list[str]
 
 
 Deliver = Callable[[Selected], Awaitable[None]]
-# Called with the number of a line and why it was not found.
+# Called with the number of a line, its path, and the error why it was not found.
 Miss = Callable[[int, str, StoreError], None]
 
 
 class Selector:
-    """Finds the objects of one mount, whose keys begin with `prefix`. For the event loop."""
+    """Selects objects of one mount, whose keys begin with `prefix`. For the event loop."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
@@ -82,7 +82,7 @@ class Selector:
         The path "" is the mount's root. Objects that the mount does not show are left out.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: there is no such object.
             StoreError: the bucket can't be listed.
         """
         await self._select(path, deliver, self._listing)
@@ -102,10 +102,10 @@ class Selector:
     async def select_lines(
         self, lines: Sequence[tuple[int, str]], deliver: Deliver, miss: Miss
     ) -> None:
-        """Deliver what is at or below many paths, each with the number of its line.
+        """Deliver the objects at or below many paths; `lines` are (line number, path).
 
-        `miss` is called for those that are not there or can't be looked up. What is
-        below a directory is delivered again if it has a line of its own.
+        `miss` is called for paths that do not exist or can't be looked up. Objects below
+        a listed directory are delivered twice if they have lines of their own.
         """
         numbers: dict[str, int] = {}
         for number, path in lines:
@@ -145,7 +145,7 @@ class Selector:
                     nursery.start_soon(select, path)
 
     async def _neighbours(self, paths: Sequence[str]) -> tuple[list[ObjectInfo], int]:
-        """The objects of the first of these sorted paths, while pages have enough, and how many."""
+        """List objects at the first of sorted `paths`; return them, and how many paths these are."""
         keys, found, at = [self._prefix + path for path in paths], list[ObjectInfo](), 0
         while len(keys) - at >= WORTH:
             common = os.path.commonprefix([keys[at], keys[-1]])  # noqa: RUF071 - keys are strings
@@ -167,7 +167,7 @@ class Selector:
     # Paths
 
     async def _tree(self, key: str, deliver: Deliver, limiter: trio.CapacityLimiter) -> None:
-        """Deliver what is below a prefix, or the file `key` if nothing is."""
+        """Deliver the objects below the directory `key`, or the object `key` if there are none."""
         is_root = key == self._prefix.rstrip("/")
         prefix = self._prefix if is_root else key + "/"
         after = ""
@@ -193,7 +193,7 @@ class Selector:
     # Patterns
 
     async def _matches(self, parts: Sequence[str], deliver: Deliver) -> bool:
-        """Deliver what matches a pattern; return whether anything does."""
+        """Deliver the objects that match a pattern; return True if there are any."""
         found = False
 
         async def note(selected: Selected) -> None:
@@ -205,7 +205,7 @@ class Selector:
         return found
 
     async def _level(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
-        """Deliver what matches the parts of a pattern below a prefix that ends in a slash."""
+        """Deliver the objects below `prefix`, which ends in a slash, that match `parts`."""
         literal = 0
         while literal < len(parts) and not is_pattern(parts[literal]):
             literal += 1
@@ -222,7 +222,7 @@ class Selector:
             await self._names(prefix, parts, deliver)
 
     async def _names(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
-        """Follow the directories of one level that match, and deliver its files that do."""
+        """Deliver the matching files of one level, and follow its matching directories."""
         pattern = compiled(parts[0])
         assert pattern is not None
         begin = prefix + re.split(r"[*?[]", parts[0], maxsplit=1)[0]
@@ -241,11 +241,11 @@ class Selector:
                     await self._level(below, parts[1:], deliver)
             if page.next_token is None:
                 return
-            # Not every server leaves a directory out that it is to go on behind.
+            # Some servers list a directory again if it is the start of the next page.
             after = page.last + (LAST_CHARACTER if page.last.endswith("/") else "")
 
     async def _flat(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
-        """Deliver what matches parts of a pattern that begin with `**`."""
+        """Deliver the objects below `prefix` that match `parts`, which begin with `**`."""
         patterns = [compiled(part) for part in parts]
         after, last = "", None
         while True:
