@@ -114,7 +114,7 @@ Ready = Callable[[list[str]], None]
 
 
 class Daemon:
-    """One mount with all its parts. `answer` handles commands, `log_waiting` SIGUSR2."""
+    """One mount with all its parts. `answer` is called for commands, `log_waiting` on SIGUSR2."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class Daemon:
                     registry.unregister(mountpoint, pid=os.getpid())
 
     async def _register(self, nursery: trio.Nursery) -> None:
-        """Register the mount for commands; a new mount raises errors, others retry later."""
+        """Register the mount for commands. A new mount raises errors; after a takeover, retry."""
         try:
             await self._answer_commands(nursery)
         except (OSError, registry.MountsError) as error:
@@ -486,7 +486,7 @@ class Daemon:
         return Writing(staging, renames, self._nursery, rules, self.evictor.tend, aborts)
 
     def _described(self, info: ObjectInfo) -> None:
-        """Pass the metadata in a GET's answer to the head cache, which exists before any GET."""
+        """Pass an object's metadata from a GET's answer to the head cache."""
         self.operations.head_cache.described(info)
 
     @asynccontextmanager
@@ -608,7 +608,7 @@ class Daemon:
 async def _watch_signals(
     unmount: Callable[[], Awaitable[None]], log_waiting: Callable[[], None]
 ) -> None:
-    """Handle signals until cancelled: the first to end unmounts, the second exits, SIGUSR2 logs."""
+    """Handle signals until cancelled: SIGTERM and SIGINT unmount, a second exits, SIGUSR2 logs."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) as received:
         is_ending = False
         async for number in received:

@@ -57,7 +57,7 @@ def open_cache(
     *,
     in_any_case: bool,
 ) -> FileCache:
-    """Open a part of the cache, on a full disk only if `in_any_case`; or CacheDirectoryError."""
+    """Open the cache in `directory`; CacheDirectoryError is only logged if `in_any_case`."""
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
     floors = settings.min_free.bytes_of, FREE_INODES.bytes_of
     quota = Quota(directory, settings.cache_size, *floors)

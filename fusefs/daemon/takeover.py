@@ -100,7 +100,7 @@ class Takeover:
 
     @property
     def is_fresh(self) -> bool:
-        """True if there is no mount yet, and this daemon is to ask for it."""
+        """True if there is no mount yet, so that this daemon must ask the keeper for one."""
         return self._task == FRESH
 
     @property
@@ -110,7 +110,7 @@ class Takeover:
 
     @property
     def checks_first(self) -> bool:
-        """True if all checks come first, as a command waits for errors; False in a take-over."""
+        """True if checks come before serving: for a new mount and in an upgrade."""
         return self._task in (FRESH, PREPARE)
 
     @property
@@ -209,7 +209,7 @@ class Takeover:
         return fuse_connection.is_disconnected(self.fd)
 
     async def keep(self, in_flight: Callable[[], int], files: PassthroughFiles | None) -> None:
-        """Run the keeper's connection; a new keeper that a supervisor brings learns of `files`."""
+        """Tick until the keeper is gone. A supervisor's new keeper gets `files`, and then ticks."""
         if self._supervisor is None:
             await self.keeper.run(in_flight, self._settings.hang_timeout)
             logger.error("the keeper is gone: the mount ends when this process does")

@@ -93,7 +93,7 @@ def _ask(target: Target, timeout_s: float) -> MountAnswer:
 def samples_of(
     name: str, metric: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], float]]:
-    """Yield Prometheus samples of a metric; a histogram has one for each bucket, sum and count.
+    """Yield Prometheus samples of a metric; a histogram gives its buckets, its sum and its count.
 
     Raises:
         MALFORMED: the metric has another form.

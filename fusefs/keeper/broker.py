@@ -111,7 +111,7 @@ class Broker:
         self._allowed = ATTACHED | {wire.KNOWN}
 
     def take(self) -> None:
-        """Give the mount to a daemon that has sent HELLO, and PREPARED if it had to."""
+        """Send the daemon the mount: its descriptor (TAKE) and its registered files (ENTRY)."""
         self.task = wire.TAKE_OVER
         self._allowed = ATTACHED
         count = len(self.state.files)

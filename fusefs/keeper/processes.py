@@ -109,7 +109,7 @@ class DaemonProcess:
 def start_daemon(
     program: Program, configuration: Configuration, *, is_beside: bool
 ) -> DaemonProcess:
-    """Start a daemon, `is_beside` the mount's last one in an upgrade; raises OSError."""
+    """Start a daemon; `is_beside` lets the old daemon live, as in an upgrade. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     # The reader uses it like a pipe, but the writer need not wait for a slow reader.
@@ -321,7 +321,7 @@ class ProcessTable:
     # --- time ---
 
     def deadlines(self) -> Iterator[float]:
-        """The times at which something has to be done about a process; monotonic seconds."""
+        """Yield the deadlines of the current and the incoming daemon, in monotonic seconds."""
         for daemon in (self.current, self.incoming):
             if daemon is not None:
                 yield daemon.deadline
@@ -479,7 +479,7 @@ class ProcessTable:
             self.kill(daemon, "lost its broker")
 
     def _abandon(self, daemon: DaemonProcess) -> None:
-        """Kill a broker that hangs; of its messages so far, handle only those on files."""
+        """Kill a broker that hangs; of its messages, handle only those about registered files."""
         broker, daemon.broker = daemon.broker, None
         if broker is None:
             return

@@ -158,7 +158,7 @@ class KeeperState:
 
 
 def abort_own(state: KeeperState) -> None:
-    """Abort the connection unless it has ended (the kernel reuses numbers). Raises OSError."""
+    """Abort the mount's connection unless it has ended: numbers are reused. Raises OSError."""
     if state.fuse_fd < 0 or not fuse_connection.is_disconnected(state.fuse_fd):
         fuse_connection.abort(state.connection)
 

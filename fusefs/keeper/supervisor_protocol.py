@@ -92,7 +92,7 @@ def pack(kind: int, mount: int = 0, a: int = 0, b: int = 0, c: int = 0) -> bytes
 
 
 class ProcessHandle:
-    """A daemon's process: a child of this process, or one of the supervisor behind `supervisor`."""
+    """A daemon's process: a child, or the process that the supervisor at a socket has started."""
 
     def __init__(
         self,

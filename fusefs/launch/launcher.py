@@ -244,7 +244,7 @@ def _choose_user(settings: MountSettings, environment: Mapping[str, str]) -> use
 
 
 def _with_owner(settings: MountSettings) -> MountSettings:
-    """The settings with an owner of files: if not set, the user who mounts, not the daemon's."""
+    """The settings with `uid` and `gid`: by default those of the user who mounts."""
     return replace(
         settings,
         uid=os.geteuid() if settings.uid is None else settings.uid,

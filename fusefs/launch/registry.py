@@ -111,7 +111,8 @@ class Registration(NamedTuple):
     started: int
 
     def is_alive(self) -> bool:
-        """True if the daemon runs as the directory's owner, who could have written any pid."""
+        """True if the process `pid` is the daemon, by its start time and its user."""
+        # The user is checked because the directory's owner may have written any pid.
         if start_time(self.pid) != self.started:
             return False
         owner = server_of(Path(self.mountpoint))
@@ -288,7 +289,7 @@ def _remove(mountpoint: Path) -> None:
 
 
 def registration_of(mountpoint: Path) -> Registration | None:
-    """The record of a mount's last daemon, or None. If the mount has ended, it is removed."""
+    """The record of a mount's last daemon, or None. Removes the record of an ended mount."""
     registration = _read(directory_of(mountpoint))
     if registration is not None and not registration.is_alive():
         mount = mountinfo.find_mount(mountpoint)
@@ -306,7 +307,7 @@ def all_mounts() -> list[Registration]:
 
 
 def records() -> Iterator[Registration]:
-    """Yield the records of all mounts, also those of dead daemons; removes none."""
+    """Yield the records of all mounts, also those of dead daemons, without removing any."""
     for place in _places():
         try:
             directories = list(place.iterdir())

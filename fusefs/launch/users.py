@@ -49,7 +49,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """The user of a daemon; `why` is the reason if it is not an ordinary user of its own."""
+    """The user of a daemon; `why` is the reason if that is no ordinary user of its own, or ""."""
 
     name: str
     uid: int
@@ -200,7 +200,7 @@ def _existing(path: Path) -> Path:
 
 
 def may_use(user: User, path: Path, mode: int) -> bool:
-    """True if the modes of a path and its parents let a user access it."""
+    """True if the modes of a path and its parents allow a user the access `mode`."""
     resolved = path.resolve()
     for directory in resolved.parents:
         if not _grants(user, directory, os.X_OK):

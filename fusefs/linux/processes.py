@@ -136,7 +136,7 @@ def close_all_but(*kept: int) -> None:
 
 
 def has_ended(pidfd: int, timeout_s: float = 0.0) -> bool:
-    """True if the process with all its threads ends within `timeout_s`."""
+    """True if the process, with all its threads, has ended or ends within `timeout_s`."""
     poll = select.poll()  # select takes no descriptors from 1024 on
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(1000 * max(0.0, timeout_s)))

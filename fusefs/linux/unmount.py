@@ -77,7 +77,7 @@ def abort_connection(connection: int) -> None:
 
 
 def users_of(mountpoint: Path) -> list[tuple[int, str]]:
-    """The processes (pid, command) that use the mount; users by mappings alone are not found."""
+    """The processes (pid, command) that use the mount; those with only mappings are not found."""
     processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [(int(one.name), _command(one)) for one in processes if _uses(one, mountpoint)]
 

@@ -12,7 +12,7 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \((?:choose from|maybe you mean
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts no abbreviated options, because a new option could make them ambiguous."""
+    """A parser without abbreviated options, because a new option could make them ambiguous."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Like argparse's, but the subcommand itself reports an unknown option."""
+        """Parse as argparse does, but let the subcommand itself report an unknown option."""
         found, rest = super().parse_known_args(args, namespace)
         for word in rest:
             if word.startswith("-") and word != "-":
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A suggestion to append to an error message; "" if no known word is similar."""
-    import difflib  # for mistakes alone
+    import difflib  # only needed after mistakes
 
     names = [name for name in known if name.startswith("--") == word.startswith("--")]
     begun = [name for name in names if len(word) > 3 and name.startswith(word)]

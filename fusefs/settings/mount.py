@@ -326,7 +326,7 @@ class MountSettings:
 
     @property
     def mount_request(self) -> MountRequest:
-        """The arguments of mount(2) or fusermount3."""
+        """The request for mount(2) or fusermount3."""
         source = str(self.source)
         return MountRequest(source, self.mountpoint, self.allow_other, self.read_only, self.noexec)
 

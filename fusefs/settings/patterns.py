@@ -29,7 +29,7 @@ def is_pattern(path: str) -> bool:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """True if a pattern matches a path or a directory above it."""
+    """True if a pattern matches a path, or a directory above the path."""
     return bool(matched(path.split("/"), [compiled(part) for part in pattern.split("/")]))
 
 

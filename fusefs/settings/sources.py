@@ -53,7 +53,7 @@ def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
     variables = [setting.variable for setting in SETTINGS]
     for name in sorted(environment):
         if name.startswith(_PREFIX) and name not in variables and name not in _OTHERS:
-            import difflib  # for mistakes alone
+            import difflib  # only needed after mistakes
 
             for near in difflib.get_close_matches(name, variables, n=1, cutoff=_NEAR):
                 yield f"{name} is no setting, and ignored; did you mean {near}?"

@@ -130,7 +130,7 @@ class JobSpec:
 
 @dataclass
 class WarmCounts(Job):
-    """The progress of a job. `unshared_blocks` counts those that the cluster cache refused."""
+    """The progress of a job; the cluster cache did not store `unshared_blocks` of its blocks."""
 
     is_listed: bool = False
     files: int = 0
@@ -201,7 +201,7 @@ class WarmJob(WarmCounts):
         self.left_out_bytes += size
 
     def lost(self, size: int, arrived: int) -> None:
-        """Uncount a file that has changed since the listing; `arrived` bytes were in the cache."""
+        """Uncount a file that has changed since the listing, and its `arrived` bytes."""
         self.files -= 1
         self.bytes -= size
         self.done_bytes -= arrived
@@ -290,7 +290,7 @@ class CacheWarmer:
             await trio.sleep_forever()
 
     async def start(self, spec: JobSpec) -> WarmJob:
-        """Return the running job of this spec, or start and record one; raises ControlError."""
+        """Return the spec's running job, or start and record one; ControlError without its list."""
         await self._has_begun.wait()
         if spec.list_name and not (self._lists / spec.list_name).exists():
             raise ControlError("the list is incomplete, for the daemon was replaced; try again")

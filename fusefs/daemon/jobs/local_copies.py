@@ -88,7 +88,7 @@ class LocalCopies:
         self._cancel_pins = cancel_pins
 
     def job(self, path: str, *, is_new: bool, drops: bool = False) -> CopiesJob:
-        """Return or start the job for a path ("": the root) that counts and, if `drops`, drops."""
+        """Return or start the job that counts, or `drops`, the copies at a path ("": the root)."""
         return self._jobs.find_or_begin(
             (path, drops), CopiesJob, partial(self._look, path, drops=drops), is_new=is_new
         )

@@ -145,7 +145,7 @@ class Selector:
                     nursery.start_soon(select, path)
 
     async def _neighbours(self, paths: Sequence[str]) -> tuple[list[ObjectInfo], int]:
-        """List objects at the first of sorted `paths`; return them, and how many paths these are."""
+        """List objects at the first of sorted `paths`; return them and the number of such paths."""
         keys, found, at = [self._prefix + path for path in paths], list[ObjectInfo](), 0
         while len(keys) - at >= WORTH:
             common = os.path.commonprefix([keys[at], keys[-1]])  # noqa: RUF071 - keys are strings
