@@ -175,7 +175,7 @@ def _of_pod_identity(
 
 
 def _account(context: Mapping[str, str], attribute: str) -> tuple[str, str]:
-    """Return the pod's namespace and service account, which only kubelet can set."""
+    """Return the pod's namespace and service account; kubelet overwrites an author's values."""
     namespace, account = context.get(NAMESPACE, ""), context.get(ACCOUNT, "")
     if not namespace or not account:
         raise FailedPreconditionError(
