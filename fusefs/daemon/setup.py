@@ -57,7 +57,10 @@ def open_cache(
     *,
     in_any_case: bool,
 ) -> FileCache:
-    """Open the cache in `directory`; CacheDirectoryError is only logged if `in_any_case`."""
+    """Open the cache in `directory`; may raise CacheDirectoryError.
+
+    With `in_any_case`, as in a takeover, the cache is opened on a full or bad disk too.
+    """
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
     floors = settings.min_free.bytes_of, FREE_INODES.bytes_of
     quota = Quota(directory, settings.cache_size, *floors)

@@ -232,7 +232,7 @@ class Broker:
             self.take()
 
     def _prepared(self, message: wire.KeeperMessage) -> None:
-        # The keeper forks another broker for this daemon, which knows the registered files.
+        # The keeper now forks another broker for this daemon, with the current state.
         self._allowed = frozenset()
         self._report(message)
 

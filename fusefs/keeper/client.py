@@ -24,7 +24,7 @@ from fusefs.linux.callers import FATES, HOLDS, HOLDS_NOT, UNKNOWN
 from fusefs.telemetry.activity import ACTIVITY, IDLE_S
 
 TICK_S = 1.0
-# A keeper that does not answer in this time hangs itself.
+# A keeper that takes longer to answer is taken to hang.
 LOOK_LIMIT_S = 2.0
 # The time that a file waits for others that are registered in the same message.
 GATHER_S = 0.02

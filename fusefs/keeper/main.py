@@ -37,7 +37,7 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
-# In the whole life of a mount.
+# Keepers that may fail in the whole life of a mount before it is given up.
 MOST_FAILURES = 10
 
 

@@ -30,7 +30,7 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
-DUMP_S = 0.5  # for the stacks of a daemon that hangs
+DUMP_S = 0.5  # for a daemon that hangs to write its stacks
 CUT_OFF_S = 1.0  # between a daemon's closed socket and its death
 DRAIN_S = 1.0  # for a broker to send its last messages
 # A killed process in state D does not end; if it waits for a write, it may end later.
@@ -221,7 +221,7 @@ class ProcessTable:
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
         """Watch a daemon that serves already, and fork a broker for it."""
-        point_to_null(1)  # no launcher waits for it to serve
+        point_to_null(1)  # no launcher waits for an adopted daemon
         self.current = daemon
         daemon.is_child = False
         daemon.deadline = time.monotonic() + self._configuration.hang_s

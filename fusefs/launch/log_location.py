@@ -13,7 +13,7 @@ from typing import IO
 from fusefs.launch.preflight import LaunchError
 from fusefs.settings.mount import MountSettings
 
-# Bytes of a log's name, since file systems allow 255; of a mountpoint the end is used.
+# The longest log name in bytes (file systems allow 255); a longer name loses its beginning.
 LONGEST_NAME = 200
 
 

@@ -36,7 +36,7 @@ class LaunchError(Exception):
         self.code = code
 
 
-# Longer than the pauses that a mount is to survive.
+# A shorter request time-out of the kernel could end a mount during a pause.
 SHORTEST_REQUEST_TIMEOUT_S = 600
 
 

@@ -28,7 +28,7 @@ FATES = frozenset((UNKNOWN, LIVES, IS_KILLED, WAS_KILLED, EXITS))
 # The process or a child of it has another descriptor with which it may write to the file.
 HOLDS = 5
 HOLDS_NOT = 6
-# The limit of descriptors that are looked at.
+# The number of descriptors that are inspected, at most.
 _MOST_DESCRIPTORS = 4096
 
 _PF_EXITING = 0x4  # include/linux/sched.h
@@ -77,7 +77,7 @@ def fate(pid: int) -> int:
     if not flags & _PF_EXITING:
         return IS_KILLED if pending & _SIGKILL else LIVES
     spared = masks.get("SigBlk", 0) | masks.get("SigIgn", 0) | masks.get("SigCgt", 0)
-    # The code is 0 as well where this process may not see it.
+    # The exit code also reads 0 if this process may not see it.
     is_by_signal = code & 0x7F or pending & (_SIGKILL | _FATAL & ~spared)
     return WAS_KILLED if is_by_signal else EXITS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-TYPE_CHECKING = False  # the keeper imports this module, and does without large ones
+TYPE_CHECKING = False  # the keeper imports this module, which therefore imports little
 if TYPE_CHECKING:
     import mmap
 

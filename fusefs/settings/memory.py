@@ -29,7 +29,7 @@ _PER_ENTRY = 560
 _PER_NAME = 1024
 # Measured: a file of the cache that is in memory, with its name and places in tables.
 _PER_FILE = 800
-# A hundred times a usual data set's folder.
+# A hundred times the entries of a usual data set's directory.
 _MOST_ENTRIES = 200_000
 
 

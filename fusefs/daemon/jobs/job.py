@@ -1,4 +1,4 @@
-"""Jobs that a command starts; it then asks for their state repeatedly until they have ended."""
+"""Jobs that a command starts; the command then polls their state until they have ended."""
 
 from __future__ import annotations
 
