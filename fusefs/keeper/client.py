@@ -242,7 +242,7 @@ class KeeperClient:
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
     ) -> trio.Event:
-        """Give a backing id back; the answer sets the event and calls `done(0, errno)`."""
+        """Give a backing id back; the answer (or ECONNRESET) sets the event and calls `done`."""
         number, reply = self._expect_reply()
         reply.done = done
         if self.gone.is_set():

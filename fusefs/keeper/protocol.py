@@ -26,8 +26,8 @@ Daemon to keeper, in the order in which they come:
     ENDING        the daemon ends on purpose: unmounted, by SIGTERM, or quiesced
     KNOWN         b: id, c: st_ino of a file that the last keeper had registered. Sent to
                   a new keeper, before SERVING.
-    LOOK          a: the daemon's number for this request, b: the pid of a request, c: 0, or
-                  the st_ino of a file; only after ABLE. Answered by LOOKED.
+    LOOK          a: the daemon's number for this request, b: the thread's pid in a FUSE request,
+                  c: 0, or the st_ino of a file; only after ABLE. Answered by LOOKED.
 
 Keeper to daemon:
 
