@@ -1,4 +1,4 @@
-"""Blocks: the units in which the cluster cache stores objects, their names and checks.
+"""Blocks of objects as the cluster cache stores them: their layout, names and checks.
 
 A block is up to 8 MiB of one version of an object. It is stored as *frames* of up to 256 KiB of the
 object's bytes, each followed by a tag: a CRC32, and an HMAC with the key of the domain. So any
@@ -39,7 +39,7 @@ class BadBlockError(Exception):
 
 # A tuple for speed: each small file that is fetched makes some of these.
 class BlockId(NamedTuple):
-    """A version and the number of one of its blocks; computing the block's name takes a hash."""
+    """Identity of a block: a version and the block's number. Computing its name takes a hash."""
 
     version: ObjectVersion
     number: int
@@ -107,7 +107,7 @@ class Domain:
         return Block(name, block.start, block.stop)
 
     def tag(self, block: Block, number: int, data: bytes | memoryview) -> bytes:
-        """Return the tag to store after a frame."""
+        """Return the tag to store after frame `number`, which has the bytes `data`."""
         return self._crc(block, number, data) + self._mac(block, number, data)
 
     def verify(

@@ -1,4 +1,4 @@
-"""Stores blocks in the cluster cache that came from S3 and are whole on the local disk.
+"""Stores in the cluster cache the blocks that came from S3 and are whole on the local disk.
 
 Each node stores the blocks that it has whole: two at a time, from the checked local copy, in the
 background. While downloads are under way the filler rests after each block, and drops blocks that
@@ -78,7 +78,7 @@ class _Fill:
 
 
 class Filler:
-    """Queue and storing of one mount's blocks. Belongs to the event loop.
+    """Stores one mount's blocks in the cluster cache, from a queue. Belongs to the event loop.
 
     `is_busy` returns True during downloads. `counted` has the numbers of blocks that were `stored`,
     `present` (stored by another node), `lost` (the file was evicted), `dropped` and `failed`, and
@@ -115,7 +115,7 @@ class Filler:
         return len(self._queue) + len(self._under_way)
 
     def fetched(self, file: CacheFile, start: int, stop: int) -> None:
-        """Queue missed blocks that a file has whole now that [start, stop) have arrived."""
+        """Queue the missed blocks that the arrival of [start, stop) has made whole in a file."""
         version, missed = file.version, self._tier.missed
         if version is None or not missed:
             return
@@ -192,7 +192,7 @@ class Filler:
         return failed
 
     async def _finish(self, block: BlockId) -> bool:
-        """Store a block now if it is queued, or wait for it; False if it could not be stored."""
+        """Store a block now if it is queued; return False if it could not be stored."""
         fill = self._under_way.get(block) or self._queue.get(block)
         if fill is None:
             return True
@@ -200,7 +200,7 @@ class Filler:
             async with self._job_slots:
                 if block in self._queue and block not in self._under_way:
                     return self._may_store and await self._bring(self._queue.pop(block))
-            # The filler or another job is storing it, or it was dropped.
+            # The filler or another job is storing the block, or the block was dropped.
             fill = self._under_way.get(block, fill)
         return await fill.ended()
 
@@ -215,7 +215,7 @@ class Filler:
             fill.outcome = await self._put(fill)
             if fill.is_stored:
                 self._failures = 0
-        except Exception as error:  # any failure will do: the block is in S3
+        except Exception as error:  # no exception may escape: S3 has the block anyway
             fill.outcome = "failed"
             self._note_failure(error)
         finally:

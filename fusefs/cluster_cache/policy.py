@@ -37,7 +37,7 @@ Clock = Callable[[], float]
 
 
 class Deadline:
-    """The time to wait for a first byte before S3 is requested as well, in seconds."""
+    """An adaptive time limit for a first byte, after which S3 is requested as well."""
 
     def __init__(self) -> None:
         self._mean_s: float | None = None
@@ -57,8 +57,8 @@ class Deadline:
     def note_late(self, waited_s: float) -> None:
         """Note that an answer had not begun after `waited_s`, when S3's had.
 
-        It counts as twice the mean at most. So the deadline grows if all answers are slow, but one
-        hanging server of three does not make every third read wait longer.
+        The wait counts as at most twice the mean. So the deadline grows if all answers are slow,
+        but one hanging server of three does not make every third read wait longer.
         """
         if self._mean_s is not None:
             self.note_first_byte(min(waited_s, 2 * self._mean_s))
@@ -101,7 +101,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
 
     def note_failure(self, weight: float = 1.0) -> None:
-        """Count a failure of this weight; open the breaker if it was a probe or one too many."""
+        """Count a failure of this weight; a failed probe or FAILURES of them open the breaker."""
         self._failures += weight
         if self.state is BreakerState.PROBED or self._failures >= FAILURES:
             self.opened += self.state is BreakerState.CLOSED

@@ -96,11 +96,11 @@ class StoredState(enum.IntEnum):
 
 
 class _LostError(Exception):
-    """The other side of the race has the first bytes."""
+    """This side of the race has lost: the other side had bytes first."""
 
 
 class _Race:
-    """Decides if S3 or the cluster cache writes a range: the first that has bytes of it."""
+    """Decides whether S3 or the cluster cache writes a range: the first side that has bytes."""
 
     def __init__(self) -> None:
         self.winner = ""
@@ -108,7 +108,7 @@ class _Race:
 
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:
-        """Take part in the race; the block is cancelled if the other side wins."""
+        """Enter one side into the race; the `with` body is cancelled if the other side wins."""
         with trio.CancelScope() as scope:
             self._scopes[name] = scope
             if self.winner not in ("", name):
@@ -116,11 +116,11 @@ class _Race:
             yield
 
     def leave(self, name: str) -> None:
-        """End the part of one side."""
+        """Cancel the `with` body of one side."""
         self._scopes[name].cancel()
 
     def has(self, name: str) -> bool:
-        """Let a side that has bytes win, unless the other side has won: then return False."""
+        """Report that a side has bytes; return False if the other side has already won."""
         if not self.winner:
             self.winner = name
             for other, scope in self._scopes.items():
@@ -267,7 +267,7 @@ class _Lookup:
     def _check(
         self, chunk: memoryview
     ) -> tuple[list[tuple[int, memoryview]], BadBlockError | None]:
-        """Return the frames that the chunk completes, and the error of a bad one or None. Slow."""
+        """Return the frames completed by `chunk`, and a bad frame's error or None. Up to 1 ms."""
         found = []
         try:
             for frame in self._frames.feed(chunk):
@@ -391,7 +391,7 @@ class ClusterTier:
         while True:
             try:
                 await self._blocks.open()
-            except Exception as error:  # any failure will do: S3 has everything
+            except Exception as error:  # no exception may escape: S3 has everything
                 why = error.failure.in_full if isinstance(error, AttemptError) else repr(error)
                 if self.why != why:
                     logger.warning("the cluster cache can't be used: %s", why)
@@ -467,7 +467,7 @@ class ClusterTier:
         self._settle(lookup, error)
 
     def _settle(self, lookup: _Lookup, error: Exception | None) -> None:
-        """Record the result of a lookup; `error` is that of S3, which was read beside it.
+        """Record the result of a lookup; `error` is S3's, if S3 was read as well and failed.
 
         Raises:
             StoreError, OSError: as `_race`.
@@ -481,7 +481,7 @@ class ClusterTier:
             raise error
 
     def _wants(self, version: ObjectVersion, position: int) -> bool:
-        """True if a reader is to look the block at `position` up; False: S3 at once."""
+        """True if a reader is to look up the block at `position`; may start a probe."""
         if not self.is_open:
             self._wanted.set()
             return False

@@ -187,7 +187,7 @@ class Plans:
         return self._directory / f"plan-{reader.encode().hex()}"
 
     def _take_in(self, plan: Plan, text: bytes) -> None:
-        """Add entries; files that seemed to have no further use are placed anew."""
+        """Add entries to a plan; put the files that they name back into the order of eviction."""
         known = self._known
         for mark in plan.add(text):
             file = known.get(mark)
@@ -284,13 +284,13 @@ class Plans:
         return self._clock + ahead
 
     def opening(self, file: CacheFile) -> bool:
-        """True if a file that is being opened is in a plan, so that no guess is needed."""
+        """Note that a program begins to open a file; return True if a plan has the file."""
         if self._plans and not file.is_complete and len(self._late) < MOST_LATE:
             self._late.add(file)
         return self.next_use(file) is not None
 
     def used(self, file: CacheFile) -> None:
-        """Note the open of a file in the plans and the recording."""
+        """Note that a program has opened a file, in the plans and the recording."""
         mark = self._mark(file)
         if file.version is not None:
             self._note(file.version.key)

@@ -1,7 +1,7 @@
 """Fetches the files that plans expect to be read next.
 
 A task for each plan walks along its entries from the reader's position and starts the downloads of
-each file's parts, in the order of need. It runs as many at a time as the path to S3 allows besides
+each file's parts, in the order of need. As many run in parallel as the path to S3 allows besides
 the downloads that programs wait for, which go first (cache/readahead/). When an entry's turn comes,
 its path is looked up in the listings of the mount, as the program will do.
 
@@ -162,7 +162,7 @@ class Prefetcher:
         return outcome
 
     def frontier(self, plan: Plan) -> float:
-        """Return the entries up to the next one to fetch; inf if enough is fetched ahead."""
+        """Return the number of entries up to the next one to fetch; inf if enough is ahead."""
         walk = self._walks.get(plan)
         most = max(self._most_under_way(), AHEAD_SHARE * self._downloader.room)
         if walk is None or walk.ahead_bytes > most:
@@ -170,7 +170,7 @@ class Prefetcher:
         return walk.at - plan.low
 
     def _most_under_way(self) -> float:
-        """Return the bytes of a plan's files that may be downloading at a time."""
+        """Return the most bytes of a plan's files that may be downloading at a time."""
         wanted = 2 * self._downloader.path.width * PART
         return min(wanted, MOST_UNDER_WAY_SHARE * self._downloader.room)
 

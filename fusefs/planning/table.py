@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def window(self) -> int:
-        """Entries on either side of the farthest open within which an open is expected."""
+        """Number of entries on either side of the farthest open where opens are expected."""
         return max(LEAST_WINDOW, min(LARGEST_WINDOW, int(WINDOW_SHARE * self._distinct)))
 
     @property
@@ -183,7 +183,7 @@ class Plan:
         return -1
 
     def distance(self, mark: int) -> float:
-        """Return the entries from the farthest open to a checksum's next one; inf: none."""
+        """Return the number of entries from the farthest open to a checksum's next; inf: none."""
         at = self.find(mark, self.low)
         return at - self.high if at >= 0 else math.inf
 

@@ -88,7 +88,7 @@ class Store(Source, Protocol):
         """
 
     async def complete(self, upload: Upload, size: int, condition: Condition = None) -> ObjectInfo:
-        """As `Upload.complete`."""
+        """Complete an upload, as `Upload.complete` does."""
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         """Abort an upload, which deletes its parts; no error if there is no such upload."""

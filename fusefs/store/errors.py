@@ -100,7 +100,7 @@ class ThrottledError(StoreError):
 
 
 class UnreachableError(StoreError):
-    """S3 gave no answer in the retry time (refused connections, time-outs, 5xx), or cannot."""
+    """S3 gave no answer in the retry time (refused connections, time-outs, 5xx), or never can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ _REJECTED = {
     "IDPRejectedClaim": "the credentials are rejected",
 }
 _SLOW_DOWN = (ThrottledError, "S3 asks to slow down", True)
-# The last one comes with status 400.
+# KMS.ThrottlingException comes with status 400.
 _SLOW_DOWN_CODES = (
     *("SlowDown", "TooManyRequests", "TooManyRequestsException", "RequestLimitExceeded"),
     *("ServiceUnavailable", "Throttling", "ThrottlingException", "KMS.ThrottlingException"),
@@ -265,7 +265,7 @@ def translate(error: Exception) -> Failure:
 
 
 def _from_botocore(error: Exception) -> Failure | None:
-    # Imported by whoever raised the error; importing it first costs half a second.
+    # Imported late, as it takes half a second; done already if botocore raised the error.
     from botocore import exceptions
 
     if isinstance(error, exceptions.ClientError):

@@ -47,7 +47,7 @@ class ChangeToken(NamedTuple):
 
     @staticmethod
     def parse(metadata: Mapping[str, str] | None) -> ChangeToken | None:
-        """Return the token in an object's metadata; None if it has none or is unknown."""
+        """Return the token in an object's metadata; None if there is none, or no metadata."""
         return ChangeToken.from_text((metadata or {}).get(CHANGE, ""))
 
 

@@ -34,18 +34,18 @@ Urgency = Callable[[], Priority]
 
 
 def demanded() -> Priority:
-    """The urgency of a request that a program waits for."""
+    """Return the urgency of a request that a program waits for."""
     return Priority.DEMAND
 
 
 def writing() -> Priority:
-    """The urgency of uploads."""
+    """Return the urgency of uploads."""
     return Priority.WRITE
 
 
 # A tuple for speed: a change of a file creates, compares and looks up a dozen of these.
 class ObjectVersion(NamedTuple):
-    """One immutable content of one key: what a cache file holds.
+    """One immutable content of one key; a cache file holds the bytes of one version.
 
     `etag` is the quoted value as S3 gives it; `size` is in bytes.
     """
@@ -133,7 +133,7 @@ Strict = IfAbsent | IfMatch | None
 Condition = Strict | Expect
 
 
-# A tuple, for a small PUT gives it a token in a hundredth of its time.
+# A tuple for speed: each small PUT makes a copy of it, with a token.
 class Write(NamedTuple):
     """The properties of an object that a PUT, an upload or a copy makes, and its condition.
 
@@ -227,12 +227,12 @@ class NewFile(Protocol):
 class Sink(Protocol):
     """The destination of one download: a file, or `write`. Belongs to the event loop.
 
-    With a file, the engine's threads write into it and report their progress by `arrived`. An
+    Engine threads write into the file at the object's offsets; `arrived` reports their progress. An
     OSError that the sink raises ends the download.
     """
 
     async def open(self) -> int | NewFile | None:
-        """Return a descriptor, for the object's own offsets, or a file to create; None: `write`."""
+        """Return the file's descriptor, or a `NewFile`; None: `write` gets the bytes."""
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Write bytes that begin at `offset` of the object."""
@@ -240,8 +240,7 @@ class Sink(Protocol):
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
         """Note that all requested bytes before `stop` are written, with CRC32s in `sums`.
 
-        Each sum is (start, stop, CRC32); it ends at a multiple of a mebibyte, or where writing
-        stopped.
+        Each is (start, stop, CRC32) and ends at a multiple of a mebibyte, or where writing stopped.
         """
 
 
@@ -318,7 +317,7 @@ class Source(Protocol):
         """
 
     def hurry(self) -> None:
-        """Reconsider the order of the requests that wait for a connection: a priority has risen."""
+        """Reconsider the order of requests that wait for a connection: a priority has risen."""
 
 
 class UnansweredChanges:

@@ -1,9 +1,9 @@
 """Tests once a day what a store honours: conditions of writes, and checksums.
 
 One probe puts an object over an ETag that no object has, another sends a body with a wrong
-checksum. A store that honours both refuses both. Another store creates an object, at a key below a
-name that no mount lists (`PROBE_NAME`); it is deleted. For `--conflict fail` the object is put in
-parts: Ceph's gateway honours conditions of PUTs, but not of completions.
+checksum. A store that honours both refuses both. Any other store creates an object, at a key below
+a name that no mount lists (`PROBE_NAME`), which is deleted. For `--conflict fail` the object is put
+in parts: Ceph's gateway honours conditions of PUTs, but not of completions.
 
 A condition that the store does not implement counts as not honoured. A capability that could not be
 tested is unknown (None), and no code relies on it.
@@ -171,7 +171,7 @@ async def _compares_checksums(requester: Requester, key: str) -> bool:
     """Send a body with a wrong CRC32; return True if the store refuses.
 
     Raises:
-        StoreError: the answer does not show it.
+        StoreError: the request failed for another reason.
     """
     call = Call("PUT", "PUT", key, headers={"x-amz-checksum-crc32": _OTHER_CRC32}, body=_BODY)
     try:

@@ -3,7 +3,7 @@
 Periodic checks (the catalog, the limits of the cache, the number of names) depend on requests of
 programs, requests to S3 and commands, which are noted here. While there are none, the checks of all
 tasks run at the same instants, `IDLE_S` apart: changes that other mounts and programs make to the
-disk are noticed up to that late. The first request ends the wait.
+disk are noticed with this delay. The first request ends the wait.
 """
 
 from __future__ import annotations

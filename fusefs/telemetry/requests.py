@@ -18,7 +18,7 @@ from fusefs.telemetry.metrics import Sample, value
 _ERRORS = frozenset((None, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET))
 
 
-# The first ALL_TIMED requests that are answered at once are all timed, later ones once in PERIOD. A
+# The first ALL_TIMED requests that are answered at once are all timed, later ones one in PERIOD: a
 # prime, because programs repeat the same few requests.
 ALL_TIMED = 1000
 PERIOD = 17
@@ -30,7 +30,7 @@ class RequestTimes:
 
     Each request is counted, and each that had to wait is timed. For requests answered at once, in a
     few microseconds, reading the clock twice would take a twentieth of the time: only every
-    `period`-th is timed, and represents as many. Their sessions count the requests in `counts`, by
+    `period`-th is timed, and represents as many. Sessions count all of these in `counts`, by
     opcode. Belongs to the event loop.
     """
 
@@ -45,7 +45,7 @@ class RequestTimes:
         self._others: dict[tuple[int, str], Histogram] = {}
 
     def sampled(self, opcode: int, began: float) -> None:
-        """Time a request that `counts` has; it was read at `began` (monotonic s), ends now."""
+        """Record the time since `began` (monotonic s) of a request that `counts` includes."""
         self.timed(((opcode, time.monotonic() - began),), self.period)
 
     def timed(self, times: Sequence[tuple[int, float]], weight: int) -> None:

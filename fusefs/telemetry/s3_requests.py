@@ -11,7 +11,7 @@ from fusefs.telemetry.histogram import S3_BOUNDS, Histogram
 from fusefs.telemetry.metrics import Sample, value
 from fusefs.telemetry.stalls import WaitCause, current
 
-# The cause of waiting until an answer begins; for other operations it is the first byte.
+# The cause of waiting until an answer begins; S3_FIRST_BYTE for other operations.
 _CAUSES = {
     "HEAD": WaitCause.METADATA,
     "LIST": WaitCause.METADATA,
@@ -94,7 +94,7 @@ class RequestClock:
             self._work.move(WaitCause.S3_FIRST_BYTE, WaitCause.S3_TRANSFER, at)
 
     def end(self, code: str) -> None:
-        """End it; `code` is a refusal's status, 200 for any success, `none`, or `cancelled`."""
+        """Stop; `code` is the status of a refusal, `200` for any success, `none` or `cancelled`."""
         now = time.monotonic()
         self._work.leave(self._cause, now)
         whole_s = now - self._began

@@ -269,8 +269,8 @@ def unattended() -> _Doing:
 class waiting_for:
     """Mark the current task's work as waiting for another work (`with waiting_for(work)`).
 
-    Requests that wait for the first then wait for the second as well; an unattended work has none.
-    Requests that begin to wait later are not counted.
+    Requests that wait for the task's work count as waiting for `work` as well; an unattended work
+    has none. Requests that begin to wait later are not counted.
     """
 
     __slots__ = ("_count", "_work")

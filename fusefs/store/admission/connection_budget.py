@@ -119,7 +119,7 @@ class ConnectionBudget:
             self._admit()
 
     def reprioritize(self) -> None:
-        """Reconsider the priorities of all waiters: one has risen."""
+        """Reconsider the priorities of all waiters, because a priority has risen."""
         for queue in self._queues.values():
             for waiter in list(queue):
                 self._rank(waiter)
@@ -218,7 +218,7 @@ class ConnectionBudget:
             self._is_timing = False
 
     def _next(self) -> _Waiter | None:
-        """Return the most urgent waiter for which there is room, or one passed over too often."""
+        """Return the most urgent waiter with room, or one passed over too often; None: none."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)

@@ -81,7 +81,7 @@ class Hedging:
         self._counted["hedged_won"] += has_won
 
     async def race(self, engine: Engine, request: Request) -> Transfer:
-        """Send a GET, and a second one if the first is slow; return the one that counts, complete.
+        """Send a GET, and a second one if the first is slow; return the completed one to use.
 
         That is the first to succeed, or the first GET if both failed.
         """

@@ -28,13 +28,13 @@ _SMALL_WORKERS: Final = 1
 
 
 class MemorySink(NamedTuple):
-    """Receive the body as bytes. A body of more than `limit` bytes is the error "too-large"."""
+    """A sink in memory for the body; more than `limit` bytes are the error "too-large"."""
 
     limit: int = 1 << 20
 
 
 class FileSink(NamedTuple):
-    """Write the body of an answer with status 200 or 206 to a file.
+    """A file as the sink for the body of an answer with status 200 or 206.
 
     `fd` is duplicated for the request's lifetime. The `length` bytes of the object from `start` on
     go to `offset` of the file, and no byte outside of [offset, offset + length) is written. Before
@@ -45,8 +45,7 @@ class FileSink(NamedTuple):
     offsets of the file, cut where a mebibyte of the file ends.
 
     With a `path`, at which no file exists, and -1 for `fd`, the file is created once all `length`
-    bytes are there, at most 256 KiB; its folder may not exist. `Transfer.take_file` returns the
-    file.
+    bytes are there, at most 256 KiB; its folder may not exist. `Transfer.take_file` returns it.
     """
 
     fd: int
@@ -60,7 +59,7 @@ class FileSink(NamedTuple):
 
 
 class FileBody(NamedTuple):
-    """Send `length` bytes of a file from `offset` on. `fd` is duplicated."""
+    """A request body: `length` bytes of a file from `offset` on. `fd` is duplicated."""
 
     fd: int
     offset: int

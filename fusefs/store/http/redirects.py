@@ -14,7 +14,7 @@ REDIRECTS = (301, 302, 303, 307, 308)
 
 
 def complaint(location: str | None, url: str, *, knows_region: bool = False) -> str | None:
-    """Describe a redirect of `url`; None if it is to itself and names the bucket's region."""
+    """Describe a redirect from `url`; None if it leads to the same address and names the region."""
     requested, target = urlsplit(url), urlsplit(urljoin(url, location or ""))
     if (requested.scheme, requested.netloc) != (target.scheme, target.netloc):
         host = target.netloc.rpartition("@")[2]

@@ -93,7 +93,7 @@ async def _copy(
     log: UploadLog,
 ) -> ObjectInfo:
     requester, metadata = fence.requester, write.metadata
-    if write.is_own and isinstance(source, ObjectInfo):  # it has a content type alone
+    if write.is_own and isinstance(source, ObjectInfo):  # no headers but a content type
         kept = {} if source.content_type is None else {"content-type": source.content_type}
         copied = replace(source, metadata=metadata)
         return await _copy_whole(requester, copied, key, kept, condition)
@@ -123,7 +123,7 @@ async def _copy(
 
 
 def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
-    """Return an object's metadata with its time added; None if it has one or can't be sent.
+    """Return an object's metadata with its mtime added; None if it has one or is unsendable.
 
     Attributes that are there decide the form; else it is that of AWS if `is_aws`, or of s3fs.
     """

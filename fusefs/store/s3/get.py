@@ -63,7 +63,7 @@ _LONGEST_SIZE = 19
 _TOO_SHORT = Failure(UnreachableError, "the answer was too short", is_retryable=True)
 
 
-# Called with an object that has metadata, where the answer to a download shows that.
+# Called with an object's description if the answer to a download shows its metadata.
 Described = Callable[[ObjectInfo], None]
 
 
@@ -254,7 +254,7 @@ class RangeDownload:
     def arrived(self, received: int, sums: Sums) -> None:
         """Note that `received` bytes of this attempt are in the file."""
         if self.is_whole_and_small:
-            self._sums = sums  # `accept` takes them, or they are written anew
+            self._sums = sums  # `accept` takes them, or the bytes come anew
         elif self.fd is not None:
             self._take(self._began_at + received, sums)
 

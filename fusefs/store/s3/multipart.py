@@ -79,7 +79,7 @@ class Schedule:
     first: int
 
     def size_of(self, number: int) -> int:
-        """Return the size of any part but the last; a ValueError if S3 takes no such part."""
+        """Return the size of any part but the last; a ValueError if `number` is not 1 to 10,000."""
         if not 1 <= number <= MOST_PARTS:
             raise ValueError(f"there is no part {number}")
         return self._size_in((number - 1) // ALIKE)
@@ -91,7 +91,7 @@ class Schedule:
         return sum(ALIKE * self._size_in(one) for one in range(group)) + behind * size
 
     def part_at(self, offset: int) -> int:
-        """Return the number of the part with this byte; a ValueError if S3 takes no such object."""
+        """Return the number of the part with this byte; a ValueError beyond the last part."""
         number = 1
         for group in range(MOST_PARTS // ALIKE):
             size = self._size_in(group)
@@ -119,8 +119,8 @@ class Schedule:
 class Upload:
     """A multipart upload under way, of a file that may still grow. Belongs to the event loop.
 
-    The offsets of its parts do not depend on the file's size (`Schedule`). It occupies paid space
-    in the bucket until it is completed or aborted.
+    The offsets of its parts do not depend on the file's size (`Schedule`). An upload occupies paid
+    space in the bucket until it is completed or aborted.
     """
 
     def __init__(self, fence: Fence, state: UploadState, *, is_resumed: bool = False) -> None:
@@ -174,11 +174,13 @@ class Upload:
         await self._in_parallel(partial(self._send_part, fd, size), numbers)
 
     async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
-        """Have S3 copy [start, stop) of exactly `source` into a part; only the last may be shorter.
+        """Copy the range [start, stop) of exactly `source` to a part, on the server.
+
+        The range is as long as the part, except for the last part.
 
         Raises:
             StaleVersionError: the source is no longer this version.
-            UnsupportedError: some stores take another object for the source.
+            UnsupportedError: some stores would copy from another object.
             ValueError: the range is larger than the part.
         """
         if is_mistakable(source.key):
@@ -374,7 +376,7 @@ class Upload:
     async def _obtain(
         self, number: int, obtain: Callable[[], Awaitable[Part]], is_there: Callable[[], bool]
     ) -> None:
-        """Send a part by `obtain` unless another task has; ignore it if it is dropped meanwhile."""
+        """Send or copy a part by `obtain`, unless it is there; ignore it if dropped meanwhile."""
         async with self._turns[number]:
             if number in self._valid and is_there():
                 return

@@ -137,7 +137,7 @@ class RetryBudget:
         return trio.current_time() < end
 
     def pause_s(self) -> float:
-        """Return the seconds to wait before the next attempt, and count it."""
+        """Count an attempt, and return the seconds to wait before the next one."""
         # Full jitter: clients that failed together do not retry together.
         self._attempts += 1
         longest = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**self._attempts)
@@ -188,7 +188,7 @@ class Requester:
         self.engine = engine
         self.source = AccessSource(settings, engine.nursery)
         self.counted: Counter[str] = Counter()
-        # When S3 last fulfilled a request, or found no object to fulfil it; trio's seconds.
+        # When S3 last fulfilled a request, or said that there is no object; trio's seconds.
         self.last_answer = -math.inf
         # The last failed attempt with its time, and when the first one since `last_answer` was
         # sent.
@@ -220,7 +220,7 @@ class Requester:
         return {"what": failure.sentence, "ago_s": now - at, "since_s": since_s}
 
     def reprioritize(self) -> None:
-        """Reconsider the priorities of waiting requests: one has risen."""
+        """Reconsider the priorities of waiting requests, because a priority has risen."""
         self._streams.reprioritize()
         self.connections.reprioritize()
 
@@ -430,7 +430,7 @@ def _cause_of_pause(operation: str, failure: Failure) -> int:
 
 
 def for_condition(failure: Failure, condition: Strict) -> Failure:
-    """Return the failure with its meaning for a request with this condition."""
+    """Translate a failure to its meaning for a request with this condition."""
     is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
     if condition is None or not (failure.status == 412 or is_gone):
         return failure
@@ -440,7 +440,7 @@ def for_condition(failure: Failure, condition: Strict) -> Failure:
 
 
 def classify(operation: str, failure: Failure) -> Failure:
-    """Return the failure with its meaning for this operation."""
+    """Translate a failure to its meaning for this operation."""
     if operation == "LIST" and failure.kind is NotFoundError:
         # A LIST asks for no object.
         return replace(failure, kind=MisconfiguredError, sentence="there is no such bucket")
