@@ -189,7 +189,7 @@ _BY_STATUS: dict[int, tuple[type[StoreError], str, bool]] = {
     403: _DENIED,
     404: (NotFoundError, "there is no such object", False),
     407: (UnreachableError, PROXY_PASSWORD, False),
-    # From a proxy whose request came too late, or on a connection that was closing.
+    # Sent by a proxy if a request arrived too slowly, or while the connection was closing.
     408: (UnreachableError, "S3 failed with status 408", True),
     412: _STALE,
     416: _STALE,

@@ -40,7 +40,7 @@ def _order(names: tuple[str, ...]) -> tuple[list[str], str]:
 class _Key:
     """The signing key of one day, with the secret and day that it was derived from.
 
-    `mac` is copied for each request: `hmac.digest` releases the interpreter lock, a longer wait.
+    `mac` is copied per request: `hmac.digest` would release the interpreter lock, which is slower.
     """
 
     secret: str

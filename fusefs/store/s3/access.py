@@ -447,7 +447,7 @@ def _has_files(environment: Mapping[str, str]) -> bool:
 def _session_for(settings: S3Settings) -> BotocoreSession:
     """Return a botocore session whose clients have the same time-outs for credentials as for S3.
 
-    By default botocore tries five times a minute long, and all requests wait for the credentials.
+    By default botocore waits a minute, five times, and all requests wait for the credentials.
     """
     from botocore.config import Config
     from botocore.session import Session

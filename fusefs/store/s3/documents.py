@@ -1,7 +1,7 @@
 """The small XML documents of S3's requests and answers, except listings of objects.
 
 S3 begins the answer to a slow request before it knows the result: an answer with status 200 may
-contain an error, or no document. Functions that read an answer raise AttemptError for such ones.
+contain an error, or no document. Functions that read answers then raise AttemptError.
 
 https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
 """

@@ -174,9 +174,7 @@ class Upload:
         await self._in_parallel(partial(self._send_part, fd, size), numbers)
 
     async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
-        """Copy the range [start, stop) of exactly `source` to a part, on the server.
-
-        The range is as long as the part, except for the last part.
+        """Copy [start, stop) of `source` to a part on the server; only the last part may be short.
 
         Raises:
             StaleVersionError: the source is no longer this version.
