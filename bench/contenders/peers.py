@@ -196,7 +196,7 @@ class S3fs(Peer):
 
 
 class Geesefs(Peer):
-    """geesefs with its default tuning and a disk cache. Its close does not wait for the upload."""
+    """geesefs with its defaults and a disk cache, and where it writes, with closes that wait."""
 
     def _environment(self) -> dict[str, str]:
         bucket = self.place.bucket
