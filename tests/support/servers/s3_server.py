@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -191,19 +192,22 @@ class S3Server:
     def new_bucket(self) -> str:
         """The name of an empty bucket that nobody else uses.
 
-        The first object of a bucket waits for a volume for 0.2 s, so buckets are made together.
+        The first object of a bucket waits for a volume for 0.2 s, so buckets are made together,
+        each step after the last one: weed's master can stop for ever where a bucket is made, for
+        which it lists all collections, while it adds a volume for another one.
         """
         if not self._unused:
             self._unused = [f"bucket-{os.getpid()}-{next(self._numbers)}" for _ in range(BUCKETS)]
+            client = self.client()
+            steps: list[Callable[[str], Any]] = [
+                lambda name: client.create_bucket(Bucket=name),
+                lambda name: client.put_object(Bucket=name, Key="first", Body=b"x"),
+                lambda name: client.delete_object(Bucket=name, Key="first"),
+            ]
             with ThreadPoolExecutor(BUCKETS) as threads:
-                list(threads.map(self._make_bucket, self._unused))
+                for step in steps:
+                    list(threads.map(step, self._unused))
         return self._unused.pop()
-
-    def _make_bucket(self, name: str) -> None:
-        client = self.client()
-        client.create_bucket(Bucket=name)
-        client.put_object(Bucket=name, Key="first", Body=b"x")
-        client.delete_object(Bucket=name, Key="first")
 
     def _wait_until_writable(self) -> None:
         from botocore.exceptions import BotoCoreError, ClientError
